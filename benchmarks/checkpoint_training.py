@@ -18,14 +18,13 @@ import statistics
 import tempfile
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
-from keeping import machine, write_results  # noqa: E402
+from keeping import keep, machine  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel  # noqa: E402
 
 from stepmark import Checkpointer  # noqa: E402
@@ -150,7 +149,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--folder", default=None, help="where to save; must be on a disk (default: the temporary one)")
-    parser.add_argument("--save", action="store_true", help="keep the table under benchmarks/results")
+    parser.add_argument("--save", action="store_true", help="append the numbers to results/checkpoint_training.csv")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -158,8 +157,7 @@ def main() -> None:
     table = report(options, found)
     print(f"\n{table}")
     if options.save:
-        folder_of_results = Path(__file__).parent / "results"
-        write_results(f"checkpoint_training_{options.threads}", table, found, folder=folder_of_results)
+        keep("checkpoint_training", f"{options.threads} threads", table)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     .venv/bin/python benchmarks/data_parallel.py --nproc 4 --accumulation 4 --dtype bfloat16 --save
     .venv/bin/python benchmarks/data_parallel.py --gigabits 1
 
---save writes the table in benchmarks/results/. --gigabits puts the ranks on two hosts, namespaces of this machine, with
-that network between them (bits per second in each direction), which needs root.
+--save appends the numbers to benchmarks/results/data_parallel.csv. --gigabits puts the ranks on two hosts, namespaces
+of this machine, with that network between them (bits per second in each direction), which needs root.
 
 Contestants, all with fused AdamW and clipping of the global norm: Stepmark's TrainStep, which is what the Trainer
 runs, in plain data parallel form and with ZeRO-1; torch's DistributedDataParallel, alone and with torch's
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import zero1  # first: it sets the environment
-from keeping import machine
+from keeping import keep, machine
 from slow_network import bytes_sent, run_on_two_hosts, two_nodes
 from zero1 import LEARNING_RATE, LENGTH, MAX_NORM, VOCABULARY
 
@@ -245,6 +245,16 @@ def where(options: argparse.Namespace) -> str:
     return f", on two hosts with {options.gigabits:g} Gbit/s between them" if options.gigabits else ""
 
 
+def setting(options: argparse.Namespace) -> str:
+    """What of the options tells one history from another."""
+    parts = [f"{options.nproc} ranks", options.dtype, f"{options.accumulation} micro-batches"]
+    parts += [] if options.layers == 6 else [f"{options.layers} layers of width {options.width}"]
+    parts += [] if options.reduce_dtype == "float32" else [f"sent in {options.reduce_dtype}"]
+    parts += [] if options.rows == 1 else [f"{options.rows} rows"]
+    parts += [f"{options.gigabits:g} Gbit/s"] if options.gigabits else []
+    return ", ".join(parts)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=int, default=2)
@@ -277,12 +287,7 @@ def main() -> int:
         if code == 0:
             print(out.read_text(), end="")
             if options.save:
-                network = f"_{options.gigabits:g}gbit" if options.gigabits else ""
-                size = "" if options.layers == 6 else f"_{options.layers}x{options.width}"
-                size += "" if options.reduce_dtype == "float32" else "_reduced"
-                size += "" if options.rows == 1 else f"_{options.rows}rows"
-                name = f"data_parallel_{options.nproc}_{options.dtype}_{options.accumulation}{size}{network}.md"
-                (Path(__file__).parent / "results" / name).write_text(out.read_text())
+                keep("data_parallel", setting(options), out.read_text())
     return code
 
 

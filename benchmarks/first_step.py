@@ -4,7 +4,7 @@
 
 The scripts are the same but for one import: a small GPT-2 of random weights on a CPU, one rank. They run in turn, each
 in a process of its own; the first round fills the page cache. A bare loop with torch and transformers' model, without a
-Trainer, runs beside them. --save writes the table in benchmarks/results/.
+Trainer, runs beside them. --save appends the numbers to benchmarks/results/first_step.csv.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-from keeping import machine
+from keeping import keep, machine
 
-RESULTS = Path(__file__).parent / "results"
 MODEL = """
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -97,7 +95,7 @@ def main() -> int:
         lines.append(f"| {name} | {statistics.median(each):.2f} | {ratio:.2f} |")
     print("\n".join(lines))
     if options.save:
-        (RESULTS / "first_step.md").write_text("\n".join(lines) + "\n")
+        keep("first_step", "", "\n".join(lines))
     return 0
 
 

@@ -8,7 +8,7 @@ sizes in such shards, in bf16. Command and cp run in turn, round after round, ea
 cache, and each until its bytes are on the disk: cp is followed by fsync of its files, since an import returns when it
 is durable. The command's time is that of its process, start and all. `--dcp` compares with
 torch.distributed.checkpoint,
-whose time is without the import of torch. `--save` writes the results to results/interchange.md.
+whose time is without the import of torch. `--save` appends the results to results/interchange.csv.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import NamedTuple
 
 HIDDEN, INNER, VOCABULARY, HEADS, RANKS = 1024, 2816, 32000, 16, 8
 COMMAND = (sys.executable, "-m", "stepmark")
-RESULTS = Path(__file__).parent / "results"
 BARS = {"speed": 0.8, "megabytes": 512}
 
 
@@ -216,10 +215,7 @@ def save_results() -> None:
     """Keeps what was said, with the machine it was measured on."""
     import keeping  # imports torch, and a child's peak memory is counted from its parent's
 
-    lines = [keeping.machine(), "", f"    .venv/bin/python benchmarks/interchange.py {' '.join(sys.argv[1:])}", ""]
-    keeping.write_results(
-        "interchange", "\n".join(lines + [f"- {line}" for line in SAID]), {"lines": SAID}, folder=RESULTS
-    )
+    keeping.keep("interchange", " ".join(sys.argv[1:]), "\n".join([keeping.machine(), *(f"- {line}" for line in SAID)]))
 
 
 def load_with_torch(source: Path) -> float:
@@ -354,11 +350,6 @@ def measure_trainer(folder: Path, given: argparse.Namespace) -> None:
         return
     measure("export to transformers", own, folder, rounds, "export", "--to", "hf-trainer")
     shutil.rmtree(folder / "export-to-transformers")
-    options = ("--to", "nxd", "--tp", str(RANKS), "--dp", "2")
-    shards = measure("export to neuronx-distributed", own, folder, rounds, "export", *options)
-    measure("import from neuronx-distributed", shards, folder, rounds, "import")
-    shutil.rmtree(folder / "import-from-neuronx-distributed")
-    shutil.rmtree(shards)
     store = measure("export to dcp", own, folder, rounds, "export", "--to", "dcp")
     measure("import from dcp", store, folder, rounds, "import")
     if given.dcp:
@@ -383,7 +374,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("import", "shards", "trainer", "zero"), help="one part of it")
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size of the model with ZeRO-1")
     parser.add_argument("--dcp", action="store_true", help="also dcp.load of our store beside torch's own")
-    parser.add_argument("--save", action="store_true", help="write results/interchange.md")
+    parser.add_argument("--save", action="store_true", help="append the results to results/interchange.csv")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
         if given.only not in ("shards", "zero"):

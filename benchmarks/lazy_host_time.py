@@ -19,7 +19,6 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -28,12 +27,11 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 from apart import apart  # noqa: E402
-from keeping import machine, write_results  # noqa: E402
+from keeping import keep, machine  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback  # noqa: E402
 
 import stepmark  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results"
 BY_HAND = "by hand"
 BAR = 1.05  # of the loop by hand
 WARM_UP, STEPS = 4, 12
@@ -172,13 +170,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 48])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--save", action="store_true", help="keep the table under benchmarks/results")
+    parser.add_argument("--save", action="store_true", help="append the numbers to results/lazy_host_time.csv")
     options = parser.parse_args()
     found = {layers: measure(layers, options.rounds) for layers in options.layers}
     table = report(found)
     print(f"\n{table}")
     if options.save:
-        write_results("lazy_host_time", table, {str(layers): each for layers, each in found.items()}, folder=RESULTS)
+        keep("lazy_host_time", "", table)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/pipeline.py --nproc 2
     .venv/bin/python benchmarks/pipeline.py --nproc 4 --save
 
---save writes the tables in benchmarks/results/.
+--save appends the numbers to benchmarks/results/pipeline.csv.
 
 The first table is about schedules: the passes of a step, without the update, of a small Llama whose layers take little
 time, so that what remains is the schedule's own work and the transfers. Both contestants run the same modules, cut by
@@ -33,7 +33,7 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from keeping import machine  # noqa: E402
+from keeping import keep, machine  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.pipelining import (  # noqa: E402
     PipelineStage,
@@ -278,7 +278,7 @@ def main() -> int:
         if code == 0:
             print(out.read_text(), end="")
             if arguments.save:
-                (Path(__file__).parent / "results" / f"pipeline_{arguments.nproc}.md").write_text(out.read_text())
+                keep("pipeline", f"{arguments.nproc} ranks", out.read_text())
     return code
 
 

@@ -6,8 +6,8 @@
 A small GPT-2 and a small Llama train on bytes of the standard library's source, in plain data parallel form and with
 ZeRO-1, on the same samples in the same order. Beside `reduce_dtype="bfloat16"`, which keeps nothing from step to step,
 runs the same with error feedback: each rank adds to its gradient what rounding took from the last one. To show what a
-difference means, float32 runs once more with weights of which each is another by one bit. --save writes the table in
-benchmarks/results/.
+difference means, float32 runs once more with weights of which each is another by one bit. --save appends the numbers to
+benchmarks/results/reduced_gradients.csv.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unittest.mock import patch
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # isort: skip
-from keeping import machine
+from keeping import keep, machine
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
@@ -155,8 +155,7 @@ def main() -> int:
         if code == 0:
             print(out.read_text(), end="")
             if options.save:
-                name = f"reduced_gradients_{options.nproc}.md"
-                (Path(__file__).parent / "results" / name).write_text(out.read_text())
+                keep("reduced_gradients", f"{options.nproc} ranks", out.read_text())
     return code
 
 

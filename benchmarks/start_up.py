@@ -7,7 +7,7 @@ Each case is a run of the command on a recipe: a tiny GPT-2 of random weights on
 without its tokens in the cache, or one with 124 M parameters that is read from a safetensors file; on the CPU or a lazy
 device, as one rank or two. Every rank of the command notes the time at the end of each stage: a `sitecustomize` of
 this file's, which Python imports first, wraps the functions that end them. The slowest rank counts. The first round
-fills the page cache and is left out. --save writes the table in benchmarks/results/.
+fills the page cache and is left out. --save appends the numbers to benchmarks/results/start_up.csv.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from keeping import machine
+from keeping import keep, machine
 
-RESULTS = Path(__file__).parent / "results"
 STAGES = {
     "recipe checked": "Python, the command line, the checks of the recipe; several ranks: all of it twice",
     "torch": "import torch, and torch_xla",
@@ -223,7 +222,7 @@ def main() -> int:
     text = table(measure(cases, options.rounds), options.rounds)
     print(text)
     if options.save:
-        (RESULTS / "start_up.md").write_text(text + "\n")
+        keep("start_up", options.only or options.devices, text)
     return 0
 
 

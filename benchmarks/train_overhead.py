@@ -27,7 +27,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -38,6 +37,7 @@ warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import transformers  # noqa: E402
+from keeping import keep  # noqa: E402
 from transformers import (  # noqa: E402
     BertConfig,
     BertForSequenceClassification,
@@ -263,7 +263,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--save", action="store_true", help="keep the table under benchmarks/results")
+    parser.add_argument("--save", action="store_true", help="append the numbers to results/train_overhead.csv")
     options = parser.parse_args()
     if options.nproc > 1 and options.device != "cpu":
         parser.error("--nproc: several ranks are compared on a CPU only")
@@ -279,9 +279,8 @@ def main() -> int:
     table = "\n".join(lines)
     print(f"\n{table}")
     if options.save:
-        ranks = f"_{options.nproc}" if options.nproc > 1 else ""
-        target = Path(__file__).parent / "results" / f"train_overhead_{options.device}{ranks}.md"
-        target.write_text(table + "\n")
+        ranks = f", {options.nproc} ranks" if options.nproc > 1 else ""
+        keep("train_overhead", f"{options.device}{ranks}", table)
     return 0
 
 

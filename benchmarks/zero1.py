@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/zero1.py --nproc 2
     .venv/bin/python benchmarks/zero1.py --nproc 4 --save
 
---save writes the table in benchmarks/results/.
+--save appends the numbers to benchmarks/results/zero1.csv.
 
 Contestants, all with fused AdamW and clipping of the global norm: Stepmark's ZeroRedundancyOptimizer;
 torch.distributed's ZeroRedundancyOptimizer under DistributedDataParallel; FSDP2 (`fully_shard` on each block and the
@@ -31,7 +31,7 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from keeping import machine  # noqa: E402
+from keeping import keep, machine  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero  # noqa: E402
@@ -195,7 +195,7 @@ def main() -> int:
         if code == 0:
             print(out.read_text(), end="")
             if arguments.save:
-                (Path(__file__).parent / "results" / f"zero1_{arguments.nproc}.md").write_text(out.read_text())
+                keep("zero1", f"{arguments.nproc} ranks", out.read_text())
     return code
 
 

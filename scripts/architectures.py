@@ -6,7 +6,7 @@ itself on one rank: logits, loss, and the gradient of every parameter. The two r
     python scripts/architectures.py [--only MODEL_TYPE …] [--write] [--pipeline]
 
 With --pipeline, pipeline stages are verified instead (pipeline_architectures.py). With --write the results go to
-docs/architectures.md, and the list that `parallelize` uses to src/stepmark/parallel/tensor/architectures.py.
+docs/data/tensor-parallel.json, and the list that `parallelize` uses to src/stepmark/parallel/tensor/architectures.py.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 import transformers
 from pipeline_architectures import verify
 from small_models import SMALL, small_model
+from tables import write_table
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -31,7 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from stepmark.errors import UsageError
 from stepmark.launch.world import World
 from stepmark.liveness.host_group import HostGroup
-from stepmark.parallel.tensor.parallelize import local_shard, parallelize
+from stepmark.parallel.parallelize import local_shard, parallelize
 from stepmark.parallel.tensor.plans import PLANS, STYLES, own_plan, parse_style, plan_of
 from stepmark.runtime.collectives import NoCollectives, Reduction
 from stepmark.runtime.context import Context
@@ -42,7 +43,6 @@ from stepmark.sharding.layout import layout_of
 from stepmark.sharding.replication import replication_of
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "architectures.md"
 LIST = ROOT / "src" / "stepmark" / "parallel" / "tensor" / "architectures.py"
 KINDS = {parse_style(style).kind for style in STYLES}
 RANKS = 2
@@ -83,7 +83,7 @@ class ThreadAxis:
 
 @dataclass(frozen=True)
 class Result:
-    """`verdict`: passed, refused, failed, or not built."""
+    """`verdict`: passed, refused, failed, not built (no small configuration was found), or no plan."""
 
     model_type: str
     verdict: str
@@ -208,34 +208,14 @@ def has_plan(model_type: str) -> bool:
     return bool(config.base_model_tp_plan or getattr(text, "base_model_tp_plan", None))
 
 
-def page(results: list[Result], without: list[str]) -> str:
-    """The page of the documentation."""
-    lines = [
-        "# Architectures and tensor parallelism",
-        "",
-        f"Made by `python scripts/architectures.py` with transformers {transformers.__version__} and torch "
-        f"{torch.__version__.split('+')[0]}: every causal language model of transformers, with a small random",
-        "configuration, at `tensor_parallel_size: 2` against one rank: logits, loss and the gradient of every",
-        f"parameter within {TOLERANCE:g} of the tensor's largest value, in fp32 on a CPU.",
-        "",
-        "Only types that passed are accepted; any other is refused with the reason before anything is started. With a",
-        "custom plan, `parallelize(model, mesh, plan={...})`, you can try a type that has no plan or did not pass.",
-    ]
-    for verdict, title in (
-        ("passed", "Passed"),
-        ("failed", "Failed: do not use tensor parallelism with these"),
-        ("refused", "Refused"),
-        ("not built", "Not tried: the script could not build a small configuration"),
-    ):
-        chosen = [result for result in results if result.verdict == verdict]
-        lines += ["", f"## {title} ({len(chosen)})", ""]
-        if verdict == "passed":
-            lines += [", ".join(f"`{result.model_type}`" for result in chosen)]
-            continue
-        lines += ["| model type | why |", "| --- | --- |"]
-        lines += [f"| `{result.model_type}` | {result.why.replace('|', '/')} |" for result in chosen]
-    lines += ["", f"## Without a plan ({len(without)})", "", ", ".join(f"`{name}`" for name in without)]
-    return "\n".join(lines) + "\n"
+def write(results: list[Result]) -> None:
+    """The table that docs/tables.md shows."""
+    made_by = (
+        f"`python scripts/architectures.py --write` with transformers {transformers.__version__} and "
+        f"torch {torch.__version__.split('+')[0]}"
+    )
+    rows = [{"model type": each.model_type, "verdict": each.verdict, "why": each.why} for each in results]
+    write_table("tensor-parallel", "Model types and tensor parallelism", made_by, rows)
 
 
 def listing(results: list[Result]) -> str:
@@ -257,14 +237,12 @@ def main() -> None:
         verify(arguments.only, write=arguments.write)
         return
     names = arguments.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    without = [name for name in names if not has_plan(name)]
     results = []
     for name in names:
-        if name not in without:
-            results.append(attempt(name))
-            print(f"{results[-1].verdict:10} {name:28} {results[-1].why}", flush=True)
+        results.append(attempt(name) if has_plan(name) else Result(name, "no plan"))
+        print(f"{results[-1].verdict:10} {name:28} {results[-1].why}", flush=True)
     if arguments.write:
-        PAGE.write_text(page(results, without))
+        write(results)
         LIST.write_text(listing(results))
 
 

@@ -5,7 +5,7 @@ gradient accumulation and with two micro-batches, and evaluated in between.
 
     python -m scripts.lazy_devices [--only NAME …] [--timeout SECONDS] [--write]
 
-With --write the results go to docs/lazy-devices.md; rows of models that were not tried stay.
+With --write the results go to docs/data/lazy-devices.json; rows of models that were not tried stay.
 """
 
 from __future__ import annotations
@@ -14,33 +14,15 @@ import argparse
 import os
 import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "lazy-devices.md"
+from scripts import tables
+
 TIMEOUT = 120  # seconds for each model, unless given
 COLUMNS = ("model", "step", "step of 2 micro-batches", "evaluation batch", "what reads the device", "date")
 KINDS = ("1", "2", "evaluation")
 EXPECTED = ("1, 0, 0", "3, 0, 0", "1, 0, 0")
 Row = tuple[str, ...]
-INTRO = """\
-# Models on lazy devices
-
-Made by `python -m scripts.lazy_devices --write` with {versions}
-on XLA's CPU client: every causal language model of transformers, and a few others, small and with random weights, in
-six steps of the Trainer with evaluations in between. The cells hold graphs executed, graphs compiled, and transfers
-from the device to the host: the most of any step from the third on, and of any evaluation batch but an evaluation's
-first. Causal models get packed blocks without an attention mask, and padded batches with one where they accumulate.
-
-A lazy device is undisturbed where a step is 1 execution (with several micro-batches, one more than these), 0
-compilations and 0 transfers. In a forward pass on a lazy device, transformers leaves out what it leaves out of any
-trace: warnings and checks that read values. What reads all the same is named in the last column, and in a warning of
-the run: values that the model looks at, and operations that torch_xla does not have and runs on the host. Mixtures of
-experts apply every expert to every token, so that no shape depends on the routing, at (experts / experts per token)
-times the arithmetic.
-
-The graphs of a recipe's run can be made ahead, and kept for later runs: [trainium.md](trainium.md#compiling-ahead).
-"""
 
 
 def names() -> list[str]:
@@ -55,7 +37,7 @@ def row(name: str, outcome: Any, timeout: int) -> Row:
     """The table's line for what `tests.support.lazy_models.count` gave in a process that had `timeout` seconds."""
     date = time.strftime("%Y-%m-%d")
     if outcome.codes != [0]:
-        return (name, "", "", "", f"not counted: {reason(outcome, timeout)}", date)
+        return (name, "", "", "", reason(outcome, timeout), date)
     found = outcome.results[0]
     counts = [", ".join(str(found[kind][index]) for index in (1, 0, 2)) for kind in KINDS]
     return (name, *counts, "; ".join(f"`{line}`" for line in found["lines"]), date)
@@ -70,30 +52,23 @@ def reason(outcome: Any, timeout: int) -> str:
     return (errors or lines or ["no output"])[-1][:160].replace("|", "/")
 
 
-def undisturbed(row: Row) -> bool:
-    return row[1:4] == EXPECTED
+def state(row: Row) -> str:
+    """Whether a model leaves the device undisturbed, disturbs it, or was not counted."""
+    if not row[1]:
+        return "not counted"
+    return "undisturbed" if row[1:4] == EXPECTED else "disturbed"
 
 
 def read_rows() -> dict[str, Row]:
-    """The page's rows by name."""
-    lines = PAGE.read_text().splitlines() if PAGE.exists() else []
-    rows = [tuple(cell.strip() for cell in line[1:-1].split("|")) for line in lines if line.startswith("| `")]
-    return {row[0].strip("`"): (row[0].strip("`"), *row[1:]) for row in rows if len(row) == len(COLUMNS)}
+    """The table's rows by model."""
+    return {row["model"]: tuple(row[name] for name in COLUMNS) for row in tables.read_rows("lazy-devices")}
 
 
-def page(rows: list[Row]) -> str:
-    good = [row for row in rows if undisturbed(row)]
-    missing = [row for row in rows if not row[1]]
-    disturbed = [row for row in rows if row[1] and not undisturbed(row)]
+def write(rows: list[Row]) -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch", "torch_xla"))
-    intro = INTRO.format(versions=versions).splitlines()
-    parts = [section("Disturbed", disturbed), section("Not counted", missing), section("Undisturbed", good)]
-    return "\n".join([*intro, *(line for part in parts for line in part), ""])
-
-
-def section(title: str, rows: list[Row]) -> list[str]:
-    head = [f"| {' | '.join(COLUMNS)} |", "|" + " --- |" * len(COLUMNS)]
-    return ["", f"## {title} ({len(rows)})", "", *head, *(f"| `{row[0]}` | {' | '.join(row[1:])} |" for row in rows)]
+    made_by = f"`python -m scripts.lazy_devices --write` with {versions}"
+    named = [{"model": row[0], "state": state(row), **dict(zip(COLUMNS, row, strict=True))} for row in rows]
+    tables.write_table("lazy-devices", "Models on lazy devices", made_by, named)
 
 
 def main() -> None:
@@ -113,7 +88,7 @@ def main() -> None:
         rows[name] = row(name, outcome, arguments.timeout)
         print(" | ".join(rows[name]), flush=True)
         if arguments.write:
-            PAGE.write_text(page([rows[each] for each in order if each in rows]))
+            write([rows[each] for each in order if each in rows])
     ranks.close()
 
 

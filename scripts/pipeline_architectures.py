@@ -2,7 +2,7 @@
 
 Each architecture is built with a small random configuration of 4 layers, and compared with itself in 2 and in 3 stages
 and in 2 ranks of 2 stages each (pipeline_comparison.py). Run by `python scripts/architectures.py --pipeline`; results
-go to docs/architectures-pipeline.md and src/stepmark/parallel/pipeline/architectures.py.
+go to docs/data/pipeline-parallel.json and src/stepmark/parallel/pipeline/architectures.py.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ import torch
 import transformers
 from pipeline_comparison import difference, router_difference, tokens_for
 from small_models import small_model
+from tables import write_table
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from stepmark.errors import UsageError
 from stepmark.parallel.pipeline import architectures, stage_plan
 from stepmark.parallel.pipeline.stage_plan import layers_of
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "architectures-pipeline.md"
 LIST = Path(architectures.__file__)
 LAYERS = 4
 CUTS = ((2, 1), (3, 1), (2, 2))  # ranks, and stages of each
@@ -128,36 +127,22 @@ def in_a_process(kind: str) -> Row:
     return found
 
 
-def page(rows: list[Row]) -> str:
-    """The page of the documentation."""
-    version = f"transformers {transformers.__version__} and torch {torch.__version__.split('+')[0]}"
-    lines = [
-        "# Architectures and pipeline parallelism",
-        "",
-        f"Made by `python scripts/architectures.py --pipeline` with {version}: every causal language",
-        "model of transformers, with a small random configuration of 4 layers, in 2 and 3 stages and in 2 ranks of 2",
-        "stages each, against the model in one piece. Logits of padded samples in evaluation, the loss, and the",
-        "gradient of every parameter are equal bit for bit, in fp32 on a CPU; only the gradient of an embedding that",
-        "is tied to the head is a sum in another order.",
-        "",
-        "Only types that passed are accepted; any other is refused with the reason before anything is started.",
+def write_rows(rows: list[Row]) -> None:
+    """The table that docs/tables.md shows."""
+    made_by = (
+        f"`python scripts/architectures.py --pipeline --write` with transformers {transformers.__version__} and "
+        f"torch {torch.__version__.split('+')[0]}"
+    )
+    named = [
+        {
+            "model type": kind,
+            "verdict": verdict,
+            "router losses": "yes" if verdict == "passed" and why.endswith(ROUTERS) else "",
+            "why": "" if verdict == "passed" else why,
+        }
+        for kind, verdict, why in rows
     ]
-    for verdict, title in (
-        ("passed", "Passed"),
-        ("failed", "Failed"),
-        ("refused", "Refused"),
-        ("not built", "Not tried: the script could not build a small configuration"),
-    ):
-        chosen = [row for row in rows if row[1] == verdict]
-        lines += ["", f"## {title} ({len(chosen)})", ""]
-        if verdict == "passed":
-            lines += [", ".join(f"`{kind}`" for kind, _, _ in chosen)]
-            routed = [f"`{kind}`" for kind, _, returns in chosen if returns.endswith(ROUTERS)]
-            lines += ["", f"Also with a loss over the routers of all layers ({len(routed)}): {', '.join(routed)}"]
-            continue
-        lines += ["| model type | why |", "| --- | --- |"]
-        lines += [f"| `{kind}` | {why.replace('|', '/')} |" for kind, _, why in chosen]
-    return "\n".join(lines) + "\n"
+    write_table("pipeline-parallel", "Model types and pipeline stages", made_by, named)
 
 
 def listing(rows: list[Row]) -> str:
@@ -179,5 +164,5 @@ def verify(names: list[str] | None, *, write: bool) -> None:
         rows.append(in_a_process(kind))
         print(f"{rows[-1][1]:10} {kind:28} {rows[-1][2]}", flush=True)
     if write:
-        PAGE.write_text(page(rows))
+        write_rows(rows)
         LIST.write_text(listing(rows))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from stepmark.launch.world import World
 from stepmark.liveness.host_group import HostGroup
+from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.pipeline.staged_model import StagedModel, staged
-from stepmark.parallel.tensor.parallelize import parallelize
 from stepmark.runtime.collectives import NoCollectives
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime

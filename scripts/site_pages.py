@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
+import runpy
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,6 +21,7 @@ from stepmark.cli.main import COMMANDS, build_parser
 from stepmark.config.recipe import sections
 
 ROOT = Path(__file__).resolve().parents[1]
+TABLE = re.compile(r"<!-- table ([\w-]+) -->")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)((?:#[^)]*)?)\)")
 
 
@@ -29,10 +32,22 @@ def on_files(files: Files, config: Any) -> Files:
         "reference/fields.md": fields_page(),
         "reference/commands.md": commands_page(),
         "reference/errors.md": errors_page(),
+        "reference/source-map.md": source_map(),
     }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Puts the data of docs/data/NAME.json in place of `<!-- table NAME -->`; assets/tables.js shows them."""
+    return TABLE.sub(lambda found: _table(found[1]), html)
+
+
+def _table(name: str) -> str:
+    data = json.loads((ROOT / "docs" / "data" / f"{name}.json").read_text(encoding="utf-8"))
+    text = json.dumps(data, ensure_ascii=False).replace("</", "<\\/")
+    return f'<div class="data-table"><script type="application/json">{text}</script></div>'
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
@@ -106,6 +121,12 @@ def commands_page() -> str:
     return "\n".join(lines)
 
 
+def source_map() -> str:
+    """Every module with the first sentence of its docstring: scripts/source_map.py."""
+    made: str = runpy.run_path(str(ROOT / "scripts" / "source_map.py"))["page"]()
+    return made
+
+
 def errors_page() -> str:
     """The classes of errors with their exit codes."""
     lines = ["# Errors and exit codes", "", (inspect.getdoc(errors) or "").strip(), ""]
@@ -117,7 +138,7 @@ def errors_page() -> str:
             lines.append(f"| `{name}` | `{base}` | {kind.exit_code} | {_cell(text)} |")
     lines += [
         "",
-        "All exit codes, also those of interrupted runs and of launchers: [operations](../operations.md#exit-codes).",
+        "All exit codes, also those of interrupted runs and of launchers: [running](../running.md#exit-codes).",
     ]
     return "\n".join(lines)
 

@@ -1,11 +1,12 @@
-"""Runs the large test matrices in full, one file after another, and records the results in docs/proof.md.
+"""Runs the large test matrices in full, one file after another, and records the results in docs/data/proof.json.
 
 make prove
 make prove WHAT="tests/system/fault/test_kills.py tests/system/fault/test_stopped.py"
-make fault SAMPLE=6    # every sixth fault; docs/proof.md stays as it is
+make fault SAMPLE=6    # every sixth fault; records nothing
 
-A file with tests marked `prove` is a matrix. Each has its row, with its own date and commit; the rows of files that are
-not run stay as they were.
+A file with tests marked `prove` is a matrix. Each has a row with its own date and commit; rows of files that are not
+run stay as they are. A row that failed, skipped tests or was never run needs a reason in its `note`: it is written by
+hand, and tests/test_tables.py demands it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
+from scripts.tables import Row, read_rows, write_table
+
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "build" / f"prove-{os.getpid()}.xml"  # two files may be run at a time
-PROOF = ROOT / "docs" / "proof.md"
-COLUMNS = ("matrix", "what it shows", "tests", "tried", "minutes", "date", "commit")
+COLUMNS = ("matrix", "what it shows", "tests", "tried", "minutes", "date", "commit", "note")
+NOT_RUN = "not run"
 SAMPLE_VARIABLE = "STEPMARK_FAULT_SAMPLE"  # read by tests/system/fault/test_faults.py
-Row = tuple[str, ...]
 
 
 def main() -> int:
@@ -62,9 +64,8 @@ def prove(file: str, files: list[str], *, record: bool) -> int:
     minutes = f"{(time.time() - started) / 60:.0f}"
     print(f"{file}: {tests}; {tried or 'nothing counted'}; {minutes} minutes", flush=True)
     if record:
-        rows = {row[0]: row for row in read_rows() if row[0] in files}
-        rows[file] = (file, shows(file), tests, tried, minutes, time.strftime("%Y-%m-%d"), commit)
-        write_rows([rows[name] for name in files if name in rows], [name for name in files if name not in rows])
+        values = (file, shows(file), tests, tried, minutes, time.strftime("%Y-%m-%d"), commit, "")
+        write_rows(files, dict(zip(COLUMNS, values, strict=True)))
     return code
 
 
@@ -97,26 +98,14 @@ def in_words(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
-def read_rows() -> list[Row]:
-    lines = PROOF.read_text().splitlines() if PROOF.exists() else []
-    rows = [tuple(each.strip() for each in line.strip("|").split("|")) for line in lines if line.startswith("| tests/")]
-    return [row for row in rows if len(row) == len(COLUMNS)]
-
-
-def write_rows(rows: list[Row], missing: list[str]) -> None:
-    lines = [
-        "# The large test matrices",
-        "",
-        f"Results of the last full run of each matrix with `make prove`, on Python {platform.python_version()}, "
-        f"{', '.join(f'{name} {version(name)}' for name in ('torch', 'torch_xla', 'transformers'))} and "
-        f"{os.cpu_count()} CPU cores. `make test` runs a sample of each.",
-        "",
-        f"| {' | '.join(COLUMNS)} |",
-        "| --- |" + " --- |" * (len(COLUMNS) - 1),
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
-    lines += ["", f"Not run yet: {', '.join(missing)}."] if missing else []
-    PROOF.write_text("\n".join(lines) + "\n")
+def write_rows(files: list[str], new: Row) -> None:
+    """Writes a row for every matrix. Rows of files that have moved follow them by name."""
+    known = {Path(row["matrix"]).name: row for row in [*read_rows("proof"), new]}
+    blank = {**dict.fromkeys(COLUMNS, ""), "tests": NOT_RUN}
+    rows = [{**blank, "what it shows": shows(file), **known.get(Path(file).name, {}), "matrix": file} for file in files]
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "torch_xla", "transformers"))
+    made_by = f"`make prove` on Python {platform.python_version()}, {versions} and {os.cpu_count()} CPU cores"
+    write_table("proof", "Large test matrices", made_by, rows)
 
 
 def revision() -> str:

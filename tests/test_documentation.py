@@ -1,8 +1,9 @@
-"""The paths and links in the documentation exist, and the map of the source in docs/architecture.md is complete."""
+"""The paths and links in the documentation exist, and every module has a sentence in the map of the source."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,7 @@ MODULE = re.compile(r"stepmark(?:\.\w+)+\Z")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 TOPS = ("src", "tests", "docs", "examples", "scripts", "benchmarks", "constraints")
 EXAMPLES = {"my_module.py"}  # files of the reader
+source_map = runpy.run_path(str(ROOT / "scripts" / "source_map.py"))
 ON_DISK = {"optimizer/", "state/"}  # folders in a checkpoint
 
 
@@ -52,6 +54,21 @@ def test_paths_and_modules_exist(page: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     links = LINK.findall(page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_map_of_the_source_has_a_sentence_for_every_module() -> None:
+    found = source_map["source_map"]()
+    assert {Path(package) / name for package, modules in found.items() for name in modules} == {
+        path.relative_to(SOURCE) for path in SOURCE.rglob("*.py")
+    }
+    unnamed = [(at, name) for at, modules in found.items() for name, told in modules.items() if not told]
+    assert [each for each in unnamed if each[1] != "__init__.py"] == []
+
+
+def test_the_architecture_names_every_package() -> None:
+    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Packages")[1].split("\n## ")[0]
+    named = re.findall(r"^\|[^|]*\| \*\*(\w+)\*\* \|", table, re.MULTILINE)
+    assert sorted(named) == sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -24,31 +25,22 @@ ORDER = [
     "sharding",
     "runtime",
     "data",
-    "optim",
     "checkpoint",
     "parallel",
     "training",
-    "interchange",
+    "model_folder",
     "evaluation",
     "trainer",
     "recipe",
     "preflight",
     "watcher",
     "report",
+    "interchange",
     "cli",
 ]
-# Inside checkpoint/. What stands in one line does not import each other; sub-packages are save, restore and so on.
-CHECKPOINT_ORDER = [
-    {"format"},
-    {"threads", "timestamps", "retention"},
-    {"coordination"},
-    {"host_memory", "sections", "save_handle"},
-    {"save", "restore", "single_file"},
-    {"checkpointer"},
-]
+INNER_ORDER: dict[str, list[list[str]]] = tomllib.loads(Path(__file__).with_name("inner_order.toml").read_text())
 FORMAT_MAY_IMPORT = ("stepmark.errors", "stepmark.filesystem", "stepmark.sharding", "stepmark.checkpoint.format")
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.stem == "errors")
-CHECKPOINT_FILES = sorted((SOURCE / "checkpoint").glob("*/*.py")) + sorted((SOURCE / "checkpoint").glob("[!_]*.py"))
 
 
 def module_of(path: Path) -> str:
@@ -107,23 +99,40 @@ def test_imports_come_from_earlier_stages(path: Path) -> None:
     assert not later
 
 
-def room(module: str) -> str | None:
-    """The sub-package or module of checkpoint/ that a name is in."""
+def room(module: str) -> tuple[str, str] | None:
+    """The package, and the sub-package or module of it, that a module is in; None for a package itself."""
     parts = module.split(".")
-    return parts[2] if parts[:2] == ["stepmark", "checkpoint"] and len(parts) > 2 else None
+    return (parts[1], parts[2]) if parts[0] == "stepmark" and len(parts) > 2 else None
 
 
-def level(name: str) -> int:
-    return next(index for index, rooms in enumerate(CHECKPOINT_ORDER) if name in rooms)
+def level(package: str, name: str) -> int:
+    return next(index for index, rooms in enumerate(INNER_ORDER[package]) if name in rooms)
 
 
-@pytest.mark.parametrize("path", CHECKPOINT_FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_the_rooms_of_checkpoint_have_an_order(path: Path) -> None:
-    """A sub-package imports from lower levels and from itself: save and restore do not know each other."""
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_the_rooms_of_a_package_have_an_order(path: Path) -> None:
+    """A room imports from lower levels of its package, and from itself: save and restore do not know each other."""
     mine = room(module_of(path))
-    assert mine is not None
-    others = {found for name in imported_modules(path, typing=True) if (found := room(name)) not in (None, mine)}
-    assert not {other for other in others if level(other) >= level(mine)}
+    if mine is None:
+        return
+    found = {room(name) for name in imported_modules(path, typing=True)} - {mine, None}
+    rooms = {each[1] for each in found if each is not None and each[0] == mine[0]}
+    assert not {each for each in rooms if level(mine[0], each) >= level(*mine)}
+
+
+def test_the_table_of_rooms_is_complete() -> None:
+    rooms = {found for module in MODULES if (found := room(module)) is not None}
+    listed = [(package, each) for package, levels in INNER_ORDER.items() for row in levels for each in row]
+    assert sorted(listed) == sorted(rooms)
+
+
+def test_the_command_line_alone_knows_other_programs_formats() -> None:
+    users = {
+        path.relative_to(SOURCE).parts[0]
+        for path in SOURCE.rglob("*.py")
+        if any(name.split(".")[:2] == ["stepmark", "interchange"] for name in imported(path))
+    }
+    assert users == {"cli", "interchange"}
 
 
 @pytest.mark.parametrize("path", sorted((SOURCE / "checkpoint/format").glob("*.py")), ids=lambda path: path.stem)

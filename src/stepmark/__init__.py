@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from stepmark.data.tokenize.tokenizer import load_tokenizer as load_tokenizer
     from stepmark.evaluation.evaluate import evaluate as evaluate
     from stepmark.parallel.loading.load import load_for_parallelism as load_for_parallelism
-    from stepmark.parallel.tensor.parallelize import parallelize as parallelize
-    from stepmark.parallel.zero.custom_loop_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from stepmark.parallel.optimizer.zero_redundancy import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from stepmark.parallel.parallelize import parallelize as parallelize
     from stepmark.runtime.mesh import Mesh as Mesh
     from stepmark.runtime.module_placement import place_module as place_module
-    from stepmark.trainer.compat.seq2seq_arguments import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
     from stepmark.trainer.run_folder.run_log import read_metrics as read_metrics
     from stepmark.trainer.seq2seq import Seq2SeqTrainer as Seq2SeqTrainer
     from stepmark.trainer.trainer import Trainer as Trainer
+    from stepmark.trainer.training_arguments import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
     from stepmark.trainer.training_arguments import TrainingArguments as TrainingArguments
     from stepmark.training.learning_rate_schedule import build_schedule as build_schedule
     from stepmark.training.loss import MicroBatchLoss as MicroBatchLoss
@@ -51,18 +51,18 @@ _MODULES = {
     "MicroBatchLoss": "stepmark.training.loss",
     "PadTo": "stepmark.data.loader.collate",
     "Seq2SeqTrainer": "stepmark.trainer.seq2seq",
-    "Seq2SeqTrainingArguments": "stepmark.trainer.compat.seq2seq_arguments",
+    "Seq2SeqTrainingArguments": "stepmark.trainer.training_arguments",
     "TrainStep": "stepmark.training.step",
     "Trainer": "stepmark.trainer.trainer",
     "TrainingArguments": "stepmark.trainer.training_arguments",
-    "ZeroRedundancyOptimizer": "stepmark.parallel.zero.custom_loop_optimizer",
+    "ZeroRedundancyOptimizer": "stepmark.parallel.optimizer.zero_redundancy",
     "build_optimizer": "stepmark.training.optimizer",
     "build_schedule": "stepmark.training.learning_rate_schedule",
     "evaluate": "stepmark.evaluation.evaluate",
     "load": "stepmark.checkpoint.single_file",
     "load_for_parallelism": "stepmark.parallel.loading.load",
     "load_tokenizer": "stepmark.data.tokenize.tokenizer",
-    "parallelize": "stepmark.parallel.tensor.parallelize",
+    "parallelize": "stepmark.parallel.parallelize",
     "place_module": "stepmark.runtime.module_placement",
     "prepare_data": "stepmark.data.prepared_data",
     "read_metrics": "stepmark.trainer.run_folder.run_log",

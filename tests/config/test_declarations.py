@@ -13,11 +13,10 @@ from stepmark.cli.main import build_parser, run
 from stepmark.config.fields import fields_of
 from stepmark.config.recipe import all_fields, read_recipe, recipe_schema, sections
 from stepmark.config.starter_recipes import KINDS, starter_recipe
-from stepmark.config.training_fields import TrainingFields
+from stepmark.config.training_fields import DEVICES, TrainingFields
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.schedules import SCHEDULES
-from stepmark.runtime.device_names import DEVICES
 from tests.support.recipes import write_text
 
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}

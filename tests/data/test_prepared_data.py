@@ -20,9 +20,8 @@ import torch
 from stepmark.config.data_arguments import DataArguments
 from stepmark.data.prepared_data import Prepared, choose_block_size, prepare
 from stepmark.data.tokenize import token_cache as cache
-from stepmark.data.tokenize.encoding import TextEncoder
+from stepmark.data.tokenize.encoding import Segment, TextEncoder
 from stepmark.data.tokenize.packing import PackedBlocks
-from stepmark.data.tokenize.segments import Segment
 from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import DataError, UsageError
 
@@ -134,7 +133,7 @@ def test_truncation_set_in_a_tokenizer_is_ignored() -> None:
 def test_processes_do_not_change_the_stream(
     make: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extension: str
 ) -> None:
-    monkeypatch.setattr("stepmark.data.tokenize.segments.BATCH_CHARACTERS", 20)
+    monkeypatch.setattr("stepmark.data.tokenize.encoding.BATCH_CHARACTERS", 20)
     path = tmp_path / f"many.{extension}"
     path.write_text("".join(json.dumps({"text": "x" * (i % 9)}) + "\n" for i in range(50)))
     alone = make(train_file=str(path))
@@ -212,7 +211,7 @@ def test_an_interrupted_build_leaves_nothing_in_use(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("stepmark.data.prepared_data.commit_entry", interrupted)
+        patch.setattr("stepmark.data.tokenize.token_cache.commit_entry", interrupted)
         with pytest.raises(KeyboardInterrupt):
             make()
     assert list((tmp_path / "cache" / "data").iterdir()) == []
@@ -291,8 +290,8 @@ def test_what_is_read_and_left_out_is_reported(tmp_path: Path) -> None:
 
 
 def test_long_tokenizing_is_reported_with_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepmark.data.tokenize.tokenizing_progress.SECONDS_A_LINE", 0.0)
-    monkeypatch.setattr("stepmark.data.tokenize.segments.BATCH_CHARACTERS", 1 << 15)
+    monkeypatch.setattr("stepmark.data.prepared_data.SECONDS_A_LINE", 0.0)
+    monkeypatch.setattr("stepmark.data.tokenize.encoding.BATCH_CHARACTERS", 1 << 15)
     path = tmp_path / "long.txt"
     path.write_text("a line of text\n" * 100_000)
     lines: list[str] = []
@@ -313,8 +312,8 @@ def test_runs_from_before_can_be_resumed(make: Callable[..., Prepared]) -> None:
 def test_the_stream_has_every_character_however_long_the_lines_are(
     make: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stepmark.data.tokenize.segments.BATCH_CHARACTERS", 50)
-    monkeypatch.setattr("stepmark.data.sources.text_files.LONGEST_LINE", 40)
+    monkeypatch.setattr("stepmark.data.tokenize.encoding.BATCH_CHARACTERS", 50)
+    monkeypatch.setattr("stepmark.data.sources.sources.LONGEST_LINE", 40)
     texts = ["ab cd é " * 30, "x" * 333, "short\n\n" + " " * 200 + "end\n", "a\n" * 90]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
@@ -359,6 +358,14 @@ def test_white_space_is_not_text(make: Callable[..., Prepared], tmp_path: Path) 
         (tmp_path / name).write_text(content)
         with pytest.raises(DataError, match="contains no text"):
             make(train_file=str(tmp_path / name))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_half_a_surrogate_pair_is_named(make: Callable[..., Prepared], tmp_path: Path, processes: int) -> None:
+    for text in ("a\\ud800b", "<|pad|>\\ud800"):
+        (tmp_path / "a.jsonl").write_text(f'{{"text": "{text}"}}')
+        with pytest.raises(DataError, match=r"a.jsonl: a text cannot be encoded .*surrogate"):
+            make(train_file=str(tmp_path / "a.jsonl"), preprocessing_num_workers=processes)
 
 
 def test_block_size_of_the_model() -> None:

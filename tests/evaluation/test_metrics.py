@@ -16,7 +16,7 @@ from stepmark.evaluation.evaluator import Evaluation
 from stepmark.evaluation.metric_functions import load_function, load_metrics
 from stepmark.evaluation.metrics import plain_numbers, plain_values, summarize
 from stepmark.evaluation.predictions import SampleRows
-from stepmark.trainer.compat.strategies import is_better
+from stepmark.trainer.callbacks import is_better
 from tests.support.programs import VOCABULARY, Blocks, tiny_model
 
 

@@ -20,9 +20,9 @@ import transformers
 from safetensors.torch import load_file
 
 from stepmark.errors import StepmarkError
-from stepmark.interchange.foreign import ForeignCheckpoint, ImportOptions
-from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
 from stepmark.interchange.recognition import open_foreign
+from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from tests.support.foreign_checkpoints import WRITERS, truth
 
 SILENT = ImportListener(lambda size: None, lambda size: None)

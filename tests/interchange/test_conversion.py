@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
-from stepmark.interchange.conversion import FLOATS, convert, number
-from stepmark.interchange.crc32 import PartialChecksums
-from stepmark.interchange.exports.hf_trainer import cpu_generator_state
+from stepmark.interchange.sinks.hf_trainer import cpu_generator_state
+from stepmark.interchange.tensors.conversion import FLOATS, convert, number
+from stepmark.interchange.tensors.crc32 import PartialChecksums
 
 SPECIAL = [0.0, -0.0, 1.0, 1 + 2**-8, 1 + 3 * 2**-9, 65504.0, 65520.0, 3.4e38, 1e-40, 1e-8, float("inf"), -float("inf")]
 

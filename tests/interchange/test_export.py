@@ -18,17 +18,18 @@ from safetensors.torch import load_file
 from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
-from stepmark.interchange import array_reader, torch_writer
-from stepmark.interchange.array_reader import ArrayReader
 from stepmark.interchange.export_checkpoint import export_checkpoint
-from stepmark.interchange.exported import ExportOptions
-from stepmark.interchange.foreign import ForeignTensor, ImportOptions
-from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
-from stepmark.interchange.output_files import torch_file
 from stepmark.interchange.recognition import open_foreign
-from stepmark.interchange.records import Record
-from stepmark.interchange.stored_array import StoredArray
-from stepmark.interchange.verification import RecordChecks
+from stepmark.interchange.sinks.export_plan import ExportOptions
+from stepmark.interchange.sinks.output_files import torch_file
+from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sources.foreign import ImportOptions
+from stepmark.interchange.tensors import array_reader, torch_writer
+from stepmark.interchange.tensors.array_reader import ArrayReader
+from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
+from stepmark.interchange.tensors.records import Record
+from stepmark.interchange.tensors.stored_array import StoredArray
+from stepmark.interchange.tensors.verification import RecordChecks
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import STEP, Truth, truth
 from tests.support.ranks import Ranks
@@ -75,11 +76,6 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
         ("dcp", {}),
         ("dcp", {"titan": True}),
         ("hf-trainer", {}),
-        ("optimum-neuron", {"tp": 2}),
-        ("optimum-neuron", {"tp": 4, "pp": 2}),
-        ("nxd", {}),
-        ("nxd", {"tp": 2, "pp": 2, "dp": 3}),
-        ("nxd", {"tp": 8, "dp": 2}),
     ],
 )
 def test_what_goes_out_comes_back(own: Path, form: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -97,7 +93,7 @@ def test_what_goes_out_comes_back(own: Path, form: str, options: dict[str, Any],
 
 @pytest.mark.parametrize(
     ("form", "options"),
-    [("dcp", {}), ("hf-trainer", {}), ("optimum-neuron", {"tp": 2}), ("nxd", {"tp": 4, "pp": 2, "dp": 2})],
+    [("dcp", {}), ("hf-trainer", {})],
 )
 def test_one_group_comes_back_by_its_names(form: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Where the tools themselves make two, numbers alone would be those of an unknown order."""
@@ -167,7 +163,7 @@ def test_titan_state_loads_the_store(own: Path, tmp_path: Path) -> None:
 
 def test_chunks_of_rows(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large tensors are cut, and stores have several files."""
-    from stepmark.interchange.exports import dcp
+    from stepmark.interchange.sinks import dcp
 
     monkeypatch.setattr(dcp, "CHUNK", 600)
     monkeypatch.setattr(dcp, "FILE", 50_000)
@@ -229,54 +225,6 @@ def test_master_weights_go_into_the_model(tmp_path: Path) -> None:
     assert "bfloat16" not in (tmp_path / "out" / "config.json").read_text()
 
 
-# Neuron
-
-
-@pytest.mark.parametrize(("tp", "dp"), [(4, 3), (4, 2), (8, 1)])
-def test_ranks_of_neuronx_distributed(own: Path, tp: int, dp: int, tmp_path: Path) -> None:
-    """File by file what neuronx-distributed writes for this mesh."""
-    theirs = foreign_checkpoints.nxd_folder(tmp_path / "theirs", truth(), tp=tp, dp=dp)
-    export_checkpoint(own, tmp_path / "out", "nxd", ExportOptions(tp=tp, dp=dp))
-    ours = tmp_path / "out" / f"step_{STEP}"
-    names = sorted(str(path.relative_to(theirs)) for path in theirs.glob("*/*.pt"))
-    assert names == sorted(str(path.relative_to(ours)) for path in ours.glob("*/*.pt"))
-    for name in names:
-        same_nested(*(torch.load(folder / name, weights_only=True) for folder in (theirs, ours)))
-
-
-def same_nested(one: Any, other: Any) -> None:
-    if isinstance(one, dict):
-        assert set(one) == set(other)
-        for key in one:
-            same_nested(one[key], other[key])
-    elif isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for pair in zip(one, other, strict=True):
-            same_nested(*pair)
-    else:
-        assert one == other
-
-
-def test_tied_embeddings_for_optimum_neuron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files have both names, the metadata one."""
-    drawn = truth()
-    monkeypatch.setattr(foreign_checkpoints, "CONFIG", {**foreign_checkpoints.CONFIG, "tie_word_embeddings": True})
-    without = [
-        {name: v for name, v in part.items() if name != "lm_head.weight"} for part in (drawn.model, drawn.moments)
-    ]
-    tied = Truth(*without)  # type: ignore[arg-type]
-    own = imported(foreign_checkpoints.trainer_folder(tmp_path / "source", tied), tmp_path / "own")
-    export_checkpoint(own, tmp_path / "out", "optimum-neuron", ExportOptions(tp=2))
-    state = torch.load(tmp_path / "out/shards/model/dp_rank_00_tp_rank_01_pp_rank_00.pt", weights_only=True)
-    assert torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"])
-    assert same(values(imported(tmp_path / "out", tmp_path / "back")), values(own))
-    with pytest.raises(CheckpointMismatch, match="tied"):
-        export_checkpoint(own, tmp_path / "more", "nxd", ExportOptions(tp=2))
-
-
 # Files of torch.save
 
 
@@ -284,7 +232,7 @@ def test_archives_of_more_than_four_gigabytes(tmp_path: Path, monkeypatch: pytes
     """The fields for large sizes and positions, where small ones count as large."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from stepmark.interchange.output_files import Streams
+    from stepmark.interchange.sinks.output_files import Streams
 
     data = torch.arange(3000, dtype=torch.bfloat16)
     (tmp_path / "data").write_bytes(data.view(torch.uint8).numpy().tobytes())
@@ -333,7 +281,7 @@ def refused(source: Path, out: Path, kind: type[Exception], match: str, form: st
     assert entries(out.parent) == before
 
 
-@pytest.mark.parametrize("form", ["dcp", "hf-trainer", "optimum-neuron", "nxd"])
+@pytest.mark.parametrize("form", ["dcp", "hf-trainer"])
 def test_model_alone_is_not_exported(form: str, tmp_path: Path) -> None:
     refused(earlier("model_only", tmp_path), tmp_path / "out", CheckpointMismatch, "no optimizer", form)
 
@@ -353,37 +301,22 @@ def test_out_that_exists(own: Path, tmp_path: Path) -> None:
     refused(own, tmp_path / "checkpoint-4", UsageError, "of another step")
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"tp": 3}, "--tp 3 does not divide the 8 query"),
-        ({"tp": 16}, "--tp 16 does not divide"),
-        ({"tp": 2, "pp": 3}, "--pp 3 does not divide .* 2 layers"),
-    ],
-)
-def test_mesh_that_does_not_divide(own: Path, options: dict[str, int], match: str, tmp_path: Path) -> None:
-    refused(own, tmp_path / "out", UsageError, match, "nxd", **options)
-    refused(own, tmp_path / "out", UsageError, match, "optimum-neuron", **options)
-
-
-def test_models_that_neuron_tools_do_not_have(tmp_path: Path) -> None:
+def test_models_that_torchtitan_does_not_have(tmp_path: Path) -> None:
     folder = earlier("one_rank", tmp_path)
-    refused(folder, tmp_path / "out", CheckpointMismatch, "GPT2LMHeadModel", "optimum-neuron", tp=2)
     refused(folder, tmp_path / "out", CheckpointMismatch, "in no Llama of torchtitan|heads", titan=True)
 
 
-def test_optimizer_that_is_no_adam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_that_is_no_adam(tmp_path: Path) -> None:
     drawn = truth()
     moments = {name: {"momentum_buffer": m["exp_avg"]} for name, m in drawn.moments.items()}
     source = foreign_checkpoints.trainer_folder(tmp_path / "source", Truth(drawn.model, moments))
     own = imported(source, tmp_path / "own")
-    refused(own, tmp_path / "out", CheckpointMismatch, "not that of an Adam", "nxd", tp=2)
     export_checkpoint(own, tmp_path / "out", "hf-trainer", ExportOptions())
     assert same(values(imported(tmp_path / "out", tmp_path / "back")), values(own))
 
 
 def test_disk_that_fails_midway(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepmark.interchange import output_files
+    from stepmark.interchange.sinks import output_files
 
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -395,11 +328,11 @@ def test_disk_that_fails_midway(own: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_command(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     shutil.copytree(own, tmp_path / "run" / "checkpoint-3")
-    assert run(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "nxd", "--tp", "2", "--json"]) == 0
+    assert run(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "dcp", "--titan", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert (said["step"], said["to"]) == (3, "nxd")
+    assert (said["step"], said["to"]) == (3, "dcp")
     assert said["notes"]
-    for more in (["--to", "dcp", "--tp", "2"], ["--to", "nxd", "--titan"], ["--to", "nxd", "--tp", "0"]):
+    for more in (["--to", "dcp", "--tp", "2"], ["--to", "hf-trainer", "--titan"]):
         assert run(["export", str(own), str(tmp_path / "more"), *more]) == UsageError.exit_code
     source = str(tmp_path / "source")
     assert run(["export", source, str(tmp_path / "more"), "--to", "dcp"]) == UsageError.exit_code
@@ -407,12 +340,23 @@ def test_command(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert not (tmp_path / "more").exists()
 
 
+@pytest.mark.parametrize("form", ["optimum-neuron", "nxd"])
+def test_removed_formats_name_the_way_out(
+    form: str, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["export", str(own), str(tmp_path / "out"), "--to", form, "--tp", "2", "--pp", "2"]
+    assert run(command) == UsageError.exit_code
+    said = capsys.readouterr().err
+    assert all(word in said for word in (f"--to {form}", "stepmark consolidate", "hf-trainer"))
+    assert not (tmp_path / "out").exists()
+
+
 WITHOUT_TORCH = """
 import resource, sys
 from stepmark.cli.main import run
 source, folder = sys.argv[1:]
 assert run(["import", source, f"{folder}/checkpoint-3"]) == 0
-for form in ("dcp", "hf-trainer", "nxd", "optimum-neuron"):
+for form in ("dcp", "hf-trainer"):
     assert run(["export", f"{folder}/checkpoint-3", f"{folder}/{form}", "--to", form]) == 0
 peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(sorted({"torch", "transformers"} & sys.modules.keys()), int(peak) >> 10)

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from stepmark.checkpoint.format.verify import verify
 from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
-from stepmark.interchange.foreign import ImportOptions
-from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
-from stepmark.interchange.name_map import read_map
 from stepmark.interchange.recognition import open_foreign
+from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sources.foreign import ImportOptions
+from stepmark.interchange.sources.name_map import read_map
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import WRITERS, Truth, truth
 from tests.support.ranks import Ranks

@@ -12,10 +12,10 @@ import pytest
 import transformers
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange import model_class
-from stepmark.interchange.known_outlines import known_outline
-from stepmark.interchange.model_class import outline_of
-from stepmark.interchange.model_outline import ModelOutline
+from stepmark.interchange.models import model_class
+from stepmark.interchange.models.known_outlines import known_outline
+from stepmark.interchange.models.model_class import outline_of
+from stepmark.interchange.models.model_outline import ModelOutline
 
 SIZES = {
     "hidden_size": 32,
@@ -118,7 +118,7 @@ def test_a_model_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
         json.dumps({"model_type": "bert", "hidden_size": 7, "num_attention_heads": 2})
     )
     program = (
-        "import sys; from pathlib import Path; from stepmark.interchange.model_class import outline_of\n"
+        "import sys; from pathlib import Path; from stepmark.interchange.models.model_class import outline_of\n"
         "try: outline_of(Path(sys.argv[1]), 100)\nexcept Exception as error: print(type(error).__name__, error)\n"
         "print('torch' in sys.modules)"
     )

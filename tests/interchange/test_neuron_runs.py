@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointError
-from stepmark.interchange.foreign import ImportOptions
 from stepmark.interchange.recognition import open_foreign
+from stepmark.interchange.sources.foreign import ImportOptions
 from tests.interchange.test_import import check, refused, take
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import STEP, Truth, numbered, save_rank, truth, zero_part

@@ -11,10 +11,10 @@ import transformers
 from safetensors.torch import load_file
 
 from stepmark.errors import CheckpointMismatch, UsageError
-from stepmark.interchange.foreign import ImportOptions
-from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
-from stepmark.interchange.optimizer_names import numbered_names
 from stepmark.interchange.recognition import open_foreign
+from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sources.foreign import ImportOptions
+from stepmark.interchange.sources.optimizer_names import numbered_names
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import GROUP, Truth, save_dcp, torch_xla_folder, trainer_folder, truth
 

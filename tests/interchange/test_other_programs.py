@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.export_checkpoint import export_checkpoint
-from stepmark.interchange.exported import ExportOptions
-from stepmark.interchange.exports import dcp as exported_dcp
-from stepmark.interchange.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.recognition import open_foreign
+from stepmark.interchange.sinks import dcp as exported_dcp
+from stepmark.interchange.sinks.export_plan import ExportOptions
+from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from tests.interchange.test_import import check, refused, take
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import GROUP, STEP, numbered, save_dcp, trainer_folder, truth

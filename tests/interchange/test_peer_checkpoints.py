@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointError
-from stepmark.interchange.foreign import ForeignCheckpoint, ImportOptions
-from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
-from stepmark.interchange.model_folder import write_model_folder
 from stepmark.interchange.recognition import open_foreign
+from stepmark.interchange.sinks.hf_model import write_model_folder
+from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 
 VARIABLE = "STEPMARK_PEER_CHECKPOINTS"
 ROOT = Path(os.environ.get(VARIABLE, "/nowhere"))

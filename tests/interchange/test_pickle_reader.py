@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import resource
 import struct
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from stepmark.errors import CheckpointDamaged, CheckpointError
-from stepmark.interchange.pickle_reader import PickledObject, read_pickle
-from stepmark.interchange.stored_array import StoredArray
-from stepmark.interchange.torch_file import read_torch_file
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from stepmark.interchange.tensors.pickle_reader import PickledObject, read_pickle
+from stepmark.interchange.tensors.stored_array import StoredArray
+from stepmark.interchange.tensors.torch_file import read_torch_file
 
 
 class Runs:
@@ -82,6 +84,39 @@ def test_malformed_ones_are_refused(data: bytes) -> None:
         read(data)
 
 
+def integer(value: int) -> bytes:
+    return b"\x8a\x0b" + value.to_bytes(11, "little", signed=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        pytest.param(b"}K\x01" + b"\x85" * 3_000_000 + b"K\x02s.", CheckpointError, id="nested key"),
+        pytest.param(b"}K\x01" + b"2\x86" * 60 + b"K\x02s.", CheckpointError, id="key of 2^60 parts"),
+        pytest.param(b"\x8f(K\x01" + b"2\x86" * 60 + b"\x90.", CheckpointError, id="item of 2^60 parts"),
+        pytest.param(
+            b"}(" + b"".join(integer(((1 << 61) - 1) * k) + b"N" for k in range(1, 60_000)) + b"u.",
+            CheckpointError,
+            id="keys that collide",
+        ),
+        pytest.param(b"K\x01r\xff\xff\xff\x7fr\xff\xff\xff\x6f.", None, id="memory for values kept"),
+        pytest.param(b"\x96" + struct.pack("<Q", 1 << 50) + b"x.", CheckpointError, id="memory for bytes"),
+        pytest.param(b"\x8b" + struct.pack("<i", 1 << 30) + b"x.", CheckpointError, id="integer of a gigabyte"),
+    ],
+)
+def test_no_pickle_takes_more_than_its_size(data: bytes, kind: type[Exception] | None) -> None:
+    """Each of them ends Python's own unpickler in C, or keeps it busy, or takes gigabytes."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begin = time.process_time()
+    if kind is None:
+        assert read(data) == 1
+    else:
+        with pytest.raises(kind):
+            read(data)
+    assert time.process_time() - begin < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
+
+
 def test_copies_are_bounded() -> None:
     """A list, again and again as the argument of a constructor, would take memory without end."""
     many = b"(" + b"K\x01" * 1000 + b"l\x94" + b"0" + b"cbuiltins\nlist\nh\x00\x85R0" * 4000 + b"N."
@@ -99,11 +134,10 @@ def test_sharing_does_not_make_a_file_endless(tmp_path: Path) -> None:
         read_torch_file(tmp_path / "x.pt")
 
 
-@pytest.mark.parametrize("new", [True, False])
-def test_tensors_are_found_where_torch_put_them(new: bool, tmp_path: Path) -> None:
+def test_tensors_are_found_where_torch_put_them(tmp_path: Path) -> None:
     base = torch.arange(24, dtype=torch.float32).view(4, 6)
     value = {"t": base.t(), "row": base[2], "number": torch.tensor(5, dtype=torch.int64), "low": base.bfloat16()}
-    torch.save(value, tmp_path / "x.pt", _use_new_zipfile_serialization=new)
+    torch.save(value, tmp_path / "x.pt")
     found = read_torch_file(tmp_path / "x.pt").value
     data = (tmp_path / "x.pt").read_bytes()
     for name, tensor in value.items():
@@ -111,6 +145,12 @@ def test_tensors_are_found_where_torch_put_them(new: bool, tmp_path: Path) -> No
         assert isinstance(array, StoredArray)
         raw = torch.frombuffer(bytearray(data[array.offset : array.offset + array.span()]), dtype=tensor.dtype)
         assert torch.equal(raw.as_strided(array.shape, array.strides), tensor)
+
+
+def test_files_from_before_archives_name_the_way_out(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(1)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointMismatch, match=r"x\.pt.*before version 1\.6.*torch\.save\(torch\.load"):
+        read_torch_file(tmp_path / "x.pt")
 
 
 def test_tensor_larger_than_its_storage(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
-from stepmark.interchange.foreign import ForeignCheckpoint, ImportOptions
-from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
 from stepmark.interchange.recognition import open_foreign
+from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from tests.interchange.test_import import check
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import STEP, save_rank, torch_xla_folder, truth, zero_part

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
-from stepmark.interchange.foreign import ImportOptions
-from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
-from stepmark.interchange.model_folder import write_model_folder
-from stepmark.interchange.optimizer_names import numbered_names
 from stepmark.interchange.recognition import open_foreign
+from stepmark.interchange.sinks.hf_model import write_model_folder
+from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sources.foreign import ImportOptions
+from stepmark.interchange.sources.optimizer_names import numbered_names
 from tests.support.foreign_checkpoints import torch_xla_folder, truth
 
 SILENT = ImportListener(lambda size: None, lambda size: None)
@@ -47,19 +47,17 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("archive", [True, False], ids=["zip", "legacy"])
-def test_views_are_what_torch_loads(archive: bool, tmp_path: Path) -> None:
-    torch.save(VIEWS, tmp_path / "model.pt", _use_new_zipfile_serialization=archive)
+def test_views_are_what_torch_loads(tmp_path: Path) -> None:
+    torch.save(VIEWS, tmp_path / "model.pt")
     found = model_in(tmp_path / "model.pt")
     assert found.keys() == VIEWS.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in VIEWS.items())
 
 
-@pytest.mark.parametrize("archive", [True, False], ids=["zip", "legacy"])
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "uint16", "uint64", "bool", "complex64", "float16"])
-def test_types_are_what_torch_loads(name: str, archive: bool, tmp_path: Path) -> None:
+def test_types_are_what_torch_loads(name: str, tmp_path: Path) -> None:
     tensor = (draw(9, 7).abs() * 3).to(getattr(torch, name))
-    torch.save({"a": tensor, "b": draw(3)}, tmp_path / "model.pt", _use_new_zipfile_serialization=archive)
+    torch.save({"a": tensor, "b": draw(3)}, tmp_path / "model.pt")
     found = model_in(tmp_path / "model.pt")
     assert found["a"].dtype == tensor.dtype
     assert torch.equal(found["a"].view(torch.uint8), tensor.view(torch.uint8))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stepmark.cli.restarted_run import describe_samples
+from stepmark.cli.supervised_run import describe_samples
 from stepmark.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -21,14 +21,14 @@ from stepmark.errors import (
 from stepmark.launch.restarts import LONGEST_DELAY, Restarts, check_restarts
 from stepmark.launch.step_board import NO_STEP, StepBoard, StepPlace
 from stepmark.liveness.failure_report import REPORTS, FailureReport
+from tests.support.supervised import PrintingRun
 
 BAD = StepPlace(5, epoch=1, first=8, samples=4, size=16, seed=42, shuffled=1)
 
 
 def made(limit: int) -> tuple[Restarts, list[Any]]:
-    announced: list[Any] = []
-    describe = lambda place: f"samples from {place.first} on"  # noqa: E731
-    return Restarts(limit, list, describe, lambda *each: announced.append(each), announced.append), announced
+    run = PrintingRun()
+    return Restarts(limit, run), run.told
 
 
 def failure(error: BaseException | None = None) -> FailureReport:

@@ -30,10 +30,12 @@ def test_a_signal_before_the_ranks_are_started_reaches_them(tmp_path: Path, numb
     assert ranks.interrupted([])
 
 
-ENDING = (
-    "import sys; from stepmark.launch.supervisor import supervise; "
-    "sys.exit(supervise([sys.executable, '-c', sys.argv[1]], 2, resumable=True, on_interruption=print))"
-)
+ENDING = """
+import sys
+from stepmark.launch.supervisor import supervise
+from tests.support.supervised import PrintingRun
+sys.exit(supervise([sys.executable, '-c', sys.argv[1]], 2, resumable=True, run=PrintingRun()))
+"""
 
 
 def test_ranks_that_a_signal_has_killed_are_recorded_as_interrupted() -> None:
@@ -45,12 +47,13 @@ def test_ranks_that_a_signal_has_killed_are_recorded_as_interrupted() -> None:
         process.send_signal(signal.SIGTERM)
         told = process.communicate(timeout=30)[0]
     assert process.returncode == 75
-    assert told.startswith("SIGTERM: ")
+    assert told == "interrupted SIGTERM running\n"
 
 
 CANNOT_START = """
 import errno, os, subprocess, sys
 from stepmark.launch import restarts, supervisor
+from tests.support.supervised import PrintingRun
 restarts.FIRST_DELAY = 0.1
 number, nth = int(sys.argv[1]), int(sys.argv[2])
 start, started = subprocess.Popen, []
@@ -64,9 +67,9 @@ class Popen(start):
 
 subprocess.Popen = Popen
 command = [sys.executable, "-c", "import time; time.sleep(60)"]
-made = restarts.Restarts(int(sys.argv[3]), lambda: [sys.executable, "-c", ""], str, lambda *each: None, str)
-code = supervisor.supervise(command, 2, on_failure=lambda message: print("recorded", message), restarts=made)
-print("left", [each.poll() for each in started if hasattr(each, "pid")].count(None), "attempts", made.attempts)
+run = PrintingRun([sys.executable, "-c", ""])
+code = supervisor.supervise(command, 2, run=run, max_restarts=int(sys.argv[3]))
+print("left", [each.poll() for each in started if hasattr(each, "pid")].count(None), "restarts", len(run.told))
 sys.exit(code)
 """
 
@@ -78,7 +81,7 @@ def test_ranks_that_cannot_be_started_are_a_failed_attempt(number: int, nth: int
     command = [sys.executable, "-c", CANNOT_START, str(number), str(nth), str(restarts)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
-    assert f"left 0 attempts {1 + restarts}" in done.stdout
+    assert f"left 0 restarts {restarts}" in done.stdout
     assert ("recorded ranks cannot be started" in done.stdout) == (code == 1)
     assert done.stderr.count("\n") == (code == 1), done.stderr
 
@@ -122,20 +125,22 @@ if sys.argv[1] != "0":
     show_step(StepPlace(int(sys.argv[1])))
 end_process(UsageError("wrong"), int(os.environ["RANK"]))
 """
-RECORDING = (
-    "import sys; from stepmark.launch.supervisor import supervise; "
-    "sys.exit(supervise([sys.executable, '-c', *sys.argv[1:]], 2, on_failure=lambda message: print(message)))"
-)
+RECORDING = """
+import sys
+from stepmark.launch.supervisor import supervise
+from tests.support.supervised import PrintingRun
+sys.exit(supervise([sys.executable, '-c', *sys.argv[1:]], 2, run=PrintingRun()))
+"""
 
 
 SECOND_IS_WRONG = """
 import os, sys
 from stepmark.launch import restarts
 from stepmark.launch.supervisor import supervise
+from tests.support.supervised import PrintingRun
 restarts.FIRST_DELAY = 0.1
-again = [sys.executable, "-c", sys.argv[1], "0"]
-made = restarts.Restarts(3, lambda: again, str, lambda *each: None, str)
-sys.exit(supervise([sys.executable, "-c", "import sys; sys.exit(3)"], 2, on_failure=print, restarts=made))
+again = PrintingRun([sys.executable, "-c", sys.argv[1], "0"])
+sys.exit(supervise([sys.executable, "-c", "import sys; sys.exit(3)"], 2, run=again, max_restarts=3))
 """
 
 
@@ -143,7 +148,7 @@ def test_a_wrong_call_is_recorded_where_it_was_another_attempt() -> None:
     command = [sys.executable, "-c", SECOND_IS_WRONG, WRONG]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, done.stderr
-    assert done.stdout.startswith("wrong; not started again")
+    assert "recorded wrong; not started again" in done.stdout
 
 
 @pytest.mark.parametrize(("step", "recorded"), [(0, ""), (3, "wrong")])

@@ -7,9 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from stepmark.errors import DataError, PeerFailed, TrainingDiverged, UsageError
 from stepmark.launch.supervisor import _describe, _Ranks
@@ -134,3 +137,16 @@ def test_a_process_ends_whatever_becomes_of_its_words(tmp_path: Path, reports: s
     _, told = run.communicate(timeout=30)
     assert run.returncode == 1
     assert told.decode().startswith("error: rank 3: OSError: x")
+
+
+@pytest.mark.parametrize(
+    ("call", "culprit"),
+    [
+        (lambda: nn.functional.embedding(torch.tensor([5]), torch.zeros(3, 2)), "vocab_size"),
+        (lambda: nn.functional.cross_entropy(torch.zeros(2, 3), torch.tensor([0, 3])), "num_labels"),
+    ],
+)
+def test_numbers_beyond_the_model_say_what_to_compare(call: Callable[[], object], culprit: str) -> None:
+    with pytest.raises(IndexError) as raised:
+        call()
+    assert culprit in FailureReport.of(raised.value, 0).message

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepmark.parallel.model_digest import complete_digest, tensor_sum
-from stepmark.parallel.tensor.parallelize import local_shard
+from stepmark.parallel.parallelize import local_shard
 from stepmark.parallel.tensor.plans import Placement, shard, shard_vocabulary
 
 WIDTH = 2**64

@@ -26,9 +26,9 @@ from transformers import (
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.launch.signal_listener import RunInterrupted
-from stepmark.optim import arrivals
-from stepmark.optim.arrivals import Arrivals
 from stepmark.parallel import buckets
+from stepmark.parallel.optimizer import arrivals
+from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.runtime.collectives import GroupCollectives
 from tests.support.gradient_programs import Inner
 

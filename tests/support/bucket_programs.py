@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from stepmark import Trainer, TrainingArguments
-from stepmark.runtime.collectives import GroupCollectives
-from stepmark.runtime.host_bridge import BridgeCollectives
+from stepmark.runtime.collectives import BridgeCollectives, GroupCollectives
 from tests.support.programs import logged
 
 SENDERS = {

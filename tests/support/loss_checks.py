@@ -11,7 +11,7 @@ from torch import nn
 
 from stepmark.data.loader.loader import DataLoader
 from stepmark.evaluation.evaluator import Evaluator
-from stepmark.parallel.parameter_optimizer import ParameterOptimizer
+from stepmark.parallel.optimizer.parameter_optimizer import ParameterOptimizer
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.step import TrainStep

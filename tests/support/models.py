@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from stepmark.parallel.tensor.parallelize import parallelize
+from stepmark.parallel.parallelize import parallelize
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
@@ -116,7 +116,7 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     default; "lamb" is no name of a recipe's), rate."""
     from stepmark.data.loader.loader import DataLoader
     from stepmark.data.loader.prefetcher import DevicePrefetcher
-    from stepmark.parallel.zero.whole_parameter_optimizer import WholeParameterOptimizer
+    from stepmark.parallel.optimizer.whole_parameter_optimizer import WholeParameterOptimizer
     from stepmark.training.loss import MicroBatchLoss
     from stepmark.training.model_options import enable_gradient_checkpointing
     from stepmark.training.optimizer import build_optimizer
@@ -234,7 +234,7 @@ def measured_over_the_host(options: dict[str, Any]) -> dict[str, Any]:
 
 def measured_in_replica_threads(replicas: int, options: dict[str, Any]) -> list[dict[str, Any]]:
     """In replica threads, by rank; the graphs are those of all of them."""
-    from stepmark.runtime.replica_threads import run_replicas
+    from tests.support.replica_threads import run_replicas
 
     MODELS.extend(build(**options["model"]) for _ in range(replicas))
     found = run_replicas(lambda context: measured(context, options), replicas)
@@ -243,7 +243,7 @@ def measured_in_replica_threads(replicas: int, options: dict[str, Any]) -> list[
 
 def in_replica_threads(replicas: int, options: list[dict[str, Any]]) -> list[list[list[list[float]]]]:
     """The same in replica threads; by rank, then by case."""
-    from stepmark.runtime.replica_threads import run_replicas
+    from tests.support.replica_threads import run_replicas
 
     results = []
     for each in options:

@@ -258,7 +258,7 @@ def alone(device: str, options: dict[str, Any]) -> list[list[float]]:
 
 
 def in_replica_threads(replicas: int, options: dict[str, Any]) -> list[list[list[float]]]:
-    from stepmark.runtime.replica_threads import run_replicas
+    from tests.support.replica_threads import run_replicas
 
     MODELS.extend(tiny_model(dropout=0.0) for _ in range(replicas))
     return run_replicas(lambda context: step_losses(context, options), replicas)

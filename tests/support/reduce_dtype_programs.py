@@ -9,8 +9,7 @@ from torch import nn
 
 from stepmark import Mesh
 from stepmark.parallel.buckets import make_buckets
-from stepmark.parallel.data_parallel import OverlappedGradients
-from stepmark.parallel.zero.sharded_gradients import sharded_gradients
+from stepmark.parallel.gradients.reducer import mean_gradients, sharded_gradients
 from stepmark.runtime.collectives import GroupCollectives
 
 ELEMENTS, UNIT = 8, 2.0**-9  # half of bfloat16's distance between 0.5 and 1, and a quarter of that from 1 on
@@ -26,7 +25,7 @@ def reduced(zero_1: bool, between_hosts: bool, dtype: str) -> list[float]:
             buckets = make_buckets([named], mesh.data_parallel, 1, mesh.runtime)
             reducer = sharded_gradients(buckets, mesh, reduce_dtype=reduce_dtype)
         else:
-            reducer = OverlappedGradients(named, mesh, reduce_dtype=reduce_dtype)
+            reducer = mean_gradients(named, mesh, accumulation=1, reduce_dtype=reduce_dtype)
         scale = 4.0 if mesh.data_parallel.rank == 3 else 4.0 * UNIT
         (parameter * scale).sum().backward()
         one = torch.ones(())

@@ -13,9 +13,8 @@ import torch
 from transformers.integrations import CodeCarbonCallback
 
 from stepmark import Checkpointer, Trainer, TrainingArguments, save
-from stepmark.cli.failed_run import FailedRun
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.trainer.interruption.outside_training import record_interruption
+from stepmark.trainer.interruption.run_end import record_interruption, record_supervised_end
 from stepmark.trainer.interruption.stop_request import ask_to_stop, reason_to_stop
 from tests.support.programs import Blocks, tiny_model
 
@@ -108,7 +107,7 @@ def test_what_a_real_run_has_left_stays(tmp_path: Path, monkeypatch: pytest.Monk
 def test_training_twice_leaves_a_real_run_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path, 2)
     monkeypatch.setattr(
-        "stepmark.trainer.run_folder.finished_runs._FINISHED", set()
+        "stepmark.trainer.run_folder.output_folder._FINISHED", set()
     )  # as another process has trained it
     before = files_in(tmp_path)
     monkeypatch.setenv(VARIABLE, "1")
@@ -142,7 +141,7 @@ def test_a_launcher_and_a_signal_record_nothing(tmp_path: Path, monkeypatch: pyt
     status.write_text(json.dumps({"state": "running", "step": 1, "time": 0.0}))
     before = files_in(tmp_path)
     monkeypatch.setenv(VARIABLE, "1")
-    FailedRun(tmp_path).write("rank 1 ran out of memory")
+    record_supervised_end(tmp_path, "failed", "rank 1 ran out of memory", began=1.0)
     record_interruption(tmp_path, "SIGTERM", began=1.0)
     assert files_in(tmp_path) == before
     monkeypatch.delenv(VARIABLE)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from stepmark import PadTo, Trainer, TrainingArguments
-from stepmark.cli.restarted_run import describe_samples
+from stepmark.cli.supervised_run import describe_samples
 from stepmark.errors import UsageError
 from stepmark.launch.step_board import GROUPED, StepPlace
 from tests.support.programs import LENGTH, checksum, tiny_model

@@ -24,9 +24,9 @@ from stepmark.errors import StepmarkError, UsageError
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.liveness.failure_report import FailureReport
 from stepmark.liveness.host_group import HostGroup
-from stepmark.trainer.interruption.outside_training import ending_outside_training
-from stepmark.trainer.run_folder import finished_runs, model_export
-from stepmark.trainer.run_folder.outputs import prepare_output_folder
+from stepmark.trainer.interruption.run_end import ending_outside_training
+from stepmark.trainer.run_folder import model_export, output_folder
+from stepmark.trainer.run_folder.output_folder import prepare_output_folder
 from tests.support.programs import Blocks, tiny_model
 from tests.trainer.compat.test_strategies import steps, trainer
 from tests.trainer.test_training_loop import StopsAt
@@ -150,7 +150,7 @@ def test_probes_of_starts_that_were_killed_are_removed(tmp_path: Path) -> None:
     old, young = tmp_path / f".stepmark-{'0' * 32}", tmp_path / f".stepmark-{'1' * 32}"
     for path in (old, young):
         path.touch()
-    os.utime(old, (time.time() - 100, time.time() - 100))
+    os.utime(old, (time.time() - 1000, time.time() - 1000))
     prepare_output_folder(tmp_path, HostGroup())
     assert [path.name for path in tmp_path.iterdir()] == [young.name]  # it may be another start's, at this moment
 
@@ -302,7 +302,7 @@ def test_a_process_may_train_again_where_it_has_finished_a_run(tmp_path: Path) -
     assert [line["loss"] for line in read_metrics(moved) if "loss" in line] == losses
     assert json.loads((moved / "status.json").read_text())["state"] == "done"
     assert [line["step"] for line in read_metrics(tmp_path / "earlier-run-2") if "loss" in line] == [1, 2, 3]
-    finished_runs._FINISHED.clear()  # as in another process
+    output_folder._FINISHED.clear()  # as in another process
     with pytest.raises(UsageError, match="^output_dir: .*has checkpoints of an earlier run"):
         train_again()
 

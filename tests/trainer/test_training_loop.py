@@ -18,8 +18,8 @@ from stepmark.cli.main import run as call
 from stepmark.errors import TrainingDiverged
 from stepmark.filesystem.json_files import read_lines
 from stepmark.launch.signal_listener import RunInterrupted
-from stepmark.trainer.interruption.outside_training import record_interruption
-from stepmark.trainer.results import evaluation_line
+from stepmark.trainer.interruption.run_end import record_interruption
+from stepmark.trainer.telemetry.progress import evaluation_line
 from tests.trainer.compat.test_strategies import run, steps, trainer
 
 

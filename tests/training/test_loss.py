@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stepmark.data.loader.loader import DataLoader
 from stepmark.errors import UsageError
-from stepmark.parallel.parameter_optimizer import ParameterOptimizer
+from stepmark.parallel.optimizer.parameter_optimizer import ParameterOptimizer
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss, Weight, smoothed_cross_entropy
 from stepmark.training.step import TrainStep

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
-from stepmark.optim.protocols import ReducedGradients
+from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import SequentialSchedule
@@ -26,9 +26,6 @@ class Recorder:
 
     def collect(self) -> None:
         self.calls.append("collect")
-
-    def collect_one(self, parameter: Tensor) -> None:
-        self.calls.append("collect one")
 
     def begin(self, tokens: Tensor) -> None:
         self.calls.append("begin")

@@ -15,7 +15,7 @@ from transformers.optimization import Adafactor, AdafactorSchedule
 
 from stepmark import Checkpointer, Mesh, Trainer, TrainingArguments, ZeroRedundancyOptimizer
 from stepmark.errors import UsageError
-from stepmark.parallel.parameter_optimizer import MASTER, ParameterOptimizer
+from stepmark.parallel.optimizer.parameter_optimizer import MASTER, ParameterOptimizer
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.sharding.layout import Layout, annotate
 from stepmark.training.optimizer import build_optimizer, wrap_optimizer

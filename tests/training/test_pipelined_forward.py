@@ -13,8 +13,8 @@ from torch import Tensor
 from scripts.pipeline_comparison import pipeline_mesh, tokens_for
 from stepmark.data.loader.batch import MicroBatch
 from stepmark.errors import UsageError
+from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.pipeline.transfers import Activation, Transfers
-from stepmark.parallel.tensor.parallelize import parallelize
 from stepmark.runtime.links import Exchange, Form
 from stepmark.training.evaluation_paused import EvaluationPaused
 from stepmark.training.loss import MicroBatchLoss

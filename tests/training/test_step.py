@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepmark.optim.arrivals import Arrivals
+from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.step import StepHooks, TrainStep

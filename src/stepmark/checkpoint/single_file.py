@@ -27,12 +27,11 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from stepmark.checkpoint.format.checkpoint_folders import resolve_link
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.host_memory import GROUP_BYTES
-from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
-from stepmark.liveness.messages import describe_error, late
-from stepmark.liveness.process_exit import print_stacks
-from stepmark.liveness.running_time import running_time
-from stepmark.liveness.watchdog import end_unless, watchdog
+from stepmark.liveness.deadlines import Deadline
+from stepmark.liveness.messages import describe_error
+from stepmark.liveness.watchdog import end_unless
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import runtime_for
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
@@ -116,22 +115,14 @@ def _known_device(storage: Any, location: str) -> Any:
 @contextlib.contextmanager
 def _deadline(path: Path, doing: str, timeout: float) -> Iterator[None]:
     ended = threading.Event()
-    errors: list[CheckpointTimeout] = []
-
-    def expired() -> None:
-        what = f"{path}: rank {_rank()} ({doing}) has not ended this"
-        errors.append(CheckpointTimeout(late(what, timeout, "timeout")))
-        print_stacks(str(errors[0]))
-        end_unless(ended, errors[0], _rank())
-
-    watch = watchdog.watch(running_time() + timeout, expired)
+    what = f"{path}: rank {_rank()} ({doing}) has not ended this"
+    deadline = Deadline(what, timeout, lambda error: end_unless(ended, error, _rank()), "timeout")
     try:
         yield
     finally:
         ended.set()
-        watchdog.release(watch)
-    if errors:
-        raise errors[0]
+        deadline.release()
+    deadline.end()
 
 
 def _rank() -> int:

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Returns 0. Raises UsageError for a folder that is not there, or arguments that make no sense."""
-    from stepmark.interchange.model_files import parse_size
+    from stepmark.model_folder.model_files import parse_size
     from stepmark.preflight.compile_cache.cache_entries import find_entries
     from stepmark.preflight.compile_cache.cache_trimming import choose, delete, failed, parse_age
 

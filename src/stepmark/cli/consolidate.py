@@ -30,9 +30,9 @@ def run(parsed: argparse.Namespace) -> int:
     one that it belongs to."""
     from stepmark.cli.foreign_checkpoints import consolidate_foreign, is_foreign
     from stepmark.cli.progress import BytesProgress
-    from stepmark.interchange.consolidate import ConsolidationListener, consolidate
-    from stepmark.interchange.merge_adapter import Merge
-    from stepmark.interchange.model_files import parse_size
+    from stepmark.model_folder.consolidate import ConsolidationListener, consolidate
+    from stepmark.model_folder.merge_adapter import Merge
+    from stepmark.model_folder.model_files import parse_size
 
     if parsed.base_model is not None and not parsed.merge_adapters:
         raise UsageError("--base-model: it is only needed with --merge-adapters")

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepmark.launch.ending_at_signals import ending_at_signals
-from stepmark.launch.local_ranks import start_ranks
-from stepmark.launch.supervisor import follow_supervisor
+from stepmark.launch.supervisor import follow_supervisor, start_ranks
 from stepmark.launch.world import World
 from stepmark.liveness.process_exit import say
 

@@ -1,4 +1,4 @@
-"""`stepmark export CHECKPOINT_OR_RUN OUT --to dcp|hf-trainer|optimum-neuron|nxd [--tp N] [--pp N] [--dp N] [--json]`"""
+"""`stepmark export CHECKPOINT_OR_RUN OUT --to dcp|hf-trainer [--titan] [--config FILE] [--json]`"""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stepmark.interchange.exported import ExportOptions
+    from stepmark.interchange.sinks.export_plan import ExportOptions
 
 HELP = "write a checkpoint in the format of another tool, which can continue training from it"
-NEURON = ("optimum-neuron", "nxd")
+REMOVED = {"optimum-neuron": "optimum-neuron", "nxd": "neuronx-distributed"}  # --to -> the tool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,11 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = "a checkpoint-N folder, or a run's folder (its newest checkpoint)"
     add("source", metavar="CHECKPOINT_OR_RUN", type=Path, help=source)
     add("out", metavar="OUT", type=Path, help="output folder; must not exist, or be empty")
-    formats = "dcp: torch.distributed.checkpoint; hf-trainer: transformers' Trainer; nxd: neuronx-distributed"
-    add("--to", required=True, choices=("dcp", "hf-trainer", *NEURON), help=formats)
-    add("--tp", metavar="N", type=int, help="tensor parallel ranks (Neuron formats; default: 1)")
-    add("--pp", metavar="N", type=int, help="pipeline stages (Neuron formats; default: 1)")
-    add("--dp", metavar="N", type=int, help="data parallel ranks that shard the optimizer by ZeRO-1 (nxd only)")
+    formats = "dcp: torch.distributed.checkpoint; hf-trainer: transformers' Trainer"
+    add("--to", required=True, choices=("dcp", "hf-trainer", *REMOVED), metavar="{dcp,hf-trainer}", help=formats)
+    for name in ("--tp", "--pp", "--dp"):  # of the formats that were removed
+        add(name, type=int, help=argparse.SUPPRESS)
     add("--titan", action="store_true", help="a Llama with torchtitan's names and order of rows (dcp only)")
     config = "config.json of the model, or its folder, if CHECKPOINT has none"
     add("--config", metavar="FILE", type=Path, help=config)
@@ -34,16 +33,20 @@ def options_of(parsed: argparse.Namespace) -> ExportOptions:
     """What the user asks for. Raises UsageError for an option that the format does not have."""
     from stepmark.cli.import_command import config_file
     from stepmark.errors import UsageError
-    from stepmark.interchange.exported import ExportOptions
+    from stepmark.interchange.sinks.export_plan import ExportOptions
 
-    allowed = {"tp": NEURON, "pp": NEURON, "dp": ("nxd",), "titan": ("dcp",)}
-    for name, formats in allowed.items():
-        value = getattr(parsed, name)
-        if value not in (None, False) and parsed.to not in formats:
-            raise UsageError(f"--{name} is for --to {' or '.join(formats)}, and has no meaning for {parsed.to}")
-        if type(value) is int and value < 1:
-            raise UsageError(f"--{name} must be at least 1, but is {value}")
-    return ExportOptions(parsed.tp or 1, parsed.pp or 1, parsed.dp, parsed.titan, config_file(parsed.config))
+    if parsed.to in REMOVED:
+        raise UsageError(
+            f"--to {parsed.to}: Stepmark no longer writes checkpoints of {REMOVED[parsed.to]}, whose development has "
+            "ended; write the model with `stepmark consolidate`, and convert it there. --to dcp and --to hf-trainer "
+            "take the optimizer along"
+        )
+    for name in ("tp", "pp", "dp"):
+        if getattr(parsed, name) is not None:
+            raise UsageError(f"--{name} has no meaning for {parsed.to}, whose files are of no mesh; leave it out")
+    if parsed.titan and parsed.to != "dcp":
+        raise UsageError(f"--titan is for --to dcp, and has no meaning for {parsed.to}")
+    return ExportOptions(parsed.titan, config_file(parsed.config))
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -51,7 +54,7 @@ def run(parsed: argparse.Namespace) -> int:
     from stepmark.cli.progress import BytesProgress
     from stepmark.config.quiet_libraries import leave_out_torch_xla
     from stepmark.interchange.export_checkpoint import export_checkpoint
-    from stepmark.interchange.import_checkpoint import ImportListener
+    from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener
 
     leave_out_torch_xla()
     with BytesProgress("exporting") as progress:

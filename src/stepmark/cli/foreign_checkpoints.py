@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepmark.interchange.foreign import ForeignCheckpoint, ForeignTensor
+    from stepmark.interchange.sources.foreign import ForeignCheckpoint
+    from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
 
 
 def is_foreign(path: Path) -> bool:
@@ -31,8 +32,8 @@ def _open(path: Path, config: Path | None) -> ForeignCheckpoint:
     from stepmark.cli.import_command import config_file
     from stepmark.config.quiet_libraries import leave_out_torch_xla
     from stepmark.errors import CheckpointMismatch
-    from stepmark.interchange.foreign import ImportOptions
     from stepmark.interchange.recognition import open_foreign
+    from stepmark.interchange.sources.foreign import ImportOptions
 
     leave_out_torch_xla()
     options = ImportOptions(config=config_file(config))
@@ -75,7 +76,7 @@ def verify_foreign(path: Path, config: Path | None, as_json: bool) -> int:
     Raises CheckpointMismatch where the files alone do not tell.
     """
     from stepmark.errors import CheckpointDamaged
-    from stepmark.interchange.import_checkpoint import verify_records
+    from stepmark.interchange.sinks.stepmark_checkpoint import verify_records
 
     problem, size, kind = None, 0, "unknown"
     try:
@@ -105,10 +106,10 @@ def consolidate_foreign(parsed: argparse.Namespace, max_shard: int) -> int:
     from stepmark.cli.progress import BytesProgress
     from stepmark.config.quiet_libraries import leave_out_torch_xla
     from stepmark.errors import CheckpointMismatch, UsageError
-    from stepmark.interchange.foreign import ImportOptions
-    from stepmark.interchange.import_checkpoint import ImportListener
-    from stepmark.interchange.model_folder import write_model_folder
     from stepmark.interchange.recognition import open_foreign
+    from stepmark.interchange.sinks.hf_model import write_model_folder
+    from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener
+    from stepmark.interchange.sources.foreign import ImportOptions
 
     given = "--merge-adapters" if parsed.merge_adapters else f"-f {parsed.format}"
     if given != "-f safetensors":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepmark.interchange.foreign import ForeignCheckpoint, ImportOptions
+    from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 
 HELP = "convert a checkpoint of another tool to a Stepmark checkpoint, or to a Hugging Face model folder"
 
@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def options_of(parsed: argparse.Namespace) -> ImportOptions:
     """What the user says about the source. Raises UsageError."""
-    from stepmark.interchange.foreign import ImportOptions
-    from stepmark.interchange.name_map import read_map
+    from stepmark.interchange.sources.foreign import ImportOptions
+    from stepmark.interchange.sources.name_map import read_map
 
     config = config_file(parsed.config)
     names = read_map(parsed.map) if parsed.map is not None else []
@@ -52,9 +52,9 @@ def run(parsed: argparse.Namespace) -> int:
     """Imports and says what was found; returns 0. Raises StepmarkError; then nothing was written."""
     from stepmark.cli.progress import BytesProgress
     from stepmark.config.quiet_libraries import leave_out_torch_xla
-    from stepmark.interchange.import_checkpoint import ImportListener, write_checkpoint
-    from stepmark.interchange.model_folder import write_model_folder
     from stepmark.interchange.recognition import open_foreign
+    from stepmark.interchange.sinks.hf_model import write_model_folder
+    from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
 
     leave_out_torch_xla()
     found = open_foreign(parsed.source, options_of(parsed))

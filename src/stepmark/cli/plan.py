@@ -46,6 +46,6 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _memory(text: str | None) -> int | None:
-    from stepmark.interchange.model_files import parse_size
+    from stepmark.model_folder.model_files import parse_size
 
     return None if text is None else parse_size(text, "--device-memory")

@@ -6,7 +6,7 @@ import argparse
 
 from stepmark.cli.recipe_fields import add_recipe_arguments, add_run_arguments, explain_unknown_argument, recipe_of
 from stepmark.launch.imports import quick_imports
-from stepmark.launch.local_ranks import start_ranks
+from stepmark.launch.supervisor import start_ranks
 
 HELP = "compile every graph of a recipe's run ahead of time, without data or weights; nothing of the run is saved"
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import time
 from pathlib import Path
 
-from stepmark.cli.failed_run import FailedRun
 from stepmark.cli.recipe_fields import add_recipe_arguments, add_run_arguments, explain_unknown_argument, recipe_of
 from stepmark.config.recipe import Recipe, kept_text
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import StepmarkError
 from stepmark.launch.imports import quick_imports
-from stepmark.launch.local_ranks import rank_command, start_ranks
 from stepmark.launch.restarts import check_restarts
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
+from stepmark.launch.supervisor import follow_supervisor, rank_command, start_ranks
 from stepmark.launch.world import World
 from stepmark.liveness.failure_report import REPORTS, FailureReport, keep_failure
 
@@ -46,23 +46,20 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _supervise(parsed: argparse.Namespace, training: TrainingFields) -> int:
-    from stepmark.cli.restarted_run import RestartedRun
+    from stepmark.cli.supervised_run import SupervisedRun
 
-    record = FailedRun(Path(training.output_dir), training.prometheus_file)
     return start_ranks(
         parsed,
         training.signal_grace,
         resumable=bool(training.save_on_signal),
-        on_failure=record.write,
-        on_interruption=record.interrupted,
-        restarts=RestartedRun(training, rank_command(parsed.arguments)).restarts(),
+        run=SupervisedRun(training, rank_command(parsed.arguments)),
+        max_restarts=training.max_restarts,
     )
 
 
 def _train(recipe: Recipe) -> int:
-    from stepmark.launch.supervisor import follow_supervisor
     from stepmark.runtime.xla_environment import extracting_graphs
-    from stepmark.trainer.interruption.outside_training import ending_outside_training
+    from stepmark.trainer.interruption.run_end import ending_outside_training
 
     follow_supervisor()
     if extracting_graphs():  # the device returns placeholders, so there is nothing to train
@@ -88,8 +85,11 @@ def _train(recipe: Recipe) -> int:
 def _keep(error: Exception, folder: Path, prometheus_file: str | None) -> None:
     """Records why this rank failed, also before training; a supervisor judges for all ranks. A run that was refused
     leaves no status."""
+    from stepmark.trainer.interruption.run_end import record_supervised_end
+
     rank = World.from_environment().rank
     keep_failure(folder, error, rank)
     failure = FailureReport.of(error, rank)
     if REPORTS not in os.environ and not isinstance(error, StepmarkError) and not failure.secondary:
-        FailedRun(folder, prometheus_file).write(failure.message, first=True)
+        message, now = failure.message, time.time()
+        record_supervised_end(folder, "failed", message, began=now, prometheus_file=prometheus_file, first=True)

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from stepmark.config.data_arguments import DataArguments
-from stepmark.data.chat.conversations import Conversations
+from stepmark.data.chat.conversations import Conversations, filler_of
 from stepmark.data.chat.prepared_conversations import prepare_conversations
 from stepmark.data.data_description import describe_mixture, describe_source
 from stepmark.data.loader.mixture import JoinedSamples, Mixture, limited
+from stepmark.data.sources.corpus import Corpus
 from stepmark.data.sources.sources import Sources, open_sources
-from stepmark.data.tokenize.encoding import TextEncoder, encode_texts
+from stepmark.data.tokenize.encoding import Tally, TextEncoder, encode_texts
 from stepmark.data.tokenize.packing import PackedBlocks
-from stepmark.data.tokenize.segments import Tally
-from stepmark.data.tokenize.token_cache import TokenFile, commit_entry, open_entry, writing_entry
-from stepmark.data.tokenize.tokenizing_progress import TokenizingProgress, describe_split, read_summary
+from stepmark.data.tokenize.token_cache import TokenFile, find_or_write
 from stepmark.errors import DataError, UsageError
 from stepmark.filesystem.cache_folder import cache_root
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 FORMAT = 2  # of a cache entry; a new number invalidates all entries
 FINGERPRINT = 1  # with another number, no earlier run can be resumed
 DEFAULT_BLOCK_SIZE = 1024
+SECONDS_A_LINE = 10.0  # of progress
 Progress = Callable[[str], None]
 
 
@@ -59,23 +61,29 @@ def prepare(
 ) -> Prepared:
     """Training and validation blocks of `config`, tokenized unless the cache (or `folder` in its place) has them.
 
-    The key of the cache is the content of the texts and of the tokenizer, not names or times, and neither block size
-    nor numbers of samples: those cost nothing to change. With `overwrite_cache` the texts are always
-    tokenized again; only one rank should set it, and the others call this function after it. `progress` is called with
-    a line of text: what is read, how far tokenizing is, and what was left out. Each source of a mixture has an entry of
-    its own in the cache.
-    `may_be_short`: accept less than one block, for data that is not trained on.
+    Cache entries are keyed by the content of the texts and of the tokenizer, not by names or times. Block size and
+    numbers of samples are not part of the key: changing them costs nothing. Each source of a mixture has its own entry.
+    With `overwrite_cache` the texts are always tokenized again; only one rank should set it, before the others call.
 
-    Raises DataError for missing or empty data, or less than one block, and UsageError for invalid fields.
+    Args:
+        config: The data fields of a recipe.
+        tokenizer: Encodes the texts; with `messages_column` it needs a chat template.
+        folder: The cache. Default: None, the one of all runs.
+        progress: Called with lines about what is read, how far tokenizing is, and what was left out. Default: None.
+        may_be_short: Accepts less than one block, for data that is not trained on. Default: False.
+
+    Raises:
+        DataError: Data are missing, empty, or less than one block.
+        UsageError: Fields are invalid.
     """
     root = (folder or cache_root()) / "data"
-    say = progress or _silent
+    say = progress or (lambda line: None)
     if config.dataset_mixture is None:
         return _prepare_source(config, tokenizer, root, say, may_be_short)
-    parts = [
-        _prepare_source(replace(source, max_eval_samples=None), tokenizer, root, _numbered(number, say), may_be_short)
-        for number, source in enumerate(config.sources, start=1)
-    ]
+    parts = []
+    for number, source in enumerate(config.sources, start=1):
+        numbered = partial(_say_of_source, say, number)
+        parts.append(_prepare_source(replace(source, max_eval_samples=None), tokenizer, root, numbered, may_be_short))
     train = Mixture([part.train for part in parts], config.weights)
     for line in train.describe():
         say(line)
@@ -87,8 +95,8 @@ def prepare(
     return Prepared(train, validation, fingerprint, all(part.cached for part in parts), description)
 
 
-def _numbered(number: int, say: Progress) -> Progress:
-    return lambda line: say(f"source {number}: {line}")
+def _say_of_source(say: Progress, number: int, line: str) -> None:
+    say(f"source {number}: {line}")
 
 
 def _prepare_source(
@@ -96,36 +104,41 @@ def _prepare_source(
 ) -> Prepared:
     """The data of one source, in the cache under `root`."""
     block_size = choose_block_size(config.block_size, tokenizer.model_max_length)
+    sources = open_sources(config)
+    contents = [(each.where, each.content) for each in sources.train.sources]
     if config.messages_column is not None:
-        chats, held_out, cached, contents = prepare_conversations(config, tokenizer, block_size, root, say)
+        chats, held_out, cached = prepare_conversations(config, sources, tokenizer, block_size, root, say)
         description = describe_source(config, block_size, config.validation_split_percentage, contents)
         return Prepared(chats, held_out, chats.fingerprint, cached, description)
-    encoder = TextEncoder.of(tokenizer)
-    sources = open_sources(config)
-    entry = root / _key(sources, encoder)
-    meta = None if config.overwrite_cache else open_entry(entry)
-    cached = meta is not None
     for name, texts in (("train", sources.train), ("validation", sources.validation)):
         if texts is not None:
             say(f"{name} data: {texts.reads}")
-    if meta is None:
-        meta = _build(entry, sources, encoder, config.preprocessing_num_workers or 1, say)
+    encoder = TextEncoder.of(tokenizer)
+    key = f"format={FORMAT} {sources.content} tokenizer={encoder.content}"
+    entry = root / xxhash.xxh3_128_hexdigest(key.encode())
+    write = partial(
+        _tokenize, sources=sources, encoder=encoder, processes=config.preprocessing_num_workers or 1, say=say
+    )
+    meta, cached = find_or_write(entry, write, overwrite=config.overwrite_cache)
     for name in meta["tokens"]:
-        say(describe_split(name, meta, cached=cached))
-
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    filler = 0 if padding is None else padding
+        say(_describe_split(name, meta, cached=cached))
+    tokens = meta["tokens"]["train"]
+    if tokens < block_size and not may_be_short:
+        raise DataError(
+            f"block_size {block_size} is longer than the training data, {tokens} tokens in {sources.train.where};"
+            f" set block_size to {tokens} or less, or give more text"
+        )
 
     def blocks(split: str, limit: int | None) -> PackedBlocks:
-        return PackedBlocks(entry / f"{split}.bin", meta["dtype"], meta["tokens"][split], block_size, filler, limit)
+        path, filler = entry / f"{split}.bin", filler_of(tokenizer)
+        return PackedBlocks(path, meta["dtype"], meta["tokens"][split], block_size, filler, limit)
 
-    if not may_be_short:
-        _check_length(meta["tokens"]["train"], block_size, sources)
     train = blocks("train", config.max_train_samples)
     validation = blocks("validation", config.max_eval_samples) if "validation" in meta["tokens"] else None
-    contents = [(each.where, each.content) for each in sources.train.sources]
+    identity = [FINGERPRINT, meta["files"]["train.bin"]["xxh3"], meta["dtype"], block_size, len(train)]
+    fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(identity).encode())
     description = describe_source(config, block_size, sources.held_out, contents)
-    return Prepared(train, validation, _fingerprint(meta, train), cached, description)
+    return Prepared(train, validation, fingerprint, cached, description)
 
 
 def choose_block_size(wanted: int | None, longest: int) -> int:
@@ -142,42 +155,49 @@ def choose_block_size(wanted: int | None, longest: int) -> int:
     return wanted
 
 
-def _key(sources: Sources, encoder: TextEncoder) -> str:
-    return xxhash.xxh3_128_hexdigest(f"format={FORMAT} {sources.content} tokenizer={encoder.content}".encode())
-
-
-def _build(entry: Path, sources: Sources, encoder: TextEncoder, processes: int, progress: Progress) -> dict[str, Any]:
-    """Tokenizes all texts into a new entry; returns its metadata."""
+def _tokenize(folder: Path, sources: Sources, encoder: TextEncoder, processes: int, say: Progress) -> dict[str, Any]:
+    """Writes the tokens of all texts into a new entry of the cache; returns its metadata."""
     meta: dict[str, Any] = {"format": FORMAT, "dtype": encoder.dtype.str, "tokens": {}, "read": {}, "files": {}}
-    with writing_entry(entry) as folder:
-        train, validation = sources.divided()
-        for name, texts in (("train", train), ("validation", validation)):
-            if texts is not None:
-                tally = Tally()
-                with TokenFile(folder / f"{name}.bin", encoder.dtype) as file:
-                    shown = TokenizingProgress(name, texts, progress)
-                    for ids in encode_texts(texts, encoder, processes, tally):
-                        file.append(ids)
-                        shown.at(file.tokens)
-                meta["tokens"][name] = file.tokens
-                meta["read"][name] = read_summary(tally)
-                meta["files"][f"{name}.bin"] = file.summary
-        commit_entry(folder, entry, meta)
+    for name, texts in zip(("train", "validation"), sources.divided(), strict=True):
+        if texts is None:
+            continue
+        tally, shown = Tally(), _TokenizingProgress(name, texts, say)
+        with TokenFile(folder / f"{name}.bin", encoder.dtype) as file:
+            for ids in encode_texts(texts, encoder, processes, tally):
+                file.append(ids)
+                shown.at(file.tokens)
+        meta["tokens"][name] = file.tokens
+        meta["read"][name] = asdict(tally)
+        meta["files"][f"{name}.bin"] = file.summary
     return meta
 
 
-def _check_length(tokens: int, block_size: int, sources: Sources) -> None:
-    if tokens < block_size:
-        raise DataError(
-            f"block_size {block_size} is longer than the training data, {tokens} tokens in {sources.train.where};"
-            f" set block_size to {tokens} or less, or give more text"
-        )
+class _TokenizingProgress:
+    """Reports one split through `say` from time to time."""
+
+    def __init__(self, split: str, texts: Corpus, say: Callable[[str], None]) -> None:
+        self._split, self._texts, self._say = split, texts, say
+        self._began = self._said = time.monotonic()
+
+    def at(self, tokens: int) -> None:
+        """This many tokens are written."""
+        now = time.monotonic()
+        if now - self._said < SECONDS_A_LINE:
+            return
+        self._said = now
+        line = f"tokenizing {self._split}: {tokens / 1e6:.1f} million tokens"
+        if fraction := self._texts.fraction:
+            seconds = (now - self._began) * max(1 - fraction, 0.0) / fraction
+            left = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+            line += f", {fraction:.0%}, {left} left"
+        self._say(line)
 
 
-def _fingerprint(meta: dict[str, Any], train: PackedBlocks) -> str:
-    content = [FINGERPRINT, meta["files"]["train.bin"]["xxh3"], meta["dtype"], train.block_size, len(train)]
-    return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
-
-
-def _silent(line: str) -> None:
-    """Ignores progress."""
+def _describe_split(split: str, meta: dict[str, Any], *, cached: bool) -> str:
+    """One line about a tokenized split, from its metadata."""
+    read = meta["read"][split]
+    tokens, documents, without_text = meta["tokens"][split], read["documents"], read["without_text"]
+    amount = f"{tokens / 1e6:.1f} million" if tokens >= 1e6 else f"{tokens:,}"
+    line = f"{'cached' if cached else 'tokenized'} {split}: {amount} tokens in {documents:,} document"
+    line += "" if documents == 1 else "s"
+    return line + (f"; {without_text:,} without text left out" if without_text else "")

@@ -15,8 +15,8 @@ from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import ComputeMetrics, summarize
 from stepmark.evaluation.restored_model import ModelReader
+from stepmark.parallel.parallelize import parallelized
 from stepmark.parallel.pipeline.staged_model import staged
-from stepmark.parallel.tensor.parallelize import parallelized
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from stepmark.training.loss import LossFunction, MicroBatchLoss

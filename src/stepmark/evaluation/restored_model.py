@@ -19,8 +19,8 @@ from stepmark.checkpoint.restore.state_restoration import StateRestoration
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.sections import describe
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
-from stepmark.interchange.adapted_model import ADAPTER_CONFIG, load_adapted, read_adapter_config
-from stepmark.interchange.consolidate import ConsolidationListener, consolidate
+from stepmark.model_folder.adapted_model import ADAPTER_CONFIG, load_adapted, read_adapter_config
+from stepmark.model_folder.consolidate import ConsolidationListener, consolidate
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.module_placement import place_module
 

@@ -12,7 +12,7 @@ from typing import Any
 from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
 from stepmark.errors import CheckpointDamaged
-from stepmark.interchange.consolidate import EVALUATION, EVALUATION_FILE
+from stepmark.model_folder.consolidate import EVALUATION, EVALUATION_FILE
 
 DEFAULT_BATCH_SIZE = 8
 

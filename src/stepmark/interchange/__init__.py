@@ -1,1 +1,1 @@
-"""Checkpoints as other programs want them."""
+"""Checkpoints of other programs, in and out. cli/ alone imports it."""

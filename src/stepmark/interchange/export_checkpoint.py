@@ -14,21 +14,20 @@ from pathlib import Path
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.errors import UsageError
-from stepmark.interchange.array_reader import ArrayReader
-from stepmark.interchange.exported import ExportFormat, ExportOptions, ExportPlan
-from stepmark.interchange.foreign import ForeignCheckpoint
-from stepmark.interchange.import_checkpoint import ImportListener, check_out, check_room, writing
-from stepmark.interchange.output_files import Streams, write_files
-from stepmark.interchange.stepmark_source import find_checkpoint, open_stepmark
-from stepmark.interchange.verification import RecordChecks
-from stepmark.interchange.writers import THREADS
+from stepmark.interchange.sinks.export_plan import ExportFormat, ExportOptions, ExportPlan
+from stepmark.interchange.sinks.output_files import Streams, write_files
+from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener
+from stepmark.interchange.sources.foreign import ForeignCheckpoint
+from stepmark.interchange.sources.stepmark_checkpoint import find_checkpoint, open_stepmark
+from stepmark.interchange.tensors.array_reader import ArrayReader
+from stepmark.interchange.tensors.verification import RecordChecks
+from stepmark.model_folder.new_folder import check_out, check_room, writing
+from stepmark.model_folder.writers import THREADS
 
 # What --to names -> the module that writes it
 FORMATS = {
     "dcp": "dcp",
     "hf-trainer": "hf_trainer",
-    "optimum-neuron": "optimum_neuron",
-    "nxd": "neuronx_distributed",
 }
 
 
@@ -45,7 +44,7 @@ class Exported:
 
 def format_named(name: str) -> ExportFormat:
     """The module that writes a format of FORMATS."""
-    found: ExportFormat = import_module(f"stepmark.interchange.exports.{FORMATS[name]}")
+    found: ExportFormat = import_module(f"stepmark.interchange.sinks.{FORMATS[name]}")
     return found
 
 
@@ -58,7 +57,7 @@ def export_checkpoint(
         source: A checkpoint, or a run: its newest checkpoint is used.
         out: The folder to create. It must not exist, or be empty.
         form: A name of FORMATS.
-        options: The mesh and the like.
+        options: What the user asks for.
         listener: Progress callbacks.
 
     Returns:

@@ -7,17 +7,9 @@ from pathlib import Path
 from stepmark.checkpoint.format.checkpoint_folders import resolve_link
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
-from stepmark.interchange.foreign import CheckpointFormat, ForeignCheckpoint, ImportOptions
-from stepmark.interchange.formats import (
-    dcp,
-    hf_sharded,
-    neuronx_distributed,
-    optimum_neuron,
-    optimum_neuron_lora,
-    plain,
-    torch_xla_zero,
-    transformers_trainer,
-)
+from stepmark.interchange.neuron import neuronx_distributed, optimum_neuron, optimum_neuron_lora, torch_xla_zero
+from stepmark.interchange.sources import dcp, hf_sharded, plain, transformers_trainer
+from stepmark.interchange.sources.foreign import CheckpointFormat, ForeignCheckpoint, ImportOptions
 
 # In this order: the folders of some tools contain files of others.
 FORMATS: tuple[CheckpointFormat, ...] = (

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from stepmark.errors import UsageError
+from stepmark.liveness.bounded_call import BoundedCall
 from stepmark.liveness.process_exit import say
 from stepmark.liveness.running_time import running_time
 
@@ -44,10 +41,6 @@ def join_timeout(given: float | None = None) -> float:
     return seconds
 
 
-def _same(text: str | None) -> str | None:
-    return text
-
-
 class JoinClock:
     """The time since this rank began to join, without the time in which the job was suspended."""
 
@@ -59,46 +52,37 @@ class JoinClock:
     @property
     def left(self) -> float:
         """Seconds until the timeout."""
-        return self._began + self.timeout - running_time()
+        return self.timeout - self._passed
 
     @property
     def due(self) -> bool:
         """Whether a line is due, or an error."""
-        return running_time() - self._began > min(self._next_line, self.timeout)
+        return self._passed > min(self._next_line, self.timeout)
 
     def tick(self, describe: Callable[[], str | None]) -> None:
         """Waits a moment. If a line is due, it says what `describe` returns; None says nothing."""
-        self._say_if_due(describe)
+        if self._passed > self._next_line:
+            self._say(describe())
         time.sleep(POLL_SECONDS)
 
-    def _say_if_due(self, describe: Callable[[], str | None]) -> None:
-        passed = running_time() - self._began
-        if passed <= self._next_line:
-            return
+    @property
+    def _passed(self) -> float:
+        return running_time() - self._began
+
+    def _say(self, waiting: str | None) -> None:
+        passed = self._passed
         self._next_line *= 2
-        waiting = describe()
         if waiting is not None:
             say(f"stepmark: {waiting}, {passed:.0f} s so far; waiting for at most {self.timeout:g} s ({SETTING})")
 
     def call(self, function: Callable[[], Result], watch: Callable[[], str | None]) -> Result:
         """The result of a call that may block in native code. `watch` is called now and then after a second, and may
         raise; what it returns is what a line says. Raises TimeoutError when the time is over."""
-        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                answers.put((function(), None))
-            except BaseException as error:
-                answers.put((None, error))
-
-        threading.Thread(target=run, name="stepmark-joining", daemon=True).start()
-        while True:
-            with contextlib.suppress(queue.Empty):
-                result, error = answers.get(timeout=_WATCH_EVERY)
-                if error is not None:
-                    raise error
-                return result
+        call = BoundedCall(function, raises=True)
+        while not call.ended(_WATCH_EVERY):
             if self.left < 0:
                 raise TimeoutError
             waiting = watch()
-            self._say_if_due(functools.partial(_same, waiting))
+            if self._passed > self._next_line:
+                self._say(waiting)
+        return call.result()

@@ -1,15 +1,16 @@
-"""`max_restarts`: whether ranks that died are started again, and when.
+"""`max_restarts`: whether failed ranks are restarted, and when.
 
-Each restart waits twice as long as the one before. The run ends when `max_restarts` restarts in a row have not got
-past the step in which it failed: what fails there each time, such as a bad batch, is named instead of tried for ever.
-An attempt that gets further begins the count again.
+The wait before a restart doubles each time. The run fails after `max_restarts` consecutive restarts that did not get
+past the failing step: what fails there every time, such as a bad batch, is named instead of retried for ever. An
+attempt that gets further resets the count.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from stepmark.errors import UsageError
 from stepmark.launch.step_board import StepPlace
@@ -32,24 +33,31 @@ def may_be_restarted(max_restarts: int, error: BaseException) -> bool:
     return max_restarts > 0 and REPORTS in os.environ and not is_permanent(error)
 
 
+class SupervisedRun(Protocol):
+    """A run as seen by the supervisor of its ranks, which knows neither recipes nor checkpoints."""
+
+    def resuming_command(self) -> Sequence[str]:
+        """The command line of a rank that resumes from the newest complete checkpoint."""
+
+    def describe(self, place: StepPlace) -> str:
+        """The samples of a step that fails every time, for the error."""
+
+    def restarting(self, failure: str, step: int, attempt: int, delay: float) -> None:
+        """Ranks have failed at this step; attempt number `attempt` starts in `delay` seconds."""
+
+    def interrupted(self, signal: str, *, waiting: bool) -> None:
+        """A signal has ended all ranks, or with `waiting` came between two attempts."""
+
+    def failed(self, message: str) -> None:
+        """All ranks have ended, and the run has failed."""
+
+
 @dataclass
 class Restarts:
-    """The restarts of one run.
-
-    Args:
-        limit: `max_restarts`.
-        command: Returns a rank's command line for a restart, which continues from the newest complete checkpoint.
-        describe: Describes a step's samples, for the error of a step that fails again and again.
-        announce: Called before each wait, with the failure, the step, the number of the next attempt and the wait in
-            seconds.
-        interrupted: Called if a signal ends the wait, with its name.
-    """
+    """The restarts of one run; `limit` is `max_restarts`."""
 
     limit: int
-    command: Callable[[], Sequence[str]]
-    describe: Callable[[StepPlace], str]
-    announce: Callable[[str, int, int, float], None]
-    interrupted: Callable[[str], None]
+    run: SupervisedRun
     attempts: int = 1
     _furthest: StepPlace = field(default_factory=StepPlace)
     _failures: int = 0
@@ -69,7 +77,7 @@ class Restarts:
             return None
         self.attempts += 1
         delay = float(min(FIRST_DELAY * 2 ** (self._failures - 1), LONGEST_DELAY))
-        self.announce(message, place.step, self.attempts, delay)
+        self.run.restarting(message, place.step, self.attempts, delay)
         return delay
 
     def final(self, message: str, place: StepPlace) -> str:
@@ -83,5 +91,5 @@ class Restarts:
             return f"{message}; {times} failed before the first step"
         if place.step != step:
             return f"{message}; {times} did not get past step {step}"
-        samples = f", with {self.describe(self._furthest)}" if self._furthest.samples else ""
+        samples = f", with {self.run.describe(self._furthest)}" if self._furthest.samples else ""
         return f"{message}; {times} failed at step {step}{samples}"

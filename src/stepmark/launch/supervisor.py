@@ -1,14 +1,14 @@
-"""`--nproc N`: starts N ranks on this machine, supervises them, and reports which one failed first.
+"""`--nproc N`: starts N ranks of a command on this machine, supervises them, and reports which one failed first.
 
-The ranks get the variables that torchrun sets. The supervisor holds the listening socket of the ranks' store, so no two
-jobs can take the same port. When a rank fails, the others have five seconds to end by themselves and are then killed;
-when the supervisor dies, the kernel kills the ranks. SIGTERM, SIGUSR1, SIGHUP and SIGINT are forwarded, and the ranks
-have `signal_grace` seconds to save and end; a second SIGINT ends them at once. Ranks that
-failed may be started again (restarts.py).
+The ranks get torchrun's environment variables. The supervisor holds the listening socket of the ranks' store, so no two
+jobs can take the same port. When a rank fails, the others have five seconds to exit and are then killed; when the
+supervisor dies, the kernel kills the ranks. SIGTERM, SIGUSR1, SIGHUP and SIGINT are forwarded, and the ranks have
+`signal_grace` seconds to save and exit; a second SIGINT ends them at once. Failed ranks may be restarted (restarts.py).
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import os
@@ -29,10 +29,11 @@ from typing import Any
 from stepmark.errors import LaunchError, UsageError
 from stepmark.filesystem.error_advice import with_advice
 from stepmark.filesystem.locks import try_lock
-from stepmark.launch.restarts import Restarts
+from stepmark.launch.restarts import Restarts, SupervisedRun
 from stepmark.launch.signal_handlers import IGNORABLE, STOPPING, handler_afterwards
 from stepmark.launch.signal_listener import Interrupts
 from stepmark.launch.step_board import NO_STEP, StepBoard, StepPlace
+from stepmark.launch.world import World
 from stepmark.liveness.failure_report import OUTPUT_CLOSED, REPORTS, FailureReport, read_failure_reports
 from stepmark.liveness.process_exit import INTERRUPTED, end_by_signal
 
@@ -51,32 +52,30 @@ def supervise(
     resumable: bool = False,
     show_traceback: bool = False,
     unblocks_sigint: bool = False,
-    on_failure: Callable[[str], None] | None = None,
-    on_interruption: Callable[[str], None] | None = None,
-    restarts: Restarts | None = None,
+    run: SupervisedRun | None = None,
+    max_restarts: int = 0,
 ) -> int:
     """Runs `command` as `nproc` ranks and returns the job's exit code.
 
     Args:
         command: The command line of one rank.
         nproc: The number of ranks.
-        signal_grace: Seconds the ranks have to save and end after one of these signals.
-        resumable: Whether a job whose ranks were killed by the signal itself counts as interrupted (75). Ranks that end
-            with 75 always do.
-        show_traceback: Also prints the traceback of the first failure.
-        unblocks_sigint: Whether the command unblocks SIGINT once it can handle it. Then ranks are started with it
-            blocked, so that no traceback of the interpreter's own start is printed.
-        on_failure: Called with the error message of a failed job, once all ranks have ended.
-        on_interruption: Called with a reason where a signal has ended the job, once all ranks have ended. Those that
-            it has killed could not record that.
-        restarts: Whether and when ranks that failed are started again; those that a signal has ended never are.
-            Default: never.
+        signal_grace: Seconds that the ranks have to save and exit after a signal.
+        resumable: Whether a job whose ranks were killed by the signal itself counts as interrupted (75). Ranks that
+            exit with 75 always do.
+        show_traceback: Also print the traceback of the first failure.
+        unblocks_sigint: Whether the command unblocks SIGINT once it can handle it. Ranks are then started with SIGINT
+            blocked, so that the interpreter prints no traceback of its own start.
+        run: Records how the ranks have ended, which a rank that is killed cannot do.
+        max_restarts: Consecutive restarts without progress after which the run fails. Ranks that a signal has ended
+            are never restarted.
 
     Returns:
-        0 if all ranks ended with 0; 75 if a signal ended them; else the exit code of the first failure, which is
+        0 if all ranks exited with 0; 75 if a signal ended them; otherwise the exit code of the first failure, which is
         printed on stderr as one line. After a second SIGINT that ended ranks, this process ends by SIGINT.
     """
     make = partial(_Ranks, signal_grace=signal_grace, resumable=resumable, unblocks_sigint=unblocks_sigint)
+    restarts = Restarts(max_restarts, run) if run is not None and max_restarts else None
     with _forwarded_signals() as signals:
         while True:
             try:
@@ -84,10 +83,8 @@ def supervise(
             except OSError as error:  # the limit of processes or descriptors, or no room in TMPDIR
                 ended = _not_started(error)
             if ended.failure is None:
-                if ended.code == INTERRUPTED and on_interruption is not None:
-                    on_interruption(
-                        f"{signals.received or 'a signal'}: the ranks have ended; the last checkpoint stands"
-                    )
+                if ended.code == INTERRUPTED and run is not None:
+                    run.interrupted(signals.received or "a signal", waiting=False)
                 return ended.code
             if restarts is None or signals.received is not None or ended.interrupted:
                 break
@@ -97,18 +94,61 @@ def supervise(
             if not signals.wait(delay):
                 if not resumable:
                     break
-                restarts.interrupted(str(signals.received))
+                restarts.run.interrupted(str(signals.received), waiting=True)
                 return INTERRUPTED
-            command = restarts.command()
+            command = restarts.run.resuming_command()
     message = ended.message if restarts is None else restarts.final(ended.message, ended.place)
     if show_traceback and ended.failure.details:
         print(ended.failure.details, file=sys.stderr, end="")
     # A wrong call that no step was made with leaves what an earlier run has recorded.
     ran = ended.place.step or (restarts is not None and restarts.attempts > 1)
-    if on_failure is not None and (ended.failure.exit_code != UsageError.exit_code or ran):
-        on_failure(message)
+    if run is not None and (ended.failure.exit_code != UsageError.exit_code or ran):
+        run.failed(message)
     print(f"error: {message}", file=sys.stderr)
     return ended.failure.exit_code
+
+
+def start_ranks(
+    parsed: argparse.Namespace,
+    signal_grace: float,
+    *,
+    resumable: bool = False,
+    run: SupervisedRun | None = None,
+    max_restarts: int = 0,
+) -> int:
+    """Starts `parsed.nproc` ranks of the command line `parsed.arguments`, and returns the job's exit code; see
+    `supervise`.
+
+    Raises UsageError if `nproc` is below 1, or this process already is one of several ranks.
+    """
+    if parsed.nproc < 1:
+        raise UsageError(f"--nproc: must be at least 1, but is {parsed.nproc}")
+    if World.from_environment().size > 1:
+        raise UsageError("--nproc: this process is already one of several ranks; omit --nproc under torchrun or srun")
+    return supervise(
+        rank_command(parsed.arguments),
+        parsed.nproc,
+        signal_grace=signal_grace,
+        resumable=resumable,
+        show_traceback=parsed.traceback,
+        unblocks_sigint=True,
+        run=run,
+        max_restarts=max_restarts,
+    )
+
+
+def rank_command(arguments: Sequence[str]) -> list[str]:
+    """The same command line without --nproc."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if skip or argument.startswith("--nproc="):
+            skip = False
+        elif argument == "--nproc":
+            skip = True
+        else:
+            kept.append(argument)
+    return [sys.executable, "-m", "stepmark", *kept]
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,16 @@ _KEPT = "_stepmark_kept"  # the attribute of an error whose traceback is in the 
 PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
+_BEYOND = {  # torch's words
+    re.compile("index out of range in self"): (
+        "a token id, or a position, is beyond the model's embeddings: compare them with its vocab_size"
+    ),
+    re.compile(r"Target -?\d+ is out of bounds\."): (
+        "a label is beyond the model's outputs: compare the labels with its num_labels, or vocab_size; -100 is ignored"
+    ),
+}
+
+
 @dataclass(frozen=True)
 class FailureReport:
     """Why one rank failed. `secondary`: a consequence of another rank's failure, such as a lost connection.
@@ -53,8 +63,8 @@ class FailureReport:
         message = text if known else f"{type(error).__name__}: {text}" if text else type(error).__name__
         late = isinstance(error, RuntimeError) and not known and TIMED_OUT.search(text) is not None
         message = describe_lost_peer(text) if lost or late else with_advice(message, error)
-        if isinstance(error, IndexError) and text == "index out of range in self":  # torch's words
-            message += "; a token id, or a position, is beyond the model's embeddings: compare them with its vocab_size"
+        if isinstance(error, IndexError):
+            message += next((f"; {advice}" for words, advice in _BEYOND.items() if words.fullmatch(text)), "")
         if isinstance(error, KeyboardInterrupt):
             message = "interrupted"
         elif error.__traceback__ is not None and not (lost or late):

@@ -1,13 +1,18 @@
 """Communication among ranks through the host: small plain values, never tensors of the model.
 
-Every call is collective: all ranks of the group make it, in the same order.
+It owns torch.distributed's process groups, so that they can be released before the interpreter exits. A gloo group has
+threads, which may hold the last reference to a tensor of a finished collective. Releasing it needs the interpreter, and
+a thread that enters an exiting interpreter aborts the process. The threads are joined once nothing refers to their
+group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,13 +22,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from stepmark.errors import PeerFailed
+from stepmark.liveness.bounded_call import BoundedCall
 from stepmark.liveness.failure_report import TIMED_OUT, describe_lost_peer, is_lost_peer
-from stepmark.liveness.process_exit import within
-from stepmark.liveness.process_groups import Group
 
 _PROBE = 0x5EE  # the tag of messages that nobody receives
 _NOTICED = 1.0  # seconds after which all connections to a rank that has ended are known to be lost
 _STORE_SECONDS = 1.0  # that a question to the ranks' store may take
+_held: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def launcher_serves() -> bool:
@@ -31,8 +36,26 @@ def launcher_serves() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+class Group:
+    """A process group, valid until `leave`; None is the default group."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.process_group = process_group
+        _held.add(self)
+
+
+def leave() -> None:
+    """Destroys all groups and their threads; no communication is possible afterwards."""
+    for group in list(_held):
+        group.process_group = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # reference cycles that contain a group
+
+
 class HostGroup:
-    """All ranks of a run, connected by gloo; a single rank needs no connection."""
+    """All ranks of a run, connected by gloo; a single rank needs no connection. `all_gather`, `broadcast` and `barrier`
+    are collective: all ranks call them, in the same order."""
 
     def __init__(self, rank: int = 0, size: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
@@ -102,12 +125,10 @@ class HostGroup:
         return self._ask_store(lambda store: store.get(topic).decode() if store.check([topic]) else None)
 
     def _ask_store(self, ask: Callable[[dist.Store], str | None]) -> str | None:
-        answers: list[str | None] = []
-
-        def call() -> None:
-            with contextlib.suppress(RuntimeError):  # the rank that serves it is gone
-                answers.append(ask(distributed_c10d._get_default_store()))
-
-        if self.size > 1 and self._store_answers:
-            self._store_answers = within(_STORE_SECONDS, call)
-        return answers[0] if answers else None
+        if self.size == 1 or not self._store_answers:
+            return None
+        call = BoundedCall(lambda: ask(distributed_c10d._get_default_store()), raises=True)
+        self._store_answers = call.ended(_STORE_SECONDS)
+        with contextlib.suppress(RuntimeError):  # the rank that serves it is gone
+            return call.result() if self._store_answers else None
+        return None

@@ -8,11 +8,11 @@ import faulthandler
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from stepmark.liveness.bounded_call import within
 from stepmark.liveness.console import Console, installed
 from stepmark.liveness.failure_report import REPORTS, FailureReport
 
@@ -41,7 +41,7 @@ def _write(line: str, *, stacks: bool = False) -> None:
             os.write(STDERR, "".join(f"{each}\n" for each in lines).encode())
         console.keep(lines)
 
-    within(FLUSHING, write, name="stepmark-stderr")  # a thread that stays in a pipe that is full
+    within(FLUSHING, write, None)  # standard error may be a pipe that is full
 
 
 def _stacks() -> list[str]:
@@ -53,25 +53,11 @@ def _stacks() -> list[str]:
         return file.read().decode(errors="replace").splitlines()
 
 
-def within(seconds: float, function: Callable[[], object], name: str = "stepmark-bounded") -> bool:
-    """Calls the function and waits at most so long; returns whether it has ended. It may continue in its thread."""
-    calling = threading.Thread(target=function, name=name, daemon=True)
-    try:
-        calling.start()
-    except RuntimeError:  # the limit of threads, or the interpreter is ending
-        function()
-        return True
-    calling.join(seconds)
-    return not calling.is_alive()
-
-
 def end_process(error: BaseException, rank: int) -> None:
     """Ends this process at once, as a failed one; the error goes where errors of a rank go."""
     failure = FailureReport.of(error, rank)
-    written: list[bool] = []
     try:
-        within(RECORDING, lambda: written.append(reported(failure)))
-        if written != [True]:
+        if not within(RECORDING, lambda: reported(failure), False):
             say(f"error: rank {rank}: {failure.message}")
     finally:
         leave(failure.exit_code)
@@ -92,14 +78,14 @@ def end_interrupted(reason: str, record: Callable[[str], None], seconds: float =
     cannot end it in time by raising RunInterrupted. `record(reason)` is called first, and may take so many seconds: a
     file system may hang."""
     try:
-        within(seconds, lambda: record(reason))
+        within(seconds, lambda: record(reason), None)
     finally:
         leave(INTERRUPTED)
 
 
 def end_by_signal(number: int) -> NoReturn:
     """Ends this process at once, from any thread, with the signal's own exit code."""
-    within(FLUSHING, _flush)
+    within(FLUSHING, _flush, None)
     with contextlib.suppress(Exception):  # `signal.signal` works in the main thread only
         ctypes.pythonapi.PyOS_setsig(ctypes.c_int(number), None)
         os.kill(os.getpid(), number)
@@ -110,7 +96,7 @@ def end_by_signal(number: int) -> NoReturn:
 def leave(exit_code: int) -> NoReturn:
     """Ends this process at once. What it has printed is flushed, if that is possible and does not take long."""
     try:
-        within(FLUSHING, _flush)
+        within(FLUSHING, _flush, None)
     finally:
         os._exit(exit_code)
 

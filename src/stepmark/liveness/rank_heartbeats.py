@@ -31,10 +31,12 @@ import torch.distributed as dist
 
 from stepmark.errors import PeerLost, StepTimeout
 from stepmark.liveness import progress
+from stepmark.liveness.bounded_call import within
 from stepmark.liveness.failure_report import REPORTS, is_lost_peer
 from stepmark.liveness.host_group import launcher_serves
-from stepmark.liveness.process_exit import RECORDING, end_process, print_stacks, say, within
+from stepmark.liveness.process_exit import RECORDING, end_process, print_stacks, say
 from stepmark.liveness.progress import Progress
+from stepmark.liveness.running_time import running_time
 from stepmark.liveness.stuck_ranks import LEFT, Beat, Finding, find_stuck, listed
 
 LONGEST_BEAT = 1.0  # seconds
@@ -49,24 +51,20 @@ _watches = 0
 
 
 class Silence:
-    """Since when heartbeats have not changed.
+    """For how many seconds heartbeats have not changed; `clock` does not count time in which this process is
+    suspended."""
 
-    At most `longest` seconds count between two calls, so that time during which this process was suspended does not.
-    """
+    def __init__(self, clock: Callable[[], float] = running_time) -> None:
+        self._clock = clock
+        self._seen: dict[int, tuple[object, float]] = {}  # the latest heartbeat, and since when it is that
 
-    def __init__(self, longest: float) -> None:
-        self._longest = longest
-        self._seen: dict[int, tuple[object, float]] = {}
-        self._last: float | None = None
-
-    def seconds(self, beats: Mapping[int, object], now: float) -> dict[int, float]:
-        """For how many seconds each has been as it is, given the latest ones at the time `now` (time.monotonic)."""
-        passed = 0.0 if self._last is None else min(now - self._last, self._longest)
-        self._last = now
+    def seconds(self, beats: Mapping[int, object]) -> dict[int, float]:
+        """Seconds for which each of the latest heartbeats has been the same, as far as earlier calls saw it."""
+        now = self._clock()
         for key, beat in beats.items():
-            before, seconds = self._seen.get(key, (object(), 0.0))
-            self._seen[key] = (beat, seconds + passed if beat == before else 0.0)
-        return {key: self._seen[key][1] for key in beats}
+            before, since = self._seen.get(key, (beat, now))
+            self._seen[key] = (beat, since if beat == before else now)
+        return {key: now - self._seen[key][1] for key in beats}
 
 
 class PeerWatch:
@@ -190,7 +188,7 @@ class PeerWatch:
     # Heartbeats and verdicts
 
     def _exchange_all(self) -> None:
-        silence = Silence(2 * self._beat)
+        silence = Silence()
         for _ in self._beats_until_closed():
             try:
                 self._exchange(silence)
@@ -214,7 +212,7 @@ class PeerWatch:
         own = self._send_beat()
         self._obey()
         beats = {} if self._reachable is None else self._beats()
-        silent = silence.seconds({rank: beat and beat.count for rank, beat in beats.items()}, time.monotonic())
+        silent = silence.seconds({rank: beat and beat.count for rank, beat in beats.items()})
         self._judge({self._rank: own, **{rank: beat for rank, beat in beats.items() if beat}}, silent)
 
     def _obey(self) -> None:
@@ -296,7 +294,7 @@ class PeerWatch:
                 else [about.text, *(about.beat.stack if about.beat else [])]
             )
             say("stepmark: " + ("stuck: " + "\n  ".join(shown) if finding else f"{self._name(about.rank)} goes on"))
-        within(RECORDING, lambda: self._found(finding))
+        within(RECORDING, lambda: self._found(finding), None)
 
     def _name(self, rank: int, *more: str) -> str:
         beat, notes = self._latest.get(rank), ", ".join(filter(None, (self._place(rank), *more)))
@@ -308,10 +306,10 @@ class PeerWatch:
         return self._name(rank, f"last seen {beat.place}, in {beat.where}" if beat else "has not started training")
 
     def _tick(self) -> None:
-        silence, told = Silence(2 * self._beat), False
+        silence, told = Silence(), False
         for _ in self._beats_until_closed():
             self._arm()
-            seconds = silence.seconds({_STORE: self._count}, time.monotonic())[_STORE] - self._beat
+            seconds = silence.seconds({_STORE: self._count})[_STORE] - self._beat
             text = f"{self._server()}: no answer for {seconds:.0f} s"
             if seconds > self._quiet and not told and (self._rank <= 1 or os.environ.get("LOCAL_RANK") == "0"):
                 say(f"stepmark: stuck: {text}; {_CAUSES}")
@@ -336,9 +334,9 @@ class PeerWatch:
             if self._closed.is_set():
                 return
             print_stacks(reason)
-            within(RECORDING, lambda: self._ending(reason))  # the main thread may hang with the log's lock
+            within(RECORDING, lambda: self._ending(reason), None)  # the main thread may hang with the log's lock
             if self._reachable is not None and self._rank == self._first:  # last: a launcher may end this rank then
-                within(RECORDING, lambda: self._tell_all(reason))
+                within(RECORDING, lambda: self._tell_all(reason), None)
             for worker in multiprocessing.active_children():  # one that is stopped would outlive this process
                 worker.kill()
             end_process(StepTimeout(reason), self._rank)

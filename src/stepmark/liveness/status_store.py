@@ -24,9 +24,9 @@ from typing import Any
 from stepmark.errors import CheckpointError, CheckpointTimeout, PeerLost
 from stepmark.filesystem import files
 from stepmark.filesystem.visibility import when_visible
+from stepmark.liveness.bounded_call import BoundedCall
 from stepmark.liveness.failure_report import REPORTS
 from stepmark.liveness.host_group import HostGroup
-from stepmark.liveness.process_exit import within
 from stepmark.liveness.running_time import running_time
 
 logger = logging.getLogger("stepmark")
@@ -82,7 +82,7 @@ class StatusStore:
             except OSError as error:
                 logger.warning("cannot post %r for the other ranks in %s: %s", topic, self.folder, error.strerror)
 
-        if not within(_PATIENCE, post):
+        if not BoundedCall(post).ended(_PATIENCE):
             logger.warning("posting %r for the other ranks in %s takes long", topic, self.folder)
 
     def fail(self, reason: str) -> None:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from stepmark.errors import CheckpointError, CheckpointTimeout
+from stepmark.liveness.bounded_call import BoundedCall, within
 from stepmark.liveness.failure_report import describe_lost_peer
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.messages import describe_error, late
-from stepmark.liveness.process_exit import print_stacks, within
+from stepmark.liveness.process_exit import print_stacks
 from stepmark.liveness.running_time import running_time
 from stepmark.liveness.status_store import StatusStore
 
 _ABSENT = "not all ranks joined"
 _LOOK_SECONDS = 1.0  # between two looks at the clock
 _LOOKING = 5.0  # seconds that finding out which ranks did not join may take
-_Answer = tuple[Any, BaseException | None]
 
 
 class TimedGroup:
@@ -79,29 +77,19 @@ class TimedGroup:
         if board is not None:
             board.try_to_post(_topic(what))
         timeout = timeout or self._timeout
-        answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                answers.put((collective(), None))
-            except BaseException as error:
-                answers.put((None, error))
-
-        threading.Thread(target=run, name="stepmark-collective", daemon=True).start()
+        call, until = BoundedCall(collective, raises=True), running_time() + timeout
+        while not call.ended(max(0.0, min(until - running_time(), _LOOK_SECONDS))):
+            if running_time() >= until:
+                self._broken = CheckpointTimeout(late(self._missing_soon(what, board, absent), timeout))
+                print_stacks(str(self._broken))
+                raise self._broken
         try:
-            result, error = _get_within(timeout, answers)
-        except queue.Empty:
-            self._broken = CheckpointTimeout(late(self._missing_soon(what, board, absent), timeout))
-            print_stacks(str(self._broken))
-            raise self._broken from None
-        if isinstance(error, RuntimeError):  # what gloo raises when the connection to another rank is gone
+            return call.result()
+        except RuntimeError as error:  # gloo's, where the connection to another rank is lost
             gone = self.group.gone()
             missing = f"{what}: {gone} is gone" if gone else self._missing_soon(what, board, absent)
             self._broken = CheckpointError(f"{missing}; {describe_lost_peer(str(error))}")
             raise self._broken from error
-        if error is not None:
-            raise error
-        return result
 
     def _missing(self, what: str, board: StatusStore | None, absent: str) -> str:
         if board is None:
@@ -113,26 +101,15 @@ class TimedGroup:
 
     def _missing_soon(self, what: str, board: StatusStore | None, absent: str) -> str:
         """The same, with a deadline, since the board's file system may hang."""
-        found: list[str] = []
+        place = "the folder" if board is None else board.folder.parent
+        silent = f"{what}: {absent}, and {place} does not answer"
 
-        def look() -> None:
+        def look() -> str:
             with contextlib.suppress(OSError):
-                found.append(self._missing(what, board, absent))
+                return self._missing(what, board, absent)
+            return silent
 
-        if within(_LOOKING, look) and found:
-            return found[0]
-        return f"{what}: {absent}, and {'the folder' if board is None else board.folder.parent} does not answer"
-
-
-def _get_within(seconds: float, answers: queue.SimpleQueue[_Answer]) -> _Answer:
-    """The first answer. Raises queue.Empty after so many seconds in which this process was running."""
-    until = running_time() + seconds
-    while True:
-        try:
-            return answers.get(timeout=max(0.0, min(until - running_time(), _LOOK_SECONDS)))
-        except queue.Empty:
-            if running_time() >= until:
-                raise
+        return within(_LOOKING, look, silent)
 
 
 def _topic(what: str) -> str:

@@ -1,4 +1,4 @@
-"""What can be said about a recipe before torch is imported and ranks are started: whether what it names exists."""
+"""Checks of a recipe before torch is imported and ranks start: whether the files and names in it exist."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, read_manifest
 from stepmark.config.optimizers import check_optimizer
 from stepmark.config.recipe import Recipe
 from stepmark.data.sources.source_files import find_files
-from stepmark.data.sources.text_files import READERS
 from stepmark.errors import UsageError
 from stepmark.recipe.hub import check_hub_names
-from stepmark.runtime.device_names import check_device_name
-from stepmark.trainer.run_folder.existing_run import check_named_checkpoint, check_no_earlier_run
+from stepmark.runtime.hardware import check_device_name
+from stepmark.trainer.run_folder.output_folder import check_named_checkpoint, check_no_earlier_run
 
 METRICS = ("eval_loss", "eval_perplexity", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 
@@ -35,7 +34,7 @@ def check_early(recipe: Recipe) -> None:
     for data in recipe.data.sources:
         for field, names in (("train_file", data.train_file), ("validation_file", data.validation_file)):
             if names:
-                find_files(field, names, READERS)
+                find_files(field, names)
     check_hub_names(recipe)
 
 
@@ -75,8 +74,8 @@ def _check_format(folder: Path) -> None:
                 f"model_name_or_path: {folder} holds the shards of tensor parallel ranks; run `stepmark consolidate "
                 f"{folder} {folder.name}-model`, and name what that writes"
             )
-    from stepmark.interchange.hints import import_hint
-    from stepmark.interchange.state_dict_files import has_weights
+    from stepmark.model_folder.hints import import_hint
+    from stepmark.model_folder.model_files import has_weights
 
     hint = None if has_weights(folder) else import_hint(folder, f"{folder.name}-model --model-only")
     if hint is not None:

@@ -1,11 +1,10 @@
-"""Names of the Hugging Face hub: without a network, its client would retry for a minute or more before it fails."""
+"""Names on the Hugging Face hub, checked early: without a network its client retries for a minute before it fails."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import os
-import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from stepmark.config.data_arguments import STDLIB
 from stepmark.config.recipe import Recipe
 from stepmark.errors import UsageError
+from stepmark.liveness.bounded_call import within
 
 ENDPOINT = "https://huggingface.co"
 SECONDS = 3.0  # that the hub has to answer in
@@ -20,31 +20,25 @@ _PROBLEMS = {  # in the words of the errors that come later where the hub answer
     "config_name": "{!r} is neither a folder with a config.json nor a model type such as gpt2, llama or qwen3",
     "tokenizer_name": "no tokenizer could be loaded from {!r}",
 }
-_ON = ("1", "on", "yes", "true")
 
 
 def work_offline_without_hub(recipe: Recipe) -> bool:
-    """Where the recipe may name something on the hub, and the hub does not answer: only what was downloaded before is
-    used. Call before its client is imported.
-
-    Returns whether the hub was asked and did not answer.
-    """
-    if not _names_of_hub(recipe) or os.environ.get("HF_HUB_OFFLINE", "").lower() in _ON or _hub_answers():
+    """Uses only downloaded files where the recipe may name something on the hub, and the hub does not answer. Call it
+    before the hub's client is imported. Returns whether the hub was asked and did not answer."""
+    if not _names_of_hub(recipe) or _offline() or _hub_answers():
         return False
     os.environ["HF_HUB_OFFLINE"] = "1"
     return True
 
 
 def check_hub_names(recipe: Recipe) -> None:
-    """Raises UsageError for a name of the hub that was never downloaded, where the hub does not answer either. Needs
-    none of the libraries that would find that out later."""
+    """Raises UsageError for a name that was never downloaded where the hub does not answer; imports no library."""
     missing = [(field, name) for field, name in _names_of_hub(recipe) if not _downloaded(field, name)]
     if not missing:
         return
-    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in _ON
-    if not offline and _hub_answers():
+    if not _offline() and _hub_answers():
         return
-    (field, name), why = missing[0], "is not asked (HF_HUB_OFFLINE)" if offline else "does not answer"
+    (field, name), why = missing[0], "is not asked (HF_HUB_OFFLINE)" if _offline() else "does not answer"
     lead = _PROBLEMS.get(field, "{!r} is not a folder here").format(name)
     raise UsageError(
         f"{field}: {lead}; it was not downloaded before, and the Hugging Face hub {why}: check the name and the "
@@ -88,6 +82,10 @@ def _is_model_type(name: str) -> bool:
     return "/" not in name and any(f'"{name}"' in path.read_text(encoding="utf-8") for path in lists)
 
 
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
+
+
 def _hub_answers() -> bool:
     return _answers(os.environ.get("HF_ENDPOINT", ENDPOINT))
 
@@ -95,9 +93,8 @@ def _hub_answers() -> bool:
 @functools.cache
 def _answers(endpoint: str) -> bool:
     """Whether there is any answer in time; resolving the name may take longer than a timeout of the connection."""
-    answered = threading.Event()
 
-    def ask() -> None:
+    def ask() -> bool:
         request = urllib.request.Request(endpoint, method="HEAD")
         try:
             urllib.request.urlopen(request, timeout=SECONDS).close()
@@ -105,10 +102,7 @@ def _answers(endpoint: str) -> bool:
             pass  # an answer
         except (OSError, ValueError) as error:
             if "CERTIFICATE" not in str(error):  # the client may have certificates of its own
-                return
-        answered.set()
+                return False
+        return True
 
-    thread = threading.Thread(target=ask, name="stepmark-hub", daemon=True)
-    thread.start()
-    thread.join(SECONDS)
-    return answered.is_set()
+    return within(SECONDS, ask, False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from stepmark.config.recipe import ModelArguments, Recipe
 from stepmark.config.yaml_file import parse_options
@@ -16,9 +18,11 @@ from stepmark.data.tokenize.tokenizer import check_own_code, load_tokenizer
 from stepmark.errors import DataError, StepmarkError, UsageError
 from stepmark.launch.imports import quick_imports
 from stepmark.parallel.loading.load import ModelFactory, load_model, new_model
-from stepmark.recipe.adapter import with_adapter
 from stepmark.recipe.early_checks import check_model_folder
 from stepmark.runtime.module_placement import cast_module
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 def build_tokenizer(config: ModelArguments) -> Any:
@@ -106,9 +110,9 @@ def check_block_size(config: Any, length: int) -> None:
 def check_new_model(config: ModelArguments, tokenizer: Any) -> None:
     """Raises UsageError where no model can be made of `config_name` and `config_overrides`; it gets no weights."""
     if config.config_name is not None:
-        model_config = build_config(config, tokenizer)
+        made = build_config(config, tokenizer)
         with torch.device("meta"):
-            _new_model(lambda: _from_config(model_config, config.trust_remote_code))
+            _new_model(config, made)
 
 
 def build_model(
@@ -118,10 +122,8 @@ def build_model(
     factory: ModelFactory | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.nn.Module:
-    """The causal language model: new, with weights drawn in fp32 by `seed` and cast to `dtype`, or from a local folder.
-
-    It is complete and on the host; with a `factory`, sharded and on the device, with the same values.
-    """
+    """The causal language model: new, with weights drawn in fp32 from `seed` and cast to `dtype`, or from a local
+    folder. It is complete and on the host; with a `factory`, sharded and on the device, with the same values."""
     with quick_imports():
         import transformers.models.auto.modeling_auto  # noqa: F401
 
@@ -129,46 +131,15 @@ def build_model(
             import peft  # noqa: F401
 
     torch.manual_seed(seed)
-    return with_adapter(_base_model(config, tokenizer, factory, dtype), config)
-
-
-def _base_model(
-    config: ModelArguments, tokenizer: Any, factory: ModelFactory | None, dtype: torch.dtype
-) -> torch.nn.Module:
-    trust = config.trust_remote_code
-    if config.model_name_or_path is None:
-        model_config = build_config(config, tokenizer)
-
-        def make() -> torch.nn.Module:
-            if factory is not None:
-                return new_model(factory, model_config, dtype=dtype, trust_remote_code=trust)
-            model = _from_config(model_config, trust)
-            cast_module(model, dtype)
-            return model
-
-        return _new_model(make)
-    if factory is not None:
-        return _load_sharded(factory, config.model_name_or_path, dtype, trust)
-    return _load(config.model_name_or_path, dtype, trust)
-
-
-def _new_model(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """What `make` returns. Raises UsageError where the fields do not describe a model."""
-    try:
-        return make()
-    except StepmarkError:
-        raise
-    except Exception as error:  # every model class checks its sizes differently: ValueError, KeyError and more
-        raise UsageError(
-            f"config_name and config_overrides: they do not describe a valid model: {_first_line(error)}"
-        ) from error
-
-
-def _from_config(model_config: Any, trust: bool) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)
-    return model
+    name, trust = config.model_name_or_path, config.trust_remote_code
+    if name is None:
+        model = _new_model(config, build_config(config, tokenizer), factory, dtype)
+    elif factory is not None:
+        with _explained(name, "loaded"):
+            model = load_model(factory, name, dtype=dtype, trust_remote_code=trust)
+    else:
+        model = _load(name, dtype, trust)
+    return with_adapter(model, config)
 
 
 def build_untrained(
@@ -179,68 +150,68 @@ def build_untrained(
     dtype: torch.dtype = torch.float32,
 ) -> torch.nn.Module:
     """A model as `build_model` returns it, but for the values: of `model_name_or_path` no weights are read."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     name, trust = config.model_name_or_path, config.trust_remote_code
     if name is None:
         return build_model(config, tokenizer, seed, factory, dtype)
-
-    try:
+    with _explained(name, "made"):
         saved = AutoConfig.from_pretrained(name, trust_remote_code=trust)
 
         def make() -> torch.nn.Module:
-            made: torch.nn.Module = AutoModelForCausalLM.from_config(saved, dtype=dtype, trust_remote_code=trust)
-            return made
+            return _from_config(saved, trust, dtype=dtype)
 
-        model: torch.nn.Module = make() if factory is None else factory.new(make)
-        return with_adapter(model, config)
+        return with_adapter(make() if factory is None else factory.new(make), config)
+
+
+def _new_model(
+    config: ModelArguments, made: Any, factory: ModelFactory | None = None, dtype: torch.dtype = torch.float32
+) -> torch.nn.Module:
+    """Raises UsageError where the fields do not describe a model."""
+    trust = config.trust_remote_code
+    try:
+        if factory is not None:
+            return new_model(factory, made, dtype=dtype, trust_remote_code=trust)
+        model = _from_config(made, trust)
     except StepmarkError:
         raise
-    except Exception as error:  # as in _load
-        check_own_code(error, "model_name_or_path", name)
-        raise UsageError(f"model_name_or_path: no model can be made from {name}: {_first_line(error)}") from error
+    except Exception as error:  # every model class checks its sizes differently: ValueError, KeyError and more
+        raise UsageError(
+            f"config_name and config_overrides: they do not describe a valid model: {_first_line(error)}"
+        ) from error
+    cast_module(model, dtype)
+    return model
+
+
+def _from_config(config: Any, trust: bool, **options: Any) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, **options)
+    return model
 
 
 def check_sharding(config: ModelArguments, tokenizer: Any, factory: ModelFactory) -> None:
     """Raises UsageError where `factory` cannot shard the model; no weights are read or drawn for that."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    trust = config.trust_remote_code
-    if config.model_name_or_path is None:
-        model_config = build_config(config, tokenizer)
-    else:
-        try:
-            model_config = AutoConfig.from_pretrained(config.model_name_or_path, trust_remote_code=trust)
-        except (OSError, ValueError):
-            return  # the error of loading it says more
+    name, trust = config.model_name_or_path, config.trust_remote_code
+    made = build_config(config, tokenizer) if name is None else None
     try:
+        if made is None:
+            made = AutoConfig.from_pretrained(str(name), trust_remote_code=trust)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)
-    except Exception:  # as above: the error of building it says more
+            model = _from_config(made, trust)
+    except Exception:  # the error of building or loading it says more
         return
     factory.shard(model)
-
-
-def _load_sharded(factory: ModelFactory, name: str, dtype: torch.dtype, trust: bool) -> torch.nn.Module:
-    try:
-        model: torch.nn.Module = load_model(factory, name, dtype=dtype, trust_remote_code=trust)
-    except StepmarkError:
-        raise
-    except Exception as error:  # as in _load
-        check_own_code(error, "model_name_or_path", name)
-        raise UsageError(f"model_name_or_path: no model can be loaded from {name}: {_first_line(error)}") from error
-    return model
 
 
 def _load(name: str, dtype: torch.dtype, trust: bool) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    try:
-        load: Any = AutoModelForCausalLM.from_pretrained
+    load: Any = AutoModelForCausalLM.from_pretrained
+    with _explained(name, "loaded"):
         model, report = load(name, dtype=dtype, output_loading_info=True, trust_remote_code=trust)
-    except Exception as error:  # dozens of kinds: of transformers, safetensors, the hub's client and parsers
-        check_own_code(error, "model_name_or_path", name)
-        raise UsageError(f"model_name_or_path: no model can be loaded from {name}: {_first_line(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -250,6 +221,18 @@ def _load(name: str, dtype: torch.dtype, trust: bool) -> torch.nn.Module:
         )
     assert isinstance(model, torch.nn.Module)
     return model
+
+
+@contextlib.contextmanager
+def _explained(name: str, what: str) -> Iterator[None]:
+    """Inside the block, an exception of transformers, safetensors, the hub's client or a parser is a UsageError."""
+    try:
+        yield
+    except StepmarkError:
+        raise
+    except Exception as error:
+        check_own_code(error, "model_name_or_path", name)
+        raise UsageError(f"model_name_or_path: no model can be {what} from {name}: {_first_line(error)}") from error
 
 
 def _overrides(config: ModelArguments) -> dict[str, Any]:
@@ -270,3 +253,38 @@ def _first_line(error: Exception) -> str:
 def _similar(name: str, config: Any) -> str:
     close = difflib.get_close_matches(name, config.to_dict(), n=1)
     return f"; did you mean {close[0]}?" if close else f"; {type(config).__name__} has other names for its sizes"
+
+
+def with_adapter(model: nn.Module, config: ModelArguments) -> nn.Module:
+    """The model with the adapter that the recipe asks for, if it does; its first weights are the next random numbers.
+
+    Raises:
+        UsageError: peft is not installed, or cannot adapt the modules that `lora_target_modules` names.
+    """
+    if config.peft is None:
+        return model
+    from peft import get_peft_model
+
+    try:
+        adapted: Any = get_peft_model(model, _lora(config))
+    except (ValueError, TypeError) as error:  # as peft rejects modules and values
+        raise UsageError(f"lora_target_modules: {' '.join(str(error).split())}") from error
+    made: nn.Module = adapted
+    return made
+
+
+def _lora(config: ModelArguments) -> LoraConfig:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # a float will do
+        lora_dropout=config.lora_dropout,
+        target_modules=_modules(config.lora_target_modules),
+    )
+
+
+def _modules(given: str | list | None) -> str | list | None:
+    """One name means the modules of that name; other text is a pattern of complete names, as in peft."""
+    return [given] if isinstance(given, str) and given.isidentifier() else given

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepmark.config.data_arguments import columns_of
@@ -16,41 +15,39 @@ from stepmark.errors import DataError, UsageError
 from stepmark.launch.imports import quick_imports
 from stepmark.recipe.early_checks import check_early, check_metrics
 from stepmark.recipe.hub import work_offline_without_hub
-from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
-from stepmark.runtime.context import Context, start
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment
+from stepmark.trainer.run import Run
 
 if TYPE_CHECKING:
     from stepmark.evaluation.metric_functions import MetricsFunctions
+    from stepmark.runtime.context import Context
     from stepmark.trainer.trainer import Trainer
 
 
 def train(recipe: Recipe) -> None:
     """Runs the recipe as one of the ranks. Collective."""
-    functions, context = begin(recipe)
+    functions, run = begin(recipe)
     with quick_imports():
         from stepmark.recipe.model import build_model
         from stepmark.recipe.used_recipe import recipe_writer, write_used_recipe
-        from stepmark.trainer.run_folder.outputs import prepare_output_folder
 
-    prepare_output_folder(Path(recipe.training.output_dir), context.host)
+    run.prepare_folder()
     trainer = build_trainer(
         recipe,
-        context,
+        run,
         functions,
-        prepare=lambda tokenizer: prepare_data(recipe, tokenizer, context),
+        prepare=lambda tokenizer: prepare_data(recipe, tokenizer, run.context),
         build=build_model,
         callbacks=[recipe_writer(recipe)],
     )
     trainer.checkpoint_files.append(lambda folder: write_used_recipe(folder, recipe))
     trainer.train(save_model=True)
-    _say(context, _last_line(recipe, trainer.state))
+    _say(run.context, _last_line(recipe, trainer.state))
 
 
-def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Context]:
-    """Checks what can be checked at once, and opens the device: the metrics functions and this rank's context.
-    Collective."""
+def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Run]:
+    """Makes the checks that need no data, and opens the run. Returns the metrics functions and the run. Collective."""
     args = recipe.training
     quiet_libraries()
     prepare_environment()
@@ -62,18 +59,17 @@ def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Context]:
         _check_names(args)
     check_metrics(recipe)
     functions = _load_metrics(recipe.evaluation.metrics)
-    prepare_compile_cache(args.compile_cache)
-    context = start(args.device_name, args.join_timeout)
-    open_compile_cache(context.runtime, args.compile_cache, context.world)
+    run = Run.open(args)
+    context = run.context
     ranks = f"{context.world.size} rank{'s' if context.world.size > 1 else ''}"
     _say(context, f"device: {context.runtime.name}, {ranks}")
     if unreachable:
         _say(context, "the Hugging Face hub does not answer; what was downloaded before is used")
-    return functions, context
+    return functions, run
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """All that a run checks before it reads data or weights, on this machine alone; and that a new model can be made.
+    """Makes all checks of a run that need neither data nor weights, on this machine, and that of a new model.
 
     Raises:
         StepmarkError: A run of the recipe would be refused.
@@ -91,7 +87,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 def build_trainer(
     recipe: Recipe,
-    context: Context,
+    run: Run,
     functions: MetricsFunctions | None,
     *,
     prepare: Callable[[Any], Any],
@@ -102,10 +98,10 @@ def build_trainer(
 
     Args:
         recipe: The recipe.
-        context: This rank's.
+        run: The opened run.
         functions: Metrics of evaluations, if there are any.
-        prepare: Makes the data, from the tokenizer: `train`, `validation` or None, and `fingerprint`.
-        build: `build_model`, or what takes its place.
+        prepare: Maps the tokenizer to the data: `train`, `validation` or None, and `fingerprint`.
+        build: `build_model`, or a function with its signature.
         callbacks: For the Trainer.
 
     Raises:
@@ -122,7 +118,7 @@ def build_trainer(
     tokenizer = build_tokenizer(recipe.model)
     check_config(recipe, tokenizer)
     # An adapter is made over the complete model, and sharded with it.
-    make = _model_factory(args, context) if recipe.model.peft is None else None
+    make = _model_factory(args, run.context) if recipe.model.peft is None else None
     if make is not None:
         check_sharding(recipe.model, tokenizer, make)
     data = prepare(tokenizer)
@@ -144,6 +140,7 @@ def build_trainer(
         compute_metrics=functions.compute_metrics if functions is not None else None,
         preprocess_logits_for_metrics=functions.preprocess_logits_for_metrics if functions is not None else None,
         callbacks=callbacks,
+        run=run,
     )
 
 
@@ -174,7 +171,7 @@ def _model_factory(args: TrainingFields, context: Context) -> Any:
 
 
 def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
-    """Tokenized and packed data; one rank of each node prepares it, and the others then find it in the cache."""
+    """Tokenized and packed data: one rank of each node prepares it, the others read the cache."""
     from stepmark.data.prepared_data import prepare
 
     with context.leader_first("preparing data") as leads:
@@ -194,7 +191,7 @@ def _check_names(args: TrainingFields) -> None:
 
 
 def _check_vocabulary(model: Any, tokenizer: Any, recipe: Recipe) -> None:
-    """A token without an embedding crashes on the host, and reads arbitrary memory on some devices."""
+    """Raises UsageError for tokens without an embedding, which crash the host or read arbitrary device memory."""
     embeddings = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > embeddings:
         raise UsageError(

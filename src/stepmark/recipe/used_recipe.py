@@ -1,5 +1,4 @@
-"""`used_recipe.yaml`: the recipe of a run, file and flags together, in its folder and in each of its checkpoints, for
-commands that read them."""
+"""`used_recipe.yaml`: a run's recipe, file and flags merged, in the run's folder and in each of its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,13 +13,7 @@ from stepmark.filesystem import files
 from stepmark.runtime.xla_environment import extracting_graphs
 
 USED_RECIPE = "used_recipe.yaml"
-_MAY_BE_PATHS = (
-    "model_name_or_path",
-    "config_name",
-    "tokenizer_name",
-    "dataset_name",
-    "compile_cache",
-)
+_MAY_BE_PATHS = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name", "compile_cache")
 _FILES = ("train_file", "validation_file", "chat_template_path")
 
 
@@ -37,7 +30,7 @@ def write_used_recipe(folder: Path, recipe: Recipe) -> None:
 
 
 def recipe_writer(recipe: Recipe) -> Any:
-    """A callback that writes the recipe when training begins; a run that is refused before that changes nothing."""
+    """A callback that writes the recipe when training begins, so that a refused run leaves no trace."""
     from transformers import TrainerCallback
 
     class WriteRecipe(TrainerCallback):
@@ -49,8 +42,8 @@ def recipe_writer(recipe: Recipe) -> Any:
 
 
 def recipe_file_of(model: Path) -> Path | None:
-    """The recipe of the run that saved a checkpoint or model: beside its weights, else in the run's folder around it;
-    None where there is none."""
+    """The recipe of the run that saved a checkpoint or model: in its folder, else in the folder around it; None where
+    there is none."""
     candidates = (folder / USED_RECIPE for folder in (model, model.absolute().parent))
     return next((path for path in candidates if path.is_file()), None)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from stepmark.report.history import ENDS, KILLED, RUNNING, STUCK, History, Line, number, time_of
-
-RESTARTING = "restarting"
+from stepmark.report.history import KILLED, History, Line, number, time_of
+from stepmark.trainer.run_folder.run_log import RESTARTING
+from stepmark.trainer.run_folder.status import ENDED, RUNNING, STUCK
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def read_attempts(history: History) -> list[AttemptRow]:
     """The attempts in order. One that did not get as far as training is known if it was the supervisor's."""
     found: list[AttemptRow] = []
     current: AttemptRow | None = None
-    for event in history.of_kind("started", RESTARTING, *ENDS):
+    for event in history.of_kind("started", RESTARTING, *ENDED):
         if event["event"] == "started":
             found += _closed(current)
             current = AttemptRow(time_of(event), number(event.get("ranks")), number(event.get("step")))

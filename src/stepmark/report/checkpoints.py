@@ -12,7 +12,8 @@ from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.checkpoint.format.integrity import check_integrity
 from stepmark.checkpoint.format.manifest import Manifest, read_manifest
 from stepmark.errors import CheckpointError
-from stepmark.report.history import RUNNING, STUCK, History, number
+from stepmark.report.history import History, number
+from stepmark.trainer.run_folder.status import RUNNING, STUCK
 
 _QUARANTINED = re.compile(r"damaged-checkpoint-(\d+)(\.\d+)?\Z")
 _UNFINISHED = re.compile(r"\.checkpoint-(\d+)\..+\Z")

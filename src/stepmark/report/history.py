@@ -15,14 +15,14 @@ from stepmark.filesystem.json_files import read_lines
 from stepmark.liveness.failure_report import FAILURES, kept_failures
 from stepmark.liveness.progress import FLOOR
 from stepmark.report.liveness import Liveness, read_liveness
-from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, STATUS, read_status
+from stepmark.trainer.run_folder.run_log import EVENTS, METRICS
+from stepmark.trainer.run_folder.status import ENDED, FAILED, INTERRUPTED, RUNNING, STATUS, STUCK, RunStatus
 
 EVALUATIONS = "evaluations.jsonl"
 NOT_METRICS = ("_runtime", "_per_second", "_samples")  # suffixes of eval_… names that measure speed and size
 JUST_BEFORE = 60.0  # seconds: ranks leave their tracebacks before the status says that the run has failed
 RECENT = 20  # logs over which a speed is measured
-RUNNING, NOT_RUNNING, STUCK = "running", "not running", "stuck"
-ENDED = ("done", "failed", "interrupted")
+NOT_RUNNING = "not running"
 Line = dict[str, Any]
 
 
@@ -107,7 +107,7 @@ class History:
     @property
     def stuck(self) -> Line:
         """Which rank the others wait for, and where it is; empty if the status names none."""
-        found = self.status.get("stuck")
+        found = self.status.get(STUCK)
         return found if isinstance(found, dict) else {}
 
     @property
@@ -170,10 +170,10 @@ def read_history(folder: Path) -> History:
     known = (METRICS, STATUS, EVENTS, FAILURES)
     if not any((folder / name).exists() for name in known) and not any(folder.glob("checkpoint-*")):
         raise UsageError(f"{folder} is not a run's output_dir: it contains neither {METRICS} nor a checkpoint")
-    history = History(folder, folder.resolve().name, status=read_status(folder))
+    history = History(folder, folder.resolve().name, status=RunStatus.read(folder).content)
     history.failures = kept_failures(folder, history.status.get("time", 0.0) - JUST_BEFORE)
     if not history.status and history.failures:  # it has failed before it trained
-        history.status = {"state": "failed", "reason": next(iter(history.failures.values()))}
+        history.status = {"state": FAILED, "reason": next(iter(history.failures.values()))}
     if history.status.get("state") == RUNNING:
         history.liveness = read_liveness(folder)
     history.events = [line for line in read_lines(folder / EVENTS) if isinstance(line.get("event"), str)]
@@ -257,7 +257,6 @@ def _add_concurrent_evaluations(history: History, lines: Sequence[Line]) -> None
     history.unevaluated = [failed[step] for step in sorted(failed)]
 
 
-ENDS = ("done", "interrupted", "failed")
 KILLED = "ended without a status"
 
 
@@ -288,10 +287,10 @@ def _first_time(history: History) -> float | None:
 
 def _ending(history: History, began: float, until: float) -> str | None:
     """How a process that ran between these times reported its end."""
-    ends = [event for event in history.of_kind(*ENDS) if began <= (time_of(event) or 0.0) <= until]
+    ends = [event for event in history.of_kind(*ENDED) if began <= (time_of(event) or 0.0) <= until]
     if not ends:
         asked = [event for event in history.of_kind("stopping") if began <= (time_of(event) or 0.0) <= until]
-        told = history.status.get("state") == "interrupted" or math.isfinite(until)
+        told = history.status.get("state") == INTERRUPTED or math.isfinite(until)
         return f"interrupted: {asked[-1].get('reason')}, before it could stop by itself" if asked and told else None
     reason = ends[-1].get("reason")
     return str(ends[-1]["event"]) + (f": {reason}" if reason else "")

@@ -10,7 +10,8 @@ from typing import Any
 from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
-from stepmark.report.history import NOT_RUNNING, RECENT, STUCK, History
+from stepmark.report.history import NOT_RUNNING, RECENT, History
+from stepmark.trainer.run_folder.status import STUCK
 
 STATES = {"done": "good", "running": "plain", "interrupted": "warn", "failed": "bad", NOT_RUNNING: "bad", STUCK: "bad"}
 CORRUPTED = {"corrupted": "is corrupted", "quarantined": "was corrupted and is quarantined"}

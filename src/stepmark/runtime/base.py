@@ -6,7 +6,7 @@ A runtime contains everything that differs between a lazy device (PyTorch/XLA) a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,3 +109,17 @@ class Runtime(Protocol):
     def memory(self) -> DeviceMemory | None:
         """Memory use as the device's allocator counts it; None where it does not, or where the memory is the host's.
         Does not wait for the device."""
+
+
+def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Applies `function` to every tensor of a nest; other leaves are unchanged."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if hasattr(tree, "items"):
+        return {key: map_tensors(value, function) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [map_tensors(value, function) for value in tree]
+    if isinstance(tree, tuple):
+        values = [map_tensors(value, function) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
+    return tree

@@ -4,7 +4,7 @@
 | --------------------- | ------------------------------------------------------- | ------------ |
 | `GroupCollectives`    | eager devices: a torch.distributed group (gloo, nccl)   | no graph     |
 | `GraphCollectives`    | XLA with collectives in PJRT: Neuron, TPU, CPU threads  | yes          |
-| `BridgeCollectives`   | XLA's CPU client, one process per rank (host_bridge.py) | splits it    |
+| `BridgeCollectives`   | XLA's CPU client, one process per rank                  | splits it    |
 
 The caller owns the buffers. A result may share memory with its input, which must not be used afterwards. None of the
 operations is differentiable: parallel/tensor/autograd_collectives.py adds gradients.
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepmark.liveness.process_groups import Group
+from stepmark.liveness.host_group import Group
 from stepmark.runtime.base import Runtime
 
 Reduction = Literal["sum", "max"]
@@ -307,14 +307,29 @@ def _wait(works: Iterable[dist.Work]) -> None:
         work.wait()
 
 
-class GraphCollectives:
+class LazyAxis:
+    """An axis of lazy devices."""
+
+    def __init__(self, runtime: Runtime, rank: int, size: int) -> None:
+        self._runtime = runtime
+        self.rank = rank
+        self.size = size
+        self._indices: dict[int, Tensor] = {}
+
+    def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """By an index that is device data: a slice would make the graph depend on the rank."""
+        length = tensor.shape[dim] // self.size
+        if length not in self._indices:
+            self._indices[length] = self._runtime.place(torch.arange(length) + self.rank * length)
+        return tensor.index_select(dim, self._indices[length])
+
+
+class GraphCollectives(LazyAxis):
     """An axis of XLA replicas. Every replica records the same operations, with all groups of the axis; its own rank is
     device data, never a constant of the graph."""
 
     def __init__(self, runtime: Runtime, rank: int, size: int, groups: list[list[int]] | None = None) -> None:
-        self._own = OwnShard(runtime, rank, size)
-        self.rank = rank
-        self.size = size
+        super().__init__(runtime, rank, size)
         self._groups = groups
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
@@ -332,22 +347,30 @@ class GraphCollectives:
 
         return [reduce_scatter_in_graph(tensor, dim, self.size, self._groups) for tensor in tensors]
 
-    def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        return self._own(tensor, dim)
 
+class BridgeCollectives(LazyAxis):
+    """An axis of lazy devices, one process each, where PJRT has no collectives (XLA's CPU client): through the host.
 
-class OwnShard:
-    """`own_shard` on a lazy device, by an index that is device data: a slice would make the graph depend on the
-    rank."""
+    Each call runs pending operations, copies the operands to the host, reduces them with gloo and returns new device
+    buffers, so it splits the graph in two. All tensors of a call share one split.
+    """
 
-    def __init__(self, runtime: Runtime, rank: int, size: int) -> None:
-        self._runtime = runtime
-        self._rank = rank
-        self._size = size
-        self._indices: dict[int, Tensor] = {}
+    def __init__(self, runtime: Runtime, on_host: GroupCollectives) -> None:
+        super().__init__(runtime, on_host.rank, on_host.size)
+        self._on_host = on_host
 
-    def __call__(self, tensor: Tensor, dim: int) -> Tensor:
-        length = tensor.shape[dim] // self._size
-        if length not in self._indices:
-            self._indices[length] = self._runtime.place(torch.arange(length) + self._rank * length)
-        return tensor.index_select(dim, self._indices[length])
+    def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
+        return self._back(self._on_host.all_reduce(self._fetch(tensors), op))
+
+    def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        return self._back(self._on_host.all_gather(self._fetch(tensors), dim))
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
+        return self._back(self._on_host.reduce_scatter(self._fetch(tensors), dim))
+
+    def _fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        self._runtime.step_boundary()
+        return self._runtime.to_host(tensors)
+
+    def _back(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(self._runtime.place([tensor.contiguous() for tensor in tensors]))

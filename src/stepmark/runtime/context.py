@@ -6,9 +6,8 @@ import atexit
 import contextlib
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,11 +19,12 @@ from stepmark.launch.join_clock import JoinClock, join_timeout
 from stepmark.launch.joining import connect
 from stepmark.launch.roster import Roster
 from stepmark.launch.world import World
-from stepmark.liveness.host_group import HostGroup
-from stepmark.liveness.process_groups import leave
+from stepmark.liveness.bounded_call import within
+from stepmark.liveness.host_group import HostGroup, leave
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import choose_device, create_runtime
 from stepmark.runtime.hardware import neuron_device_present
+from stepmark.runtime.links import HostLinks
 from stepmark.runtime.neuron.neuron_environment import set_rank_variables
 
 TIMEOUT = timedelta(hours=2)  # longer than any compilation that another rank waits for
@@ -39,12 +39,15 @@ class Context:
         runtime: Its device.
         host: All ranks, communicating through the host.
         store: The ranks' common key-value store; None for a single rank.
+        host_links: Transfers of host tensors among given ranks, in place of those by torch.distributed, for ranks that
+            are threads of one process.
     """
 
     world: World
     runtime: Runtime
     host: HostGroup
     store: dist.Store | None = None
+    host_links: Callable[[Sequence[int]], HostLinks] | None = None
 
     @contextlib.contextmanager
     def leader_first(self, task: str) -> Iterator[bool]:
@@ -176,18 +179,14 @@ def store_answers() -> bool:
 def _ask_store(ask: Callable[[], bool], *, gone: bool, silent: bool) -> bool:
     """The store's answer: `gone` if the rank that serves it has ended, `silent` if it does not answer, because that
     rank is stopped."""
-    answers: list[bool] = []
 
-    def call() -> None:
+    def call() -> bool:
         try:
-            answers.append(ask())
+            return ask()
         except RuntimeError:
-            answers.append(gone)
+            return gone
 
-    asking = threading.Thread(target=call, name="stepmark-last-question", daemon=True)
-    asking.start()
-    asking.join(ANSWER_SECONDS)
-    return answers[0] if answers else silent
+    return within(ANSWER_SECONDS, call, silent)
 
 
 @contextlib.contextmanager

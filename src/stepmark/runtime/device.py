@@ -8,9 +8,8 @@ import torch
 
 from stepmark.errors import DeviceError
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.device_names import check_device_name
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.runtime.hardware import neuron_device_present, torch_xla_installed, tpu_present
+from stepmark.runtime.hardware import check_device_name, neuron_device_present, torch_xla_installed, tpu_present
 from stepmark.runtime.xla_environment import check_no_type_override
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepmark.runtime.base import CacheCounters, DeviceMemory, GraphCounters
-from stepmark.runtime.nested import map_tensors
+from stepmark.runtime.base import CacheCounters, DeviceMemory, GraphCounters, map_tensors
 
 
 class EagerRuntime:

@@ -1,10 +1,13 @@
-"""Hardware detection, without starting any device."""
+"""The devices that `device` may name, and which of them this machine has, without starting any."""
 
 from __future__ import annotations
 
 import glob
 import importlib.util
 import os
+
+from stepmark.config.training_fields import DEVICES
+from stepmark.errors import UsageError
 
 
 def torch_xla_installed() -> bool:
@@ -29,3 +32,12 @@ def host_memory() -> tuple[int, int] | None:
         return 1024 * int(lines["VmRSS"].split()[0]), 1024 * int(lines["VmHWM"].split()[0])
     except (OSError, KeyError, ValueError):
         return None
+
+
+def check_device_name(wish: str) -> None:
+    """Raises UsageError for an unknown name."""
+    if wish not in DEVICES:
+        hint = ""
+        if wish.startswith(("gpu", "cuda:")):
+            hint = "; for GPUs use cuda: each rank takes one of those that CUDA_VISIBLE_DEVICES lists"
+        raise UsageError(f"device: {wish!r} is unknown; choose one of {', '.join(DEVICES)}{hint}")

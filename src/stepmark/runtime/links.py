@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepmark.liveness.process_groups import Group
+from stepmark.liveness.host_group import Group
 
 HEADER = 12  # int64: the dtype's number, the number of dims, the dims
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -11,11 +11,16 @@ import torch.distributed as dist
 
 from stepmark.errors import UsageError
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.collectives import Collectives, GraphCollectives, GroupCollectives, NoCollectives
+from stepmark.runtime.collectives import (
+    BridgeCollectives,
+    Collectives,
+    GraphCollectives,
+    GroupCollectives,
+    NoCollectives,
+)
 from stepmark.runtime.context import TIMEOUT, Context, backend_for, quiet_stdout, start
 from stepmark.runtime.links import GroupLinks, HostLinks, StageLinks
 from stepmark.runtime.rank_grid import RankGrid, group_of, with_every_rank
-from stepmark.runtime.replica_threads import ThreadGroup
 
 if TYPE_CHECKING:
     from stepmark.runtime.xla import XlaRuntime
@@ -158,9 +163,8 @@ def _share_graphs(context: Context, grid: RankGrid) -> None:
 def _links(context: Context, pipelines: list[list[int]]) -> StageLinks:
     """The links of this rank's pipeline."""
     rank, runtime = context.world.rank, context.runtime
-    own = group_of(rank, pipelines)
-    if isinstance(context.host, ThreadGroup):
-        return _in_graph(context, context.host.links(own), pipelines)
+    if context.host_links is not None:
+        return _in_graph(context, context.host_links(group_of(rank, pipelines)), pipelines)
     links = _of_own_group(GroupLinks, context, pipelines)
     assert links is not None
     links.open(torch.device("cpu") if runtime.lazy else runtime.device)
@@ -203,8 +207,6 @@ def _collectives(context: Context, groups: Sequence[list[int]], between_stages: 
     axis = _of_own_group(GroupCollectives, context, groups)
     if axis is None or not runtime.lazy:
         return axis or NoCollectives()
-    from stepmark.runtime.host_bridge import BridgeCollectives
-
     return BridgeCollectives(runtime, axis)
 
 

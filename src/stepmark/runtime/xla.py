@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from stepmark.errors import DeviceError
-from stepmark.runtime.base import CacheCounters, DeviceMemory, GraphCounters
-from stepmark.runtime.nested import map_tensors
+from stepmark.runtime.base import CacheCounters, DeviceMemory, GraphCounters, map_tensors
 from stepmark.runtime.neuron.neuron_cache import CacheLookups
 from stepmark.runtime.xla_environment import (
     BF16_OVERRIDES,

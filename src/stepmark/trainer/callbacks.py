@@ -1,8 +1,9 @@
-"""The part of a run that callbacks see, and what is recorded of it: state, control, log files and progress bar."""
+"""What callbacks see of a run, and what is logged of it: state, control, log files and progress bar."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -12,34 +13,35 @@ from typing import Any
 from torch import nn
 from transformers.trainer_callback import (
     CallbackHandler,
+    DefaultFlowCallback,
     ExportableState,
     TrainerCallback,
     TrainerControl,
     TrainerState,
 )
 
+from stepmark.config.training_fields import TrainingFields
 from stepmark.liveness import console
 from stepmark.runtime.xla_environment import extracting_graphs
-from stepmark.trainer.compat.strategies import StrategyCallback
-from stepmark.trainer.results import evaluation_line
 from stepmark.trainer.run_folder.run_log import RunLog
+from stepmark.trainer.run_folder.status import DONE, RUNNING, RunStatus
 from stepmark.trainer.setup import RunParts, count_epochs
-from stepmark.trainer.telemetry.progress import ProgressDisplay
+from stepmark.trainer.telemetry.progress import ProgressDisplay, evaluation_line
 from stepmark.trainer.training_arguments import TrainingArguments
 
 Metrics = dict[str, float]
 
 logger = logging.getLogger("stepmark")
-_OWN_STATES = ("TrainerControl",)  # in checkpoints of transformers' Trainer, and made anew here
+SHOWN = 100  # characters of a sample on the terminal
+_OWN_STATES = ("TrainerControl",)  # in checkpoints of transformers' Trainer; not restored
 
 
 class RunCallbacks:
-    """Calls the callbacks, whose answers change `control`, and keeps `state`, the run's log and the progress bar.
+    """Calls the callbacks, which set flags of `control`, and keeps `state`, the run's log and the progress bar.
 
-    `before_hearing` is called before an event that other callbacks than the run's own may hear. `last_evaluation` is
-    the step of the last evaluation of the Trainer's own data, with its metrics. `begun` is set once training has begun,
-    so that how the process ends is how the run ends. `log` is the Trainer's, which subclasses may override; it calls
-    `record`.
+    `before_hearing` is called before an event that a user's callback handles. `last_evaluation` is the step of the last
+    evaluation of the Trainer's own data, with its metrics. `begun` is set once training has begun: from then on the end
+    of the process is the end of the run. `log` is the Trainer's, which a subclass may override; it calls `record`.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class RunCallbacks:
         return self.best_step, epochs[-1] if epochs else self.state.epoch
 
     def show(self, parts: RunParts, train_dataloader: Any) -> None:
-        """Gives the callbacks what transformers gives them."""
+        """Sets what transformers' callbacks expect to find."""
         state, handler = self.state, self.handler
         state.max_steps = parts.total_steps
         state.num_train_epochs = count_epochs(self.args, parts.loader)
@@ -105,8 +107,9 @@ class RunCallbacks:
         self.run_log.describe(total_steps=total_steps, process=os.getpid(), host=socket.gethostname())
         if self.args.prometheus_file is not None:
             self.run_log.export(self.args.prometheus_file)
-        self.run_log.stays_done = self.state.global_step >= total_steps and self.run_log.recorded_state() == "done"
-        self.run_log.status("running", self.state.global_step)
+        finished = self.state.global_step >= total_steps
+        self.run_log.stays_done = finished and RunStatus.read(self.run_log.folder).state == DONE
+        self.run_log.status(RUNNING, self.state.global_step)
         self.begun = self._training = True
 
     @property
@@ -145,6 +148,11 @@ class RunCallbacks:
         self.progress.evaluated(step, metrics, evaluation_line(step, metrics, prefix))
         self.event("on_evaluate", metrics)
 
+    def sampled(self, prompt: str, written: str) -> None:
+        """Records how the model has continued one of `sample_prompts`."""
+        self.run_log.event("sample", self.state.global_step, prompt=prompt, text=written)
+        self.progress.line(f"sample   {' '.join((prompt + written).split())[:SHOWN]}")
+
     def log(self, logs: Metrics, machine: Metrics | None = None) -> None:
         """Logs through the Trainer's method. `machine`, which describes the machine and not the model, is added to the
         log files and to the callbacks' logs, not to the history that checkpoints hold."""
@@ -164,7 +172,7 @@ class RunCallbacks:
         if self._training:
             best = {} if self.state.best_metric is None else {"best_metric": self.state.best_metric}
             self.run_log.describe(eta_seconds=self.progress.seconds_left(step), **best)
-            self.run_log.status("running", step)
+            self.run_log.status(RUNNING, step)
         self.event("on_log", {**logs, "epoch": epoch})
 
     # State
@@ -175,8 +183,8 @@ class RunCallbacks:
         return self.state
 
     def restore_state(self, saved: TrainerState) -> None:
-        """Continues the history and the search for the best model of `saved`, and restores the callbacks' states: what
-        they have counted, and with `restore_callback_states_from_checkpoint` also what they were made with."""
+        """Restores the history, the best model and the callbacks' states from `saved`: their counters, and with
+        `restore_callback_states_from_checkpoint` also their constructor arguments."""
         for name in ("log_history", "total_flos", "best_metric", "best_global_step", "best_model_checkpoint"):
             setattr(self.state, name, getattr(saved, name))
         states: Any = saved.stateful_callbacks  # plain values, once they were read from a file
@@ -200,3 +208,57 @@ class RunCallbacks:
 def _defines(callback: TrainerCallback, event: str) -> bool:
     method = getattr(callback, event)
     return getattr(method, "__func__", method) is not getattr(TrainerCallback, event)
+
+
+class StrategyCallback(DefaultFlowCallback):
+    """Sets the control's flags by the strategies of the arguments.
+
+    `epoch` fires at the end of every epoch, also of one that `max_steps` or a callback ends early. `steps` also
+    evaluates and saves at the end of the run, so that no training is lost. There are no evaluations before
+    `eval_delay`. Where a callback ends epochs early, the number of epochs stays the same, also with `max_steps`.
+    """
+
+    _ended_early = False
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._ended_early = False
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
+        step = state.global_step
+        first = step == 1 and args.logging_first_step
+        control.should_log |= first or _every(args.logging_strategy, step, state.logging_steps)
+        due = step >= args.eval_delay
+        control.should_evaluate |= due and _every(args.eval_strategy, step, state.eval_steps)
+        control.should_save |= _every(args.save_strategy, step, state.save_steps)
+        if step >= state.max_steps:
+            self._end_run(args, control)
+        return control
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
+        control.should_log |= args.logging_strategy == "epoch"
+        due = state.epoch is not None and state.epoch >= args.eval_delay
+        control.should_evaluate |= due and args.eval_strategy == "epoch"
+        control.should_save |= args.save_strategy == "epoch"
+        in_last_epoch = state.epoch is not None and state.epoch > state.num_train_epochs - 1
+        self._ended_early |= control.should_epoch_stop
+        if self._ended_early and in_last_epoch and not control.should_training_stop:
+            self._end_run(args, control)
+        return control
+
+    def _end_run(self, args: Any, control: TrainerControl) -> None:
+        control.should_training_stop = True
+        control.should_evaluate |= args.eval_strategy == "steps"
+        control.should_save |= args.save_strategy == "steps"
+
+
+def _every(strategy: str, step: int, interval: float) -> bool:
+    return strategy == "steps" and step % int(interval) == 0
+
+
+def is_better(args: TrainingFields, value: float, best: float | None) -> bool:
+    """Whether the metric for the best model improved; NaN is never better."""
+    if math.isnan(value):
+        return False
+    if best is None:
+        return True
+    return value > best if args.greater_is_better else value < best

@@ -35,7 +35,7 @@ class LoaderFactory:
     loss: MicroBatchLoss
     data_collator: CollateFn | PadTo | None
     processing_class: Any
-    own_loss: bool  # a method of the user's computes it
+    own_loss: bool  # a user's method computes the loss
 
     @property
     def data_seed(self) -> int:
@@ -156,7 +156,7 @@ class LoaderFactory:
 
     @property
     def _labels(self) -> LabelRule:
-        """How the loss uses labels. One that a method of the user's computes may count ignored labels."""
+        """How the loss uses labels. A user's method may also count ignored labels."""
         rule = self.loss.labels
         return replace(rule, skips_ignored=rule.skips_ignored and not self.own_loss)
 
@@ -168,7 +168,7 @@ class LoaderFactory:
 
     @property
     def _others_read_columns(self) -> bool:
-        """Whether code of the user's gets a sample's columns, and not only the model."""
+        """Whether a user's collator or loss may read further columns."""
         collator = self.data_collator
         own_collator = not (collator is None or isinstance(collator, PadTo) or _of_transformers(collator))
         return own_collator or self.loss.override is not None

@@ -1,4 +1,4 @@
-"""Continuing a run from one of its checkpoints."""
+"""Resuming a run from one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.liveness.host_group import HostGroup
 from stepmark.trainer.callbacks import RunCallbacks
-from stepmark.trainer.run_folder.existing_run import check_named_checkpoint
+from stepmark.trainer.run_folder.output_folder import check_named_checkpoint
 from stepmark.trainer.run_folder.run_identity import changes_of_data, check_same_run
 from stepmark.trainer.setup import RunParts
 
@@ -67,8 +67,8 @@ def restore_run(
 
 
 def _locate_best(state: TrainerState, restored: Path, host: HostGroup) -> None:
-    """Sets where the best checkpoint is: beside the restored one, since the run's folder may have been moved, or where
-    it was saved. The run forgets a best model that is in neither place."""
+    """Finds the best checkpoint: next to the restored one, since the run's folder may have been moved, or where it was
+    saved. One that is in neither place is forgotten."""
     saved = state.best_model_checkpoint
     if saved is None:
         return
@@ -79,8 +79,7 @@ def _locate_best(state: TrainerState, restored: Path, host: HostGroup) -> None:
         state.best_metric = state.best_global_step = None
         if host.rank == 0:
             logger.warning(
-                "load_best_model_at_end: %s no longer exists; the best model will be one of those evaluated from here "
-                "on",
+                "load_best_model_at_end: %s no longer exists; the best model will be chosen from later evaluations",
                 saved,
             )
 
@@ -107,8 +106,8 @@ def _warn_of_later_checkpoints(path: Path, step: int, folder: Path) -> None:
     later = [other.name for other in checkpoints(folder) if (step_of(other) or 0) > step]
     if later:
         logger.warning(
-            "continuing from %s, but %s has later checkpoints (%s): until this run has passed them, a resumption that "
-            "names no checkpoint takes %s; move them away to leave them behind",
+            "resuming from %s, but %s contains newer checkpoints (%s); `resume_from_checkpoint: true` will pick %s "
+            "until this run passes them. Move them away to abandon them",
             path,
             folder,
             ", ".join(later[:3]) + (", …" if len(later) > 3 else ""),
@@ -117,7 +116,7 @@ def _warn_of_later_checkpoints(path: Path, step: int, folder: Path) -> None:
 
 
 def _warn_of_another_batch(before: int | None, parts: RunParts) -> None:
-    """Steps of another size are another training, which a change of ranks brings about without asking for it."""
+    """Warns of steps of another size, which a change of the number of ranks causes silently."""
     layout = parts.loader.layout
     if before is None or before == layout.global_batch:
         return

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.trainer_utils import PredictionOutput
 
 from stepmark.errors import UsageError
 from stepmark.evaluation.greedy_generation import greedy_tokens
-from stepmark.trainer.results import PredictionOutput
 from stepmark.trainer.trainer import Trainer
 
 
@@ -108,15 +108,19 @@ class Seq2SeqTrainer(Trainer):
         if not self.context.runtime.lazy:
             found: Tensor = model.generate(**given, **options)
             return found
-        config = copy.deepcopy(model.generation_config)
-        config.update(**config._get_default_generation_params(), defaults_only=True)
+        config = self._generation_config()
         new = options.get("max_new_tokens")
         config.update(**options, **({} if new is None else {"max_length": new + 1}))
         return greedy_tokens(model, given, config, self.context.runtime)
 
-    def _padded_length(self) -> int:
+    def _generation_config(self) -> Any:
+        """A copy of the model's, with transformers' defaults where it sets nothing."""
         config: Any = copy.deepcopy(self.model.generation_config)
         config.update(**config._get_default_generation_params(), defaults_only=True)
+        return config
+
+    def _padded_length(self) -> int:
+        config = self._generation_config()
         return int(config.max_length if config.max_new_tokens is None else config.max_new_tokens + 1)
 
     def _padded(self, tokens: Tensor, length: int) -> Tensor:

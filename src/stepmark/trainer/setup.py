@@ -1,5 +1,4 @@
-"""What a run needs before its first step, made from the Trainer's arguments: the model on its mesh, the optimizer, the
-schedule and the checkpointer."""
+"""The parts of a run, made from its arguments: the model on its mesh, the optimizer, the schedule, the checkpointer."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.debug_utils import DebugUnderflowOverflow
 from transformers.trainer_callback import TrainerCallback
 
@@ -20,10 +20,10 @@ from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
 from stepmark.config.training_fields import TrainingFields, check_reduce_dtype
 from stepmark.errors import UsageError
 from stepmark.evaluation.run_options import RunOptions
-from stepmark.optim.protocols import StepOptimizer
+from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.parallelize import ParallelizedModel, check_not_added_to, parallelize, parallelized
 from stepmark.parallel.pipeline.staged_model import complete_size, staged
 from stepmark.parallel.tensor.adapted_layers import check_adapters
-from stepmark.parallel.tensor.parallelize import ParallelizedModel, check_not_added_to, parallelize, parallelized
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import PIPELINE, Mesh
 from stepmark.runtime.module_placement import (
@@ -35,10 +35,13 @@ from stepmark.runtime.module_placement import (
 )
 from stepmark.trainer.compat.given_loader import GivenLoader
 from stepmark.trainer.loaders import TrainLoader
-from stepmark.trainer.run_folder.existing_run import check_no_earlier_run
-from stepmark.trainer.run_folder.outputs import check_room
+from stepmark.trainer.run_folder.output_folder import check_no_earlier_run, check_room
+from stepmark.trainer.run_folder.run_identity import SPECIAL
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
+from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.loss_scaler import LossScaler
+from stepmark.training.micro_batches import autocast_dtype
 from stepmark.training.model_options import check_bf16, check_fp16, enable_gradient_checkpointing
 from stepmark.training.optimizer import build_optimizer, wrap_optimizer
 from stepmark.training.packed_samples import check_packing
@@ -47,15 +50,15 @@ from stepmark.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZER_STATES = 2  # of a parameter, as many as the usual optimizers have, each fp32
+OPTIMIZER_STATES = 2  # fp32 states of a parameter, as in AdamW
 _NOT_LISTED = ("flyte", "azure_ml")  # transformers does not say whether these are installed
 
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of one run. `identity` is what a run that resumes it must have in common with it, `data` what its
-    training data are made of, where that is known, `evaluation` how it evaluates; `saved` is the module that
-    checkpoints hold: the model, or its adapter."""
+    """The parts of one training. `saved` is the module that checkpoints hold: the model, or its adapter. `identity`
+    must be the same in a run that resumes; `data` describes the training data, if they are known, `evaluation` how the
+    run evaluates."""
 
     args: TrainingFields
     context: Context
@@ -78,15 +81,15 @@ def count_steps(args: TrainingFields, loader: TrainLoader) -> int:
 
 
 def count_epochs(args: TrainingFields, loader: TrainLoader) -> int:
-    """Epochs of the complete run, the last of which may be partial; as many as it takes where data have no length."""
+    """Epochs of the complete run, the last of which may be partial; unlimited where the data have no length."""
     if isinstance(loader, GivenLoader) and not loader.has_length:
         return sys.maxsize
     return max(1, -(-count_steps(args, loader) // loader.steps_per_epoch))
 
 
 def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> Mesh:
-    """Moves the model to the device, sharded as the arguments say unless it already is, with equal weights on all
-    ranks. Returns its mesh. Collective."""
+    """Moves the model to the device with the weights of rank 0, and shards it as the arguments say unless it is sharded
+    already. Returns its mesh. Collective."""
     applied = parallelized(model)
     if applied is None:
         check_not_added_to(model)
@@ -121,7 +124,7 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
 
 
 def compile_as_asked(model: nn.Module, args: TrainingArguments, mesh: Mesh) -> None:
-    """Compiles the model in place, and lets it be watched for overflows, as the arguments say; on eager devices."""
+    """Applies `torch_compile` and `debug` to the model, in place; on eager devices."""
     if args.torch_compile and not mesh.runtime.lazy:
         for name, axis in (("tensor", mesh.tensor_parallel), ("pipeline", mesh.pipeline)):
             if axis.size > 1:
@@ -134,8 +137,8 @@ def compile_as_asked(model: nn.Module, args: TrainingArguments, mesh: Mesh) -> N
 
 
 def check_packed(model: nn.Module, *given: Any, may_call: bool = True) -> None:
-    """Raises UsageError where a dataset, or one of several by name, has packed conversations, and the model does not
-    keep them apart. A complete model on the host is called to find out."""
+    """Raises UsageError where a dataset, or one of several by name, has packed conversations and the model's attention
+    crosses them. A complete model on the host is called to find out."""
     datasets = [each for one in given for each in (one.values() if isinstance(one, Mapping) else [one])]
     eager = all(parameter.device.type in ("cpu", "cuda") for parameter in model.parameters())
     check_packing(model, datasets, whole=may_call and eager and parallelized(model) is None)
@@ -157,7 +160,7 @@ def sharding_options(args: TrainingFields) -> dict[str, Any]:
 
 
 def _tie_again(model: nn.Module) -> None:
-    """Ties weights that `model.to("xla")`, which makes new Parameters, has untied without a word."""
+    """Ties weights again: `model.to("xla")` makes new Parameters, and so unties them silently."""
     lazy = any(parameter.device.type == "xla" for parameter in model.parameters())
     tie = getattr(model, "tie_weights", None)
     if lazy and callable(tie):
@@ -220,6 +223,25 @@ def step_optimizer(
     )
 
 
+def make_step(
+    model: nn.Module, optimizer: StepOptimizer, loss: MicroBatchLoss, mesh: Mesh, args: TrainingFields
+) -> TrainStep:
+    """The step that the arguments describe."""
+    return TrainStep(
+        model,
+        optimizer,
+        loss,
+        mesh,
+        accumulation=args.gradient_accumulation_steps,
+        pipeline_schedule=args.pipeline_schedule,
+        max_grad_norm=args.max_grad_norm,
+        autocast=autocast_dtype(bf16=args.bf16, fp16=args.fp16),
+        scaler=LossScaler() if args.fp16 else None,
+        reduce_dtype=getattr(torch, args.reduce_dtype),
+        seed=args.seed,
+    )
+
+
 def tensors_of(optimizer: torch.optim.Optimizer) -> set[int]:
     """The identities of the tensors that an optimizer updates."""
     return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
@@ -250,7 +272,7 @@ def make_checkpointer(folder: Path, args: TrainingFields, mesh: Mesh) -> Checkpo
 
 
 def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: Context, *, resumes: bool) -> None:
-    """Raises UsageError where the folder holds another run's checkpoints, StepmarkError where its disk has no room for
+    """Raises UsageError where the folder has checkpoints of another run, StepmarkError where the disk has no room for
     one. Collective."""
     if args.save_strategy == "no":
         return
@@ -276,6 +298,38 @@ def reporters(args: TrainingFields) -> list[type[TrainerCallback]]:
 
 
 def reports(callback: TrainerCallback | type[TrainerCallback]) -> bool:
-    """Whether a callback is one of transformers' reporters, or derived from one: it writes what is logged."""
+    """Whether a callback is one of transformers' reporters, such as TensorBoard's, or derived from one."""
     kind = callback if isinstance(callback, type) else type(callback)
     return any(each.__module__.startswith("transformers.integrations") for each in kind.__mro__)
+
+
+def align_special_tokens(model: nn.Module, processing_class: Any) -> None:
+    """Copies the tokenizer's EOS, BOS and padding token ids to the model's configurations, as transformers' Trainer
+    does. A generation configuration with several EOS tokens keeps them."""
+    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+    config: Any = getattr(model, "config", None)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or not hasattr(config, "get_text_config"):
+        return
+    changed = {}
+    for name in SPECIAL:
+        token = getattr(tokenizer, name, None)
+        if token is None:
+            continue
+        for each in (config.get_text_config(), getattr(model, "generation_config", None)):
+            if each is not None and _set(each, name, token):
+                changed[name] = token
+    if changed:
+        found = ", ".join(f"{name}: {token}" for name, token in changed.items())
+        logger.info("the model's configuration now has the tokenizer's special tokens: %s", found)
+
+
+def _set(config: Any, name: str, token: int) -> bool:
+    """Whether the configuration had another token."""
+    before = getattr(config, name, None)
+    if isinstance(before, list):
+        if token in before:
+            return False
+        setattr(config, name, [token, *before])
+        return True
+    setattr(config, name, token)
+    return bool(before != token)

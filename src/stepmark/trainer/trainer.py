@@ -2,95 +2,107 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import EvalPrediction, TrainerMemoryTracker
+from transformers.trainer_utils import (
+    EvalLoopOutput,
+    EvalPrediction,
+    PredictionOutput,
+    TrainerMemoryTracker,
+    TrainOutput,
+)
 
-from stepmark.checkpoint import Checkpointer
 from stepmark.config.refusals import explains_keywords
 from stepmark.config.training_fields import TrainingFields, set_log_level
 from stepmark.data.loader.collate import PadTo
 from stepmark.data.loader.loader import DataLoader
-from stepmark.errors import UsageError
+from stepmark.data.loader.stream_loader import check_readable_again
+from stepmark.errors import DataError, UsageError
+from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import check_by_batch
+from stepmark.evaluation.prompt_samples import PromptSampler
 from stepmark.evaluation.run_options import RunOptions, function_name
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.rank_heartbeats import PeerWatch
-from stepmark.optim.protocols import StepOptimizer
-from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
-from stepmark.runtime.context import Context, start
+from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.pipeline.staged_model import staged
+from stepmark.runtime.context import Context
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.callbacks import RunCallbacks
-from stepmark.trainer.compat.custom_loss import call_compute_loss
 from stepmark.trainer.compat.given_loader import GivenLoader
-from stepmark.trainer.compat.given_samplers import call_sampler, sampler_of
 from stepmark.trainer.compat.model_factory import model_of
-from stepmark.trainer.compat.overrides import check_assignment, check_overrides, hooks_of, overrides
-from stepmark.trainer.compat.parameter_queries import ParameterQueries
+from stepmark.trainer.compat.overrides import (
+    NEED_COMPLETE_MODEL,
+    NoAccelerator,
+    call_compute_loss,
+    call_sampler,
+    check_assignment,
+    check_overrides,
+    check_pipeline,
+    hooks_of,
+    overrides,
+    sampler_of,
+)
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
-from stepmark.trainer.evaluation_methods import EvaluationMethods
-from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
+from stepmark.trainer.evaluation import (
+    PausableEvaluation,
+    TrainerEvaluation,
+    evaluation_sets,
+    logged_evaluation,
+    make_prompt_sampler,
+    sample_prompts,
+)
+from stepmark.trainer.interruption.run_end import record_end
 from stepmark.trainer.interruption.silent_ranks import watch_peers
 from stepmark.trainer.loaders import LoaderFactory, default_collator
-from stepmark.trainer.results import TrainOutput
 from stepmark.trainer.resume import TRAINER_STATE
+from stepmark.trainer.run import Run
 from stepmark.trainer.run_folder.adapters import Adapter, adapter_of
-from stepmark.trainer.run_folder.earlier_attempt import part_from_earlier_attempt
-from stepmark.trainer.run_folder.finished_runs import finished, set_aside_finished_run
-from stepmark.trainer.run_folder.hub_uploads import HubCallback, HubMethods, check_hub
-from stepmark.trainer.run_folder.model_export import write_model
-from stepmark.trainer.run_folder.outputs import SavedFiles, prepare_output_folder, write_model_files
+from stepmark.trainer.run_folder.hub_uploads import CARD, HubCallback, HubUploads, check_hub, model_card
+from stepmark.trainer.run_folder.model_export import SavedFiles, write_model, write_model_files
+from stepmark.trainer.run_folder.output_folder import (
+    finished,
+    set_aside_earlier_attempt,
+    set_aside_finished_run,
+)
 from stepmark.trainer.run_folder.run_identity import identity
-from stepmark.trainer.run_folder.run_log import RunLog
-from stepmark.trainer.run_folder.special_tokens import align_special_tokens
-from stepmark.trainer.run_results import RunResults, record_end
-from stepmark.trainer.script_methods import ScriptMethods
+from stepmark.trainer.run_folder.status import DONE
 from stepmark.trainer.setup import (
     RunParts,
+    align_special_tokens,
     check_packed,
     check_start,
     compile_as_asked,
     count_steps,
     make_checkpointer,
     make_schedule,
+    make_step,
     prepare_model,
     reporters,
     reports,
     step_optimizer,
     tensors_of,
 )
+from stepmark.trainer.telemetry.progress import metric_lines
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.loss import MicroBatchLoss
-from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import autocast, autocast_dtype
 from stepmark.training.model_wrappers import without_wrapper
-from stepmark.training.noisy_embeddings import noisy_embeddings
-from stepmark.training.step import TrainStep
-
-NEED_COMPLETE_MODEL = ("compute_loss", "prediction_step")  # methods that call it where they are replaced
-
-
-class _NoAccelerate:
-    """Says what to use instead where it is read; a script may set the attribute."""
-
-    def __get__(self, trainer: Any, kind: type) -> Any:
-        raise AttributeError(
-            f"{kind.__name__!r} object has no attribute 'accelerator': Stepmark does not use accelerate; return a "
-            "loader as it is instead of accelerator.prepare(loader); see also args.device and is_world_process_zero()"
-        )
+from stepmark.training.pipelined_forward import PipelinedForward
 
 
 @explains_keywords
-class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
+class Trainer:
     """Trains, evaluates and saves a model on one rank or many, on any device; every rank makes the same calls.
 
     A subclass may override `compute_loss`, `get_train_dataloader`, `get_eval_dataloader`, `create_optimizer`,
@@ -98,38 +110,40 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     are called as transformers' Trainer calls them. A class that overrides another hook of transformers is an error.
 
     Args:
-        model: A module that returns the mean loss of a batch, such as transformers' models; one that sums its losses
-            must divide by a `num_items_in_batch` that its forward takes. It is moved to the device and sharded as
-            `args` says, unless `load_for_parallelism` or `parallelize` has sharded it; its Parameters stay the same
-            objects. Of one in DistributedDataParallel the module inside is used.
-        args: What to do; default: `TrainingArguments()`. transformers' own are converted; those of its fields that
-            Stepmark lacks must have their default values.
-        data_collator: Makes a batch of a list of samples; a `PadTo` states the lengths to pad to. Default: that of
-            transformers' Trainer: a tokenizer or feature extractor as `processing_class` pads samples, which are
-            stacked without one; samples of Stepmark's own datasets are padded as these need.
-        train_dataset: Returns sample i, or can only be iterated, which without a length needs `max_steps`; needed by
-            `train`. The ranks take the batches of the latter in turn; a resumed run goes on after the samples taken.
+        model: A module whose forward returns the mean loss of a batch, such as transformers' models. One that sums its
+            losses must divide by a `num_items_in_batch` that its forward takes. It is moved to the device and sharded
+            as `args` says, unless `load_for_parallelism` or `parallelize` has done so; its Parameters stay the same
+            objects. A DistributedDataParallel wrapper is removed.
+        args: The training arguments. transformers' own are converted; fields that Stepmark lacks must have their
+            default values. Default: `TrainingArguments()`.
+        data_collator: Makes a batch from a list of samples; a `PadTo` states the lengths to pad to. Default: as in
+            transformers: a tokenizer or feature extractor passed as `processing_class` pads, otherwise samples are
+            stacked. Samples of Stepmark's own datasets are padded as these need.
+        train_dataset: Map-style or iterable; needed by `train`. An iterable one without a length needs `max_steps`; the
+            ranks take its batches in turn, and a resumed run skips the samples that were trained.
         eval_dataset: The same for `evaluate`, or several by name.
-        processing_class: The tokenizer; it is saved with the model. Default for that: `data_collator.tokenizer`.
-        model_init: Makes the model, instead of `model`, with `seed`: once here, and again for every further `train()`.
+        processing_class: The tokenizer, which is saved with the model. Default: `data_collator.tokenizer`.
+        model_init: Makes the model, instead of `model`, from `seed`: now, and again for every further `train()`.
         compute_loss_func: `(outputs, labels, num_items_in_batch)` to a loss, instead of the model's own: a mean over
-            the targets of the micro-batch, or a sum divided by `num_items_in_batch`, which is the number of targets of
-            the micro-batch (in transformers: of the step). Both give the mean over the step's targets, for any
+            the targets of the micro-batch, or their sum divided by `num_items_in_batch`, the number of targets in the
+            micro-batch (in transformers: in the step). Both give the mean over the step's targets, for any
             accumulation and number of ranks.
-        compute_metrics: An `EvalPrediction` to numbers by name, which are added to evaluations.
+        compute_metrics: Maps an `EvalPrediction` to metrics by name, which are added to those of evaluations.
         callbacks: transformers' `TrainerCallback` objects or classes. `on_save` is called when the checkpoint is
-            complete on disk, also with `async_save`, so a callback may read it and add files to it.
+            complete on disk, also with `async_save`; a callback may read it and add files.
         optimizers: (optimizer, schedule); each that is None is made from `args`.
-        preprocess_logits_for_metrics: `(logits, labels)` to what `compute_metrics` gets as predictions.
+        preprocess_logits_for_metrics: Maps `(logits, labels)` to what `compute_metrics` gets as predictions.
+        run: An opened run to use. Default: `args` say which to open.
 
     Attributes:
-        loss_averages_over: `samples` where the loss is a mean over samples although batches have labels that can be
-            counted, or `targets`. A subclass with such a `compute_loss` sets it; else it is that of `compute_loss_func`
-            or of the model, and by default `targets`: batches are weighted by the labels that are not -100.
-        optimizer: The `torch.optim` optimizer of the run; None before `create_optimizer`.
-        lr_scheduler: The schedule of the run; None before `create_scheduler`.
-        checkpoint_files: Functions that are called with the folder of a new checkpoint, on rank 0, and may write files
-            there, which are then part of the checkpoint.
+        loss_averages_over: What the loss is a mean over: `targets` (batches are weighted by their labels that are not
+            -100), or `samples` although batches have labels that could be counted. Set it in a subclass with such a
+            `compute_loss`. Default: that of `compute_loss_func` or of the model, else `targets`.
+        model_accepts_loss_kwargs: Ignored, since losses are always means. Some scripts set it.
+        optimizer: The run's `torch.optim` optimizer; None before `create_optimizer`.
+        lr_scheduler: The run's schedule; None before `create_scheduler`.
+        checkpoint_files: Functions that rank 0 calls with the folder of a new checkpoint. What they write there becomes
+            part of the checkpoint.
 
     Raises:
         UsageError: The arguments do not fit together, or not the model.
@@ -137,7 +151,12 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     """
 
     loss_averages_over: str | None = None
-    accelerator = _NoAccelerate()
+    model_accepts_loss_kwargs = False
+    is_deepspeed_enabled = False
+    is_fsdp_enabled = False
+    is_model_parallel = False
+    place_model_on_device = True
+    accelerator = NoAccelerator()
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Raises UsageError where the class overrides a method that would never be called."""
@@ -158,6 +177,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[..., torch.Tensor] | None = None,
+        *,
+        run: Run | None = None,
     ) -> None:
         check_overrides(type(self), _OWN_HOOKS)
         self.args: TrainingArguments = converted(args)
@@ -170,15 +191,14 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         check_kinds(data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset)
         check_kinds(callbacks=callbacks, optimizers=optimizers)
         check_packed(model, train_dataset, eval_dataset)
-        prepare_compile_cache(self.args.compile_cache)
-        self.context: Context = start(self.args.device_name, self.args.join_timeout)
-        open_compile_cache(self.context.runtime, self.args.compile_cache, self.context.world)
+        self._opened_run = Run.open(self.args) if run is None else run
+        self.context: Context = self._opened_run.context
         self.mesh = prepare_model(model, self.args, self.context)
         compile_as_asked(model, self.args, self.mesh)
         self.model = model
         self._saved = adapter_of(model) or model
-        for name in NEED_COMPLETE_MODEL:
-            self._check_pipeline(name, self._overridden(name))
+        for name in filter(self._overridden, NEED_COMPLETE_MODEL):
+            check_pipeline(name, self.mesh.pipeline.size)
         if self.args.batch_eval_metrics and compute_metrics is not None:
             check_by_batch(compute_metrics)
         self._default_collator = default_collator(processing_class)
@@ -193,7 +213,6 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         self._made_tensors: set[int] = set()  # that it updates
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.compute_loss_func = compute_loss_func
-        self._pausable: PausableEvaluation | None = None  # that of the evaluation in the training loop
         self._saved_files = SavedFiles(Path(self.args.output_dir), self.context.host)
         self.checkpoint_files: list[Callable[[Path], None]] = []
         self._callbacks = RunCallbacks(
@@ -201,12 +220,16 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             [each for each in (*reporters(self.args), *(callbacks or ())) if _is_called(each)],
             model,
             processing_class,
-            RunLog(Path(self.args.output_dir), writes=self.is_world_process_zero() and not extracting_graphs()),
+            self._opened_run.log,
             leads_node=self.context.world.local_rank == 0,
             log=lambda logs: self.log(logs),
         )
+        self._hub_uploads = HubUploads(self.context.host)
         if self.args.push_to_hub and not extracting_graphs():
-            self._upload_checkpoints()
+            check_hub(self.args, self.mesh.tensor_parallel.size * self.mesh.pipeline.size)
+            self.init_hf_repo()
+            if self.args.hub_strategy != "end":
+                self.add_callback(HubCallback(self._hub_uploads.repository))
         self._watch: PeerWatch | None = None  # for the next run, where other ranks may wait for this one
         if self.context.store is not None and not extracting_graphs():
             self._watch = watch_peers(self.mesh, self._callbacks)
@@ -223,7 +246,8 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
                 rules it out.
         """
         check_assignment(self, name, value)
-        self._check_pipeline(name, name in NEED_COMPLETE_MODEL)
+        if name in NEED_COMPLETE_MODEL:
+            check_pipeline(name, self.mesh.pipeline.size)
         if name in ("train_dataset", "eval_dataset"):
             check_packed(self.model, value, may_call=False)
         super().__setattr__(name, value)
@@ -231,22 +255,6 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             self.loss.override = self._overridden_loss
         elif name == "loss_averages_over" and "loss" in vars(self):
             self._set_loss()
-
-    def _upload_checkpoints(self) -> None:
-        """Creates the repository, and uploads checkpoints as `hub_strategy` says."""
-        check_hub(self.args, self.mesh.tensor_parallel.size * self.mesh.pipeline.size)
-        self.init_hf_repo()
-        if self.args.hub_strategy != "end":
-            self.add_callback(HubCallback(self._repository))
-
-    def _check_pipeline(self, name: str, replaced: bool) -> None:
-        """Raises UsageError for a replaced method that calls the complete model, where no rank has it."""
-        if replaced and self.mesh.pipeline.size > 1:
-            raise UsageError(
-                f"{name} and pipeline_parallel_size: a {name} of your own calls the complete model, and each rank has "
-                "a stage of it; pass compute_loss_func, preprocess_logits_for_metrics or compute_metrics, which get "
-                "the last stage's outputs, or set pipeline_parallel_size to 1"
-            )
 
     def _overridden(self, name: str) -> bool:
         """Whether a subclass, or an attribute that was set, replaces a method."""
@@ -299,11 +307,11 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds values to the history, to metrics.jsonl and to the callbacks' logs, with the current step and epoch.
 
-        Everything that a run logs passes through this method. A subclass may override it, to add values for example.
+        Everything that a run logs passes through here. A subclass may override it, for example to add values.
 
         Args:
             logs: Plain numbers by name.
-            start_time: Not used: logs have their own measurements. transformers' signature has it.
+            start_time: Ignored; part of transformers' signature.
         """
         self._callbacks.record(logs)
 
@@ -332,11 +340,11 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         return self._loaders.train_loader(self.train_dataset)
 
     def get_train_dataloader(self) -> Any:
-        """Returns the batches of the training data. A subclass may return any iterable of batches of its own.
+        """Returns the batches of the training data. A subclass may return any iterable of batches.
 
-        The order of such an iterable is kept. The ranks take its batches in turn, unless its sampler is one of each
-        rank, such as DistributedSampler. Its position is saved if it has `state_dict` and `load_state_dict`; otherwise
-        a resumed run skips the batches that were taken.
+        Its order is kept. The ranks take its batches in turn, unless its sampler already shards the data, such as
+        DistributedSampler. Its position is saved if it has `state_dict` and `load_state_dict`; otherwise a resumed run
+        skips the batches that were trained.
 
         Returns:
             An iterable with a length and a `dataset`, of this rank's batches on the host.
@@ -351,13 +359,13 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         return self._loaders.train_batches(self.train_dataset)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        """Returns a sampler of the training data. A subclass may override it: then the samples come in the order of
-        what it returns, and a resumed run skips the batches that were taken."""
+        """Returns a sampler of the training data. A subclass may override it to set the order of samples; a resumed run
+        then skips the batches that were trained."""
         dataset = self.train_dataset if train_dataset is None else train_dataset
         return sampler_of(dataset, self.args.train_sampling_strategy)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> Any:
-        """Returns the batches of evaluation data, in order. A subclass may return any iterable of batches of its own.
+        """Returns the batches of evaluation data, in order. A subclass may return any iterable of batches.
 
         Args:
             eval_dataset: The data, or the name of one of the Trainer's sets; default: the Trainer's own.
@@ -445,21 +453,6 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             return made, self.lr_scheduler
         return step_optimizer(self.model, self.args, self.mesh, self.optimizer), self.lr_scheduler
 
-    def make_step(self, optimizer: StepOptimizer) -> TrainStep:
-        return TrainStep(
-            self.model,
-            optimizer,
-            self.loss,
-            self.mesh,
-            accumulation=self.args.gradient_accumulation_steps,
-            pipeline_schedule=self.args.pipeline_schedule,
-            max_grad_norm=self.args.max_grad_norm,
-            autocast=self._autocast_dtype,
-            scaler=LossScaler() if self.args.fp16 else None,
-            reduce_dtype=getattr(torch, self.args.reduce_dtype),
-            seed=self.args.seed,
-        )
-
     def identity(self) -> dict[str, Any]:
         """Returns what a resumed run must have in common with the one that saved, as plain values."""
         own = identity(self.model, self.processing_class, self.train_dataset, self.args.seed, self._loaders.data_seed)
@@ -476,15 +469,15 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     ) -> Any:
         """Computes the loss of one batch: the model's own, the smoothed one, or that of `compute_loss_func`.
 
-        A subclass may override it, and return a mean over the batch, or a sum divided by `num_items_in_batch`. Batches
-        are weighted by their targets, so that either is the mean over a complete step on all ranks.
+        A subclass may override it, and return a mean over the batch or a sum divided by `num_items_in_batch`. Batches
+        are weighted by their targets, so that both give the mean over a step on all ranks.
 
         Args:
             model: The model.
             inputs: A batch on the device.
             return_outputs: Also return the model's outputs. Default: False.
-            num_items_in_batch: The targets of this batch (a 0-dim tensor), which a summed loss is divided by. Default:
-                as many as the batch has.
+            num_items_in_batch: The number of targets, a 0-dim tensor, by which a summed loss is divided. Default: that
+                of the batch.
 
         Returns:
             The loss, a 0-dim tensor, or a tuple of it and the outputs.
@@ -541,14 +534,14 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
         """Trains to the end of the run. Collective.
 
         Args:
-            resume_from_checkpoint: A checkpoint to continue from, or True for the newest complete one in `output_dir`
-                (from the beginning where there is none). Default: that of the arguments.
+            resume_from_checkpoint: A checkpoint to resume from, or True for the newest complete one in `output_dir` (or
+                a start from step 0 if there is none). Default: that of the arguments.
             save_model: Also write the final model, and with an `eval_strategy` its evaluation, to `output_dir` before
                 the run's status becomes `done`.
 
         Returns:
             The number of steps, the mean training loss over all tokens of the run, and the values of
-            train_results.json. A finished run that is resumed keeps its results.
+            train_results.json. Resuming a finished run returns its results.
 
         Raises:
             CheckpointError: The checkpoint cannot be resumed from, or a save failed.
@@ -571,7 +564,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     ) -> TrainOutput:
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         folder = Path(self.args.output_dir)
-        prepare_output_folder(folder, self.context.host)
+        self._opened_run.begin_training(folder)
         self._callbacks.reset()
         if self._factory is not None:
             self._factory.begin_run(self.model, self.mesh)
@@ -582,13 +575,14 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
                 parts,
                 self._callbacks,
                 checkpointer,
-                evaluate=self._evaluate_own_data,
+                evaluate=self._evaluate_in_training,
                 write_files=self._write_files,
                 before_save=self._collect_model_files,
             )
             goes_on = bool(resume) or set_aside_finished_run(folder, self.context.host)
             check_start(folder, self._saved, self.args, self.context, resumes=goes_on)
-            if self.args.eval_strategy != "no":
+            evaluates = self.args.eval_strategy != "no"
+            if evaluates:
                 self._eval_sets()
                 _ = self.prompt_sampler  # which says now what it cannot continue
             if self.args.save_strategy != "no":
@@ -598,23 +592,26 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             self._callbacks.show(parts, own.given if isinstance(own, GivenLoader) else own.again())
             try:
                 with loop.stopping_at_signals(), watch:
-                    if self.args.eval_strategy != "no" and not extracting_graphs():
-                        self.try_metrics()
+                    if evaluates and not extracting_graphs() and not self._overridden("evaluate"):
+                        sets = [dataset for _, dataset in self._eval_sets()]
+                        self._own_evaluation.try_metrics(sets, self.get_eval_dataloader)
                     restored = loop.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
                     if restored is None and not extracting_graphs():
-                        part_from_earlier_attempt(
+                        set_aside_earlier_attempt(
                             folder, self.context.host, resumes=bool(resume), repeats=loop.record_resumption
                         )
-                    output = self._train(loop, parts, checkpointer, restored)
+                    metrics, steps = loop.train(restored)
+                    metrics = self._opened_run.write_training(metrics, steps, self.train_dataset)
+                    self._save_state()
                 if save_model:
                     self.save_model()
-                    if self.args.eval_strategy != "no":
+                    if evaluates:
                         sets = [dataset for _, dataset in self._eval_sets()]
-                        self._results.write_evaluation(self.final_evaluation(), sets)
-                with self._results.writing():
-                    self._callbacks.run_log.status("done", self.state.global_step, loop.stop_reason)
+                        self._opened_run.write_results("eval", self.final_evaluation(), sets)
+                with self._opened_run.writing():
+                    self._opened_run.log.status(DONE, self.state.global_step, loop.stop_reason)
                 finished(folder)
-                return output
+                return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
             except BaseException as error:
                 record_end(self._callbacks, error, self.context.host)
                 raise
@@ -623,7 +620,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
                 self._callbacks.close()
 
     def make_parts(self) -> RunParts:
-        """Makes what a run needs before its first step, such as the optimizer."""
+        """The parts of a training: loader, optimizer, schedule, step."""
         loader = self._loaders.steps_of(self.get_train_dataloader(), self.args.gradient_accumulation_steps)
         total_steps = count_steps(self.args, loader)
         optimizer, schedule = self._make_optimizer_and_schedule(total_steps)
@@ -636,7 +633,7 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             loader=loader,
             optimizer=optimizer,
             schedule=schedule,
-            step=self.make_step(optimizer),
+            step=make_step(self.model, optimizer, self.loss, self.mesh, self.args),
             total_steps=total_steps,
             identity=self.identity(),
             data=getattr(self.train_dataset, "description", None),
@@ -655,50 +652,206 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
             columns=getattr(dataset, "sample_columns", None),
         )
 
-    def _train(
-        self, loop: TrainingLoop, parts: RunParts, checkpointer: Checkpointer, restored: Path | None
-    ) -> TrainOutput:
-        callbacks, first, evaluating = self._callbacks, self.state.global_step, loop.is_evaluating
-        loop.begin(restored)
-        began = time.perf_counter()
-        callbacks.event("on_train_begin")
-        with noisy_embeddings(self.model, self.args.neftune_noise_alpha):
-            loop.run(restored)
-        seconds, steps = time.perf_counter() - began, self.state.global_step - first
-        mean_loss, machine = loop.mean_loss(), loop.closing_fields()
-        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            checkpointer.restore({"model": self._saved}, Path(self.state.best_model_checkpoint))
-            callbacks.best_step = self.state.best_global_step
-        samples = steps * parts.loader.layout.global_batch
-        metrics = {
-            "epoch": self.state.epoch,
-            "total_flos": self.state.total_flos,
-            "train_loss": mean_loss,
-            "train_runtime": seconds,
-            "train_samples_per_second": samples / seconds,
-            "train_steps_per_second": steps / seconds,
-        }
-        if steps or evaluating:  # a process that found the run finished has trained nothing
-            callbacks.log({name: value for name, value in metrics.items() if name != "epoch"}, machine)
-        callbacks.event("on_train_end")
-        if self._repository is not None:
-            self._repository.wait()
-        self.context.host.barrier()  # the run is done where no rank hangs in a callback
-        metrics = self._results.write_training(metrics, steps, self.train_dataset)
-        if self.is_world_process_zero() and not extracting_graphs():
-            with self._results.writing():
-                self._write_state(Path(self.args.output_dir))
-        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+    # Evaluation
+
+    @property
+    def evaluator(self) -> Evaluator:
+        """Evaluates with the loss and the functions that the Trainer has now."""
+        parts, autocast = (self.model, self.loss), self._autocast_dtype
+        return Evaluator(
+            *parts,
+            self.context.runtime,
+            self.context.host,
+            autocast,
+            self.preprocess_logits_for_metrics,
+            reporting=self.mesh.reporting_ranks,
+            prediction_step=self._overridden_step if self._overridden("prediction_step") else None,
+            stages=None if staged(self.model) is None else PipelinedForward(*parts, self.mesh, autocast),
+        )
+
+    @property
+    def _own_evaluation(self) -> TrainerEvaluation:
+        return TrainerEvaluation(self.evaluator, self.args, self._callbacks, self._loaders, self.compute_metrics)
+
+    def evaluate(
+        self,
+        eval_dataset: str | Dataset | Mapping[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Computes loss and metrics over exactly the samples of a dataset. Collective.
+
+        A subclass may override it; training evaluates through it too. It is called once for each of several datasets.
+
+        Args:
+            eval_dataset: The data, or several datasets by name, or the name of one of the Trainer's sets; default: the
+                Trainer's own.
+            ignore_keys: Names of outputs that are not predictions. Default: those that the model's config lists.
+            metric_key_prefix: What the metrics' names begin with; the names of several datasets are appended to it.
+
+        Returns:
+            The metrics by name; runtimes are in seconds.
+
+        Raises:
+            UsageError: There is no evaluation data.
+            DataError: A dataset is empty.
+        """
+        self._memory_tracker.start()
+        if not isinstance(eval_dataset, str):
+            self._eval_sets(eval_dataset)  # raises where there is no data
+        own = eval_dataset is None
+        data = self.eval_dataset if own else eval_dataset
+        if isinstance(data, Mapping):
+            metrics: dict[str, float] = {}
+            for name, dataset in data.items():
+                metrics |= self.evaluate(
+                    eval_dataset=name if own else dataset,
+                    ignore_keys=ignore_keys,
+                    metric_key_prefix=f"{metric_key_prefix}_{name}",
+                )
+        else:
+            given: Any = eval_dataset
+            batches, pause = partial(self.get_eval_dataloader, given), PausableEvaluation.current()
+            metrics = self._own_evaluation.of_set(batches, metric_key_prefix, ignore_keys, pause)
+        self._memory_tracker.stop_and_update_metrics(metrics)
+        if own and metric_key_prefix == "eval":
+            self._callbacks.last_evaluation = (self._callbacks.model_position()[0], metrics)
+        return metrics
+
+    def _evaluate_in_training(self, evaluation: PausableEvaluation) -> dict[str, float]:
+        with evaluation.running():
+            metrics = self.evaluate()
+        self._callbacks.last_evaluation = (self.state.global_step, metrics)
+        for prompt, written in zip(sample_prompts(self.args), self.sample_texts(), strict=False):
+            self._callbacks.sampled(prompt, written)
+        return metrics
+
+    @cached_property
+    def prompt_sampler(self) -> PromptSampler | None:
+        """Continues `sample_prompts`; None without any. Raises UsageError where it cannot."""
+        return make_prompt_sampler(self.args, self.model, self.processing_class)
+
+    def sample_texts(self) -> list[str]:
+        """The model's continuations of `sample_prompts`; on ranks other than 0, or without prompts, an empty list."""
+        if self.prompt_sampler is None or self.context.host.rank != 0:
+            return []
+        return self.prompt_sampler.texts(self.model, self.context.runtime, self._autocast_dtype)
+
+    def _eval_sets(self, given: Any = None) -> list[tuple[str, Any]]:
+        """The sets to evaluate, each with the prefix of its metrics."""
+        dataset = self.eval_dataset if given is None else given
+        if dataset is None and self._overridden("get_eval_dataloader"):
+            return [("eval", None)]
+        sets = evaluation_sets(dataset)
+        for _, each in sets if given is None else ():
+            check_readable_again("eval_dataset", each)
+        return sets
+
+    def final_evaluation(self) -> dict[str, float]:
+        """Returns the metrics of the final model, which is evaluated unless it was already. Collective.
+
+        With `load_best_model_at_end` it is the best model.
+        """
+        step, _ = self._callbacks.model_position()
+        last = self._callbacks.last_evaluation
+        if last is not None and last[0] == step:
+            return last[1]
+        return logged_evaluation(self.state.log_history, step, self._eval_sets()) or self.evaluate()
+
+    def predict(
+        self, test_dataset: Dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Computes predictions, labels and metrics over exactly the samples of a dataset. Collective.
+
+        Args:
+            test_dataset: The data.
+            ignore_keys: Names of outputs that are not predictions. Default: those that the model's config lists.
+            metric_key_prefix: What the metrics' names begin with.
+
+        Returns:
+            Numpy arrays of all samples in order, and the metrics by name.
+
+        Raises:
+            DataError: The dataset is empty.
+        """
+        if hasattr(test_dataset, "__len__") and not len(test_dataset):
+            raise DataError("test_dataset: it is empty; pass one with samples")
+        self._memory_tracker.start()
+        found = self._own_evaluation.run(self.get_test_dataloader(test_dataset), gather=True, ignore_keys=ignore_keys)
+        metrics = self._own_evaluation.metrics(found, metric_key_prefix)
+        self._memory_tracker.stop_and_update_metrics(metrics)
+        self._callbacks.event("on_predict", metrics)
+        return PredictionOutput(found.predictions, found.labels, metrics)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Evaluates one batch. A subclass may override it.
+
+        Args:
+            model: The model.
+            inputs: A batch on the device.
+            prediction_loss_only: Return no predictions and labels.
+            ignore_keys: Names of outputs that are not predictions. Default: those that the model's config lists.
+
+        Returns:
+            The batch's mean loss, a 0-dim tensor (None without labels), predictions and labels: tensors, or tuples.
+        """
+        loss, predictions, labels = replace(self.evaluator, model=model).predict_batch(inputs, ignore_keys)
+        return (loss, None, None) if prediction_loss_only else (loss, predictions, labels)
+
+    def _overridden_step(
+        self, inputs: Any, loss_only: bool, ignore_keys: Sequence[str] | None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Calls a subclass's `prediction_step`."""
+        given = dict(inputs) if isinstance(inputs, Mapping) else inputs
+        return self.prediction_step(self.model, given, loss_only, ignore_keys)  # type: ignore[arg-type]
+
+    def run_evaluation(self, batches: Any, *, gather: bool) -> Evaluation:
+        """Evaluates what `get_eval_dataloader` returned, and logs nothing; see `Evaluator`. Collective."""
+        return self._own_evaluation.run(batches, gather=gather)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str = "",
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluates batches and returns predictions and metrics, for subclasses whose `evaluate` or `predict` works on
+        the predictions. A subclass may call it, not override it. Collective.
+
+        Args:
+            dataloader: What `get_eval_dataloader` or `get_test_dataloader` returned, or any batches.
+            description: Ignored; part of transformers' signature.
+            prediction_loss_only: Compute only the loss. Default: the argument of this name.
+            ignore_keys: Names of outputs that are not predictions. Default: those that the model's config lists.
+            metric_key_prefix: What the metrics' names begin with.
+
+        Returns:
+            Numpy arrays of all samples in order (None with `prediction_loss_only`), the metrics, those of
+            `compute_metrics` included, and the number of samples.
+        """
+        found = self._own_evaluation.run(
+            dataloader,
+            gather=True,
+            loss_only=prediction_loss_only,
+            ignore_keys=ignore_keys,
+            before_batch=PausableEvaluation.current().before_batch,
+        )
+        metrics = self._own_evaluation.metrics(found, metric_key_prefix)
+        return EvalLoopOutput(found.predictions, found.labels, metrics, found.samples)
 
     # Saving
 
     @property
-    def _results(self) -> RunResults:
-        return RunResults(Path(self.args.output_dir), self._callbacks.run_log, self.context.host)
-
-    @property
     def _saved_processing(self) -> Any:
-        """What is saved beside the model: `processing_class`, or else that of the collator, as in transformers."""
+        """What is saved with the model: `processing_class`, or else that of the collator, as in transformers."""
         collator = self.data_collator
         if isinstance(collator, PadTo):
             collator = collator.collate_fn
@@ -708,12 +861,12 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model as a Hugging Face folder: weights, config and tokenizer. Collective.
 
-        If a subclass overrides it, it is also called for every checkpoint: the files that it writes are added. Called
-        from there, this method writes no weights, which a checkpoint has already.
+        If a subclass overrides it, it is also called for every checkpoint, to which the files that it writes are added.
+        Called from there, this method writes no weights: the checkpoint has them.
 
         Args:
-            output_dir: Where to; default: the run's folder.
-            _internal_call: True where the call is for a checkpoint, as in transformers.
+            output_dir: The folder; default: the run's.
+            _internal_call: Whether the call is for a checkpoint, as in transformers.
 
         Raises:
             StepmarkError: The folder cannot be written to; on all ranks.
@@ -744,6 +897,160 @@ class Trainer(EvaluationMethods, ParameterQueries, ScriptMethods, HubMethods):
 
     def _write_state(self, folder: Path) -> None:
         self._callbacks.exportable_state().save_to_json(str(folder / TRAINER_STATE))
+
+    # The Hugging Face hub
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository's complete name; None before the first upload, and on other ranks than 0."""
+        return None if self._hub_uploads.repository is None else self._hub_uploads.repository.name
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Creates the repository of the arguments, or finds that it exists. Collective.
+
+        Args:
+            token: A token with write permission; default: `hub_token`, or the one of `hf auth login`.
+            private: Whether a new repository is private; default: `hub_private_repo`.
+
+        Raises:
+            StepmarkError: It cannot be created; on all ranks.
+        """
+        self._hub_uploads.create(self.args, token, private)
+
+    def create_model_card(self, **details: Any) -> None:
+        """Writes README.md, a draft of a model card, to the run's folder, on rank 0; not while graphs are extracted.
+
+        Args:
+            **details: Those of transformers' method: `language`, `license`, `tags`, `model_name`, `finetuned_from`,
+                `tasks`, `dataset_tags`, `dataset`, `dataset_args`.
+        """
+        if self.context.host.rank == 0 and not extracting_graphs():
+            folder = Path(self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CARD).write_text(model_card(self, self.model, **details), encoding="utf-8")
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **details: Any,
+    ) -> Any:
+        """Saves the model to the run's folder, with a model card, and uploads it. Collective.
+
+        Args:
+            commit_message: Of the commit.
+            blocking: Return when the upload is complete. Default: True.
+            token: A token with write permission; default: `hub_token`, or the one of `hf auth login`.
+            revision: The branch; default: `hub_revision`, or the main one.
+            private: Whether a new repository is private; default: `hub_private_repo`.
+            **details: For `create_model_card`.
+
+        Returns:
+            huggingface_hub's CommitInfo, or a future of it where `blocking` is false; None on other ranks than 0, and
+            where the process only extracts graphs (`NEURON_EXTRACT_GRAPHS_ONLY`), which uploads nothing.
+
+        Raises:
+            StepmarkError: The folder cannot be written to, or the upload fails.
+        """
+        if not self._hub_uploads.exists():
+            self.init_hf_repo(token, private)
+        self.save_model()
+        if self._hub_uploads.repository is None or extracting_graphs():
+            return None
+        name = (self.args.hub_model_id or Path(self.args.output_dir).name).split("/")[-1]
+        self.create_model_card(**{"model_name": name, **details})
+        return self._hub_uploads.push(self.args, commit_message, blocking, revision)
+
+    # What scripts ask and write
+
+    @property
+    def model_wrapped(self) -> nn.Module:
+        """The model: nothing is wrapped around it."""
+        return self.model
+
+    @property
+    def label_smoother(self) -> Any:
+        """transformers' LabelSmoother where `label_smoothing_factor` asks for one, for a `compute_loss` of a subclass
+        that calls it; otherwise None."""
+        factor = self.args.label_smoothing_factor
+        if not factor:
+            return None
+        from transformers.trainer_pt_utils import LabelSmoother
+
+        return LabelSmoother(epsilon=factor)
+
+    def get_num_trainable_parameters(self) -> int:
+        """The number of values in the parameters that are trained, of this rank's part of the model."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def get_learning_rates(self) -> list[float]:
+        """The learning rate of each of the optimizer's parameter groups."""
+        return [group["lr"] for group in self._groups()]
+
+    def get_optimizer_group(self, param: str | Tensor | None = None) -> Any:
+        """The parameter group that a parameter is in, or the parameters of every group.
+
+        Args:
+            param: A parameter, or its name. Default: none.
+
+        Raises:
+            UsageError: There is no such parameter in a group; `zero_1` has other tensors there.
+        """
+        groups = self._groups()
+        if param is None:
+            return [group["params"] for group in groups]
+        wanted = dict(self.model.named_parameters()).get(param) if isinstance(param, str) else param
+        for group in groups:
+            if any(each is wanted for each in group["params"]):
+                return group
+        name = f"{param!r}" if isinstance(param, str) else "the given one"
+        raise UsageError(f"get_optimizer_group: the optimizer has no parameter {name}")
+
+    def _groups(self) -> list[dict[str, Any]]:
+        if self.optimizer is None:
+            raise UsageError("optimizer: there is none yet; call create_optimizer or train first")
+        return self.optimizer.param_groups
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Prints metrics on rank 0.
+
+        Args:
+            split: The heading: `train`, `eval` or `predict` for example.
+            metrics: The metrics by name.
+        """
+        if self.is_world_process_zero():
+            print("\n".join(metric_lines(split, metrics)), flush=True)
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Writes metrics to `<split>_results.json` in the run's folder, on rank 0.
+
+        Args:
+            split: `train`, `eval` or `predict` for example.
+            metrics: The metrics by name.
+            combined: Also add them to all_results.json. Default: True.
+
+        Raises:
+            StepmarkError: The folder cannot be written to.
+        """
+        with self._opened_run.writing():
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            self._opened_run.log.results(split, dict(metrics), combined=combined)
+
+    def save_state(self) -> None:
+        """Writes trainer_state.json to the run's folder, on rank 0; training does so itself.
+
+        Raises:
+            StepmarkError: The folder cannot be written to.
+        """
+        self._save_state()
+
+    def _save_state(self) -> None:
+        if self.is_world_process_zero() and not extracting_graphs():
+            with self._opened_run.writing():
+                self._write_state(Path(self.args.output_dir))
 
 
 def _is_called(callback: TrainerCallback | type[TrainerCallback]) -> bool:

@@ -1,4 +1,4 @@
-"""The arguments of a Trainer, with what scripts for transformers' Trainer read from theirs."""
+"""Training arguments: a recipe's training fields, and what scripts for transformers read besides."""
 
 from __future__ import annotations
 
@@ -26,44 +26,40 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
     """The training fields of a recipe (`TrainingFields`), and what scripts for transformers read besides.
 
     Args:
-        parameter_dtype: The same as `dtype`, which `transformers.HfArgumentParser` leaves to the dataclasses of a
-            script: many have a field of that name. Default: `dtype`.
-        do_train: Whether the script is to train. Like the next two, it is for the script alone. Default: false.
-        do_eval: Whether the script is to evaluate. Default: whether there is an `eval_strategy`.
-        do_predict: Whether the script is to predict. Default: false.
-        local_rank: This rank's number on its machine; -1 for a run of one rank. The launcher's is the default, and any
-            other value but -1 is an error.
-        restore_callback_states_from_checkpoint: Whether callbacks in a resumed run get back what they were made with,
-            such as a patience, besides what they have counted. Default: false.
-        prediction_loss_only: Evaluations and `predict` compute the loss alone. Default: false.
-        include_for_metrics: What `compute_metrics` gets besides: `inputs` (the model's main input) and `loss` (of each
-            sample's batch). Default: nothing.
-        batch_eval_metrics: `compute_metrics(prediction, compute_result=…)` is called for each batch, with tensors of
-            all ranks, and returns metrics where `compute_result` is true, for the last one. Nothing is collected.
-            Default: false.
-        eval_do_concat_batches: Predictions and labels of all samples are joined. Otherwise they are lists with an item
-            for each batch of each rank, in order. Default: true.
-        push_to_hub: Upload the model to the Hugging Face hub: by `push_to_hub`, and during training as `hub_strategy`
-            says. Default: false.
+        parameter_dtype: Another name of `dtype`, for `transformers.HfArgumentParser`: many scripts have a dataclass
+            with a field `dtype`. Default: `dtype`.
+        do_train: Whether the script should train. Only the script reads it, like the next two. Default: false.
+        do_eval: Whether the script should evaluate. Default: whether there is an `eval_strategy`.
+        do_predict: Whether the script should predict. Default: false.
+        local_rank: This rank's number on its machine, which the launcher sets; -1 for a run of one rank.
+        restore_callback_states_from_checkpoint: Restore the constructor arguments of callbacks, such as a patience, on
+            resuming, and not only their counters. Default: false.
+        prediction_loss_only: Compute only the loss in evaluations and `predict`. Default: false.
+        include_for_metrics: Further inputs of `compute_metrics`: `inputs` (the model's main input) and `loss` (of each
+            sample's batch). Default: none.
+        batch_eval_metrics: Call `compute_metrics(prediction, compute_result=…)` for each batch, with tensors of all
+            ranks; with `compute_result`, for the last batch, it returns the metrics. Default: false.
+        eval_do_concat_batches: Concatenate the predictions and labels of all samples. Otherwise they are lists with an
+            item for each batch of each rank, in order. Default: true.
+        push_to_hub: Upload the model to the Hugging Face hub, by `push_to_hub` and as `hub_strategy` says. Default:
+            false.
         hub_model_id: The repository; default: the name of `output_dir`.
-        hub_strategy: `every_save` (the default) uploads the model of each checkpoint, while training goes on;
-            `checkpoint` also the checkpoint as `last-checkpoint`, `all_checkpoints` under its own name; `end` nothing
-            before `push_to_hub`.
+        hub_strategy: `every_save` (the default) uploads the model of each checkpoint in the background; `checkpoint`
+            also the checkpoint as `last-checkpoint`, `all_checkpoints` under its own name; `end` nothing before
+            `push_to_hub`.
         hub_token: A token with write permission; default: that of `hf auth login`.
         hub_private_repo: Whether a new repository is private; default: as the hub's organization says.
-        hub_always_push: Upload a checkpoint although the one before is still on its way. Default: false.
+        hub_always_push: Upload a checkpoint even while the previous one is uploading. Default: false.
         hub_revision: The branch; default: the main one.
-        torch_compile: Compile the model in place; a lazy device compiles in any case. Default: false, but true with one
-            of the next two.
+        torch_compile: Compile the model in place; lazy devices always compile. Default: whether one of the next two is
+            set.
         torch_compile_backend: Default: `inductor`.
         torch_compile_mode: Default: that of torch.compile.
         debug: `underflow_overflow`: transformers' DebugUnderflowOverflow watches the model, on eager devices. Default:
             nothing.
-        skip_memory_metrics: Otherwise results have the memory that each stage allocated, as in transformers. Default:
-            true.
-        log_on_each_node: Whether the first rank of each machine logs, as `should_log` says, or rank 0 alone. Default:
-            true.
-        save_on_each_node: Accepted where all ranks are on one machine, on which it means nothing. Default: false.
+        skip_memory_metrics: Leave the memory that each stage allocated out of the results. Default: true.
+        log_on_each_node: Whether the first rank of each machine logs, or only rank 0. Default: true.
+        save_on_each_node: Accepted where all ranks are on one machine, where it has no effect. Default: false.
 
     Raises:
         UsageError: As `TrainingFields`.
@@ -260,8 +256,8 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
         Collective: every rank enters it.
 
         Args:
-            local: Whether the first rank of each machine goes first, instead of rank 0 alone.
-            desc: What is done, for the error where the first rank fails.
+            local: Whether the first rank of each machine goes first, instead of only rank 0.
+            desc: Names the work in the error where the first rank fails.
 
         Raises:
             UsageError: On the waiting ranks, the block has failed on the first one.
@@ -328,3 +324,33 @@ def _check_one_node() -> None:
             "save_on_each_node: output_dir is one folder that all machines see, in which a checkpoint is written once, "
             "by all ranks together; leave it out"
         )
+
+
+@dataclass(repr=False)
+class Seq2SeqTrainingArguments(TrainingArguments):
+    """The arguments of a `Seq2SeqTrainer`.
+
+    Args:
+        predict_with_generate: Give generated tokens to `compute_metrics` and `predict`, not logits. Default: false.
+        generation_max_length: Maximum number of tokens. Default: that of the model's generation configuration.
+        generation_num_beams: Number of beams. Default: that of the model's generation configuration.
+        generation_config: The model's generation configuration: a GenerationConfig, or its file, folder or hub name.
+
+    Raises:
+        UsageError: As `TrainingArguments`.
+    """
+
+    sortish_sampler: bool = False
+    predict_with_generate: bool = False
+    generation_max_length: int | None = None
+    generation_num_beams: int | None = None
+    generation_config: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sortish_sampler:
+            raise UsageError("sortish_sampler: is not supported; override get_train_dataloader")
+        for name in ("generation_max_length", "generation_num_beams"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name}: should be at least 1, and is {value}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,23 +14,23 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.data.loader.batch import StepBatch
 from stepmark.data.loader.prefetcher import DevicePrefetcher
 from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
-from stepmark.interchange.consolidate import EVALUATION
 from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
 from stepmark.launch.step_board import StepPlace, show_step
 from stepmark.liveness.process_exit import say
 from stepmark.liveness.progress import BETWEEN, END, entering
+from stepmark.model_folder.consolidate import EVALUATION
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
-from stepmark.trainer.callbacks import RunCallbacks
-from stepmark.trainer.compat.strategies import is_better
-from stepmark.trainer.interruption.pausable_evaluation import PausableEvaluation
+from stepmark.trainer.callbacks import RunCallbacks, is_better
+from stepmark.trainer.evaluation import PausableEvaluation
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.stop_request import reason_to_stop, withdraw
 from stepmark.trainer.resume import restore_run
+from stepmark.trainer.run_folder.status import INTERRUPTED
 from stepmark.trainer.setup import RunParts
 from stepmark.trainer.telemetry.banner import banner
 from stepmark.trainer.telemetry.loss_meter import LossMeter
 from stepmark.trainer.telemetry.monitor import Monitor
-from stepmark.trainer.telemetry.total_flos import TotalFlos
+from stepmark.trainer.telemetry.throughput import TotalFlos
 from stepmark.training.evaluation_paused import EvaluationPaused
 from stepmark.training.learning_rate_schedule import (
     advance,
@@ -39,6 +40,7 @@ from stepmark.training.learning_rate_schedule import (
     shows_rates,
 )
 from stepmark.training.model_options import set_training
+from stepmark.training.noisy_embeddings import noisy_embeddings
 from stepmark.training.step import StepHooks
 
 MAX_STEPS_WITHOUT_TARGETS = 100  # of a run in which no label was a target yet
@@ -70,9 +72,9 @@ class TrainingLoop:
         self._evaluate_data = evaluate
         self._write_files = write_files
         self._before_save = before_save
-        self._monitor = Monitor.for_run(parts, callbacks.run_log)
+        self._monitor = Monitor(parts, callbacks.run_log)
         self._flos = TotalFlos(parts.model)
-        self._losses = LossMeter(parts.context.runtime, self._monitor.look)
+        self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look)
         self._epoch_open = False
         self._unfinished: dict[str, Any] | None = None  # what is left of an evaluation in which the run was stopped
         self._preemption: PreemptionCoordinator | None = None
@@ -139,25 +141,45 @@ class TrainingLoop:
             self._monitor.restored(path, self._step, self._checkpointer.quarantined)
         return path
 
-    @property
-    def is_evaluating(self) -> bool:
-        """Whether the run was stopped in an evaluation, which it has to continue first."""
-        return self._unfinished is not None
-
-    def mean_loss(self) -> float:
-        """Mean over all tokens since the run began, resumptions included."""
-        return self._losses.mean_loss()
-
-    def closing_fields(self) -> dict[str, Any]:
-        """What the last line of the run adds about the machine: the time since the last log, in which the last
-        evaluation and the last save were, and the tokens of the complete run."""
-        return {**self._monitor.part_fields(), "target_tokens": self._losses.since_start["tokens"]}
-
     # The loop
 
-    def run(self, restored: Path | None) -> None:
+    def train(self, restored: Path | None) -> tuple[dict[str, Any], int]:
+        """Trains to the end of the run, and loads the best model where the arguments ask for it. Collective.
+
+        `restored` is what `resume` returned. Returns the values of train_results.json, and the number of steps that
+        this process has trained.
+        """
+        parts, callbacks, first, evaluating = self._parts, self._callbacks, self._step, self._unfinished is not None
+        self._begin(restored)
+        began = time.perf_counter()
+        callbacks.event("on_train_begin")
+        with noisy_embeddings(parts.model, self._args.neftune_noise_alpha):
+            self._run(restored)
+        seconds, steps = time.perf_counter() - began, self._step - first
+        mean_loss = self._losses.mean_loss()
+        # The time since the last log, in which the last evaluation and the last save were.
+        machine = {**self._monitor.part_fields(), "target_tokens": self._losses.since_start["tokens"]}
+        best = callbacks.state.best_model_checkpoint
+        if self._args.load_best_model_at_end and best is not None:
+            self._checkpointer.restore({"model": parts.saved}, Path(best))
+            callbacks.best_step = callbacks.state.best_global_step
+        samples = steps * parts.loader.layout.global_batch
+        metrics = {
+            "total_flos": callbacks.state.total_flos,
+            "train_loss": mean_loss,
+            "train_runtime": seconds,
+            "train_samples_per_second": samples / seconds,
+            "train_steps_per_second": steps / seconds,
+        }
+        if steps or evaluating:  # a process that found the run finished has trained nothing
+            callbacks.log(metrics, machine)
+        callbacks.event("on_train_end")
+        parts.context.host.barrier()  # the run is done where no rank hangs in a callback
+        return {"epoch": callbacks.state.epoch, **metrics}, steps
+
+    def _run(self, restored: Path | None) -> None:
         """Trains to the last step, or until a callback stops it; returns when all ranks are there and all saves are on
-        disk. `restored` is what `resume` returned."""
+        disk."""
         for line in banner(self._parts, self._step) if self._callbacks.run_log.writes else ():
             self._callbacks.progress.line(line)
         if self._args.eval_on_start and restored is None:
@@ -181,8 +203,8 @@ class TrainingLoop:
             self._parts.context.host.barrier()
         entering(END)
 
-    def begin(self, restored: Path | None) -> None:
-        """Records that this process is about to train; `restored` is what `resume` returned."""
+    def _begin(self, restored: Path | None) -> None:
+        """Records that this process is about to train."""
         parts, callbacks = self._parts, self._callbacks
         self._monitor.started(parts, self._step, restored)
         if restored is not None:
@@ -322,7 +344,7 @@ class TrainingLoop:
         state, control = self._callbacks.state, self._callbacks.control
         loads_best = self._args.load_best_model_at_end and state.best_model_checkpoint is not None
         at_end = self._step >= self._parts.total_steps or control.should_training_stop
-        error = self._monitor.diverged(ended=at_end and not loads_best)
+        error = self._monitor.anomalies.diverged(ended=at_end and not loads_best)
         if error is not None:
             self._checkpointer.wait()
             self._monitor.close()
@@ -362,7 +384,7 @@ class TrainingLoop:
             raise UsageError(f"metric_for_best_model: {key} is a {type(metrics[key]).__name__}; name a number")
         if follows_metric(self._parts.schedule):
             self._parts.schedule.step(metrics[key])
-        if not self._monitor.not_finite and is_better(self._args, metrics[key], state.best_metric):
+        if not self._monitor.anomalies.not_finite and is_better(self._args, metrics[key], state.best_metric):
             state.best_metric, state.best_global_step = metrics[key], state.global_step
             saves_best = self._args.save_strategy == "best" or self._args.load_best_model_at_end
             self._callbacks.control.should_save |= saves_best
@@ -438,7 +460,7 @@ class TrainingLoop:
                 "samples_per_step": self._parts.loader.layout.global_batch,
             },
             model_only=model_only,
-            metrics={**self._best_metric_now(), **self._monitor.not_finite},
+            metrics={**self._best_metric_now(), **self._monitor.anomalies.not_finite},
         )
         self._saved_step = self._step
         self._monitor.save_begun(handle)
@@ -479,7 +501,7 @@ class TrainingLoop:
 
     def _announce_end(self, reason: str) -> None:
         self._say_interrupted(f"{reason}\n{HOW_TO_GO_ON}")
-        self._callbacks.run_log.try_status("interrupted", self._step, reason)
+        self._callbacks.run_log.try_status(INTERRUPTED, self._step, reason)
 
     def _say_interrupted(self, reason: str) -> None:
         if self._callbacks.run_log.writes:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.liveness.progress import PASSES, entering
-from stepmark.optim.arrivals import Arrivals
-from stepmark.optim.protocols import GradientReducer
+from stepmark.parallel.gradients.reducer import GradientReducer
+from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed

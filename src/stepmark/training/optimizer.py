@@ -12,15 +12,15 @@ from torch import nn
 from stepmark.config.optimizers import ADAFACTOR, ADAMW, ADAMW_8BIT, MUON, WHOLE_PARAMETERS, check_optimizer
 from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
-from stepmark.optim.eight_bit import EIGHT_BITS, FULL_PRECISION, adamw_8bit_class
-from stepmark.optim.elementwise import sharding_unit, updates_elements
-from stepmark.optim.lazy_optimizers import LazyAdamW, LazySGD
-from stepmark.optim.muon import MUON as BY_MUON
-from stepmark.optim.muon import NOT_MUON, MuonAdamW
-from stepmark.optim.protocols import StepOptimizer
-from stepmark.parallel.parameter_optimizer import ParameterOptimizer
-from stepmark.parallel.zero.sharded_optimizer import ShardedOptimizer
-from stepmark.parallel.zero.whole_parameter_optimizer import WholeParameterOptimizer
+from stepmark.parallel.optimizer.eight_bit import EIGHT_BITS, FULL_PRECISION, adamw_8bit_class
+from stepmark.parallel.optimizer.elementwise import sharding_unit, updates_elements
+from stepmark.parallel.optimizer.lazy_optimizers import LazyAdamW, LazySGD
+from stepmark.parallel.optimizer.muon import MUON as BY_MUON
+from stepmark.parallel.optimizer.muon import NOT_MUON, MuonAdamW
+from stepmark.parallel.optimizer.parameter_optimizer import ParameterOptimizer
+from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.optimizer.sharded_optimizer import ShardedOptimizer
+from stepmark.parallel.optimizer.whole_parameter_optimizer import WholeParameterOptimizer
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import layout_of

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
-from stepmark.optim.protocols import GradientReducer
+from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.pipeline.schedules import BACKWARD, FORWARD, GPIPE, Schedule, Task, Transfer, make_schedule
 from stepmark.parallel.pipeline.stage_plan import checkpoints_gradients
 from stepmark.parallel.pipeline.staged_model import StagedModel

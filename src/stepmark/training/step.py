@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from stepmark.config.training_fields import check_reduce_dtype
 from stepmark.data.loader.batch import StepBatch
 from stepmark.liveness.progress import PASSES, REDUCE, UPDATE, entering
-from stepmark.optim.arrivals import of_known_libraries
-from stepmark.optim.protocols import ReducedGradients, StepOptimizer
-from stepmark.parallel.gradient_math import scale_to
+from stepmark.parallel.gradients.arithmetic import scale_to
+from stepmark.parallel.gradients.reduced import ReducedGradients
+from stepmark.parallel.optimizer.arrivals import of_known_libraries
+from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.parallelize import check_not_added_to
 from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B, check_micro_batches
 from stepmark.parallel.pipeline.staged_model import staged
-from stepmark.parallel.tensor.parallelize import check_not_added_to
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.loss_scaler import LossScaler

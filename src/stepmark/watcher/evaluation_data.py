@@ -218,6 +218,5 @@ def _are_plain(names: list[str], columns: dict[str, Any]) -> bool:
     if columns.get("text_column") is None:
         return False
     from stepmark.data.sources.source_files import find_files
-    from stepmark.data.sources.text_files import READERS
 
-    return not any(uncompressed_suffix(file) in TABLES for file in find_files("--data", names, READERS).files)
+    return not any(uncompressed_suffix(file) in TABLES for file in find_files("--data", names).files)

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from stepmark.checkpoint.coordination.folder_claim import heartbeat_files
 from stepmark.checkpoint.coordination.leases import Leases
 from stepmark.liveness.heartbeat import STALE
 from stepmark.liveness.running_time import running_time
-from stepmark.trainer.run_folder.run_log import read_status
+from stepmark.trainer.run_folder.status import ENDED, RunStatus
 
 STARTING = 600.0  # seconds that ranks which are started again may take until the run is claimed
-ENDED = ("done", "failed", "interrupted")
-
-
-def _until_restarted(status: dict[str, Any]) -> float:
-    """Seconds in which a run whose ranks have failed may be started again; 0 for others."""
-    delay = status.get("restart_delay")
-    return delay + STARTING if isinstance(delay, (int, float)) else 0.0
 
 
 class RunState:
@@ -41,12 +33,13 @@ class RunState:
         if self.alive():
             self._silent_since = None
             return None
-        status = read_status(self._run)
-        if not status:
+        status = RunStatus.read(self._run)
+        if not status.content:
             return None
-        if status.get("state") in ENDED:
-            return str(status["state"])
-        patience = self._patience + _until_restarted(status)
+        if status.state in ENDED:
+            return status.state
+        delay = status.restart_delay
+        patience = self._patience + (0.0 if delay is None else delay + STARTING)
         self._silent_since = self._silent_since or running_time()
         if running_time() - self._silent_since < patience:
             return None

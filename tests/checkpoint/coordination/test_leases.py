@@ -22,8 +22,8 @@ from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
 from stepmark.checkpoint.save import apply_retention as keeper
 from stepmark.checkpoint.save.apply_retention import read_deleted
 from stepmark.cli.main import run as stepmark
-from stepmark.interchange import consolidate
 from stepmark.liveness import heartbeat
+from stepmark.model_folder import consolidate
 from tests.support.run_folders import checkpoint_names, save_steps
 
 

@@ -19,10 +19,10 @@ from transformers import (
 from scripts.pipeline_comparison import Pipeline, difference, pipeline_mesh, router_difference, tokens_for
 from stepmark import evaluate
 from stepmark.errors import UsageError
+from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.pipeline.balance import CHECKPOINTED, balanced, bounds_of
 from stepmark.parallel.pipeline.stage_plan import plan_stages
 from stepmark.parallel.pipeline.staged_model import staged
-from stepmark.parallel.tensor.parallelize import parallelize
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.training.model_options import enable_gradient_checkpointing
 from tests.support.models import build, configuration

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.errors import UsageError
-from stepmark.parallel.tensor.parallelize import local_shard
+from stepmark.parallel.parallelize import local_shard
 from stepmark.parallel.tensor.plans import (
     Placement,
     Style,

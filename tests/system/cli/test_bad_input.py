@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from stepmark.cli.main import run
 from stepmark.runtime import context as context_module
-from stepmark.trainer.run_folder import outputs as output_module
+from stepmark.trainer.run_folder import output_folder as output_module
 from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support import commands
 from tests.support.corruption import flip_bit
@@ -186,7 +186,7 @@ def test_training_files(refused: Callable[..., str], tmp_path: Path) -> None:
         ("a.txt", b"\n \n", "contains no text"),
         ("a.jsonl", b'{"text": 3}\n', "text_column"),
         ("a.jsonl", b'{"instruction": "x", "output": "y"}\n', "set text_column to one of instruction, output"),
-        ("a.parquet", b"PAR1 not really", "cannot be read as Parquet"),
+        ("a.parquet", b"PAR1 not really", "a.parquet cannot be read"),
     ],
 )
 def test_training_files_that_hold_no_text(

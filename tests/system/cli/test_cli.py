@@ -14,7 +14,7 @@ import stepmark
 from stepmark.cli.main import COMMANDS, run
 from stepmark.config.recipe import all_fields
 from stepmark.errors import CheckpointDamaged, UsageError
-from stepmark.launch.local_ranks import rank_command
+from stepmark.launch.supervisor import rank_command
 from tests.support import commands
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe

@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from stepmark.errors import UsageError
-from stepmark.parallel.tensor.parallelize import local_shard, parallelize
+from stepmark.parallel.parallelize import local_shard, parallelize
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
@@ -128,7 +128,7 @@ def dropped_checkpointed(model: dict[str, Any], options: dict[str, Any]) -> dict
 def graph(replicas: int, model: dict[str, Any]) -> list[dict[str, Any]]:
     """Of each replica thread, with sequence parallelism and dropout: the collectives in the graph of a micro-step, the
     graph's hash, and compilations after each of four micro-steps."""
-    from stepmark.runtime.replica_threads import run_replicas
+    from tests.support.replica_threads import run_replicas
 
     made = [build(**model) for _ in range(replicas)]
 
@@ -164,8 +164,8 @@ def zero_1_graphs(replicas: int) -> list[dict[str, Any]]:
     that one step runs its collectives and its digest; and compilations after each of five steps, between the last of
     which everything that is saved is copied to the host."""
     from stepmark.checkpoint.sections import describe
-    from stepmark.runtime.replica_threads import run_replicas
     from tests.support.models import training
+    from tests.support.replica_threads import run_replicas
 
     made = [build(kind="llama") for _ in range(replicas)]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from stepmark.runtime.replica_threads import replica_environment
 from tests.support.ranks import Ranks
+from tests.support.replica_threads import replica_environment
 
 PROGRAMS = "tests.system.distributed.parallel_programs:"
 

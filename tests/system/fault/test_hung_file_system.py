@@ -71,5 +71,5 @@ def test_a_rank_that_is_stopped_is_named(ranks: Ranks, tmp_path: Path) -> None:
     settings = options(tmp_path, save_timeout=2.0, signal_at=stopped)
     ended = ranks.run(PROGRAM, settings, False, nproc=2, timeout=60)
     assert ended.codes == [1, None], ended.logs
-    assert "error: rank 0: rank 1 on" in ended.logs[0]
-    assert "no heartbeat for 2 s (save_timeout)" in ended.logs[0]
+    assert "error: rank 0: stuck: rank 1 on" in ended.logs[0]
+    assert "no heartbeat for 2 s (save_timeout: 2)" in ended.logs[0]

@@ -102,11 +102,9 @@ SUPERVISOR = """
 import sys
 from stepmark.launch import restarts
 from stepmark.launch.supervisor import supervise
+from tests.support.supervised import PrintingRun
 restarts.FIRST_DELAY = 60.0
-def announce(*each): print("waiting", flush=True)
-def interrupted(name): print("interrupted", name, flush=True)
-made = restarts.Restarts(3, lambda: sys.argv[2:], str, announce, interrupted)
-sys.exit(supervise(sys.argv[2:], 2, resumable=sys.argv[1] == "True", restarts=made))
+sys.exit(supervise(sys.argv[2:], 2, resumable=sys.argv[1] == "True", run=PrintingRun(sys.argv[2:]), max_restarts=3))
 """
 
 
@@ -124,14 +122,14 @@ def test_a_signal_ends_the_wait_for_the_next_attempt(number: signal.Signals, res
     process.send_signal(number)
     told, errors = process.communicate(timeout=30)  # the wait is a minute
     assert process.returncode == (75 if resumable else 1)
-    assert told == (f"interrupted {number.name}\n" if resumable else "")
+    assert told == f"interrupted {number.name} waiting\n" if resumable else told.startswith("recorded ")
     assert errors.count("error: ") == (not resumable)
 
 
 def test_ranks_that_a_signal_ended_are_not_started_again() -> None:
     process = start(True, "import os, sys; sys.exit(75 if os.environ['RANK'] == '1' else 0)")
     told, errors = process.communicate(timeout=60)
-    assert (process.returncode, told, errors) == (75, "", "")
+    assert (process.returncode, told, errors) == (75, "interrupted a signal running\n", "")
 
 
 FAILS_AT_A_SIGNAL = """
@@ -150,8 +148,10 @@ def test_ranks_that_fail_after_a_signal_are_not_started_again() -> None:
         assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
     told, errors = process.communicate(timeout=60)
-    assert (process.returncode, told) == (1, "")
+    assert process.returncode == 1
     assert "ended with exit code 3" in errors
+    assert told.startswith("recorded ")
+    assert "waiting" not in told
 
 
 class Receiver:

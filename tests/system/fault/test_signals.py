@@ -245,7 +245,7 @@ def test_a_signal_to_the_launcher(tmp_path: Path, launcher: str) -> None:
 
 def train_slowly(settings: dict[str, Any]) -> Any:
     """The command line's own way into training; a signal finds it before it has begun."""
-    from stepmark.trainer.interruption.outside_training import ending_outside_training
+    from stepmark.trainer.interruption.run_end import ending_outside_training
 
     with ending_outside_training(Path(settings["output_dir"])):
         if settings.pop("signalled"):

@@ -94,8 +94,8 @@ def test_a_sample_of_models_is_undisturbed(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.prove
 @pytest.mark.parametrize("name", COUNTED)
-def test_every_model_is_as_the_page_says(ranks: Ranks, name: str, record_property: Any) -> None:
-    """docs/lazy-devices.md, which scripts/lazy_devices.py writes."""
+def test_every_model_is_as_the_table_says(ranks: Ranks, name: str, record_property: Any) -> None:
+    """docs/data/lazy-devices.json, which scripts/lazy_devices.py writes."""
     row = COUNTED[name]
     found = counted(ranks, name)
     assert [found[kind] for kind in KINDS] == list(row[1:4])
@@ -104,7 +104,7 @@ def test_every_model_is_as_the_page_says(ranks: Ranks, name: str, record_propert
 
 
 def counted(ranks: Ranks, name: str) -> dict[str, Any]:
-    """Executions, compilations and transfers as the page writes them, and the lines that read."""
+    """Executions, compilations and transfers as the table has them, and the lines that read."""
     (found,) = ranks.run(COUNT, name, timeout=LIMIT, environment={"XLA_FLAGS": FASTER}).check()
     counts = {kind: ", ".join(str(found[kind][index]) for index in (1, 0, 2)) for kind in KINDS}
     return {**counts, "lines": found["lines"]}

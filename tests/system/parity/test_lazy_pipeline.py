@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from stepmark.runtime.replica_threads import replica_environment
 from tests.support.ranks import Ranks
+from tests.support.replica_threads import replica_environment
 from tests.system.parity.test_pipeline import MESHES, MODELS, PROGRAM, SCHEDULES, alone, case
 from tests.system.parity.test_tensor_parallel import check
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from stepmark.interchange.consolidate import ConsolidationListener, consolidate
+from stepmark.model_folder.consolidate import ConsolidationListener, consolidate
 from tests.support.mesh_checkpoints import STEPS, checksums
 from tests.support.ranks import Ranks
 from tests.system.parity.test_tensor_parallel import MODELS

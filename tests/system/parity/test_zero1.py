@@ -10,9 +10,9 @@ import pytest
 
 from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.checkpoint.format.verified_file import VerifiedFile
-from stepmark.runtime.replica_threads import replica_environment
 from tests.support.programs import logged
 from tests.support.ranks import Ranks
+from tests.support.replica_threads import replica_environment
 
 CASES = [
     (2, {"accumulation": 1}),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from stepmark.runtime.replica_threads import replica_environment
 from tests.support.ranks import Ranks
+from tests.support.replica_threads import replica_environment
 from tests.system.parity.test_tensor_parallel import MODELS, SAMPLE, alone, check, in_threads
 
 PROGRAM = "tests.support.models:cases"

@@ -26,10 +26,10 @@ from stepmark.liveness.failure_report import REPORTS
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.progress import SAVE, Progress, staying
 from stepmark.runtime.context import Context
-from stepmark.trainer.interruption import outside_training
+from stepmark.trainer.interruption import run_end
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator, RunInterrupted
+from stepmark.trainer.interruption.run_end import record_end
 from stepmark.trainer.run_folder.run_log import RunLog
-from stepmark.trainer.run_results import record_end
 from stepmark.trainer.telemetry.progress import ProgressDisplay
 from tests.support.processes import wait_until
 from tests.system.distributed.checkpoint_world import run_ranks
@@ -324,8 +324,8 @@ def test_what_a_thread_records_that_ends_the_process_is_the_last_word(
         recorded.append(record)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(outside_training, "ending_at_signals", keep)
-    with outside_training.ending_outside_training(tmp_path):
+    monkeypatch.setattr(run_end, "ending_at_signals", keep)
+    with run_end.ending_outside_training(tmp_path):
         pass
     child = os.fork()
     if not child:
@@ -344,7 +344,7 @@ import sys
 from pathlib import Path
 from datetime import timedelta
 import torch.distributed as dist
-from stepmark.trainer.interruption.outside_training import ending_outside_training
+from stepmark.trainer.interruption.run_end import ending_outside_training
 with ending_outside_training(Path(sys.argv[1])):
     print("ready", flush=True)
     dist.TCPStore("127.0.0.1", 0, 2, True, timeout=timedelta(seconds=60))  # in native code, where no handler runs
@@ -367,7 +367,7 @@ def test_a_rank_that_waits_for_others_which_never_come_ends_at_a_signal(tmp_path
 FORKING = """
 import multiprocessing, sys, time
 from pathlib import Path
-from stepmark.trainer.interruption.outside_training import ending_outside_training
+from stepmark.trainer.interruption.run_end import ending_outside_training
 with ending_outside_training(Path(sys.argv[1])):
     worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     worker.start()

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepmark.cli.failed_run import FailedRun
 from stepmark.cli.main import run
+from stepmark.trainer.interruption.run_end import record_supervised_end
 from stepmark.trainer.run_folder.run_log import RunLog
 from tests.support.recipes import write_recipe
 
@@ -102,7 +102,8 @@ def test_what_has_happened_is_counted_over_all_processes(log: RunLog, tmp_path: 
 def test_a_launcher_that_records_a_failure_keeps_the_numbers(log: RunLog, tmp_path: Path) -> None:
     log.metrics({"step": 5, "loss": 1.0})
     log.status("running", 5)
-    FailedRun(tmp_path, str(tmp_path / "run.prom")).write("rank 0: was killed by SIGKILL")
+    reason, file = "rank 0: was killed by SIGKILL", str(tmp_path / "run.prom")
+    record_supervised_end(tmp_path, "failed", reason, began=time.time(), prometheus_file=file)
     samples, _, _ = parsed(tmp_path / "run.prom")
     assert (samples["stepmark_state failed"], samples["stepmark_loss"]) == (1.0, 1.0)
 

@@ -11,9 +11,9 @@ import torch
 
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.trainer.telemetry import loss_meter as running
-from stepmark.trainer.telemetry import timers as clock_module
+from stepmark.trainer.telemetry import throughput as clock_module
 from stepmark.trainer.telemetry.loss_meter import LossMeter
-from stepmark.trainer.telemetry.timers import RunTimers
+from stepmark.trainer.telemetry.throughput import RunTimers
 from stepmark.training.step import StepStatistics
 
 CPU = EagerRuntime(torch.device("cpu"))

@@ -12,8 +12,7 @@ import pytest
 
 from stepmark.cli.main import run
 from stepmark.trainer.run_folder.run_log import RunLog
-from stepmark.trainer.telemetry.log_lines import duration, log_line
-from stepmark.trainer.telemetry.progress import ProgressDisplay
+from stepmark.trainer.telemetry.progress import ProgressDisplay, duration, log_line
 from tests.support.recipes import write_recipe
 
 LOG = re.compile(r"\d\d:\d\d:\d\d  step (\d)/4  loss \d\.\d{4}  lr \d\.\d\de[-+]\d\d  [\d,]+ tokens/s  \d+ s left")

@@ -9,7 +9,7 @@ import torch
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.data.loader.batch import MicroBatch, StepBatch
-from stepmark.trainer.telemetry.total_flos import TotalFlos
+from stepmark.trainer.telemetry.throughput import TotalFlos
 from tests.support.programs import Blocks, tiny_model
 from tests.trainer.test_training_loop import StopsAt
 

@@ -40,13 +40,6 @@ class Chat:
     unread: tuple[str, ...] = ()
 
 
-def without_fillings(row: Any) -> Any:
-    """A row of an Arrow table without the nulls that it has for keys of other rows; those of `content` stay."""
-    if isinstance(row, Mapping):
-        return {key: without_fillings(each) for key, each in row.items() if each is not None or key == "content"}
-    return [without_fillings(each) for each in row] if isinstance(row, (list, tuple)) else row
-
-
 def read_chat(row: Any, column: str, where: str, answers_alone: bool) -> Chat:
     """The conversation in a row. With `answers_alone` there is no loss on answers in a `prompt`.
 

@@ -15,13 +15,10 @@ import xxhash
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from stepmark.data.chat.chat_rows import without_fillings
 from stepmark.data.chat.chat_template import ChatTokenizer
 from stepmark.data.loader.collate import PadTo
-from stepmark.data.sources.compressed_files import named_read_errors, open_text
-from stepmark.data.sources.json_rows import json_rows
-from stepmark.data.tokenize.packing import IGNORED
-from stepmark.data.tokenize.sample_packing import pack
+from stepmark.data.sources.tables import table_rows, without_fillings
+from stepmark.data.tokenize.packing import IGNORED, pack
 from stepmark.data.tokenize.tokenized_rows import TokenizedRows
 from stepmark.errors import DataError, UsageError
 
@@ -221,6 +218,4 @@ def _rows(source: Any) -> Iterator[tuple[str, Any]]:
     path = Path(source)
     if not path.is_file():
         raise DataError(f"conversations: there is no file {path}; name a .jsonl or .json file")
-    with named_read_errors(path), open_text(path) as file:
-        for number, row in json_rows(file, str(path)):
-            yield f"{path}, row {number}", row
+    yield from table_rows(path)

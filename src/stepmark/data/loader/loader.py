@@ -269,9 +269,8 @@ class DataLoader:
         loader: Any = torch.utils.data.DataLoader(
             self._fetcher,
             batch_size=None,
-            sampler=_TaskSampler(tasks),
+            sampler=tasks,
             num_workers=self.num_workers,
-            collate_fn=_same,
             worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # else the workers' seeds are drawn from the caller's generator
         )
@@ -305,16 +304,6 @@ class DataLoader:
             raise UsageError(f"{name} has shape {now} where it had {before} before, and {FIXED_SHAPES}")
 
 
-class _TaskSampler(torch.utils.data.Sampler[MicroTask]):
-    """Tasks as a sampler for PyTorch's loader, for one pass."""
-
-    def __init__(self, tasks: Iterator[MicroTask]) -> None:
-        self._tasks = tasks
-
-    def __iter__(self) -> Iterator[MicroTask]:
-        return self._tasks
-
-
 def _checked(results: Iterator[Any]) -> Iterator[MicroBatch]:
     while True:
         try:
@@ -338,10 +327,6 @@ def _ignore_signals(_: int) -> None:
     signal.set_wakeup_fd(-1)  # shared with the rank, which would see the worker's signals as its own
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
-
-
-def _same(result: Any) -> Any:
-    return result
 
 
 def _checked_size(dataset: Any) -> int:

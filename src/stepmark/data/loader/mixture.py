@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import xxhash
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Subset
 
 from stepmark.data.loader.collate import PadTo, own_padding
 from stepmark.data.loader.order import Stream, generator
@@ -100,12 +99,13 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
     return counts
 
 
-class JoinedSamples(Dataset[Any]):
+class JoinedSamples(ConcatDataset[Any]):
     """The samples of several datasets, one after the other; of each the first `limits`, all by default."""
 
     def __init__(self, parts: Sequence[Any], limits: Sequence[int] | None = None) -> None:
         self.parts = tuple(parts)
         self.sizes = tuple(limits if limits is not None else (len(part) for part in self.parts))
+        super().__init__([Subset(part, range(size)) for part, size in zip(self.parts, self.sizes, strict=True)])
 
     @property
     def block_size(self) -> int:
@@ -124,20 +124,6 @@ class JoinedSamples(Dataset[Any]):
         ):
             return None
         return sum(part.tokens for part in self.parts)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: int) -> Any:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        place = index % len(self)
-        part = int(np.searchsorted(self._ends, place, side="right"))
-        return self.parts[part][place - int(self._ends[part]) + self.sizes[part]]
-
-    @cached_property
-    def _ends(self) -> np.ndarray:
-        return np.cumsum(self.sizes)
 
 
 class Mixture(JoinedSamples):

@@ -3,47 +3,57 @@
 from __future__ import annotations
 
 import glob
+import json
+import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepmark.data.sources.compressed_files import uncompressed_suffix
-from stepmark.data.sources.file_kinds import (
-    TEXT,
-    contains_nul,
-    describe_counts,
-    extension_counts,
-    is_json_lines,
-    is_text_kind,
-)
+from stepmark.config.data_arguments import uncompressed_suffix
+from stepmark.data.sources.reading import READ_ERRORS, open_bytes
 from stepmark.errors import DataError, UsageError
+
+TEXT = ".txt"
+CHAT_EXTENSIONS = (".json", ".jsonl", ".parquet")
+EXTENSIONS = (TEXT, *CHAT_EXTENSIONS, ".csv")
+BEGINNING = 1 << 13  # bytes of a file that tell text from binary data
+
+_OTHER_FORMATS = (  # some are text, but not one to be read as it is
+    ".tsv .tab .ndjson .jsonlines .geojson .json5 .parquet .arrow .feather .orc .avro .xls .xlsx .ods .dbf",  # tables
+    ".h5 .hdf5 .npy .npz .mat .msgpack .tfrecord .db .sqlite .sqlite3 .mdb .lmdb",  # arrays, records and databases
+    ".pkl .pickle .joblib .pt .pth .bin .ckpt .safetensors .gguf .onnx .pb",  # models
+    ".tar .tgz .tbz2 .txz .zip .7z .rar .lz .lz4 .lzma .z .br .jar .whl .warc",  # archives
+    ".pdf .doc .docx .odt .rtf .ppt .pptx .epub .mobi .djvu .ps",  # documents
+    ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .ico .ttf .otf .woff .woff2",  # pictures and fonts
+    ".mp3 .mp4 .wav .flac .ogg .avi .mov .mkv .webm",  # sound and films
+    ".pyc .pyo .so .o .a .dll .dylib .exe .class .wasm",  # programs
+)
+OTHER_FORMATS = frozenset(" ".join(_OTHER_FORMATS).split())
 
 
 @dataclass(frozen=True)
 class FoundFiles:
-    """Files in the order in which they are read, and how many of each extension lie beside them in named folders and
-    are not read."""
+    """Files in reading order, and how many of each extension beside them, in named folders, are not read."""
 
     files: list[Path]
     left_out: Counter[str]
 
 
-def find_files(field: str, given: str | Sequence[str], extensions: Collection[str]) -> FoundFiles:
+def find_files(field: str, given: str | Sequence[str], extensions: Collection[str] = EXTENSIONS) -> FoundFiles:
     """The files that a recipe field names, in its order.
 
     A name is that of a file, of a folder (its files and those of its subfolders, without hidden ones), or a pattern
     such as `data/**/*.jsonl`. Files of folders and patterns are sorted by name. If `.txt` is one of `extensions`, files
-    of all other extensions are plain text as well, but for those of known formats (`file_kinds.py`). Of a folder they
-    are only taken if it has no file with one of `extensions`.
+    of all other extensions count as plain text too, except those of known formats (OTHER_FORMATS). In a folder they
+    are only read if it has no file with one of `extensions`.
 
     Raises UsageError for a name without a file, for a format that is not read, for a binary file, for a file that is
     named twice, and for a folder that does not show what is to be read; DataError for a folder without text.
     """
-    names = [given] if isinstance(given, str) else list(given)
     found: list[Path] = []
     left_out: Counter[str] = Counter()
-    for name in names:
+    for name in [given] if isinstance(given, str) else given:
         path = Path(name).expanduser()
         if path.is_dir():
             files, others = _files_of_folder(field, path, extensions)
@@ -51,8 +61,26 @@ def find_files(field: str, given: str | Sequence[str], extensions: Collection[st
             files, others = _named_files(field, name, path, extensions)
         found += files
         left_out += extension_counts(others)
-    _check_once(field, found)
+    resolved = Counter(path.resolve() for path in found)
+    for path in found:
+        if resolved[path.resolve()] > 1:
+            raise UsageError(f"{field}: {path} is named more than once; its texts would count twice: name it once")
     return FoundFiles(found, left_out)
+
+
+def extension(file: Path) -> str:
+    """Its extension without that of a compression, or the words for none."""
+    return uncompressed_suffix(file) or "without extension"
+
+
+def extension_counts(files: Iterable[Path]) -> Counter[str]:
+    """How many files have each extension; empty files are counted as such."""
+    return Counter(extension(file) if file.stat().st_size else "empty" for file in files)
+
+
+def describe_counts(counts: Counter[str]) -> str:
+    """`290 .py, 3 .toml`: the most frequent first."""
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items(), key=lambda each: (-each[1], each[0])))
 
 
 def _named_files(field: str, name: str, path: Path, extensions: Collection[str]) -> tuple[list[Path], list[Path]]:
@@ -81,11 +109,11 @@ def _files_of_folder(field: str, folder: Path, extensions: Collection[str]) -> t
     known = [file for file in files if _has_reader(file, extensions)]
     other_text: list[Path] = []
     if TEXT in extensions:
-        candidates = [file for file in files if not _has_reader(file, extensions) and is_text_kind(file)]
-        other_text = [file for file in candidates if file.stat().st_size and not contains_nul(file)]
+        candidates = [file for file in files if not _has_reader(file, extensions) and _is_text_kind(file)]
+        other_text = [file for file in candidates if file.stat().st_size and b"\0" not in _beginning(file)]
     if len(other_text) > len(known) > 0:
         kinds = describe_counts(extension_counts([*known, *other_text]))
-        suffix = max(extension_counts(other_text).items(), key=lambda each: each[1])[0]
+        suffix = extension_counts(other_text).most_common(1)[0][0]
         raise UsageError(
             f"{field}: folder {folder} has several kinds of files: {kinds}; name those that you want by a pattern, "
             f"such as {folder}/**/*{suffix if suffix.startswith('.') else ''}"
@@ -96,8 +124,11 @@ def _files_of_folder(field: str, folder: Path, extensions: Collection[str]) -> t
     if not chosen:
         more = ", and no other text" if TEXT in extensions else ""
         raise DataError(f"{field}: folder {folder} has no file that ends with {', '.join(extensions)}{more}")
-    taken = set(chosen)
-    return chosen, [file for file in files if file not in taken]
+    return chosen, list({*files} - {*chosen})
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _has_reader(path: Path, extensions: Collection[str]) -> bool:
@@ -105,20 +136,21 @@ def _has_reader(path: Path, extensions: Collection[str]) -> bool:
     return kind in extensions and (kind != ".parquet" or kind == path.suffix.lower())
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _is_text_kind(path: Path) -> bool:
+    """Whether the extension, with and without that of a compression, allows plain text."""
+    return OTHER_FORMATS.isdisjoint((uncompressed_suffix(path), path.suffix.lower()))
 
 
 def _check_kind(field: str, path: Path, extensions: Collection[str]) -> None:
     if _has_reader(path, extensions):
         return
-    if TEXT not in extensions or not is_text_kind(path):
+    if TEXT not in extensions or not _is_text_kind(path):
         text = ", and text with any other extension" if TEXT in extensions else ""
         raise UsageError(
             f"{field}: {path} has a format that is not read; supported are {', '.join(extensions)}{text}, and all but "
             ".parquet also compressed: .gz, .bz2, .xz, .zst"
         )
-    if contains_nul(path):
+    if b"\0" in _beginning(path):
         raise UsageError(
             f"{field}: {path} is a binary file, not text; name a file with text, or a pattern that matches text alone"
         )
@@ -126,16 +158,27 @@ def _check_kind(field: str, path: Path, extensions: Collection[str]) -> None:
 
 
 def _check_not_a_table(field: str, path: Path) -> None:
-    if is_json_lines(path):
+    """Raises UsageError where the first line is a JSON object, as in a table without its extension."""
+    beginning = _beginning(path)
+    line, newline, _ = beginning.lstrip().partition(b"\n")
+    try:
+        if not newline and len(beginning) == BEGINNING:  # the line goes on
+            is_object = re.match(rb'\{\s*"[^"]*"\s*:', line) is not None
+        else:
+            is_object = isinstance(json.loads(line), dict)
+    except ValueError:
+        return
+    if is_object:
         raise UsageError(
             f"{field}: {path} holds JSON lines, and its extension does not say so; rename it to .jsonl to train on a "
             "column, or to .txt to train on the file as it is"
         )
 
 
-def _check_once(field: str, files: Sequence[Path]) -> None:
-    seen: set[Path] = set()
-    for path in files:
-        if path.resolve() in seen:
-            raise UsageError(f"{field}: {path} is named more than once; its texts would count twice: name it once")
-        seen.add(path.resolve())
+def _beginning(path: Path) -> bytes:
+    """Of the decompressed contents. Empty where they cannot be read: reading all of them says why."""
+    try:
+        with open_bytes(path) as file:
+            return file.read(BEGINNING)
+    except READ_ERRORS:
+        return b""

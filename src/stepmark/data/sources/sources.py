@@ -1,24 +1,35 @@
-"""A config → the texts of training and validation."""
+"""A config → the texts, or rows of chat data, of training and validation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepmark.config.data_arguments import STDLIB, DataArguments
-from stepmark.data.sources.columns import choose_column, describe_columns, text_of
-from stepmark.data.sources.read_meter import ReadMeter
+import xxhash
+
+from stepmark.config.data_arguments import STDLIB, TABLES, DataArguments
+from stepmark.data.sources.corpus import Corpus, Source
+from stepmark.data.sources.reading import ReadMeter, named_read_errors, open_text, uncompressed_suffix
+from stepmark.data.sources.source_files import CHAT_EXTENSIONS, EXTENSIONS, extension, find_files
 from stepmark.data.sources.stdlib import stdlib_texts
-from stepmark.data.sources.text_files import file_corpus
-from stepmark.data.sources.texts import Corpus, Texts
+from stepmark.data.sources.tables import (
+    choose_column,
+    describe_columns,
+    table_columns,
+    table_rows,
+    text_of,
+    without_fillings,
+)
 from stepmark.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["DataArguments", "Sources", "open_sources"]
+LONGEST_LINE = 1 << 18  # characters; a longer one is read in parts
 
 
 @dataclass(frozen=True)
@@ -42,35 +53,101 @@ class Sources:
 
 
 def open_sources(config: DataArguments) -> Sources:
-    """Finds the texts that `config` names; files are read only to compute their checksums.
+    """Finds the texts that `config` names, or with `messages_column` the rows of chat data; files are read only to
+    compute their checksums.
 
     Raises DataError for missing or unusable data, and UsageError for fields that do not match it.
     """
     percentage = config.validation_split_percentage
-    column = config.text_column
-    given = file_corpus("validation_file", config.validation_file, column) if config.validation_file else None
+    given = _file_corpus("validation_file", config.validation_file, config) if config.validation_file else None
+    validation: Corpus | None = None
     if config.train_file:
-        train: Corpus = file_corpus("train_file", config.train_file, column)
-        validation = None
+        train = _file_corpus("train_file", config.train_file, config)
     elif config.dataset_name == STDLIB:
+        if config.messages_column is not None:
+            raise UsageError(
+                f"messages_column: {STDLIB} has no conversations; name a dataset or a train_file with some"
+            )
         train, validation = stdlib_texts(0 if given else percentage)
     else:
-        train, validation = _dataset_texts(config)
-    if column is not None and train.is_plain and (given is None or given.is_plain):
+        splits = _load_splits(str(config.dataset_name), config.dataset_config_name)
+        train = _split_corpus("train", splits["train"], config)
+        validation = _split_corpus("validation", splits["validation"], config) if "validation" in splits else None
+    if config.text_column is not None and train.is_plain and (given is None or given.is_plain):
         files = train.where if given is None else f"{train.where} and {given.where}"
         raise UsageError(f"text_column is given, but the data has no columns ({files} are plain text); remove it")
     validation = given or validation
     return Sources(train, validation, 0 if validation is not None else percentage)
 
 
-def _dataset_texts(config: DataArguments) -> tuple[Corpus, Corpus | None]:
-    assert config.dataset_name is not None
-    splits = load_splits(config.dataset_name, config.dataset_config_name)
-    texts = {name: _split_texts(splits[name], name, config) for name in ("train", "validation") if name in splits}
-    return texts["train"], texts.get("validation")
+def _file_corpus(field: str, given: str | Sequence[str], config: DataArguments) -> Corpus:
+    """The contents of the files that the recipe field `field` names: one, several, folders or patterns.
+
+    .txt, and any extension that is not one of another format: plain text, one document a file; its lines, with their
+    newlines, are the parts at which it may be split. .json, .jsonl, .csv and .parquet: one document a row, its text in
+    the `text_column`; see `table_rows` and `choose_column`. All but .parquet may be compressed: .gz, .bz2, .xz, .zst.
+    """
+    chat = config.messages_column is not None
+    found = find_files(field, given, CHAT_EXTENSIONS if chat else EXTENSIONS)
+    sources = tuple(_file_source(field, path, config) for path in found.files)
+    return Corpus(sources, found.left_out, "row" if chat else "document")
 
 
-def load_splits(name: str, config_name: str | None) -> dict[str, Any]:
+def _file_source(field: str, path: Path, config: DataArguments) -> Source:
+    where, content = f"{field} {path}", f"{path.suffix.lower()}:{_checksum_of(field, path)}"
+    if config.messages_column is not None:
+        return Source(where, content, partial(table_rows, path))
+    meter = ReadMeter(path.stat().st_size)
+    if uncompressed_suffix(path) not in TABLES:
+        return Source(where, f"{content}:", partial(_lines, path, meter), True, meter, text_kind=extension(path))
+    columns, strings = table_columns(path)
+    column = choose_column(columns, strings, config.text_column, str(path))
+
+    def read() -> Iterator[str | None]:
+        meter.done = 0
+        return (text_of(row.get(column), name, column) for name, row in table_rows(path, column, meter))
+
+    return Source(where, f"{content}:{column}", read, meter=meter, reads=describe_columns(column, columns))
+
+
+def _lines(path: Path, meter: ReadMeter) -> Iterator[str]:
+    """The lines of a UTF-8 file, each with its newline; a line of more than LONGEST_LINE characters in several parts,
+    cut before a space where there is one.
+
+    The text reader of `datasets` changes line ends and keeps byte order marks, and a long line is one string there.
+    """
+    meter.done, rest = 0, ""
+    with named_read_errors(path), open_text(path, meter) as file:
+        while read := file.readline(LONGEST_LINE):
+            text, rest = rest + read, ""
+            if len(read) == LONGEST_LINE and not read.endswith("\n"):
+                space = text.rfind(" ", 1)
+                if space > 0:
+                    text, rest = text[:space], text[space:]
+            yield text
+        if rest:
+            yield rest
+
+
+def _checksum_of(field: str, path: Path) -> str:
+    """The checksum of a file that a recipe field names. Raises DataError where it is empty or cannot be read."""
+    try:
+        if path.stat().st_size == 0:
+            raise DataError(f"{field}: {path} is empty; give a file with text")
+        return file_checksum(path)
+    except OSError as error:
+        raise DataError(
+            f"{field}: {path} cannot be read ({error.strerror}); check the file and its permissions"
+        ) from error
+
+
+def file_checksum(path: Path) -> str:
+    """xxh3-128 of the file's bytes, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def _load_splits(name: str, config_name: str | None) -> dict[str, Any]:
     """The splits of a folder made by `save_to_disk`, or of what `load_dataset` finds; `train` is one of them.
 
     Raises UsageError where it cannot be loaded, and DataError where it has no training split.
@@ -96,14 +173,18 @@ def load_splits(name: str, config_name: str | None) -> dict[str, Any]:
     return splits
 
 
-def _split_texts(split: Dataset, name: str, config: DataArguments) -> Corpus:
-    where = f"dataset_name {config.dataset_name}, split {name}"
+def _split_corpus(name: str, split: Dataset, config: DataArguments) -> Corpus:
+    where, columns = f"dataset_name {config.dataset_name}, split {name}", split.column_names
+    # The fingerprint is the library's own name for a dataset's content after all transforms.
+    if config.messages_column is not None:
+        data = split.with_format(None)
+        rows = Source(where, f"{data._fingerprint}:{len(data)}", partial(_named_rows, data, where))
+        return Corpus((rows,), unit="row")
     strings = [
         key for key, kind in split.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")
     ]
-    column = choose_column(split.column_names, strings, config.text_column, where)
+    column = choose_column(columns, strings, config.text_column, where)
     plain = split.select_columns([column]).with_format(None)
-
     meter = ReadMeter(len(split))
 
     def read() -> Iterator[str | None]:
@@ -113,7 +194,9 @@ def _split_texts(split: Dataset, name: str, config: DataArguments) -> Corpus:
             for value in rows[column]:
                 yield text_of(value, where, column)
 
-    # The fingerprint is the library's own name for a dataset's content after all transforms.
     content = f"{split._fingerprint}:{len(split)}:{column}"
-    reads = describe_columns(column, split.column_names)
-    return Corpus((Texts(where, content, read, meter=meter, reads=reads),))
+    return Corpus((Source(where, content, read, meter=meter, reads=describe_columns(column, columns)),))
+
+
+def _named_rows(data: Dataset, where: str) -> Iterator[tuple[str, Any]]:
+    return ((f"{where}, row {number}", without_fillings(row)) for number, row in enumerate(data, start=1))

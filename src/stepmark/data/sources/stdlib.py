@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from stepmark.data.sources.texts import Corpus, Texts
+from stepmark.data.sources.corpus import Corpus, Source
 from stepmark.errors import DataError
 
 # Packages that users installed, and tests, which repeat themselves.
@@ -62,7 +62,7 @@ def _texts(files: Sequence[Path], root: Path) -> Corpus:
     def read() -> Iterator[str | None]:
         return (_utf8(path) for path in files)
 
-    return Corpus((Texts("python-stdlib", checksum.hexdigest(), read),))
+    return Corpus((Source("python-stdlib", checksum.hexdigest(), read),))
 
 
 def _utf8(path: Path) -> str | None:

@@ -10,23 +10,43 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from multiprocessing import get_all_start_methods, get_context
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
 
-from stepmark.data.sources.texts import Corpus
-from stepmark.data.tokenize.segments import Segment, Tally, joined, segment_batches
+from stepmark.data.sources.corpus import Corpus
 from stepmark.data.tokenize.tokenizer import END_OF_TEXT, PAD, byte_tokenizer
 from stepmark.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+BATCH_CHARACTERS = 1 << 18
+
+
+class Segment(NamedTuple):
+    """Text that is encoded together, and whether it begins and ends its document."""
+
+    text: str
+    starts: bool
+    ends: bool
+
+
+@dataclass
+class Tally:
+    """What was read: documents with text, and rows without any, which leave nothing to train on."""
+
+    documents: int = 0
+    without_text: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,14 +88,11 @@ class TextEncoder:
         return np.asarray(ids, dtype=self.dtype)
 
 
-def encode_texts(
-    texts: Corpus, encoder: TextEncoder, processes: int = 1, tally: Tally | None = None
-) -> Iterator[np.ndarray]:
+def encode_texts(texts: Corpus, encoder: TextEncoder, processes: int, tally: Tally) -> Iterator[np.ndarray]:
     """The token stream of a split, in parts, 1-dimensional and of `encoder.dtype`; `tally` counts what was read.
 
-    Raises DataError if the texts are empty or only white space.
+    Raises DataError if the texts are empty or only white space, or one of them is not Unicode.
     """
-    tally = tally or Tally()
     found_text = False
 
     def watched() -> Iterator[list[Segment]]:
@@ -84,7 +101,12 @@ def encode_texts(
             found_text = found_text or any(not segment.text.isspace() for segment in batch)
             yield batch
 
-    yield from _encode_batches(watched(), encoder, processes)
+    try:
+        yield from _encode_batches(watched(), encoder, processes)
+    except (TypeError, UnicodeEncodeError) as error:  # of the tokenizers library, and of Python
+        raise DataError(
+            f"{texts.where}: a text cannot be encoded ({error}); remove halves of surrogate pairs, \\ud800 to \\udfff"
+        ) from error
     if not found_text:
         rows = f" in any of its {tally.without_text} rows" if tally.without_text else ""
         raise DataError(f"{texts.where} contains no text{rows}; give data with text in it")
@@ -129,49 +151,96 @@ def _encode_in_worker(batch: list[Segment]) -> np.ndarray:
     return _worker.stream(batch)
 
 
-@dataclass(frozen=True)
-class _FastEncoder:
-    """A tokenizer of the tokenizers library, which encodes a batch in several threads."""
-
-    tokenizer: Any
-
-    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-
-
-@dataclass(frozen=True)
-class _ByteEncoder:
-    """The built-in tokenizer: the ids of a text without special tokens are its bytes."""
-
-    complete: _FastEncoder
-
-    def __call__(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        return [self._encode(text) for text in texts]
-
-    def _encode(self, text: str) -> Sequence[int]:
-        if END_OF_TEXT in text or PAD in text:
-            return self.complete([text])[0]
-        try:
-            return text.encode()
-        except UnicodeEncodeError:  # half a surrogate pair
-            return self.complete([text])[0]
+def segment_batches(corpus: Corpus, tally: Tally) -> Iterator[list[Segment]]:
+    """The corpus in lists of about `BATCH_CHARACTERS` characters, at most twice that; counts documents in `tally`."""
+    batch: list[Segment] = []
+    characters = 0
+    for segment in _segments(corpus, tally):
+        batch.append(segment)
+        characters += len(segment.text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
-@dataclass(frozen=True)
-class _SlowEncoder:
-    """A tokenizer written in Python."""
+def joined(batch: Iterable[Segment]) -> list[Segment]:
+    """The batch with consecutive segments of one document as one."""
+    texts: list[list[str]] = []
+    edges: list[tuple[bool, bool]] = []
+    for text, starts, ends in batch:
+        if starts or not texts:
+            texts.append([text])
+            edges.append((starts, ends))
+        else:
+            texts[-1].append(text)
+            edges[-1] = (edges[-1][0], ends)
+    return [Segment("".join(parts), *edge) for parts, edge in zip(texts, edges, strict=True)]
 
-    tokenizer: Any
 
-    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.tokenizer.encode(text, add_special_tokens=False, verbose=False) for text in texts]
+def _segments(corpus: Corpus, tally: Tally) -> Iterator[Segment]:
+    for index, parts in groupby(corpus.numbered(), key=itemgetter(0)):
+        texts = (text for _, text in parts)
+        if corpus.sources[index].continuous:
+            tally.documents += 1
+            yield from _document(piece for text in texts if text for piece in cut(text))
+            continue
+        for text in texts:
+            if text:
+                tally.documents += 1
+                yield from _document(cut(text))
+            else:
+                tally.without_text += 1
+
+
+def _document(pieces: Iterable[str]) -> Iterator[Segment]:
+    """The pieces of one document, the first and the last of which are marked."""
+    waiting: str | None = None
+    starts = True
+    for piece in pieces:
+        if waiting is not None:
+            yield Segment(waiting, starts, False)
+            starts = False
+        waiting = piece
+    if waiting is not None:
+        yield Segment(waiting, starts, True)
+
+
+def cut(text: str) -> Iterator[str]:
+    """The text in pieces of at most `BATCH_CHARACTERS`, cut before a space or line end where there is one."""
+    start = 0
+    while len(text) - start > BATCH_CHARACTERS:
+        limit = start + BATCH_CHARACTERS
+        stop = max(text.rfind(" ", start + 1, limit), text.rfind("\n", start + 1, limit))
+        stop = limit if stop == -1 else stop
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+def _encode_fast(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """By a tokenizer of the tokenizers library, which encodes a batch in several threads."""
+    return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def _encode_bytes(tokenizer: Any, texts: Sequence[str]) -> list[Sequence[int]]:
+    """By the built-in tokenizer: the ids of a text without special tokens are its bytes."""
+    return [
+        _encode_fast(tokenizer, [text])[0] if END_OF_TEXT in text or PAD in text else text.encode() for text in texts
+    ]
+
+
+def _encode_slowly(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """By a tokenizer written in Python."""
+    return [tokenizer.encode(text, add_special_tokens=False, verbose=False) for text in texts]
 
 
 def _plain_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[list[str]], Sequence[Sequence[int]]], str]:
     """A function from texts to ids, without special tokens, and a string that identifies it."""
     if not tokenizer.is_fast:
         settings = {key: str(value) for key, value in tokenizer.init_kwargs.items() if not key.endswith("_file")}
-        return _SlowEncoder(tokenizer), json.dumps(
+        return partial(_encode_slowly, tokenizer), json.dumps(
             [type(tokenizer).__name__, tokenizer.get_vocab(), settings], sort_keys=True
         )
     from tokenizers import Tokenizer
@@ -179,10 +248,9 @@ def _plain_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[list[s
     own = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     own.no_truncation()
     own.no_padding()
-    encoder, serialised = _FastEncoder(own), own.to_str()
-    if serialised == byte_tokenizer().backend_tokenizer.to_str():
-        return _ByteEncoder(encoder), serialised
-    return encoder, serialised
+    serialised = own.to_str()
+    is_bytes = serialised == byte_tokenizer().backend_tokenizer.to_str()
+    return partial(_encode_bytes if is_bytes else _encode_fast, own), serialised
 
 
 def _special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -11,17 +11,17 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from stepmark.data.sources.text_files import file_checksum
+from stepmark.data.sources.sources import file_checksum
 from stepmark.errors import DataError
+from stepmark.filesystem.files import sync_folder, write_file
 
 META = "meta.json"
 TEMPORARY = ".tmp-"
@@ -52,9 +52,7 @@ class TokenFile:
     def __enter__(self) -> TokenFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._file:
             if kind is None:
                 self._file.flush()
@@ -79,43 +77,47 @@ def open_entry(entry: Path) -> dict[str, Any] | None:
 
 def new_entry(root: Path) -> Path:
     """A temporary folder under `root` to write an entry into; removes abandoned ones."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        for folder in root.glob(f"{TEMPORARY}*"):
-            if time.time() - _last_write(folder) > ABANDONED_AFTER:
-                shutil.rmtree(folder, ignore_errors=True)
-        folder = root / f"{TEMPORARY}{uuid.uuid4().hex}"
-        folder.mkdir()
-    except OSError as error:
-        raise DataError(
-            f"the data cache {root} cannot be written ({error.strerror}); set STEPMARK_CACHE to a folder that can"
-        ) from error
+    root.mkdir(parents=True, exist_ok=True)
+    for folder in root.glob(f"{TEMPORARY}*"):
+        if time.time() - _last_write(folder) > ABANDONED_AFTER:
+            shutil.rmtree(folder, ignore_errors=True)
+    folder = root / f"{TEMPORARY}{uuid.uuid4().hex}"
+    folder.mkdir()
     return folder
 
 
-@contextmanager
-def writing_entry(entry: Path) -> Iterator[Path]:
-    """Inside the block, `entry` is written into the temporary folder that it gives, and committed. Raises DataError
-    where that cannot be written."""
-    folder = new_entry(entry.parent)
+def find_or_write(
+    entry: Path, write: Callable[[Path], dict[str, Any]], *, overwrite: bool
+) -> tuple[dict[str, Any], bool]:
+    """The metadata of an entry, and whether it was there. If it was not, or with `overwrite`, `write` writes its files
+    into the folder that it is given, and returns the metadata.
+
+    Raises DataError where the cache cannot be written.
+    """
+    found = None if overwrite else open_entry(entry)
+    if found is not None:
+        return found, True
+    folder = None
     try:
-        yield folder
+        folder = new_entry(entry.parent)
+        meta = write(folder)
+        commit_entry(folder, entry, meta)
     except OSError as error:
         raise DataError(
-            f"the data cache {entry.parent} cannot be written ({error.strerror}); free space, or set STEPMARK_CACHE"
+            f"the data cache {entry.parent} cannot be written ({error.strerror}); free space, or set STEPMARK_CACHE to"
+            " another folder"
         ) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # already renamed if it was committed
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)  # already renamed if it was committed
+    return meta, False
 
 
 def commit_entry(folder: Path, entry: Path, meta: Mapping[str, Any]) -> None:
     """Atomically renames the temporary `folder`, whose data files are synced, to `entry`. An existing entry is
     replaced; processes that have mapped its files keep them."""
-    with (folder / META).open("w", encoding="utf-8") as file:
-        json.dump({"xxh3": _meta_checksum(meta), "meta": meta}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(folder)
+    write_file(folder / META, json.dumps({"xxh3": _meta_checksum(meta), "meta": meta}, indent=1).encode())
+    sync_folder(folder)
     replaced = entry.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
     with suppress(FileNotFoundError):
         entry.rename(replaced)
@@ -127,7 +129,7 @@ def commit_entry(folder: Path, entry: Path, meta: Mapping[str, Any]) -> None:
         if open_entry(entry) is None:
             raise
         shutil.rmtree(folder)
-    _sync_folder(entry.parent)
+    sync_folder(entry.parent)
 
 
 def _meta_checksum(meta: Mapping[str, Any]) -> str:
@@ -140,11 +142,3 @@ def _last_write(folder: Path) -> float:
         return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except OSError:
         return time.time()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -164,7 +164,7 @@ def model_factory(
     pipeline_chunks: int = 1,
 ) -> ModelFactory:
     """The factory of models for a rank of the mesh; the arguments are those of `parallelize`."""
-    from stepmark.parallel.tensor.parallelize import parallelize
+    from stepmark.parallel.parallelize import parallelize
 
     shard = functools.partial(
         parallelize,

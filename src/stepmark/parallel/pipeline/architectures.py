@@ -1,7 +1,7 @@
 """The model types that compute the same in pipeline stages as in one piece, and what their layers return; and those of
 them whose loss over the routers of all layers is the same, too.
 
-docs/architectures-pipeline.md describes the comparison and why other types failed it; `scripts/architectures.py
+docs/tables.md describes the comparison and why other types failed it; `scripts/architectures.py
 --pipeline` generates both.
 """
 

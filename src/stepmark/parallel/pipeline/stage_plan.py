@@ -104,7 +104,7 @@ def _verified(model: Any) -> str:
     if kind not in PASSED or type(model).__name__ != _causal_class(kind):
         raise UsageError(
             f"pipeline_parallel_size: {type(model).__name__} is not among the models that were verified to compute the "
-            "same in stages (docs/architectures-pipeline.md); set it to 1"
+            "same in stages (docs/tables.md); set it to 1"
         )
     routers = () if kind in ROUTER_LOSSES and find_spec(COLLECTS_ROUTER_LOGITS) else (ROUTER_LOGITS,)
     for name in (*OUTPUTS_OF_ALL_LAYERS, *routers):

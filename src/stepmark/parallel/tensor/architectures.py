@@ -1,6 +1,6 @@
 """The model types whose own tensor parallel plan reproduces the results of the unsharded model.
 
-docs/architectures.md describes the comparison and why other types failed it; `scripts/architectures.py` generates both.
+docs/tables.md describes the comparison and why other types failed it; `scripts/architectures.py` generates both.
 """
 
 from __future__ import annotations

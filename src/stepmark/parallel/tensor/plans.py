@@ -99,7 +99,7 @@ def plan_of(model: Any, given: Mapping[str, str] | None = None) -> dict[str, Sty
     if given is None and kind not in PASSED:
         raise UsageError(
             f"tensor_parallel_size: {kind} is not among the architectures that were verified against the unsharded "
-            "model (docs/architectures.md); compare the results yourself and pass parallelize(plan=...), with "
+            "model (docs/tables.md); compare the results yourself and pass parallelize(plan=...), with "
             "model.tp_plan if it is right"
         )
     return found

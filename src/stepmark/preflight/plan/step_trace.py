@@ -24,9 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.batch import StepBatch
 from stepmark.errors import UsageError
-from stepmark.optim.protocols import StepOptimizer
+from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.tensor.adapted_layers import check_adapters
-from stepmark.parallel.tensor.parallelize import parallelize
 from stepmark.preflight.plan.allocations import (
     ACTIVATIONS,
     GRADIENTS,
@@ -39,7 +39,7 @@ from stepmark.preflight.plan.simulated_mesh import PlannedDevice, SimulatedMesh
 from stepmark.preflight.plan.stage_trace import evaluate_stages, stage_inputs, watch_stage
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_windows import WatchedLoss, WatchedOptimizer
-from stepmark.recipe.adapter import with_adapter
+from stepmark.recipe.model import with_adapter
 from stepmark.runtime.module_placement import cast_module
 from stepmark.trainer.setup import sharding_options, step_optimizer
 from stepmark.training.loss import MicroBatchLoss, Weight

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from stepmark.optim.protocols import GradientReducer, ReducedGradients, StepOptimizer
+from stepmark.parallel.gradients.reduced import ReducedGradients
+from stepmark.parallel.gradients.reducer import GradientReducer
+from stepmark.parallel.optimizer.protocols import StepOptimizer
 from stepmark.preflight.plan.allocations import ACTIVATIONS, COMMUNICATION, GRADIENTS, AllocationTracker
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss, Weight
@@ -40,7 +42,7 @@ class WatchedOptimizer:
     def gradients(self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype = torch.float32) -> GradientReducer:
         with self._tracker.within(GRADIENTS):
             reducer = self._optimizer.gradients(mesh, accumulation=accumulation, reduce_dtype=reduce_dtype)
-        return WatchedGradients(reducer, self._parameters, self._tracker)
+        return cast(GradientReducer, WatchedGradients(reducer, self._parameters, self._tracker))
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         self._optimizer.set_gradients(gradients)
@@ -59,35 +61,17 @@ class WatchedGradients:
     def __init__(self, reducer: GradientReducer, parameters: list[nn.Parameter], tracker: AllocationTracker) -> None:
         self._reducer, self._parameters, self._tracker = reducer, parameters, tracker
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
     def collect(self) -> None:
         self._assign()
         self._reducer.collect()
-
-    def collect_one(self, parameter: Tensor) -> None:
-        self._reducer.collect_one(parameter)
-
-    def collect_on_arrival(self) -> None:
-        self._reducer.collect_on_arrival()
-
-    def begin(self, tokens: Tensor) -> None:
-        self._reducer.begin(tokens)
-
-    def last_backward(self) -> None:
-        self._reducer.last_backward()
 
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
         self._assign()
         self._tracker.enter("gradient reduction", COMMUNICATION)
         return self._reducer.reduce(loss, tokens)
-
-    def show(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
-        return self._reducer.show(gradients)
-
-    def reset(self) -> None:
-        self._reducer.reset()
-
-    def close(self) -> None:
-        self._reducer.close()
 
     def _assign(self) -> None:
         self._tracker.assign((parameter.grad for parameter in self._parameters), GRADIENTS)

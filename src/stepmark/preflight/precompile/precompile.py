@@ -56,7 +56,8 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder, Context]:
         UsageError: As `precompile`.
     """
     recipe = _shortened(recipe)
-    functions, context = begin(recipe)
+    functions, run = begin(recipe)
+    context = run.context
     if not context.runtime.lazy:
         raise UsageError(
             f"device: {context.runtime.name} runs operations as they come and compiles no graphs; precompile is for "
@@ -68,7 +69,7 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder, Context]:
     ranks = context.world.size // (training.tensor_parallel_size * training.pipeline_parallel_size)
     trainer = build_trainer(
         recipe,
-        context,
+        run,
         functions,
         prepare=lambda tokenizer: stand_in_data(recipe, tokenizer, max(ranks, 1), STEPS),
         build=build_untrained,

@@ -1,4 +1,4 @@
-"""Data loaders that a subclass of the Trainer returns: their batches, in their own order, as optimizer steps."""
+"""Data loaders that a user's Trainer returns: their batches, in their own order, as optimizer steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("stepmark")
 
 
 class PlainBatches:
-    """The Trainer's loader as PyTorch's looks: it has a length and a dataset, and yields the batches of this rank.
+    """The Trainer's loader with the interface of PyTorch's: a length, a dataset, and this rank's batches.
 
     Each iteration is over the first epoch, and does not move the position of `loader`.
     """
@@ -48,21 +48,21 @@ class PlainBatches:
 class GivenLoader:
     """An iterable of batches as the loader of a training run or an evaluation.
 
-    The ranks take its batches in turn, as with accelerate, unless its sampler already shards the data. So every rank
-    iterates all of it, with equal random numbers: Python's, numpy's and PyTorch's CPU generators are seeded for each
-    epoch and restored after each batch. The position is the number of batches taken in an epoch. If the iterable has
-    `state_dict` and `load_state_dict`, these are used; otherwise batches are skipped when a run resumes.
+    The ranks take its batches in turn, as with accelerate, unless its sampler already shards the data. Every rank
+    therefore iterates all of it with the same random numbers: Python's, numpy's and PyTorch's CPU generators are seeded
+    for each epoch and restored after each batch. The position is the number of batches taken in an epoch. On resuming,
+    `state_dict` and `load_state_dict` are used if the iterable has them; otherwise batches are skipped.
 
     Args:
-        loader: Iterable more than once; it yields batches on the host, and may have a length.
+        loader: A re-iterable of batches on the host, with or without a length.
         rank: This rank's data parallel coordinate.
         world_size: Data parallel ranks.
         accumulation: Batches of a step and rank.
-        seed: Of the generators.
+        seed: The seed of the generators.
         labels: How the model's loss uses labels.
         max_steps: Steps of the run, for a loader without a length; default None: it needs one.
-        fixed_shape: Fill smaller batches with rows that are not in the loss, up to the size of the first one, where
-            labels can say so.
+        fixed_shape: Pad smaller batches to the size of the first, with rows whose labels are ignored, where the loss
+            has labels.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class GivenLoader:
             self._position = {**self._position, "samples": 0, "loader": None}
 
     def state_after(self, steps: int, epoch: float) -> dict[str, Any]:
-        """The position of a run that another tool trained for `steps` steps with this loader. `epoch` is not needed."""
+        """The position after `steps` steps of another tool with this loader; `epoch` is ignored."""
         group = self._size * self.layout.accumulation
         passes, rest = divmod(steps, self.steps_per_epoch) if self._length is not None else (0, steps)
         return self._state(passes, rest * group, ended=not rest)
@@ -232,7 +232,7 @@ class GivenLoader:
         return owner.state_dict() if hasattr(owner, "state_dict") and hasattr(inner, "load_state_dict") else None
 
     def _generators(self) -> list[torch.Generator]:
-        """The generators that the user gave the loader or its samplers; in an epoch they draw its order."""
+        """The user's generators in the loader or its samplers, which draw the order of an epoch."""
         batch_sampler = getattr(self.given, "batch_sampler", None)
         owners = (self.given, getattr(self.given, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", 0))
         found = [getattr(owner, "generator", None) for owner in owners]
@@ -244,7 +244,7 @@ class GivenLoader:
 
 
 class _RandomStream:
-    """Random numbers of one epoch: each block draws on from where the last one ended."""
+    """Random numbers of one epoch: each block continues where the previous one ended."""
 
     def __init__(self, key: tuple[int, ...]) -> None:
         with seeded_generators(key):
@@ -272,7 +272,7 @@ def _set_random_states(states: tuple[Any, Any, Tensor]) -> None:
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """Announces the epoch to whatever draws its order."""
+    """Calls `set_epoch` of the loader and its samplers."""
     for owner in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         if owner is not None and hasattr(owner, "set_epoch"):
             owner.set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""`model_init`: a function that makes the model, the same one for each run of a Trainer."""
+"""`model_init`: makes the same model for each run of a Trainer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from stepmark.runtime.mesh import Mesh
 
 
 class ModelFactory:
-    """Makes a Trainer's model with `model_init`, seeded as transformers does: every call gives the same weights.
-
-    Random numbers outside of it go on as if it had not been called.
+    """Makes a Trainer's model with `model_init`, seeded as in transformers: every call gives the same weights. Global
+    random generators are not advanced.
 
     Args:
         make: `model_init() -> nn.Module`; it may have one parameter, a trial of a hyperparameter search, which is None.
@@ -46,7 +45,7 @@ class ModelFactory:
         """Gives `model` its first weights again, unless it has not been trained yet.
 
         Raises:
-            UsageError: The model is sharded, so that it cannot be made anew.
+            UsageError: The model is sharded, so it cannot be made again.
         """
         self._runs += 1
         if self._runs == 1:
@@ -61,7 +60,7 @@ class ModelFactory:
 
 
 def model_of(model: nn.Module | None, make: Callable[..., nn.Module] | None, seed: int) -> tuple[Any, Any]:
-    """The model that a Trainer was given or has to make, and the factory in the second case.
+    """The given model, or the one that `make` makes and its factory.
 
     Raises:
         UsageError: Both or neither was given.

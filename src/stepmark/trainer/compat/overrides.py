@@ -6,31 +6,21 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import nn
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+
 from stepmark.config.refusals import refusals
+from stepmark.config.training_fields import GROUP_BY_LENGTH
 from stepmark.errors import UsageError
 
-CALLED = (
-    "compute_loss",
-    "get_train_dataloader",
-    "_get_train_sampler",
-    "get_eval_dataloader",
-    "get_test_dataloader",
-    "create_optimizer",
-    "create_scheduler",
-    "create_optimizer_and_scheduler",
-    "prediction_step",
-    "evaluate",
-    "predict",
-    "log",
-    "save_model",
-    "train",
-    "is_world_process_zero",
-    "add_callback",
-    "remove_callback",
-    "pop_callback",
-    "create_model_card",
-    "push_to_hub",
-)
+_CALLED = """
+    compute_loss get_train_dataloader _get_train_sampler get_eval_dataloader get_test_dataloader create_optimizer
+    create_scheduler create_optimizer_and_scheduler prediction_step evaluate predict log save_model train
+    is_world_process_zero add_callback remove_callback pop_callback create_model_card push_to_hub
+"""
+CALLED = tuple(_CALLED.split())
+NEED_COMPLETE_MODEL = ("compute_loss", "prediction_step")  # methods whose replacement calls the complete model
 
 
 def hooks_of(base: type) -> dict[str, Any]:
@@ -61,6 +51,27 @@ def check_assignment(trainer: Any, name: str, value: Any) -> None:
         )
 
 
+def check_pipeline(name: str, stages: int) -> None:
+    """Raises UsageError for a method in `NEED_COMPLETE_MODEL` that is replaced, where each rank has one of several
+    stages."""
+    if stages > 1:
+        raise UsageError(
+            f"{name} and pipeline_parallel_size: a {name} of your own calls the complete model, and each rank has "
+            "a stage of it; pass compute_loss_func, preprocess_logits_for_metrics or compute_metrics, which get "
+            "the last stage's outputs, or set pipeline_parallel_size to 1"
+        )
+
+
+class NoAccelerator:
+    """`Trainer.accelerator`, which says what to use instead where it is read; a script may set the attribute."""
+
+    def __get__(self, trainer: Any, kind: type) -> Any:
+        raise AttributeError(
+            f"{kind.__name__!r} object has no attribute 'accelerator': Stepmark does not use accelerate; return a "
+            "loader as it is instead of accelerator.prepare(loader); see also args.device and is_world_process_zero()"
+        )
+
+
 def overrides(trainer: Any, own: Mapping[str, Any], name: str) -> bool:
     """Whether the method `name` of `trainer` is not Stepmark's `own`: a subclass, a patch or an attribute has it."""
     method = getattr(trainer, name)
@@ -71,3 +82,53 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
     """Whether a method of a subclass has a parameter of this name, or takes any."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+
+def call_compute_loss(
+    compute: Callable[..., Any], owner: str, model: nn.Module, inputs: Any, items: torch.Tensor
+) -> tuple[torch.Tensor, Any]:
+    """Returns the loss, a 0-dim tensor, and the outputs, which are asked for without gradients, in evaluations, only.
+
+    Args:
+        compute: The method, with transformers' parameters; it may lack `num_items_in_batch`.
+        owner: The name of its class, for errors.
+        model: The model.
+        inputs: A batch on the device.
+        items: The number of the batch's targets, a 0-dim tensor.
+
+    Raises:
+        UsageError: It returns something else than a loss with one element, or no outputs where they are asked for.
+    """
+    wants_outputs = not torch.is_grad_enabled()
+    options: dict[str, Any] = {"num_items_in_batch": items} if accepts(compute, "num_items_in_batch") else {}
+    options |= {"return_outputs": True} if wants_outputs else {}
+    found = compute(model, dict(inputs) if isinstance(inputs, Mapping) else inputs, **options)
+    loss, outputs = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or (wants_outputs and not isinstance(found, tuple)):
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+        expected = "a loss with one element" + (" and the outputs (return_outputs=True)" if wants_outputs else "")
+        raise UsageError(f"{owner}.compute_loss returned a {type(found).__name__}{shape}; return {expected}")
+    return loss.reshape(()), outputs
+
+
+def call_sampler(trainer: Any) -> Sampler[int] | None:
+    """What an overridden `_get_train_sampler` returns; older ones take no dataset."""
+    takes_dataset = len(inspect.signature(trainer._get_train_sampler).parameters) > 0
+    sampler = trainer._get_train_sampler(trainer.train_dataset) if takes_dataset else trainer._get_train_sampler()
+    if sampler is not None and not hasattr(sampler, "__iter__"):
+        raise UsageError(f"_get_train_sampler: returned {type(sampler).__name__}, which is not a sampler")
+    return sampler
+
+
+def sampler_of(dataset: Any, strategy: str) -> Sampler[int]:
+    """A sampler with the meaning of a `train_sampling_strategy`, for a subclass that calls the Trainer's own.
+
+    Raises:
+        UsageError: There is none.
+    """
+    if strategy == GROUP_BY_LENGTH:
+        raise UsageError(
+            "train_sampling_strategy: group_by_length has no sampler that _get_train_sampler could return; choose "
+            "random or sequential, or do not override it"
+        )
+    return SequentialSampler(dataset) if strategy == "sequential" else RandomSampler(dataset)

@@ -15,8 +15,7 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.config.transformers_defaults import known_fields
 from stepmark.data.loader.collate import PadTo
 from stepmark.errors import UsageError
-from stepmark.trainer.compat.seq2seq_arguments import Seq2SeqTrainingArguments
-from stepmark.trainer.training_arguments import TrainingArguments
+from stepmark.trainer.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
 
 _TRAINERS = ("trl", "optimum", "sentence_transformers", "setfit")  # libraries with trainers of their own
 _INSTEAD = "leave it out, and prepare train_dataset so; for chats use Conversations, or a recipe"

@@ -34,8 +34,7 @@ class ModelColumns:
         """The arguments of the model's forward, and the labels; None, for all, where it takes any argument. The models
         of transformers take further arguments for their attention and loss only, which are not columns.
 
-        `others_read`: a loss or a collator of the user's might want the other columns, so leaving them out is a
-        warning.
+        `others_read`: a user's loss or collator may want the other columns, so dropping them is a warning.
         """
         inner = unwrapped(model)
         parameters = inspect.signature(inner.forward).parameters.values()

@@ -34,8 +34,9 @@ import torch.distributed as dist
 from stepmark.checkpoint import SaveHandle
 from stepmark.launch.signal_listener import RunInterrupted, conclude, listening, program_handler, send_again
 from stepmark.liveness import progress
+from stepmark.liveness.bounded_call import within
 from stepmark.liveness.failure_report import FailureReport
-from stepmark.liveness.process_exit import RECORDING, end_interrupted, print_stacks, within
+from stepmark.liveness.process_exit import RECORDING, end_interrupted, print_stacks
 from stepmark.liveness.progress import Progress
 from stepmark.liveness.thread_frames import frame_of, innermost
 from stepmark.runtime.context import Context
@@ -185,7 +186,7 @@ class PreemptionCoordinator:
                 passed = self._passed
             self._store.set(f"passed/{self._rank}", str(passed))
             reason = f"{self._signal}: stopping"
-            within(RECORDING, lambda: self._announce(reason))
+            within(RECORDING, lambda: self._announce(reason), None)
 
     def _stop(self) -> None:
         while not self._closed:

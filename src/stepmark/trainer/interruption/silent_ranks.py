@@ -1,4 +1,4 @@
-"""Names a rank that keeps the others waiting, and ends a run that does not go on, or one of whose ranks is silent."""
+"""Names a rank that the others wait for, and ends a run that makes no progress or has a silent rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from stepmark.liveness.stuck_ranks import Finding
 from stepmark.liveness.watchdog import watchdog
 from stepmark.runtime.mesh import PIPELINE, Mesh
 from stepmark.trainer.callbacks import RunCallbacks
-from stepmark.trainer.run_folder.run_log import STUCK
+from stepmark.trainer.run_folder.status import STUCK
 
 
 def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:
-    """Inside the block, a rank that stays in a phase of training for too long is named, and ends the run as a failed
-    one after `step_timeout`; so does a rank without a heartbeat for `save_timeout` seconds."""
+    """A watch that names a rank which stays in a phase of training for too long, and fails the run after
+    `step_timeout`, or where a rank has had no heartbeat for `save_timeout` seconds."""
     context, args, run_log = mesh.context, callbacks.args, callbacks.run_log
     alive = weakref.ref(callbacks)  # its threads keep no Trainer that is not used any more
 

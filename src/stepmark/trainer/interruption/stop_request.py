@@ -1,6 +1,6 @@
-"""Requests to stop a run from outside: a file in its coordination folder, which the run reads after every save.
+"""Requests to stop a run from outside: a file in its coordination folder, which rank 0 reads after every save.
 
-The run stops at a checkpoint, on all ranks after the same step, and can be resumed from there.
+All ranks stop after that save, from which the run can be resumed.
 """
 
 from __future__ import annotations
@@ -33,5 +33,5 @@ def reason_to_stop(run: Path) -> str | None:
 
 
 def withdraw(run: Path) -> None:
-    """Removes a request: when a run begins, or has followed it."""
+    """Removes a request."""
     files.remove_file(run / COORDINATION / REQUEST)

@@ -1,4 +1,4 @@
-"""Models with a PEFT adapter: the adapter is saved under peft's file names, the frozen base is named and checked."""
+"""Models with a PEFT adapter: checkpoints hold the adapter under peft's file names, and a checksum of the base."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stepmark.checkpoint.format.manifest import ADAPTER
 from stepmark.errors import UsageError
-from stepmark.interchange.adapted_model import BASE_DIGEST
+from stepmark.model_folder.adapted_model import BASE_DIGEST
 from stepmark.parallel.model_digest import mesh_digest
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.adapter_tensors import adapter_tensors, base_tensors

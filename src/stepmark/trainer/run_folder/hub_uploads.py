@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,11 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.liveness.console import CONSOLE
 from stepmark.liveness.failure_report import FAILURES
+from stepmark.liveness.host_group import HostGroup
 from stepmark.runtime.xla_environment import extracting_graphs
-from stepmark.trainer.run_folder.finished_runs import EARLIER
-from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, STATUS, SYSTEM
+from stepmark.trainer.run_folder.output_folder import EARLIER, on_rank_0
+from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, SYSTEM
+from stepmark.trainer.run_folder.status import STATUS
 from stepmark.trainer.training_arguments import TrainingArguments
 
 logger = logging.getLogger("stepmark")
@@ -99,24 +102,28 @@ class HubRepository:
                 logger.warning("%s", error)
 
 
-class _explained:
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
     """Inside the block, an error of the hub or the network is a StepmarkError, with its first line."""
+    try:
+        yield
+    except StepmarkError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise StepmarkError(
+            f"{what}: {first}; check the token (`hf auth login`, or hub_token) and the network"
+        ) from error
 
-    def __init__(self, what: str) -> None:
-        self._what = what
 
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, StepmarkError):
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise StepmarkError(
-                f"{self._what}: {first}; check the token (`hf auth login`, or hub_token) and the network"
-            ) from error
+def _as_told(error: Exception) -> StepmarkError:
+    if not isinstance(error, StepmarkError):
+        raise error
+    return error
 
 
 class HubCallback(TrainerCallback):
-    """Uploads each checkpoint of a run when it is complete on disk, on rank 0, while training goes on."""
+    """Uploads each checkpoint of a run when it is complete on disk, on rank 0, in the background."""
 
     def __init__(self, repository: HubRepository | None) -> None:
         self._repository = repository  # None on other ranks, which have the callback too: all wait for the same saves
@@ -127,12 +134,14 @@ class HubCallback(TrainerCallback):
             return
         folder = checkpoint_path(Path(args.output_dir), state.global_step)
         staged = _linked(folder, Path(args.output_dir) / f".hub-{state.global_step}")
+        complete = {"checkpoint": LAST_CHECKPOINT, "all_checkpoints": folder.name}.get(args.hub_strategy)
         uploads: list[tuple[str, list[str]]] = [("", NOT_OF_MODEL)]
-        if args.hub_strategy == "checkpoint":
-            uploads.append((LAST_CHECKPOINT, []))
-        if args.hub_strategy == "all_checkpoints":
-            uploads.append((folder.name, []))
+        uploads += [] if complete is None else [(complete, [])]
         repository.upload_in_background(staged, f"Training in progress, step {state.global_step}", uploads)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._repository is not None:
+            self._repository.wait()
 
 
 def _linked(folder: Path, copied: Path) -> Path:
@@ -180,88 +189,38 @@ def model_card(trainer: Any, model: nn.Module, **details: Any) -> str:
     return str(TrainingSummary.from_trainer(known, **details).to_model_card())
 
 
-class HubMethods:
-    """The methods of a Trainer that upload."""
+class HubUploads:
+    """The uploads of a Trainer: rank 0 has a repository, once `create` was called; the others have none."""
 
-    args: TrainingArguments
-    model: nn.Module
-    context: Any
-    processing_class: Any
-    _repository: HubRepository | None = None
+    def __init__(self, host: HostGroup) -> None:
+        self.repository: HubRepository | None = None
+        self._host = host
 
-    @property
-    def hub_model_id(self) -> str | None:
-        """The repository's complete name; None before the first upload, and on other ranks than 0."""
-        return None if self._repository is None else self._repository.name
-
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+    def create(self, args: TrainingArguments, token: str | None, private: bool | None) -> None:
         """Creates the repository of the arguments, or finds that it exists. Collective.
 
-        Args:
-            token: A token with write permission; default: `hub_token`, or the one of `hf auth login`.
-            private: Whether a new repository is private; default: `hub_private_repo`.
-
-        Raises:
-            StepmarkError: It cannot be created; on all ranks.
+        Raises StepmarkError, on all ranks, where it cannot be created.
         """
-        host, problem = self.context.host, None
-        if host.rank == 0 and not extracting_graphs():
-            try:
-                self._repository = HubRepository(self.args, token, private)
-            except StepmarkError as error:
-                problem = error
-        said = host.broadcast(None if problem is None else str(problem))
-        if said is not None:
-            raise StepmarkError(said) from problem
 
-    def create_model_card(self, **details: Any) -> None:
-        """Writes README.md, a draft of a model card, to the run's folder, on rank 0; not while graphs are extracted.
+        def create() -> None:
+            if not extracting_graphs():
+                self.repository = HubRepository(args, token, private)
 
-        Args:
-            **details: Those of transformers' method: `language`, `license`, `tags`, `model_name`, `finetuned_from`,
-                `tasks`, `dataset_tags`, `dataset`, `dataset_args`.
-        """
-        if self.context.host.rank == 0 and not extracting_graphs():
-            folder = Path(self.args.output_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / CARD).write_text(model_card(self, self.model, **details), encoding="utf-8")
+        on_rank_0(self._host, create, _as_told)
 
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **details: Any,
-    ) -> Any:
-        """Saves the model to the run's folder, with a model card, and uploads it. Collective.
+    def exists(self) -> bool:
+        """Whether rank 0 has a repository. Collective."""
+        return bool(self._host.broadcast(self.repository is not None))
 
-        Args:
-            commit_message: Of the commit.
-            blocking: Return when the upload is complete. Default: True.
-            token: A token with write permission; default: `hub_token`, or the one of `hf auth login`.
-            revision: The branch; default: `hub_revision`, or the main one.
-            private: Whether a new repository is private; default: `hub_private_repo`.
-            **details: For `create_model_card`.
-
-        Returns:
-            huggingface_hub's CommitInfo, or a future of it where `blocking` is false; None on other ranks than 0, and
-            where the process only extracts graphs (`NEURON_EXTRACT_GRAPHS_ONLY`), which uploads nothing.
-
-        Raises:
-            StepmarkError: The folder cannot be written to, or the upload fails.
-        """
-        if not self.context.host.broadcast(self._repository is not None):
-            self.init_hf_repo(token, private)
-        self.save_model()  # type: ignore[attr-defined]
-        repository = self._repository
-        if repository is None or extracting_graphs():
+    def push(self, args: TrainingArguments, message: str | None, blocking: bool, revision: str | None) -> Any:
+        """Uploads the run's folder, when earlier uploads are complete; see `Trainer.push_to_hub`."""
+        repository = self.repository
+        if repository is None:
             return None
-        name = (self.args.hub_model_id or Path(self.args.output_dir).name).split("/")[-1]
-        self.create_model_card(**{"model_name": name, **details})
         repository.wait()
-        folder, message = Path(self.args.output_dir), commit_message or "End of training"
-        if not blocking:
-            return repository.in_background(lambda: repository.upload(folder, message, NOT_MODEL, revision=revision))
-        return repository.upload(folder, message, NOT_MODEL, revision=revision)
+
+        def upload() -> Any:
+            told = message or "End of training"
+            return repository.upload(Path(args.output_dir), told, NOT_MODEL, revision=revision)
+
+        return upload() if blocking else repository.in_background(upload)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from stepmark.checkpoint.sections import describe
 from stepmark.errors import StepmarkError
 from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import with_advice
-from stepmark.interchange.consolidate import UNLIMITED, ConsolidationListener, consolidate
 from stepmark.liveness.host_group import HostGroup
+from stepmark.model_folder.consolidate import UNLIMITED, ConsolidationListener, consolidate
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
+from stepmark.trainer.compat.overrides import accepts
 from stepmark.trainer.run_folder.adapters import Adapter
-from stepmark.trainer.run_folder.outputs import write_model_files
+from stepmark.trainer.run_folder.output_folder import on_rank_0
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes
 _STAGING = ".model"  # in the folder: files that are not complete yet
@@ -43,7 +45,7 @@ def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: An
         for leftover in staging.iterdir():  # by a run that was killed here
             shutil.rmtree(leftover)
 
-    _on_first(host, folder, prepare)
+    on_rank_0(host, prepare, partial(_cannot_write, folder))
     runtime.step_boundary()
     sharded = mesh.tensor_parallel.size > 1 or mesh.pipeline.size > 1
     if sharded:
@@ -61,7 +63,7 @@ def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: An
         write_model_files(folder, model, processing_class)
         shutil.rmtree(staging)
 
-    _on_first(host, folder, finish)
+    on_rank_0(host, finish, partial(_cannot_write, folder))
 
 
 def _largest_file(model: nn.Module) -> int:
@@ -99,16 +101,64 @@ def _publish(source: Path, folder: Path) -> None:
         (folder / name).unlink()
 
 
-def _on_first(host: HostGroup, folder: Path, work: Callable[[], None]) -> None:
-    """Does the work on rank 0; if it fails there, all ranks raise StepmarkError."""
-    problem: str | None = None
-    cause: Exception | None = None
-    if host.rank == 0:
+def _cannot_write(folder: Path, error: Exception) -> StepmarkError:
+    """safetensors and tokenizers have their own exceptions for a full disk."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return StepmarkError(with_advice(f"the model cannot be written to {folder}: {reason}", error))
+
+
+def write_model_files(folder: Path, model: nn.Module, processing_class: Any) -> None:
+    """Writes the files of a Hugging Face model folder except the weights: config, generation config, tokenizer, and
+    Python code that came with them. Of an adapter there is only its own config, since one of the base would make a
+    model with random weights of the folder."""
+    parts: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None), processing_class]
+    if isinstance(model, Adapter):
+        model.write_config(folder)
+        parts = [processing_class]
+    elif getattr(model, "_auto_class", None) is not None:
+        _save_code(folder, model)
+    for part in parts:
+        if hasattr(part, "save_pretrained"):
+            part.save_pretrained(folder)
+
+
+def _save_code(folder: Path, model: nn.Module) -> None:
+    """Copies the modules of a model class that came with its weights (`trust_remote_code`), and names them in its
+    config, as transformers' `save_pretrained` of the model does; the other parts do so themselves."""
+    from transformers.dynamic_module_utils import custom_object_save
+
+    config: Any = model.config
+    custom_object_save(model, folder, config=config)
+
+
+class SavedFiles:
+    """The files that an overridden `save_model` writes for the next checkpoint, in a folder inside the run's."""
+
+    def __init__(self, output_folder: Path, host: HostGroup) -> None:
+        self._folder = (output_folder / ".save_model").absolute()
+        self._host = host
+        self._collecting = False
+
+    def collects(self, folder: Path) -> bool:
+        """Whether `folder` is where `save_model` has been told to write for a checkpoint."""
+        return self._collecting and folder == self._folder
+
+    def collect(self, save_model: Callable[..., None]) -> None:
+        """Calls `save_model`, which takes a folder, to write into an empty one. Collective."""
+        if self._host.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True)
+        self._host.barrier()
+        self._collecting = True
         try:
-            work()
-        except Exception as error:  # safetensors and tokenizers have their own kinds for a full disk
-            reason = " ".join(str(error).split()) or type(error).__name__
-            problem, cause = with_advice(f"the model cannot be written to {folder}: {reason}", error), error
-    problem = host.broadcast(problem)
-    if problem is not None:
-        raise StepmarkError(problem) from cause
+            save_model(str(self._folder), **({"_internal_call": True} if accepts(save_model, "_internal_call") else {}))
+        finally:
+            self._collecting = False
+        self._host.barrier()
+
+    def move_to(self, checkpoint: Path) -> None:
+        """Moves everything but the weights, which a checkpoint has already, and removes the folder."""
+        for path in self._folder.iterdir():
+            if not path.match("model*.safetensors*"):
+                shutil.move(path, checkpoint / path.name)
+        shutil.rmtree(self._folder)

@@ -1,4 +1,4 @@
-"""The newest numbers of a run as a text file for Prometheus, which node_exporter's textfile collector reads."""
+"""The newest numbers of a run as a text file for node_exporter's textfile collector (Prometheus)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.filesystem import files
+from stepmark.trainer.run_folder.status import STATES
 
 logger = logging.getLogger("stepmark")
 
-STATES = ("running", "done", "interrupted", "failed")
 COUNTED = {"saved": "saves", "save_failed": "save_failures", "trouble": "troubles"}  # events
 _INVALID = re.compile(r"[^a-zA-Z0-9_]")
 

@@ -1,4 +1,4 @@
-"""The identity of a run: a run that resumes another must have its model, tokenizer, data and seeds."""
+"""The identity of a run, which must not change on resuming: model, tokenizer, data and seeds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 
 from stepmark.data.data_description import data_difference
 from stepmark.errors import CheckpointMismatch
-from stepmark.trainer.run_folder.special_tokens import SPECIAL
 
 _CHECKSUMS = {
     "data": "training data have changed",
     "tokenizer": "tokenizer has changed: it has other tokens or options",
 }
+SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
 MAY_DIFFER = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures", *SPECIAL}
 
 
@@ -47,14 +47,14 @@ def check_same_run(
 
 
 def changes_of_data(saved: object, current: Mapping[str, Any] | None) -> str | None:
-    """What differs between two descriptions of data; None where that is not known, as in earlier checkpoints."""
+    """What differs between two descriptions of data; None if unknown, as in older checkpoints."""
     if not isinstance(saved, Mapping) or current is None:
         return None
     return data_difference(saved, current)
 
 
 def _in_words(name: str, before: Any, now: Any, changes: str | None) -> str:
-    """What was, and what is. Checksums say nothing to a reader."""
+    """Both values, or for a checksum what has changed."""
     if isinstance(before, str) and isinstance(now, str) and name in _CHECKSUMS:
         known = f" ({changes})" if changes is not None and name == "data" else ""
         return f"{_CHECKSUMS[name]}{known}"
@@ -62,8 +62,8 @@ def _in_words(name: str, before: Any, now: Any, changes: str | None) -> str:
 
 
 def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any] | None:
-    """The first difference by name. Of configurations of transformers only what both have is compared, since another
-    version of it has other fields."""
+    """The first difference by name. Only common fields of transformers' configurations are compared, since versions
+    differ in their fields."""
     if not isinstance(before, dict) or not isinstance(now, dict):
         return None if before == now else (name, before, now)
     of_transformers = "model_type" in before and "model_type" in now

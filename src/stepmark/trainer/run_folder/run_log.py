@@ -1,4 +1,4 @@
-"""The log files of a run: metrics.jsonl, events.jsonl, status.json and the results, all written by rank 0 alone.
+"""The log files of a run: metrics.jsonl, events.jsonl, status.json and the results. Only rank 0 writes them.
 
 docs/metrics.md describes their contents.
 """
@@ -15,24 +15,23 @@ from typing import Any
 
 from stepmark.filesystem.json_files import append_line, read_lines, replace_json
 from stepmark.trainer.run_folder.prometheus import PrometheusFile
+from stepmark.trainer.run_folder.status import FAILED, RUNNING, STATUS, RunStatus, details_in, recorded_state
 
 logger = logging.getLogger("stepmark")
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
-STATUS = "status.json"
 SYSTEM = "system"  # the folder of what every rank samples of its machine
 PATIENCE = 5.0  # seconds
-STUCK = "stuck"  # in the status: the rank that the others wait for; an event, and the kind of a failure
-RESTART_DELAY = "restart_delay"  # in the status of a run whose ranks are about to be started again
+RESTARTING = "restarting"  # the event of the supervisor, before it starts the ranks again
 
 
 _lock = threading.RLock()  # of all logs: a thread that ends the process writes the status as well, by its own log
 
 
 def keep_others_from_writing() -> None:
-    """For a thread that is about to end the process: what it writes is the last word. The main thread, which may be
-    about to write that the run has begun, waits for the end; one that hangs in a file system is not waited for."""
+    """Called by a thread that is about to end the process, so that nothing is written after it. The main thread may be
+    about to write that the run has begun; one that hangs in a file system is not waited for."""
     _lock.acquire(timeout=PATIENCE)
 
 
@@ -40,7 +39,7 @@ class RunLog:
     """One run's log files in `folder`. On ranks other than 0 every call does nothing."""
 
     def __init__(self, folder: Path, *, writes: bool) -> None:
-        self._folder = folder
+        self.folder = folder
         self.writes = writes
         self._end: tuple[str, str | None] | None = None  # the state and reason that were recorded last
         self._stopping: str | None = None
@@ -54,8 +53,8 @@ class RunLog:
     def export(self, path: str) -> None:
         """Also keeps the newest numbers in a file for Prometheus from now on."""
         if self.writes:
-            self.prometheus = PrometheusFile(Path(path), str(self._folder), read_lines(self._folder / EVENTS))
-            self._numbers = {name: value for line in read_metrics(self._folder) for name, value in line.items()}
+            self.prometheus = PrometheusFile(Path(path), str(self.folder), read_lines(self.folder / EVENTS))
+            self._numbers = {name: value for line in read_metrics(self.folder) for name, value in line.items()}
 
     def metrics(self, values: dict[str, Any]) -> None:
         """Appends one line to metrics.jsonl, flushed to the system. Floats keep full precision."""
@@ -71,55 +70,51 @@ class RunLog:
                 self.prometheus.count({"event": event, "step": step, "time": time.time(), **values})
         except OSError as error:
             if not self._warned:
-                logger.warning("cannot write %s: %s", self._folder / EVENTS, error.strerror)
+                logger.warning("cannot write %s: %s", self.folder / EVENTS, error.strerror)
             self._warned = True
 
     def _append(self, name: str, values: dict[str, Any]) -> None:
         if not self.writes:
             return
         with _lock:
-            self._folder.mkdir(parents=True, exist_ok=True)  # an evaluation may be the first that writes to it
-            append_line(self._folder / name, {**values, "time": time.time()})
+            self.folder.mkdir(parents=True, exist_ok=True)  # an evaluation may be the first that writes to it
+            append_line(self.folder / name, {**values, "time": time.time()})
 
     def attempts(self) -> int:
         """How often the run was resumed so far."""
-        return sum("resumed" in line for line in read_metrics(self._folder))
+        return sum("resumed" in line for line in read_metrics(self.folder))
 
     def status(self, state: str, step: int, reason: str | None = None) -> None:
         """Writes status.json. `state` is running, done, interrupted or failed; all but the first are events too."""
         if not self.writes:
             return
-        if self.stays_done and state in ("running", "interrupted"):
-            return
         with _lock:
-            if state == "running" and self._stopping is not None:
-                state, reason = "interrupted", self._stopping
-            elif state != "running" and self._end != (state, reason):
+            stops = self._stopping is not None
+            found = recorded_state(state, stops=stops, stays_done=self.stays_done)
+            if found is None:
+                return
+            if found != state:
+                state, reason = found, self._stopping
+            elif state != RUNNING and self._end != (state, reason):
                 self._end = (state, reason)
                 self.event(state, step, reason=reason)
             self._last = (state, step, reason)
             content = self._content(state, step, reason)
-            replace_json(self._folder / STATUS, content, on_full_disk=state != "running")
+            replace_json(self.folder / STATUS, content, on_full_disk=state != RUNNING)
             if self.prometheus is not None:
                 self.prometheus.write(content, self._numbers)
 
     def _content(self, state: str, step: int, reason: str | None) -> dict[str, Any]:
-        details = self.earlier_details() if self._details is None else self._details
-        if state != "running":
-            details = {name: details[name] for name in details if name != RESTART_DELAY}
-        if state == "done":
-            details = {**details, STUCK: None} if STUCK in details else details
-        if state != "running" and "eta_seconds" in details:
-            details["eta_seconds"] = None
-        return {"state": state, "step": step, "time": time.time(), "reason": reason, **details}
+        details = RunStatus.read(self.folder).details if self._details is None else self._details
+        return {"state": state, "step": step, "time": time.time(), "reason": reason, **details_in(state, details)}
 
     def failure(self, step: int, *, final: bool, **details: Any) -> tuple[str, dict[str, Any]] | None:
-        """The path and the content of the status that another process writes if this one fails and cannot; None where
-        this process has written none."""
+        """The path and content of the status that the watchdog process writes if this one fails and cannot; None before
+        the first status."""
         if self._last is None:
             return None
-        content = self._content("failed" if final else "running", step, None)
-        return str(self._folder / STATUS), {**content, **details}
+        content = self._content(FAILED if final else RUNNING, step, None)
+        return str(self.folder / STATUS), {**content, **details}
 
     def describe(self, **details: Any) -> None:
         """Adds details to the status, from its next writing on."""
@@ -129,17 +124,8 @@ class RunLog:
     def describe_now(self, **details: Any) -> None:
         """Adds details to the status of a run that is training."""
         self.describe(**details)
-        if self._last is not None and self._last[0] == "running":
+        if self._last is not None and self._last[0] == RUNNING:
             self.try_status(*self._last)
-
-    def recorded_state(self) -> str | None:
-        """The run's state by its status; None where that cannot be read."""
-        return read_status(self._folder).get("state")
-
-    def earlier_details(self) -> dict[str, Any]:
-        """What the process that trained has written; another one may record how it ended."""
-        known = ("state", "step", "time", "reason")
-        return {name: value for name, value in read_status(self._folder).items() if name not in known}
 
     def try_status(self, state: str, step: int, reason: str | None = None) -> None:
         """The same, but a status that cannot be written is a warning: it must not change how the process ends."""
@@ -149,13 +135,13 @@ class RunLog:
             logger.warning("cannot write the run's status: %s", error)
 
     def stopping(self, step: int, reason: str) -> None:
-        """Records a request to stop. From now on the status is interrupted, unless the run completes: the launcher may
-        end the process before it has stopped by itself."""
+        """Records a request to stop: the status is interrupted unless the run completes, since the launcher may end the
+        process at any moment."""
         self._stopping, end = reason, self._end
         self.event("stopping", step, reason=reason)
         with _lock:
             if self._end == end:  # otherwise this was written so slowly that the run has ended in the meantime
-                self.try_status("running", step)
+                self.try_status(RUNNING, step)
 
     @property
     def stop_reason(self) -> str | None:
@@ -163,18 +149,18 @@ class RunLog:
         return self._stopping
 
     def failed(self, step: int, reason: str, *, final: bool = True) -> None:
-        """Records that training has failed. Not `final`: another process decides whether the run has failed with it, or
-        is started again; until then it is running, for watchers too."""
-        self.try_status("failed" if final or self._stopping is not None else "running", step, reason)
+        """Records that training has failed. Not `final`: a supervisor decides whether the run has failed or is
+        restarted, and until then it counts as running."""
+        self.try_status(FAILED if final or self._stopping is not None else RUNNING, step, reason)
 
     def results(self, split: str, values: dict[str, Any], *, combined: bool = True) -> None:
         """Writes `<split>_results.json`, and with `combined` adds the same values to all_results.json, as transformers
         does. The epoch there stays that of training, where the evaluation is that of an earlier, best one."""
         if not self.writes:
             return
-        replace_json(self._folder / f"{split}_results.json", values)
+        replace_json(self.folder / f"{split}_results.json", values)
         if combined:
-            path = self._folder / "all_results.json"
+            path = self.folder / "all_results.json"
             before = json.loads(path.read_text()) if path.exists() else {}
             trained = {"epoch": before["epoch"]} if "epoch" in before and split != "train" else {}
             replace_json(path, {**before, **values, **trained})
@@ -182,23 +168,10 @@ class RunLog:
     def read_results(self, split: str) -> dict[str, Any] | None:
         """What `<split>_results.json` holds; None where there is no such file, and on ranks other than 0."""
         try:
-            values = json.loads((self._folder / f"{split}_results.json").read_bytes()) if self.writes else None
+            values = json.loads((self.folder / f"{split}_results.json").read_bytes()) if self.writes else None
         except (FileNotFoundError, ValueError):
             return None
         return values if isinstance(values, dict) else None
-
-
-def read_status(folder: Path, *, strictly: bool = False) -> dict[str, Any]:
-    """What status.json holds; nothing where there is none, or it cannot be read. `strictly`: then raises OSError."""
-    try:
-        status = json.loads((folder / STATUS).read_bytes())
-    except OSError as error:
-        if strictly and not isinstance(error, FileNotFoundError):
-            raise
-        return {}
-    except ValueError:
-        return {}
-    return status if isinstance(status, dict) else {}
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -1,12 +1,12 @@
-"""Early signs that a run does not learn, found in numbers that are on the host anyway; each kind is reported once.
+"""Early signs that a run does not learn, found in numbers that reach the host anyway. Each kind is reported once.
 
 not finite     a loss or a gradient norm is nan or infinite
 zero           the gradient norm is exactly 0 while there is a loss: nothing reaches the parameters
 repeated       loss and gradient norm stay the same to the last bit, step after step, while the learning rate is not 0
 weights stuck  a checkpoint holds the same weights as the one before, bit for bit, though steps were trained in between
 
-Steps without a target token, and steps whose learning rate is 0 (the first of a warm-up, the last of a schedule), do
-not count: they are not meant to change anything. Nor do steps that a loss scaler has left out.
+Steps without a target token, steps whose learning rate is 0 (the first of a warm-up, the last of a schedule) and steps
+that a loss scaler skips do not count: they are not meant to change anything.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Anomaly:
 class AnomalyDetector:
     """Checks every step's numbers when they reach the host, and calls `report` once for each kind of anomaly.
 
-    `stop_on_nan`: steps in a row that are not finite after which the run has diverged; 0: never. `not_finite` has the
-    numbers of the last step that are not finite, by name: the weights after it are of no use."""
+    `stop_on_nan`: consecutive steps that are not finite after which the run has diverged; 0: never. `not_finite` has
+    the numbers of the last step on the host that are not finite, by name, the same on all ranks."""
 
     def __init__(self, report: Callable[[Anomaly], None], *, stop_on_nan: int = 0) -> None:
         self.not_finite: dict[str, float] = {}
@@ -53,7 +53,8 @@ class AnomalyDetector:
         self._rates[step] = rate
 
     def look(self, step: int, loss: float, tokens: float, norm: float, updated: bool = True) -> None:
-        """The numbers of a step, in order, some time after it began, and whether it has updated the weights."""
+        """Takes the numbers of a step once they are on the host, in the order of steps. `updated`: it changed
+        weights."""
         rate = self._rates.pop(step, 0.0)
         if not tokens:
             return
@@ -83,8 +84,8 @@ class AnomalyDetector:
             self._diverged = self._first, self._message
 
     def diverged(self, *, ended: bool = False) -> str | None:
-        """The error of a run that has diverged; None as long as it has not. One that has `ended` with the weights of
-        its last step has, where that step is not finite."""
+        """The error message of a run that has diverged, else None. A run that has `ended` with the weights of a step
+        that is not finite has diverged too."""
         if self._diverged is None and not (ended and self._streak and self._limit):
             return None
         first, message = self._diverged or (self._first, self._message)

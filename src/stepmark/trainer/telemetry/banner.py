@@ -1,4 +1,4 @@
-"""What a run is about to do, in a few lines at its start."""
+"""A summary of a run in a few lines, printed at its start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepmark.trainer.telemetry.peak_flops import device_model
 
 
 def banner(parts: RunParts, step: int) -> list[str]:
-    """One line each on the model, the data, the steps, the devices and the output, and what the settings rule out."""
+    """A line each on the model, data, steps, devices and output, and notes on settings that have no effect."""
     args, loader = parts.args, parts.loader
     size, ranks = loader.layout.global_batch, parts.context.world.size
     steps = f"{step} to {parts.total_steps}" if step else f"{parts.total_steps}"
@@ -33,7 +33,7 @@ def banner(parts: RunParts, step: int) -> list[str]:
 
 
 def too_short(args: TrainingFields, total_steps: int) -> list[str]:
-    """A line for each setting by which a run of this length logs or evaluates nothing."""
+    """A line for each interval that is longer than the run, so that nothing is logged or evaluated."""
     lines = []
     steps = f"{total_steps} step{'' if total_steps == 1 else 's'}"
     if args.logging_strategy == "steps" and args.logging_steps > total_steps and not args.logging_first_step:
@@ -63,7 +63,7 @@ def _parameters(model: nn.Module) -> str:
 
 
 def _stages(parts: RunParts) -> list[str]:
-    """A line on the pipeline, if there is one: its stages, and how long its ranks wait for each other by theory."""
+    """A line on the pipeline, if there is one: its stages, and the ideal share of idle time."""
     stages, args = staged(parts.model), parts.args
     if stages is None:
         return []

@@ -1,7 +1,7 @@
 """Monitors training: time, throughput, memory, saves, recompilations and anomalies.
 
-It reads the host's clock and numbers that are on the host anyway. It never waits for the device, adds nothing to a
-graph and does not communicate with other ranks, so a run trains the same with and without it.
+It reads the clock and numbers that reach the host anyway. It never waits for the device, adds nothing to a graph and
+does not communicate with other ranks, so a run trains the same with and without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.data.loader.batch import StepBatch
 from stepmark.liveness.progress import current
 from stepmark.parallel.pipeline.staged_model import complete_size
-from stepmark.runtime.base import Runtime
 from stepmark.runtime.versions import software_versions
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.run_log import RunLog
@@ -36,8 +35,7 @@ from stepmark.trainer.telemetry.peak_flops import device_model
 from stepmark.trainer.telemetry.recompilation import Compilation, RecompilationMonitor
 from stepmark.trainer.telemetry.save_history import SaveHistory
 from stepmark.trainer.telemetry.system_samples import SystemSampler
-from stepmark.trainer.telemetry.throughput import Throughput, memory_fields
-from stepmark.trainer.telemetry.timers import RunTimers
+from stepmark.trainer.telemetry.throughput import RunTimers, Throughput, memory_fields
 
 logger = logging.getLogger("stepmark")
 MAX_COMPILATIONS = 100  # events of one process
@@ -46,40 +44,24 @@ MAX_LINES = 5  # that read the device, named in one warning
 
 
 class Monitor:
-    """The monitors of one run on one rank. Only the rank that writes the run's log reports what they find."""
+    """The monitors of one run on one rank. Only the rank that writes the run's log reports findings."""
 
-    def __init__(
-        self,
-        run_log: RunLog,
-        folder: Path,
-        runtime: Runtime,
-        throughput: Throughput,
-        *,
-        system: SystemSampler | None = None,
-        stop_on_nan: int = 0,
-    ) -> None:
+    def __init__(self, parts: RunParts, run_log: RunLog) -> None:
+        args, context = parts.args, parts.context
+        folder, extracts = Path(args.output_dir), extracting_graphs()
+        dtype = torch.bfloat16 if args.bf16 or args.fp16 or args.dtype == "bfloat16" else torch.float32
         self.timers = RunTimers()
-        self._anomalies = AnomalyDetector(self._report_anomaly, stop_on_nan=stop_on_nan)
+        self.anomalies = AnomalyDetector(self._report_anomaly, stop_on_nan=0 if extracts else args.stop_on_nan)
         self._run_log = run_log
-        self._runtime = runtime
-        self._throughput = throughput
-        self._system = system
-        self._saves = SaveHistory(run_log, folder, self._anomalies) if run_log.writes else None
+        self._runtime = context.runtime
+        self._throughput = Throughput(parts.model, context.runtime, context.world.size, dtype)
+        self._system = SystemSampler(folder, context.world.rank, context.runtime, writes=not extracts)
+        self._saves = SaveHistory(run_log, folder, self.anomalies) if run_log.writes else None
         self._recompilations: RecompilationMonitor | None = None
         self._device_reads: DeviceReadMonitor | None = None
         self._compilations = 0
         self._warned: set[tuple[str, str]] = set()
         self._part_began = 0.0
-
-    @classmethod
-    def for_run(cls, parts: RunParts, run_log: RunLog) -> Monitor:
-        args, context = parts.args, parts.context
-        dtype = torch.bfloat16 if args.bf16 or args.fp16 or args.dtype == "bfloat16" else torch.float32
-        throughput = Throughput(parts.model, context.runtime, context.world.size, dtype)
-        folder = Path(args.output_dir)
-        system = SystemSampler(folder, context.world.rank, context.runtime, writes=not extracting_graphs())
-        limit = 0 if extracting_graphs() else args.stop_on_nan
-        return cls(run_log, folder, context.runtime, throughput, system=system, stop_on_nan=limit)
 
     # The loop
 
@@ -120,27 +102,13 @@ class Monitor:
         """Step number `step`, from 1, begins with this learning rate."""
         if (progress := current()) is not None:
             progress.step_begins()
-        self._anomalies.begin(step, rate)
+        self.anomalies.begin(step, rate)
         if self._recompilations is not None:
             self._recompilations.begin(batch)
 
     def within_step(self) -> AbstractContextManager[None]:
         """The block is the step itself."""
         return nullcontext() if self._device_reads is None else self._device_reads.within_step()
-
-    def look(self, step: int, loss: float, tokens: float, norm: float, updated: bool) -> None:
-        """The numbers of step number `step` have reached the host."""
-        self._anomalies.look(step, loss, tokens, norm, updated)
-
-    @property
-    def not_finite(self) -> dict[str, float]:
-        """The numbers of the last step that has reached the host that are not finite, by name; equal on all ranks."""
-        return self._anomalies.not_finite
-
-    def diverged(self, *, ended: bool) -> str | None:
-        """The error where as many steps in a row as `stop_on_nan` says, or of a run that has `ended` the last one, were
-        not finite; None where they were not."""
-        return self._anomalies.diverged(ended=ended)
 
     def step_ended(self, step: int, batch: StepBatch) -> None:
         if (progress := current()) is not None:
@@ -150,8 +118,7 @@ class Monitor:
             self._recompilations.ended("step", step)
         if self._saves is not None:
             self._saves.poll()
-        if self._system is not None:
-            self._system.poll(step)
+        self._system.poll(step)
 
     @contextmanager
     def within(self, part: str, step: int) -> Iterator[None]:
@@ -169,7 +136,7 @@ class Monitor:
         return {**speed, **self.part_fields(), **memory_fields(self._runtime)}
 
     def part_fields(self) -> dict[str, float]:
-        """Where the time since the last call, or the last log, went."""
+        """Seconds of each part of training since the last call or log."""
         parts = {f"seconds_{part}": spent for part, spent in self.timers.parts().items()}
         self.timers.restart()
         return parts
@@ -206,7 +173,7 @@ class Monitor:
         shown = ", ".join(lines[:MAX_LINES]) + (", …" if len(lines) > MAX_LINES else "")
         logger.warning(
             "every step reads values from the lazy device, which ends the graph and makes the host wait: %s; change "
-            "these lines, or use a model that docs/lazy-devices.md lists as undisturbed",
+            "these lines, or use a model that docs/tables.md lists as undisturbed",
             shown,
         )
 

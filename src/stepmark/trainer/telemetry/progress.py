@@ -1,13 +1,13 @@
-"""The progress of a run on rank 0's stderr: a bar on a terminal, elsewhere a line for each log; and messages."""
+"""What a run prints on rank 0's stderr: a progress bar on a terminal, elsewhere a line for each log."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from stepmark.liveness.console import json_line
-from stepmark.trainer.telemetry.log_lines import decimals, log_line
 
 REFRESH_SECONDS = 2.0
 LINE_SECONDS = 30.0
@@ -57,14 +57,13 @@ class ProgressDisplay:
         return self._shows and time.monotonic() - self._last >= wait
 
     def seconds_left(self, step: int) -> float | None:
-        """Until the last step, at the pace since this process began to train, saves and evaluations included; None
-        where it has not trained a step."""
+        """Estimated seconds to the last step, from the pace of this process with saves and evaluations; None before its
+        first step."""
         trained = step - self._first
         return (time.monotonic() - self._began) / trained * max(self._total - step, 0) if trained > 0 else None
 
     def step(self, step: int, loss: float | None = None, tokens_per_second: float | None = None) -> None:
-        """Moves the bar to `step`, with the numbers where there are new ones; without a bar they make a line where one
-        is due."""
+        """Moves the bar to `step`, with new numbers if there are any. Without a bar, prints them if a line is due."""
         if self._bar is None:
             if loss is not None and self.due():
                 self._print_log(step, {"loss": loss, "tokens_per_second": tokens_per_second})
@@ -102,3 +101,54 @@ class ProgressDisplay:
 
 def _status(loss: float, tokens_per_second: float | None) -> str:
     return f"loss {decimals(loss)}" + (f"  {tokens_per_second:,.0f} tokens/s" if tokens_per_second else "")
+
+
+SHOWN = {"learning_rate": "lr {:.2e}", "tokens_per_second": "{:,.0f} tokens/s"}
+
+
+def log_line(step: int, total: int, values: dict[str, Any], seconds_left: float | None, log_format: str) -> str:
+    """One log: time of day, step, loss, learning rate, tokens per second and the time that is left."""
+    if log_format == "json":
+        return json_line({"step": step, "total_steps": total, **values, "eta_seconds": seconds_left})
+    parts = [f"step {step}/{total}"]
+    if values.get("loss") is not None:
+        parts.append(f"loss {decimals(values['loss'])}")
+    for name, form in SHOWN.items():
+        if values.get(name) is not None:
+            parts.append(form.format(values[name]))
+    if seconds_left is not None:
+        parts.append(f"{duration(seconds_left)} left")
+    return f"{time.strftime('%H:%M:%S')}  " + "  ".join(parts)
+
+
+def decimals(value: float) -> str:
+    """Four decimals, or four significant digits of a very large number."""
+    return f"{value:.4f}" if abs(value) < 1e9 else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """A time span such as 45 s, 3:20 min or 2:05 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
+
+
+def metric_lines(split: str, metrics: Mapping[str, Any]) -> list[str]:
+    """A heading with the name of the split, and a line for each metric in the order of their names."""
+    width = max((len(name) for name in metrics), default=0)
+    shown = {name: decimals(value) if isinstance(value, float) else str(value) for name, value in metrics.items()}
+    return [f"{split} metrics:", *(f"  {name:<{width}} = {shown[name]}" for name in sorted(shown))]
+
+
+def evaluation_line(step: int, metrics: dict[str, float], prefix: str) -> str:
+    """The step, the metrics without their `prefix`, and the seconds that the evaluation took."""
+    quiet = ("_runtime", "_per_second")
+    shown = [
+        f"{key.removeprefix(prefix + '_')} {decimals(value)}"
+        for key, value in metrics.items()
+        if isinstance(value, float) and key != "epoch" and not key.endswith(quiet)
+    ]
+    return f"evaluated step {step}: {', '.join(shown)} ({metrics[f'{prefix}_runtime']:.1f} s)"

@@ -1,4 +1,4 @@
-"""Recompilations on a lazy device after the warm-up: at which step, and why, as far as can be determined."""
+"""Recompilations on a lazy device after warm-up: at which step, and the likely cause."""
 
 from __future__ import annotations
 

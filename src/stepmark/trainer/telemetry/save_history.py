@@ -1,4 +1,4 @@
-"""The outcome of saves, for events.jsonl: begun, saved or failed; and whether the weights changed since the last."""
+"""Records saves in events.jsonl (begun, saved, failed), and whether the weights changed since the previous save."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the machine does while a rank trains, sampled now and then from /proc: processor, memory, disk and network.
+"""Samples of processor, memory, disk and network from /proc while a rank trains.
 
-Every rank appends to a file of its own, `output_dir/system/rank-<n>.jsonl`. A sample takes less than a millisecond, and
-between two there are at least as many seconds as a hundredth of the time so far, from 1 to 15.
+Every rank appends to its own file, `output_dir/system/rank-<n>.jsonl`. A sample takes less than a millisecond; the
+interval is 1 % of the time since the start, between 1 and 15 seconds.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class SystemSampler:
 
     Args:
         folder: The run's output folder.
-        rank: Of this process.
-        runtime: Its device, for the memory there; None: the host alone.
-        writes: Whether anything is sampled.
+        rank: This process's rank.
+        runtime: Its device, whose memory is sampled too; None: only the host.
+        writes: Whether to sample at all.
     """
 
     def __init__(self, folder: Path, rank: int, runtime: Runtime | None, *, writes: bool = True) -> None:
@@ -39,7 +39,7 @@ class SystemSampler:
         self._counters = read_counters()
 
     def poll(self, step: int) -> None:
-        """After a step: takes a sample where one is due. One that cannot be written is a warning, and the last."""
+        """Takes a sample after a step if one is due. Sampling ends, with a warning, where one cannot be written."""
         now = time.monotonic()
         if not self._writes or now - self._last < min(max((now - self._began) * SHARE, SHORTEST), LONGEST):
             return
@@ -67,9 +67,9 @@ class SystemSampler:
 
 
 def read_counters() -> dict[str, float]:
-    """Numbers that only grow; those that the system does not report are left out. Of this process: `processor`, seconds
-    of processor time, `disk_read` and `disk_written`, bytes. Of the host, or the container: `network_received` and
-    `network_sent`, bytes, without the loopback interface."""
+    """Monotonic counters; those that the system lacks are left out. Of this process: `processor` (seconds), `disk_read`
+    and `disk_written` (bytes). Of the host or container: `network_received` and `network_sent` (bytes), without the
+    loopback interface."""
     times = os.times()
     return {"processor": times.user + times.system, **_io(), **_network()}
 
@@ -97,7 +97,7 @@ def _network() -> dict[str, float]:
 
 
 def _memory_used() -> float | None:
-    """The share of the host's memory that is not available, from 0 to 1."""
+    """The share of the host's memory in use, from 0 to 1."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free, total = (float(lines[name].split()[0]) for name in ("MemAvailable", "MemTotal"))

@@ -1,17 +1,24 @@
-"""Throughput and memory of a run: the fields of metrics.jsonl that describe the machine, not the model."""
+"""Throughput, time by part, FLOPs and memory: the fields of metrics.jsonl that describe the machine, not the model."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from stepmark.data.loader.batch import StepBatch
+from stepmark.liveness.progress import BETWEEN, DATA, METRICS, staying
+from stepmark.parallel.pipeline.staged_model import complete_size
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.hardware import host_memory
 from stepmark.trainer.telemetry.peak_flops import device_model, peak_flops
 from stepmark.training.flops import flops_per_token
+from stepmark.training.model_labels import unwrapped
 
 
 class Throughput:
@@ -74,3 +81,85 @@ def memory_fields(runtime: Runtime) -> dict[str, int]:
     if device is not None:
         found |= {"device_memory": device.used, "device_memory_peak": device.peak, "device_memory_limit": device.limit}
     return {name: value for name, value in found.items() if value is not None}
+
+
+Item = TypeVar("Item")
+PARTS = ("data", "save", "evaluation")
+PAUSES = ("save", "evaluation")
+_PHASES = {"data": DATA, "save": BETWEEN, "evaluation": METRICS}  # batches and saves are phases of their own in these
+
+
+class RunTimers:
+    """Seconds since the last restart: waiting for data, in saves, in evaluations, and the rest in steps."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self._started = time.perf_counter()
+        self._parts = dict.fromkeys(PARTS, 0.0)
+
+    @contextmanager
+    def within(self, part: str) -> Iterator[None]:
+        """The block's time belongs to this part."""
+        began = time.perf_counter()
+        try:
+            with staying(_PHASES[part]):
+                yield
+        finally:
+            self._parts[part] += time.perf_counter() - began
+
+    def waiting(self, items: Iterator[Item]) -> Iterator[Item]:
+        """Yields the items; the time spent waiting for each belongs to data."""
+        while True:
+            with self.within("data"):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    def training(self) -> float:
+        """Seconds excluding saves and evaluations; above 0."""
+        paused = sum(self._parts[part] for part in PAUSES)
+        return max(time.perf_counter() - self._started - paused, 1e-9)
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part, steps included; they add up to the time that has passed."""
+        return {**self._parts, "step": max(self.training() - self._parts["data"], 0.0)}
+
+
+class TotalFlos:
+    """`total_flos`: operations as transformers counts them, 6 per parameter and token, 0 for other models.
+
+    Embedding parameters do not count, padding tokens do; rows that only fill a batch's shape do not.
+
+    Args:
+        model: The model, of which this rank may have a part.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = unwrapped(model)
+
+    @functools.cached_property
+    def _per_token(self) -> int:
+        if not hasattr(self._model, "num_parameters"):
+            return 0
+        return 6 * complete_size(self._model).outside_embeddings
+
+    def of(self, batch: StepBatch) -> float:
+        """The operations of a step on all ranks, assuming that samples are on average as long as on this one."""
+        if not self._per_token:
+            return 0.0
+        name = getattr(self._model, "main_input_name", "input_ids")
+        made = [(each.rows, each.inputs[name]) for each in batch if _has_tensor(each.inputs, name)]
+        rows = sum(count for count, _ in made)
+        counts = [count if rows else len(tensor) for count, tensor in made]  # a rank may have filler alone
+        if not sum(counts):
+            return 0.0
+        tokens = sum(count * tensor[0].numel() for count, (_, tensor) in zip(counts, made, strict=True))
+        return float(self._per_token * tokens * batch.samples / sum(counts))
+
+
+def _has_tensor(inputs: Any, name: str) -> bool:
+    found = inputs.get(name) if isinstance(inputs, Mapping) else None
+    return isinstance(found, Tensor) and found.dim() > 0 and len(found) > 0

@@ -1,0 +1,93 @@
+"""The run whose ranks `--nproc` starts: what its files say of their end, and what restarted ranks resume from."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
+from stepmark.checkpoint.format.manifest import read_manifest
+from stepmark.config.training_fields import TrainingFields
+from stepmark.errors import CheckpointError
+from stepmark.launch.step_board import GROUPED, MIXED, StepPlace
+from stepmark.liveness.console import keep_console
+from stepmark.trainer.interruption.run_end import record_supervised_end
+from stepmark.trainer.run_folder.run_log import RESTARTING, RunLog
+from stepmark.trainer.run_folder.status import FAILED, INTERRUPTED, RESTART_DELAY, RUNNING, RunStatus
+
+_SHOWN = 8  # samples that an error names
+
+
+class SupervisedRun:
+    """See `stepmark.launch.restarts.SupervisedRun`. Create it before the ranks start; `command` is that of a rank."""
+
+    def __init__(self, args: TrainingFields, command: Sequence[str]) -> None:
+        self._args, self._command, self._began = args, list(command), time.time()
+        self._folder = Path(args.output_dir)
+        self._earlier = {_identity(path) for path in checkpoints(self._folder)}
+
+    def resuming_command(self) -> list[str]:
+        """A rank's command line that resumes from what this run has saved, or else starts as the run itself did."""
+        saved = [path for path in checkpoints(self._folder) if _identity(path) not in self._earlier]
+        named = self._args.resume_from_checkpoint
+        if not saved or self._args.save_only_model:
+            return self._command
+        # Where the run began from a named checkpoint there may be later ones, which it was to leave behind.
+        newest = str(saved[0]) if isinstance(named, str) else "true"
+        return [*self._command, "--resume_from_checkpoint", newest]
+
+    def describe(self, place: StepPlace) -> str:
+        return describe_samples(place)
+
+    def restarting(self, failure: str, step: int, attempt: int, delay: float) -> None:
+        log = self._log()
+        log.describe(**{**RunStatus.read(self._folder).details, RESTART_DELAY: delay})
+        log.event(RESTARTING, step, attempt=attempt, reason=failure, delay=delay)
+        log.try_status(RUNNING, step, f"{failure}; attempt {attempt} starts in {delay:g} s")
+        keep_console(self._folder)
+        at = f" at step {step}" if step else ""
+        print(f"failed{at}: {failure}; attempt {attempt} starts in {delay:g} s", file=sys.stderr, flush=True)
+
+    def interrupted(self, signal: str, *, waiting: bool) -> None:
+        if not waiting:
+            self._record(INTERRUPTED, f"{signal}: the ranks have ended; the last checkpoint stands")
+            return
+        newest = next(iter(checkpoints(self._folder)), None)
+        step = (step_of(newest) or 0) if newest is not None else 0
+        reason = f"{signal}: before another attempt; {'the last checkpoint stands' if step else 'nothing is saved'}"
+        self._log().try_status(INTERRUPTED, step, reason)
+        print(f"interrupted by {reason}", file=sys.stderr, flush=True)
+
+    def failed(self, message: str) -> None:
+        self._record(FAILED, message)
+
+    def _record(self, state: str, reason: str) -> None:
+        file = self._args.prometheus_file
+        record_supervised_end(self._folder, state, reason, began=self._began, prometheus_file=file)
+
+    def _log(self) -> RunLog:
+        return RunLog(self._folder, writes=self._folder.is_dir())
+
+
+def _identity(path: Path) -> tuple[str, str]:
+    try:
+        return path.name, read_manifest(path).save
+    except CheckpointError:
+        return path.name, ""
+
+
+def describe_samples(place: StepPlace) -> str:
+    """The samples of a step, by their indices in the training data."""
+    from stepmark.data.loader.order import sample_order
+
+    last = place.first + place.samples
+    if place.shuffled == MIXED:
+        return f"samples {place.first + 1} to {last} of the mixture's epoch {place.epoch}"
+    if place.shuffled == GROUPED:
+        return f"samples {place.first + 1} to {last} of epoch {place.epoch}, which is grouped by length"
+    order = sample_order(place.size, place.seed, place.epoch, bool(place.shuffled))
+    indices = order[place.first : place.first + place.samples].tolist()
+    shown = ", ".join(map(str, indices[:_SHOWN])) + (f" and {len(indices) - _SHOWN} more" * (len(indices) > _SHOWN))
+    return f"samples {shown} of the training data (epoch {place.epoch})"

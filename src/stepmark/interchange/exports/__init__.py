@@ -1,1 +1,0 @@
-"""Checkpoints written for other tools, one module a format."""

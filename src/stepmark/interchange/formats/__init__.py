@@ -1,1 +1,0 @@
-"""The checkpoints of other tools, one module a format."""

@@ -1,0 +1,1 @@
+"""The names, order and shapes of a model's parameters, from its config."""

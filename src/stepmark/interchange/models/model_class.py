@@ -1,0 +1,171 @@
+"""The outline of any model that transformers has: its class is made on the meta device.
+
+torch and the class take several hundred MB and some seconds, so that is done in a process of its own, which ends before
+tensors are read, unless this process has imported them already. The commonest models need neither
+(`known_outlines.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import stepmark
+from stepmark.errors import CheckpointMismatch
+from stepmark.interchange.models.known_outlines import known_outline
+from stepmark.interchange.models.model_outline import ModelOutline, read_config
+
+_COUNTS = re.compile(r"(num|n)_.*(layer|expert|block)|depth|(layer|expert)s?$")
+_ENTRIES = 4096  # a list of a config may have so many, or as many as the checkpoint has tensors
+_COUNT = 1 << 16  # what seems to be a count may be as large: some classes make a list of it before any module
+_MODULES = (20, 4000)  # that a class may make: so many for each tensor of the checkpoint, and so many more
+_SECONDS = 600  # after which that process is taken to hang
+
+
+def outline_of(path: Path, tensors: int) -> ModelOutline:
+    """The model that a config.json describes.
+
+    Args:
+        path: The file.
+        tensors: How many tensors the checkpoint has: a config of many more layers is refused before it is built.
+
+    Returns:
+        Its outline.
+
+    Raises:
+        CheckpointMismatch: It is not the config of a model that transformers knows, or not of this checkpoint.
+    """
+    config = read_config(path)
+    _check_counts(path, config, tensors)
+    known = known_outline(config)
+    if known is not None:
+        return known
+    try:
+        here = {"torch", "transformers"} <= sys.modules.keys()
+        return _outline(config, tensors) if here else _from_process(config, tensors)
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(f"{path}: {error}") from error
+    except Exception as error:  # the constructors of models raise anything
+        raise CheckpointMismatch(
+            f"{path} does not describe a model that transformers can make: {_short(error)}"
+        ) from error
+
+
+def _short(error: BaseException) -> str:
+    return (str(error).splitlines() or [repr(error)])[0][:200]
+
+
+def _check_counts(path: Path, config: dict[str, Any], tensors: int) -> None:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _check_counts(path, value, tensors)
+        elif _COUNTS.search(key) and type(value) is int and value > max(_COUNT, tensors):
+            raise CheckpointMismatch(f"{path} says {key} {value}, and the checkpoint has {tensors} tensors")
+        elif isinstance(value, list) and len(value) > max(_ENTRIES, tensors):
+            raise CheckpointMismatch(f"{path} has {len(value)} values of {key}, more than there are tensors")
+
+
+def _from_process(config: dict[str, Any], tensors: int) -> ModelOutline:
+    """The outline as another process of this Python finds it; -P: nothing is imported from the current folder."""
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from stepmark.interchange.models.model_class import main; main()"
+    )
+    command = [sys.executable, "-P", "-c", program, str(Path(stepmark.__file__).parents[1])]
+    asked = json.dumps([config, tensors])
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        raise RuntimeError((done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1])
+    found = json.loads(lines[-1])
+    if "error" in found:
+        raise CheckpointMismatch(found["error"])
+    return ModelOutline.from_json(lines[-1])
+
+
+@contextmanager
+def _few_modules(tensors: int) -> Iterator[None]:
+    """Stops a class that makes many more modules than a checkpoint of so many tensors can have.
+
+    Which fields of a config are counts of layers or experts, only the class knows.
+    """
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    made, limit = itertools.count(1), _MODULES[0] * tensors + _MODULES[1]
+
+    def count(module: Any, name: str, submodule: Any) -> None:
+        if next(made) > limit:
+            raise CheckpointMismatch(f"its model has more than {limit} modules, and the checkpoint {tensors} tensors")
+
+    handle = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _outline(config: dict[str, Any], tensors: int) -> ModelOutline:
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from stepmark.checkpoint.sections import kept_names
+
+    kind = config.get("model_type")
+    if type(kind) is not str or "auto_map" in config:
+        raise CheckpointMismatch("it names no model_type of transformers")
+    values = {key: _plain(value) for key, value in config.items() if key != "model_type"}
+    made = transformers.AutoConfig.for_model(kind, **values)
+    names = config.get("architectures") or []
+    found = getattr(transformers, str(names[0]), None) if names else None
+    with torch.device("meta"), _few_modules(tensors):
+        model: Any = found(made) if found is not None else transformers.AutoModelForCausalLM.from_config(made)
+    model.tie_weights()
+    state = model.state_dict(keep_vars=True)
+    kept = kept_names(model, state)
+    norms = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if isinstance(module, torch.nn.LayerNorm)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    own = {id(tensor): kept[name] for name, tensor in state.items()}
+    written = revert_weight_conversion(model, dict(state))  # where it changes values too, tensors are new ones
+    return ModelOutline(
+        config=config,
+        architecture=type(model).__name__,
+        parameters={kept.get(name, name): tuple(p.shape) for name, p in model.named_parameters()},
+        state={name: tuple(state[name].shape) for name in state if kept[name] == name},
+        tied={name: other for name, other in kept.items() if name != other},
+        layer_norms=frozenset(norms),
+        frozen=frozenset(kept.get(name, name) for name, p in model.named_parameters() if not p.requires_grad),
+        saved={name: own[id(tensor)] for name, tensor in written.items() if name not in state and id(tensor) in own},
+        optional=tuple(sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A value of a config, without the form in which transformers stores what JSON lacks: {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        special = value.get("__float__") if len(value) == 1 else None
+        return float(special) if isinstance(special, str) else {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def main() -> None:
+    """Reads a config, and prints the outline, or what is wrong with it."""
+    from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
+
+    leave_out_torch_xla()
+    quiet_libraries()
+    try:
+        print(_outline(*json.load(sys.stdin)).to_json())
+    except Exception as error:
+        text = str(error) if isinstance(error, CheckpointMismatch) else f"transformers cannot make it: {_short(error)}"
+        print(json.dumps({"error": text}))

@@ -1,0 +1,185 @@
+"""LoRA adapters of neuronx-distributed: names and a config as PEFT has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.interchange.models.model_outline import read_config
+from stepmark.interchange.neuron.head_layout import HeadLayout
+from stepmark.interchange.neuron.stages import Stage, model_of
+from stepmark.interchange.sources.finish import config_path, finish
+from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
+from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
+from stepmark.interchange.tensors.resharding import slice_of
+from stepmark.interchange.tensors.source_files import read_json
+
+ADAPTER_CONFIG = "adapter_config.json"
+PREFIX = "base_model.model."
+_IN_STATE = "lora_config"
+_ROWS = ("o_proj", "down_proj")
+_ADAPTER = re.compile(r"(?P<module>[^.]+)\.lora_(?P<side>[AB])\.weight(?:_(?:qkv|[qkv]))?\Z")
+_MEMBERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def config_of(tag: Path, state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The adapter's config, in the state dict or beside the tag; None where the checkpoint has no adapter."""
+    if not any(".lora_A." in str(name) for name in state):
+        return None
+    inside = state.get(_IN_STATE)
+    if isinstance(inside, dict):
+        return dict(inside)
+    path = next((folder / ADAPTER_CONFIG for folder in (tag, tag.parent) if (folder / ADAPTER_CONFIG).is_file()), None)
+    if path is None:
+        raise CheckpointMismatch(f"{tag} holds LoRA adapters, and no {ADAPTER_CONFIG} lies in it or beside it")
+    return read_json(path)
+
+
+def heads_config(options: ImportOptions, found: ForeignCheckpoint) -> dict[str, Any] | None:
+    """The model's config, for its numbers of heads."""
+    path = config_path(found.files, options)
+    return None if path is None else read_config(path)
+
+
+def finish_adapter(
+    found: ForeignCheckpoint,
+    stages: Sequence[Stage],
+    heads: HeadLayout | None,
+    config: Mapping[str, Any],
+    options: ImportOptions,
+) -> ForeignCheckpoint:
+    """Completes an adapter. Raises CheckpointMismatch where parts of it are in no file."""
+    _reshard(stages, heads_config(options, found), heads, found)
+    found.kind += " LoRA adapter"
+    found.model = {_peft_name(name): tensor for name, tensor in model_of(stages, heads).items()}
+    if not all(name.startswith(PREFIX) for name in found.model):
+        found.assumed.append("the base model was saved with the adapter; it is written beside it, as model.safetensors")
+    found.adapter = True
+    found.texts[ADAPTER_CONFIG] = (json.dumps(_peft_config(config), indent=2) + "\n").encode()
+    found.files.clear()
+    return finish(found, ImportOptions(), None)
+
+
+def _reshard(
+    stages: Sequence[Stage], config: Mapping[str, Any] | None, heads: HeadLayout | None, found: ForeignCheckpoint
+) -> None:
+    """Where every rank's file has the gathered adapter, takes each rank's part of it.
+
+    Raises CheckpointMismatch where key/value heads are replicated: half of the queries' part was not saved; and where
+    the config does not tell whether the adapter was gathered.
+    """
+    sizes = _whole_sizes(config)
+    for stage in stages:
+        cut = {
+            name: dim for name in stage.shapes() if len(stage.tensors[name]) > 1 and (dim := _cut_dim(name)) is not None
+        }
+        unknown = next((name for name in cut if _module(name) not in sizes), None)
+        if unknown is not None and not any(_module(name) in sizes for name in cut):
+            raise CheckpointMismatch(
+                f"{found_path(stage, unknown)}: whether the adapter was gathered when it was saved "
+                "(merge_sharded_lora), the sizes in the model's config tell; give it with --config"
+            )
+        sample = next((name for name in cut if _is_whole(stage, name, cut, sizes)), None)
+        if sample is None:
+            continue
+        if heads is not None and heads.copies > 1:
+            raise CheckpointMismatch(
+                f"{found_path(stage, sample)}: the adapter was gathered when it was saved (merge_sharded_lora), and "
+                f"with {heads.copies} replicas of key/value heads a part of lora_B of q_proj is in no file; save it "
+                "again with merge_sharded_lora=False"
+            )
+        for name, dim in cut.items():
+            stage.tensors[name] = [_part(stage, name, dim, rank) for rank in range(len(stage.tensors[name]))]
+        found.assumed.append(
+            "the adapter was gathered when it was saved (merge_sharded_lora): every file has all of it"
+        )
+
+
+def _cut_dim(name: str) -> int | None:
+    """Along which dim a tensor of an adapter is cut over ranks; None where each has all of it."""
+    match = _ADAPTER.search(name)
+    if match is None:
+        return None
+    if match["module"] in _ROWS:
+        return 1 if match["side"] == "A" else None
+    return 0 if match["side"] == "B" else None
+
+
+def _whole_sizes(config: Mapping[str, Any] | None) -> dict[str, int]:
+    """The size of a module's cut dim in the whole model, as far as the config says it."""
+    width, inner = _attention_width(config), (config or {}).get("intermediate_size")
+    heads, keys = ((config or {}).get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
+    found = {"o_proj": width, "q_proj": width, "down_proj": inner, "gate_proj": inner, "up_proj": inner}
+    if type(heads) is int and type(keys or heads) is int and type(width) is int and heads:
+        found["k_proj"] = found["v_proj"] = width // heads * (keys or heads)
+    found["lm_head"] = (config or {}).get("vocab_size")
+    if type(inner) is int:
+        found["gate_up_proj"] = 2 * inner
+    return {module: size for module, size in found.items() if type(size) is int}
+
+
+def _is_whole(stage: Stage, name: str, cut: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
+    """Whether a rank's tensor is as large as the whole one; weight_q of a fused module is that of q_proj."""
+    return stage.shapes()[name][cut[name]] == sizes.get(_module(name))
+
+
+def _module(name: str) -> str:
+    match = _ADAPTER.search(name)
+    assert match is not None
+    return "q_proj" if name.endswith("weight_q") else match["module"]
+
+
+def _part(stage: Stage, name: str, dim: int, rank: int) -> ForeignTensor:
+    """A rank's part of a whole tensor; those of fused modules are in the order of the ranks. The first rank's file,
+    which should have the same, is compared."""
+    own, first, count = stage.tensors[name][rank], stage.tensors[name][0], len(stage.tensors[name])
+    if not isinstance(own, ForeignTensor) or not isinstance(first, ForeignTensor):
+        raise CheckpointDamaged(f"{found_path(stage, name)}: not every rank has its file")
+    size, remainder = divmod(own.shape[dim], count)
+    if remainder:
+        raise CheckpointMismatch(f"{own.where} is {list(own.shape)}, which {count} ranks do not divide")
+    part, again = (slice_of(tensor, dim, rank * size, size) for tensor in (own, first))
+    return replace(part, replicas=again.pieces if rank else ())
+
+
+def _peft_name(name: str) -> str:
+    """PEFT's name of an adapter's tensor, Hugging Face's of one of the base model."""
+    return f"{PREFIX}{name}" if ".lora_" in name else name.replace(".base_layer.", ".")
+
+
+def found_path(stage: Stage, name: str) -> str:
+    """File and tensor, for messages."""
+    first = stage.tensors[name][0]
+    return first.where if isinstance(first, ForeignTensor) else str(first.path)
+
+
+def _attention_width(config: Mapping[str, Any] | None) -> int | None:
+    heads = (config or {}).get("num_attention_heads")
+    size = (config or {}).get("head_dim")
+    if type(heads) is int and type(size) is int:
+        return heads * size
+    hidden = (config or {}).get("hidden_size")
+    return hidden if type(hidden) is int else None
+
+
+def _peft_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    targets = config.get("target_modules") or []
+    modules = [name for target in targets for name in _MEMBERS.get(str(target), (str(target),))]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": config.get("r", config.get("lora_rank")),
+        "lora_alpha": config.get("lora_alpha"),
+        "lora_dropout": config.get("lora_dropout", 0.0),
+        "bias": config.get("bias", "none"),
+        "use_rslora": bool(config.get("use_rslora", False)),
+        "target_modules": sorted(modules),
+        "modules_to_save": config.get("modules_to_save"),
+    }

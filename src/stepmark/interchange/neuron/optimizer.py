@@ -1,0 +1,183 @@
+"""Optimizer files of neuronx-distributed's ranks: whole states, and those that ZeRO-1 cut over data parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.format.rows import MASTER
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.interchange.neuron.rank_files import Place
+from stepmark.interchange.neuron.stages import Stage
+from stepmark.interchange.neuron.unsharding import row_chunks, shared_value
+from stepmark.interchange.sources.optimizer_names import NAMES, numbered_names
+from stepmark.interchange.sources.torch_optimizer import as_tensor, plain, state_shape
+from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
+from stepmark.interchange.tensors.pickle_reader import natural
+from stepmark.interchange.tensors.records import Record
+from stepmark.interchange.tensors.saved_file import Missing, read_rank_file
+from stepmark.sharding.layout import Shape
+
+LOST_MASTERS = "master weights: the converter to full files kept those of the first data parallel rank only"
+
+
+class Unrecoverable(Exception):
+    """The files hold a part of the optimizer only, whatever else is there."""
+
+
+def add_optimizer(
+    stage: Stage,
+    files: Mapping[Place, Path],
+    records: list[Record],
+    lost: list[str],
+    *,
+    only_first: bool = False,
+    given: Mapping[Place, Any] | None = None,
+) -> str:
+    """Adds the states in a stage's optimizer files to it; returns the rule by which they got names.
+
+    Args:
+        stage: Its tensors are there already.
+        files: Those of the stage.
+        records: Those of zip archives are added.
+        lost: What cannot be recovered is added.
+        only_first: Whether the tool writes the file of the first data parallel rank only.
+        given: The files' contents, where they were read before.
+
+    Raises:
+        CheckpointDamaged: A file is missing or malformed.
+        Unrecoverable: With `only_first`, the states are a part only.
+    """
+    ranks = sorted({place.tp for place in files})
+    contents = {
+        place: _checked(path, read_rank_file(path, records) if given is None else given[place])
+        for place, path in files.items()
+    }
+    first_place = min(files, key=lambda place: (place.tp, place.dp))
+    where = files[first_place]
+    first = contents[first_place]
+    zero = "base_state" in first
+    groups = _groups(first, where)
+    shapes = _shapes(first, where, zero)
+    if any(type(number) is not int for number in shapes):
+        raise CheckpointDamaged(f"{where}: the optimizer's states are not numbered")
+    tool = "optimum-neuron" if only_first else None
+    names, rule = numbered_names(groups, shapes, stage.shapes(), str(where), tool=tool)
+    states: dict[str, dict[str, list[Any]]] = {}
+    for rank in ranks:
+        dps = [contents[place] for place in sorted(files, key=lambda place: place.dp) if place.tp == rank]
+        path = next(path for place, path in files.items() if place.tp == rank)
+        full = any(place.dp < 0 for place in files)
+        found = zero_states(dps, names, path, full, only_first, lost) if zero else _whole_states(dps[0], names, path)
+        for name, state in found.items():
+            for key, value in state.items():
+                states.setdefault(name, {}).setdefault(key, []).append(value)
+    for name, state in states.items():
+        uneven = next((key for key, values in state.items() if len(values) != len(ranks)), None)
+        if uneven is not None:
+            raise CheckpointDamaged(f"{where}: not every tensor parallel rank has the state {name}/{uneven}")
+    stage.states = states
+    stage.groups = [{**group, "params": [names[number] for number in group["params"]]} for group in groups]
+    for group in stage.groups:
+        group.pop(NAMES, None)
+    return rule
+
+
+def _checked(path: Path, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not isinstance(value.get("param_groups"), list):
+        raise CheckpointDamaged(f"{path} is not the state of an optimizer: it has no param_groups")
+    return value
+
+
+def _groups(value: dict[str, Any], where: Path) -> list[dict[str, Any]]:
+    groups = value["param_groups"]
+    if not all(isinstance(group, dict) for group in groups):
+        raise CheckpointDamaged(f"{where}: a group of the optimizer is malformed")
+    return [{str(key): plain(item, str(where)) for key, item in group.items()} for group in groups]
+
+
+def _state(value: dict[str, Any], key: str, where: Path) -> dict[Any, Any]:
+    found = value.get(key) or {}
+    if not isinstance(found, dict):
+        raise CheckpointDamaged(f"{where}: its {key} is malformed")
+    return found
+
+
+def _shapes(value: dict[str, Any], where: Path, zero: bool) -> dict[Any, Shape]:
+    """The shapes of a rank's parameters, by number."""
+    if zero:
+        try:
+            return {number: natural(shape) for number, shape in _state(value, "shape_info", where).items()}
+        except (TypeError, ValueError) as error:
+            raise CheckpointDamaged(f"{where}: its shape_info is malformed") from error
+    states = _state(value, "state", where)
+    if not all(isinstance(state, dict) for state in states.values()):
+        raise CheckpointDamaged(f"{where}: a state of the optimizer is malformed")
+    return {number: shape for number, state in states.items() if (shape := state_shape(state))}
+
+
+def _whole_states(value: dict[str, Any], names: Mapping[int, str], where: Path) -> dict[str, dict[str, Any]]:
+    states: dict[str, dict[str, Any]] = {}
+    for number, state in _state(value, "state", where).items():
+        if number not in names or not isinstance(state, dict):
+            raise CheckpointDamaged(f"{where}: the state {str(number)[:40]} is of no parameter")
+        states[names[number]] = {str(key): _local(names[number], str(key), item, where) for key, item in state.items()}
+    return states
+
+
+def zero_states(
+    dps: list[dict[str, Any]], names: Mapping[int, str], where: Path, full: bool, only_first: bool, lost: list[str]
+) -> dict[str, dict[str, Any]]:
+    """States by name that ZeRO-1 cut over the data parallel ranks, whose contents are `dps`; `names` are by number."""
+    shapes = _shapes(dps[0], where, True)
+    states: dict[str, dict[str, Any]] = {}
+    for number, name in names.items():
+        parts = [_state(value, "base_state", where).get(number) for value in dps]
+        if all(part is None for part in parts):
+            continue
+        if not all(isinstance(part, dict) for part in parts) or number not in shapes:
+            raise CheckpointDamaged(f"{where}: not every data parallel rank has the state of {name}")
+        chunks = {str(key): [part[key] for part in parts if part and key in part] for key in parts[0] or {}}
+        masters = [_state(value, "sharded_master_weights", where).get(number) for value in dps]
+        if any(master is not None for master in masters):
+            chunks[MASTER] = masters
+        states[name] = {}
+        for key, found in chunks.items():
+            value = _joined(name, key, found, shapes[number], where, full, only_first)
+            if value is not None:
+                states[name][key] = value
+            elif LOST_MASTERS not in lost:
+                lost.append(LOST_MASTERS)
+    return states
+
+
+def _joined(
+    name: str, key: str, chunks: list[Any], shape: Shape, where: Path, full: bool, only_first: bool
+) -> ForeignTensor | Any | None:
+    """A state of all data parallel ranks; None for masters that a converter has lost."""
+    locals_ = [_local(name, key, chunk, where) for chunk in chunks]
+    if not isinstance(locals_[0], ForeignTensor) or not locals_[0].shape:
+        return shared_value(locals_, f"{where}: {name}/{key}")
+    if not all(isinstance(local, ForeignTensor) for local in locals_):
+        raise CheckpointDamaged(f"{where}: not every data parallel rank has the state {name}/{key}")
+    if len(locals_[0].shape) != len(shape):
+        raise CheckpointMismatch(
+            f"{locals_[0].where} is {list(locals_[0].shape)}, and its parameter {list(shape)}: a sum over the rows "
+            "of one data parallel rank; import the model alone with --model-only"
+        )
+    if len(locals_) == 1 and locals_[0].shape[0] < shape[0]:
+        if full and key == MASTER:
+            return None
+        if only_first:
+            raise Unrecoverable
+    return row_chunks(f"{name}/{key}", locals_, shape)
+
+
+def _local(name: str, key: str, value: Any, where: Path) -> Any:
+    if isinstance(value, Missing):
+        raise CheckpointDamaged(f"{value.path} is missing; it holds the optimizer's state {name}/{key}")
+    found = as_tensor(f"{name}/{key}", value)
+    if not isinstance(found, ForeignTensor) and not isinstance(found, bool | int | float | str | None):
+        raise CheckpointMismatch(f"{where}: the optimizer's state {name}/{key} is a {type(found).__name__}")
+    return found

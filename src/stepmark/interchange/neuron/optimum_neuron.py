@@ -1,0 +1,229 @@
+"""Checkpoints of optimum-neuron's NeuronTrainer, in its three layouts.
+
+Today's `shards/` has metadata in JSON, that of 0.0.22 to 0.1 in pickles; before, `tensor_parallel_shards/` had all of a
+rank in one file. A pipeline stage's file has all layers, of which those that are not its own were never initialized: a
+tensor is taken from the stage only whose metadata names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.interchange.neuron import lora as neuron_lora
+from stepmark.interchange.neuron import neuronx_distributed as nxd
+from stepmark.interchange.neuron.optimizer import Unrecoverable, add_optimizer
+from stepmark.interchange.neuron.rank_files import Place, check_grid, first_layout_files, rank_files
+from stepmark.interchange.neuron.stages import Stage, fill_from_masters, head_layout, model_of, optimizer_of
+from stepmark.interchange.sources.finish import files_beside, finish, outline_for
+from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
+from stepmark.interchange.tensors.source_files import read_json
+from stepmark.interchange.tensors.torch_file import read_torch_file
+
+SHARDS, OLD_SHARDS = "shards", "tensor_parallel_shards"
+_METADATA = re.compile(r"mp_metadata_pp_rank_(\d+)\.(json|pt)\Z")
+_STATE = "trainer_state.json"
+_PART = (
+    "optimizer: optimum-neuron saves the ZeRO-1 states of one data parallel rank only; those of the others are in no "
+    "file, so training starts again with a new optimizer"
+)
+
+
+@dataclass
+class StageMetadata:
+    """What a pipeline stage's metadata says: its parameters in order, with the dim along which each is cut (None: it is
+    not), and numbers of heads under the names of a config; None where it names no parameters."""
+
+    parameters: dict[str, int | None] | None = None
+    heads: dict[str, Any] = field(default_factory=dict)
+
+
+def recognize(folder: Path) -> bool:
+    """Whether the folder has the shards of optimum-neuron, or is the one that has them."""
+    folder = _checkpoint(folder)
+    return bool(metadata_files(folder / SHARDS)) or bool(first_layout_files(folder / OLD_SHARDS))
+
+
+def _checkpoint(folder: Path) -> Path:
+    """The checkpoint's folder, of which optimum-neuron's own command also takes the inner one."""
+    return folder.resolve().parent if folder.name in (SHARDS, OLD_SHARDS) else folder
+
+
+def metadata_files(folder: Path) -> dict[int, Path]:
+    """The metadata of each pipeline stage."""
+    found = (
+        [(match, path) for path in folder.iterdir() if (match := _METADATA.match(path.name))] if folder.is_dir() else []
+    )
+    return {int(match[1]): path for match, path in found}
+
+
+def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
+    """What the folder holds."""
+    folder = _checkpoint(folder)
+    found = ForeignCheckpoint("optimum-neuron", folder, {}, files=files_beside(folder))
+    old = not (folder / SHARDS).is_dir()
+    shards = folder / (OLD_SHARDS if old else SHARDS)
+    files = first_layout_files(shards) if old else rank_files(shards / "model")
+    if not files:
+        raise CheckpointDamaged(
+            f"{shards / 'model'} has no file of a rank (dp_rank_00_tp_rank_00_pp_rank_00.pt, ...); the save was "
+            "interrupted"
+        )
+    contents = nxd.read_models(files, found)
+    whole = dict(contents)
+    metadata = _old_metadata(contents, found.mesh["pp"]) if old else read_metadata(shards, found.mesh["pp"])
+    if old:
+        contents = {place: _model_in(files[place], value) for place, value in contents.items()}
+    stages = nxd.stages_of(files, _own_parameters(contents, metadata, files), found)
+    for stage, described in zip(stages, metadata, strict=True):
+        stage.dims = dict(described.parameters or {})
+    _read_state(found)
+    if not options.model_only or any(stage.lacks_weights for stage in stages):
+        _add_optimizers(stages, folder, shards, files, whole, old, found)
+        found.schedule = nxd._plain_file(folder / "scheduler.pt")
+    for stage in stages:
+        fill_from_masters(stage)
+    outline = outline_for(found.files, options, sum(len(stage.tensors) for stage in stages))
+    heads = head_layout(stages, heads_config(metadata, found, options), folder, options.heads)
+    found.model, found.optimizer = model_of(stages, heads), optimizer_of(stages, heads)
+    if (folder / "training_args.bin").exists():
+        found.lost.append("training_args.bin: it is a pickle of the tool's own classes; give the arguments again")
+    return finish(found, options, outline)
+
+
+def heads_config(
+    metadata: list[StageMetadata], found: ForeignCheckpoint, options: ImportOptions
+) -> dict[str, Any] | None:
+    """The numbers of heads that the metadata says, or the user's config; None where nothing says them."""
+    config = neuron_lora.heads_config(options, found) or {}
+    said = next((described.heads for described in metadata if described.heads), {})
+    given = {key: config[key] for key in said if config.get(key)} if options.config is not None else {}
+    return {**config, **said, **given} or None
+
+
+def _model_in(path: Path, value: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(value.get("model"), dict):
+        raise CheckpointDamaged(f"{path} holds no model")
+    return dict(value["model"])
+
+
+def _own_parameters(
+    contents: Mapping[Place, dict[str, Any]], metadata: list[StageMetadata], files: Mapping[Place, Path]
+) -> dict[Place, dict[str, Any]]:
+    """Only what is the stage's own."""
+    found = {}
+    for place, value in contents.items():
+        names = metadata[place.pp].parameters
+        if names is None:
+            found[place] = value
+            continue
+        missing = next((name for name in names if name not in value), None)
+        if missing is not None:
+            raise CheckpointDamaged(f"{files[place]} has no tensor {missing!r}, which the metadata names")
+        found[place] = {name: value[name] for name in names}
+    return found
+
+
+# Metadata
+
+
+def read_metadata(shards: Path, stages: int) -> list[StageMetadata]:
+    """The metadata of all stages. Raises CheckpointDamaged where that of one is missing or malformed."""
+    files = metadata_files(shards)
+    found = []
+    for number in range(stages):
+        path = files.get(number)
+        if path is None:
+            raise CheckpointDamaged(f"{shards}: the metadata of pipeline stage {number} is missing")
+        try:
+            found.append(_from_json(read_json(path)) if path.suffix == ".json" else _from_pickle(path))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointDamaged(f"{path} is malformed: {error!r}") from error
+    return found
+
+
+def _from_json(body: Mapping[str, Any]) -> StageMetadata:
+    parameters = {
+        str(name): int(entry["partition_dim"]) if entry["tensor_model_parallel"] else None
+        for name, entry in body["parameters"].items()
+    }
+    heads: dict[str, Any] = {}
+    for entry in body.get("model_weight_transformation_specs") or []:
+        for kind, spec in entry["specs"]:
+            if kind == "GQAQKVColumnParallelLinearSpec":
+                size = spec["q_output_size_per_partition"] * spec["tp_size"] // spec["num_attention_heads"]
+                heads = {name: spec[name] for name in ("num_attention_heads", "num_key_value_heads")}
+                heads["head_dim"] = size
+    return StageMetadata(parameters, heads)
+
+
+def _from_pickle(path: Path) -> StageMetadata:
+    value = read_torch_file(path).value
+    return _old_stage(value if isinstance(value, dict) else {})
+
+
+def _old_stage(value: Mapping[str, Any]) -> StageMetadata:
+    """What `sharded_metadata` and `gqa_qkv_metadata` say: a name that is missing there is on every rank."""
+    heads = value.get("gqa_qkv_metadata") or {}
+    known = {
+        name: heads[name]
+        for name in ("num_attention_heads", "num_key_value_heads")
+        if isinstance(heads, dict) and heads.get(name)
+    }
+    return StageMetadata(None, known)
+
+
+def _old_metadata(contents: Mapping[Place, dict[str, Any]], stages: int) -> list[StageMetadata]:
+    return [_old_stage(contents[Place(pp, 0)]) for pp in range(stages)]
+
+
+def _read_state(found: ForeignCheckpoint) -> None:
+    path = found.folder / _STATE
+    if not path.is_file():
+        return
+    state = read_json(path)
+    step = state.get("global_step")
+    if not isinstance(step, int | float) or int(step) != step or step < 0:
+        raise CheckpointMismatch(f"{path}: its global_step is {str(step)[:40]}, not a step")
+    found.step, found.trainer_state = int(step), state
+
+
+# The optimizer
+
+
+def _add_optimizers(
+    stages: list[Stage],
+    folder: Path,
+    shards: Path,
+    models: Mapping[Place, Path],
+    whole: Mapping[Place, dict[str, Any]],
+    old: bool,
+    found: ForeignCheckpoint,
+) -> None:
+    files = dict(models) if old else rank_files(shards / "optim")
+    alone = folder / "optimizer.pt"
+    if not files and alone.is_file():
+        files = {Place(0, 0): alone}
+    if not files:
+        found.lost.append("optimizer: the checkpoint has none (save_only_model)")
+        return
+    sizes = check_grid(files, shards)
+    if (sizes["tp"], sizes["pp"]) != (found.mesh["tp"], found.mesh["pp"]):
+        raise CheckpointDamaged(f"{shards}: the optimizer's files are of another mesh than the model's")
+    found.mesh["dp"] = sizes["dp"] if sizes["dp"] > 1 else 0
+    inner = "optimizer_state_dict" if old else None
+    try:
+        rule = ""
+        for pp, stage in enumerate(stages):
+            own = {place: path for place, path in files.items() if place.pp == pp}
+            given = {place: whole[place].get(inner) for place in own} if inner else None
+            rule = add_optimizer(stage, own, found.records, found.lost, only_first=True, given=given)
+        found.assumed.append(f"the optimizer numbers its parameters; their names follow from the metadata ({rule})")
+    except Unrecoverable:
+        for stage in stages:
+            stage.states, stage.groups = {}, []
+        found.lost.append(_PART)

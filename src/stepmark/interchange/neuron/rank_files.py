@@ -1,0 +1,86 @@
+"""Which files neuronx-distributed's ranks write, by name. A complete grid of ranks is required."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepmark.errors import CheckpointDamaged
+
+_FILE = re.compile(
+    r"(?:dp_rank_(?P<dp>\d+)|(?P<full>full))(?:_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt\Z"
+)
+_FOLDER = re.compile(r"tp_rank_(?P<tp>\d+)(?:_pp_rank_?(?P<pp>\d+))?(?:_dp_rank_\d+)?\Z")
+_FIRST_OPTIMIZER = re.compile(r"optim\.dp_rank_(?P<dp>\d+)\.tp_rank_(?P<tp>\d+)\Z")
+_LARGEST_RANK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's coordinates. `dp` is -1 for a file that holds what all data parallel ranks have."""
+
+    pp: int
+    tp: int
+    dp: int = 0
+    ep: int = 0
+
+
+def rank_files(folder: Path) -> dict[Place, Path]:
+    """The files of a folder `model` or `optim`, by place."""
+    found = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        match = _FILE.match(path.name)
+        if match is not None and path.is_file():
+            dp = -1 if match["full"] else int(match["dp"])
+            found[Place(int(match["pp"]), int(match["tp"]), dp, int(match["ep"] or 0))] = path
+    return found
+
+
+def first_layout_files(folder: Path) -> dict[Place, Path]:
+    """The model files of the first layout: `tp_rank_00_pp_rank_00/checkpoint.pt`, or xser without a folder."""
+    found = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        match = _FOLDER.match(path.name)
+        if match is None:
+            continue
+        file = path / "checkpoint.pt" if path.is_dir() else path
+        if file.is_file():
+            found[Place(int(match["pp"] or 0), int(match["tp"]))] = file
+    return found
+
+
+def first_layout_optimizers(folder: Path) -> dict[Place, Path]:
+    """The optimizer files `optim.dp_rank_00.tp_rank_00` of the first layout."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        match = _FIRST_OPTIMIZER.match(path.name)
+        if match is not None and path.is_file():
+            found[Place(0, int(match["tp"]), int(match["dp"]))] = path
+    return found
+
+
+def check_grid(files: dict[Place, Path], where: Path) -> dict[str, int]:
+    """The mesh's sizes. Raises CheckpointDamaged where a rank's file is missing."""
+    sizes = {axis: max(getattr(place, axis) for place in files) + 1 for axis in ("pp", "tp", "dp", "ep")}
+    count = max(sizes["dp"], 1) * sizes["pp"] * sizes["tp"] * sizes["ep"]
+    if count > _LARGEST_RANK or len(files) != count:
+        place = next(place for place in _grid(sizes) if place not in files)
+        raise CheckpointDamaged(
+            f"{where}: the file of pipeline rank {place.pp}, tensor rank {place.tp}, data rank {max(place.dp, 0)}"
+            f"{f', expert rank {place.ep}' if sizes['ep'] > 1 else ''} is missing; the mesh is pp {sizes['pp']}, tp "
+            f"{sizes['tp']}, dp {max(sizes['dp'], 1)}"
+        )
+    return sizes
+
+
+def _grid(sizes: dict[str, int]) -> Iterator[Place]:
+    dps = range(sizes["dp"]) if sizes["dp"] else (-1,)
+    return (
+        Place(pp, tp, dp, ep)
+        for pp in range(sizes["pp"])
+        for tp in range(sizes["tp"])
+        for dp in dps
+        for ep in range(sizes["ep"])
+    )

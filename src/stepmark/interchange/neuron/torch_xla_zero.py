@@ -1,0 +1,140 @@
+"""Folders of scripts that use torch_xla's ZeroRedundancyOptimizer: a file of its state dict by torch.save for
+each rank, whatever it is called, beside the model or with the model in it.
+
+A rank's file has its rows of every state, padded so that all ranks have as many, and the shapes of the whole. Which
+rank a file is of is the last number in its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.interchange.models.model_outline import ModelOutline
+from stepmark.interchange.neuron.optimizer import zero_states
+from stepmark.interchange.sources import plain
+from stepmark.interchange.sources.finish import CONFIG, files_beside, finish, fit_model, outline_for
+from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
+from stepmark.interchange.sources.optimizer_names import FILE_ORDER, NAMES, agreed_names
+from stepmark.interchange.sources.state_dict_files import clean_name, read_weights, without_prefix
+from stepmark.interchange.sources.torch_optimizer import split_state_dict
+from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
+from stepmark.interchange.tensors.pickle_reader import natural
+from stepmark.interchange.tensors.saved_file import read_saved
+from stepmark.model_folder.model_files import has_weights
+from stepmark.sharding.layout import Shape
+
+_RANK = re.compile(r"(?P<stem>.*?)(?P<rank>\d+)\D*\.(?:pt|pth|bin|ckpt|tar)\Z")
+_OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optim", "opt")
+_SIGN = b"shape_info"
+_HEAD = 1 << 20  # bytes in which a file's pickle, which comes first, shows what it is
+
+
+def recognize(folder: Path) -> bool:
+    """Whether a folder has files of ranks with the states of such an optimizer."""
+    return bool(_rank_files(folder))
+
+
+def _rank_files(folder: Path) -> dict[int, Path]:
+    """The files by rank; those of one stem only."""
+    by_stem: dict[str, dict[int, Path]] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        match = _RANK.match(path.name)
+        if match is not None and path.is_file() and len(match["rank"]) < 9 and _is_sharded(path):
+            by_stem.setdefault(match["stem"], {})[int(match["rank"])] = path
+    return next(iter(by_stem.values()), {})
+
+
+def _is_sharded(path: Path) -> bool:
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
+    return head[:4] == b"PK\x03\x04" and _SIGN in head and b"base_state" in head
+
+
+def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
+    """What the folder holds."""
+    files = _rank_files(folder)
+    missing = next((rank for rank in range(len(files)) if rank not in files), None)
+    if missing is not None:
+        raise CheckpointDamaged(f"{folder}: the optimizer's file of rank {missing} is missing, of {len(files)} or more")
+    found = ForeignCheckpoint("torch_xla ZeRO-1", folder, {}, files=files_beside(folder), mesh={"dp": len(files)})
+    contents = []
+    for _, path in sorted(files.items()):
+        contents.append(read_saved(path, found.records))
+    optimizers = [_optimizer_in(value, path) for value, (_, path) in zip(contents, sorted(files.items()), strict=True)]
+    found.model = _model(folder, contents[0], set(files.values()), found)
+    saved = {name: tensor.shape for name, tensor in found.model.items()}
+    in_order = not any(_unordered(tensor) for tensor in found.model.values())
+    outline = outline_for(found.files, options, len(found.model))
+    if outline is not None:
+        fit_model(found, outline)
+    if not options.model_only:
+        if outline is None and not in_order:
+            raise CheckpointMismatch(
+                f"{files[0]} numbers the parameters in the model's order, in which safetensors files are not; give the "
+                "model's config with --config, or import the model alone with --model-only"
+            )
+        orders = {} if outline is None else {CONFIG: outline.parameters}
+        if in_order:
+            orders[FILE_ORDER] = {n: shape for n, shape in saved.items() if outline is None or n in outline.parameters}
+        found.optimizer = _assembled(optimizers, orders, outline, files[0], found)
+    found.step = next((contents[0][key] for key in plain.STEPS if type(contents[0].get(key)) is int), None)
+    return finish(found, options, outline)
+
+
+def _unordered(tensor: ForeignTensor) -> bool:
+    return any(piece.array.path.suffix == ".safetensors" for piece in tensor.pieces)
+
+
+def _optimizer_in(value: Any, path: Path) -> dict[str, Any]:
+    """The optimizer's state dict in a rank's file."""
+    inner = [value, *(value.get(key) for key in _OPTIMIZERS)] if isinstance(value, dict) else []
+    found = next((item for item in inner if isinstance(item, dict) and "base_state" in item), None)
+    if found is None:
+        raise CheckpointDamaged(f"{path} holds no state of torch_xla's ZeroRedundancyOptimizer")
+    return found
+
+
+def _model(
+    folder: Path, value: dict[str, Any], others: set[Path], found: ForeignCheckpoint
+) -> dict[str, ForeignTensor]:
+    """The weights: in the ranks' files, in Hugging Face's, or in the one other file of torch.save."""
+    if any(isinstance(value.get(key), dict) for key in plain.MODELS):
+        _, state = plain.model_in(value, folder, found.lost)
+        return without_prefix({clean_name(name): ForeignTensor.whole(name, array) for name, array in state.items()})
+    if has_weights(folder):
+        return without_prefix(read_weights(folder, found.records))
+    beside = [p for p in folder.iterdir() if p.suffix in plain.SUFFIXES and p.is_file() and p not in others]
+    models = [path for path in beside if "model" in path.name.lower()] or beside
+    if len(models) != 1:
+        raise CheckpointMismatch(
+            f"{folder} has the optimizer's files of {len(others)} ranks, and {len(models) or 'no'} files that may be "
+            "the model's; put the one of this step beside them, with a name such as model.pt"
+        )
+    _, state = plain.model_in(plain.value_of(models[0], found), models[0], found.lost)
+    return without_prefix({clean_name(name): ForeignTensor.whole(name, array) for name, array in state.items()})
+
+
+def _assembled(
+    contents: list[dict[str, Any]],
+    orders: Mapping[str, Mapping[str, Shape]],
+    outline: ModelOutline | None,
+    path: Path,
+    found: ForeignCheckpoint,
+) -> ForeignOptimizer:
+    """The optimizer of all ranks by names."""
+    _, groups = split_state_dict(contents[0], str(path))
+    try:
+        shapes = {int(number): natural(shape) for number, shape in contents[0]["shape_info"].items()}
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointDamaged(f"{path}: its shape_info is malformed") from error
+    names, rule = agreed_names(orders, groups, shapes, str(path), outline)
+    found.assumed.append(f"the optimizer numbers its parameters; their names follow from {rule}")
+    states = zero_states(contents, names, path, False, False, found.lost)
+    for group in groups:
+        group["params"] = [names[number] for number in group["params"]]
+        group.pop(NAMES, None)
+    return ForeignOptimizer(groups, states)

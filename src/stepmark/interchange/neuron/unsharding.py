@@ -1,0 +1,101 @@
+"""Puts the tensors of ranks together: applies moves to arrays in files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from stepmark.errors import CheckpointDamaged
+from stepmark.interchange.neuron.head_layout import Move
+from stepmark.interchange.tensors.array_reader import part_of
+from stepmark.interchange.tensors.foreign_tensor import ForeignTensor, Piece
+from stepmark.sharding.layout import Box
+
+
+def unsharded(locals_: Sequence[ForeignTensor], moves: Sequence[Move]) -> dict[str, ForeignTensor]:
+    """The global tensors that the ranks' tensors, which may be in several pieces themselves, are parts of.
+
+    Raises CheckpointDamaged where the ranks' tensors have different types.
+    """
+    dtypes = {tensor.source_dtype for tensor in locals_}
+    if len(dtypes) != 1:
+        raise CheckpointDamaged(f"{locals_[0].where} is {' and '.join(sorted(dtypes))} on different ranks")
+    found: dict[str, ForeignTensor] = {}
+    by_name: dict[str, list[Move]] = {}
+    for move in moves:
+        by_name.setdefault(move.name, []).append(move)
+    for name, own in by_name.items():
+        local, dim = locals_[0], own[0].dim
+        if not local.shape:
+            pieces, replicas = local.pieces, tuple(piece for other in locals_[1:] for piece in other.pieces)
+            found[name] = ForeignTensor(local.name, local.dtype, (), pieces, replicas, local.rounds)
+            continue
+        size = max(move.at + move.length for move in own)
+        shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
+        taken = [piece for move in own if not move.replica for piece in _moved(locals_[move.rank].pieces, local, move)]
+        again = [piece for move in own if move.replica for piece in _moved(locals_[move.rank].pieces, local, move)]
+        again += [piece for move in own for piece in _moved(locals_[move.rank].replicas, local, move)]
+        found[name] = ForeignTensor(local.name, local.dtype, shape, tuple(taken), tuple(again), local.rounds)
+    return found
+
+
+def shared_value(values: Sequence[Any], where: str) -> Any:
+    """What every rank has in full, such as a step; a tensor's replicas are compared when it is written.
+
+    Raises CheckpointDamaged where the ranks have different values: their files are of several saves.
+    """
+    first = values[0]
+    if all(isinstance(value, ForeignTensor) for value in values):
+        replicas = [piece for value in values[1:] if value is not first for piece in (*value.pieces, *value.replicas)]
+        return replace(first, replicas=(*first.replicas, *replicas))
+    if any(isinstance(value, ForeignTensor) or value != first for value in values):
+        raise CheckpointDamaged(f"{where} differs from rank to rank; the files are of several saves")
+    return first
+
+
+def _moved(pieces: Sequence[Piece], local: ForeignTensor, move: Move) -> list[Piece]:
+    offsets = [0] * len(local.shape)
+    lengths = list(local.shape)
+    offsets[move.dim], lengths[move.dim] = move.start, move.length
+    wanted = Box(tuple(offsets), tuple(lengths))
+    found = []
+    for piece in pieces:
+        common = piece.box.intersect(wanted)
+        if common is not None:
+            at = list(common.offsets)
+            at[move.dim] += move.at - move.start
+            found.append(Piece(part_of(piece, common), tuple(at)))
+    return found
+
+
+def row_chunks(name: str, chunks: Sequence[ForeignTensor], shape: Sequence[int]) -> ForeignTensor:
+    """A tensor that ZeRO-1 cut along dim 0 into equal chunks, the last ones padded; `shape` is without padding.
+
+    Raises CheckpointDamaged where chunks are missing or do not fit the shape.
+    """
+    rows, first = shape[0], chunks[0]
+    size = first.shape[0] if first.shape else 0
+    inner = tuple(shape[1:])
+    if any(chunk.shape != (size, *inner) for chunk in chunks):
+        raise CheckpointDamaged(f"{first.where}: its chunks {[list(c.shape) for c in chunks]} are not of {list(shape)}")
+    if size != -(-rows // len(chunks)):  # a rank may have nothing but padding
+        raise CheckpointDamaged(
+            f"{first.where}: {len(chunks)} chunks of {size} rows are not the {rows} rows of the tensor; a data "
+            "parallel rank's file is missing"
+        )
+    pieces = []
+    for number, chunk in enumerate(chunks):
+        length = max(0, min(size, rows - number * size))
+        whole = Box((0,) * len(shape), (length, *inner))
+        for piece in chunk.pieces:
+            common = piece.box.intersect(whole)
+            if common is not None:
+                at = (common.offsets[0] + number * size, *common.offsets[1:])
+                pieces.append(Piece(part_of(piece, common), at))
+    return ForeignTensor(name, first.dtype, tuple(shape), tuple(pieces))
+
+
+def shapes_of(tensors: Mapping[str, ForeignTensor]) -> dict[str, tuple[int, ...]]:
+    """The shapes by name."""
+    return {name: tensor.shape for name, tensor in tensors.items()}

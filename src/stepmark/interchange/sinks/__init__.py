@@ -1,0 +1,1 @@
+"""Writers: a Stepmark checkpoint, a model folder, and other programs' checkpoints."""

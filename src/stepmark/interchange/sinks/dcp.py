@@ -1,0 +1,227 @@
+"""Folders of torch.distributed.checkpoint, which `dcp.load` reads into any state that has these names.
+
+`model.NAME` and `optimizer.state.NAME.KEY` have Hugging Face's names. The settings of parameter groups are there twice,
+by number, as `get_optimizer_state_dict` gives them, and by name, as with `flatten_optimizer_state_dict`: a reader asks
+for those that its own state has. Tensors are cut into chunks of rows, so that a rank reads little more than it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from stepmark.checkpoint.format.dtypes import DTYPES, item_size
+from stepmark.checkpoint.format.rows import MASTER
+from stepmark.interchange.sinks.export_plan import ExportOptions, ExportPlan, optimizer_of
+from stepmark.interchange.sinks.output_files import ArchivesFile, DataFile, OutputFile, copied_files
+from stepmark.interchange.sources import torchtitan
+from stepmark.interchange.sources.dcp_store import METADATA
+from stepmark.interchange.sources.foreign import ForeignCheckpoint
+from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
+from stepmark.interchange.tensors.pickle_writer import Call, Global, Instance, dumps
+from stepmark.interchange.tensors.resharding import rows_of
+from stepmark.interchange.tensors.torch_writer import Reshaped, TorchArchive
+from stepmark.sharding.layout import Shape
+
+CHUNK = 64 << 20  # bytes of a tensor in one record, unless a row has more
+FILE = 2 << 30  # bytes of a file, at most about so many
+_MASTERS = (
+    "the weights are in the model's own type; the fp32 master weights are the states optimizer.state.NAME.master, "
+    "which no torch optimizer asks for"
+)
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_BYTES = Instance(Global(_METADATA, "BytesStorageMetadata"), {})
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class _Index:
+    """A record of a tensor or value: which, and where it begins in the tensor."""
+
+    name: str
+    offset: Shape | None = None
+    number: int | None = None
+
+    def pickled(self) -> Instance:
+        offset = None if self.offset is None else _size(self.offset)
+        return Instance(Global(_METADATA, "MetadataIndex"), {"fqn": self.name, "index": self.number, "offset": offset})
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a record lies."""
+
+    file: str
+    offset: int
+    length: int
+
+    def pickled(self) -> Instance:
+        kind = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+        return Instance(kind, {"relative_path": self.file, "offset": self.offset, "length": self.length})
+
+
+def _size(shape: Shape) -> Call:
+    return Call(Global("torch", "Size"), (tuple(shape),))
+
+
+def _properties(dtype: str) -> Instance:
+    """torch's TensorProperties: of a strided tensor that needs no gradient and is not pinned."""
+    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory_format = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    state = (Global("torch", DTYPES[dtype][1]), layout, False, memory_format, False)
+    return Instance(Global(_METADATA, "TensorProperties"), state)
+
+
+def _is_value(value: Any) -> bool:
+    """Whether torch.distributed.checkpoint takes a value as one, of those that are no dicts."""
+    return not isinstance(value, list) or not any(
+        isinstance(item, Mapping) or (isinstance(item, list) and not _is_value(item)) for item in value
+    )
+
+
+@dataclass
+class _Writer:
+    """Records, with all that the metadata says about them."""
+
+    files: list[ArchivesFile] = field(default_factory=lambda: [ArchivesFile("__0_0.distcp")])
+    described: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    places: dict[_Index, _Place] = field(default_factory=dict)
+    _known: dict[int, tuple[Any, str, list[_Index]]] = field(default_factory=dict)  # tensors written, their records
+
+    def add(self, path: Path, value: Any) -> None:
+        """A tensor, or a plain value, at the end of a path of keys. A dict, and a list of dicts, is no value but a part
+        of the path, as torch has it."""
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                self.add((*path, str(key)), item)
+            return
+        if not _is_value(value):
+            for number, item in enumerate(value):
+                self.add((*path, number), item)
+            return
+        name = ".".join(map(str, path))
+        self.paths[name] = path
+        if isinstance(value, ForeignTensor | Reshaped):
+            self._add_tensor(name, value)
+        else:
+            self._add_value(name, value)
+
+    def _add_tensor(self, name: str, value: ForeignTensor | Reshaped) -> None:
+        if id(value) in self._known:
+            self._add_name(name, *self._known[id(value)][1:])
+            return
+        tensor, shape = (value, value.shape) if isinstance(value, ForeignTensor) else (value.tensor, value.shape)
+        chunks, records = [], []
+        for number, (start, rows, part) in enumerate(_chunks(tensor, shape)):
+            sizes = (rows, *shape[1:]) if shape else ()
+            offsets = (start, *(0 for _ in shape[1:])) if shape else ()
+            described = {"offsets": _size(offsets), "sizes": _size(sizes)}
+            chunks.append(Instance(Global(_METADATA, "ChunkStorageMetadata"), described))
+            records.append(_Index(name, offsets, number))
+            self._place(records[-1], TorchArchive(Reshaped(part, sizes)))
+        self._known[id(value)] = value, name, records  # an id is that of no other tensor while it is kept
+        tensor_state = {"properties": _properties(tensor.dtype), "size": _size(shape), "chunks": chunks}
+        self.described[name] = Instance(Global(_METADATA, "TensorStorageMetadata"), tensor_state)
+
+    def _add_name(self, name: str, other: str, records: list[_Index]) -> None:
+        """Another name of a tensor that is there already: the same records, not a copy."""
+        self.described[name] = self.described[other]
+        self.places |= {replace(index, name=name): self.places[index] for index in records}
+
+    def _add_value(self, name: str, value: Any) -> None:
+        self.described[name] = _BYTES
+        self._place(_Index(name), TorchArchive(value))
+
+    def _place(self, index: _Index, archive: TorchArchive) -> None:
+        if self.files[-1].length and self.files[-1].length + archive.size > FILE:
+            self.files.append(ArchivesFile(f"__0_{len(self.files)}.distcp"))
+        file = self.files[-1]
+        self.places[index] = _Place(file.name, file.add(archive), archive.size)
+
+    def metadata(self) -> OutputFile:
+        """The file that says what there is."""
+        state = {
+            "state_dict_metadata": self.described,
+            "planner_data": self.paths,
+            "storage_data": {index.pickled(): place.pickled() for index, place in self.places.items()},
+            "storage_meta": None,
+            "version": None,
+        }
+        return DataFile(METADATA, dumps(Instance(Global(_METADATA, "Metadata"), state)))
+
+
+def _chunks(tensor: ForeignTensor, shape: Shape) -> Iterator[tuple[int, int, ForeignTensor]]:
+    """First row, rows and part of each chunk; `shape` is what the tensor is stored as, whose rows may be in groups."""
+    if not shape or not math.prod(shape):
+        yield 0, shape[0] if shape else 0, tensor
+        return
+    group = shape[0] // tensor.shape[0]  # rows of the stored shape in one of the tensor's
+    row = math.prod(tensor.shape[1:]) * item_size(tensor.dtype)
+    count = max(1, CHUNK // row)
+    for start in range(0, tensor.shape[0], count):
+        length = min(count, tensor.shape[0] - start)
+        yield start * group, length * group, rows_of(tensor, start, length)
+
+
+def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
+    """The files of the folder."""
+    optimizer = optimizer_of(source)
+    writer = _Writer()
+    if options.titan:
+        titan = torchtitan.exported(source)
+        for path, value in _titan_values(source, titan):
+            writer.add(path, value)
+    else:
+        for path, value in _values(source):
+            writer.add(path, value)
+    found = ExportPlan([*writer.files, writer.metadata(), *copied_files(source)])
+    if any(MASTER in state for state in optimizer.states.values()):
+        found.notes.append(_MASTERS)
+    if options.titan:
+        found.notes.append("torchtitan: leave the data loader out with checkpoint.exclude_from_loading = dataloader")
+    return found
+
+
+def _values(source: ForeignCheckpoint) -> Iterator[tuple[Path, Any]]:
+    """What there is, with the keys on the way to it."""
+    optimizer = optimizer_of(source)
+    for name, tensor in source.model.items():
+        yield ("model", name), tensor
+    for name, stored in source.tied.items():
+        if stored in source.model:
+            yield ("model", name), source.model[stored]
+    for name, state in optimizer.states.items():
+        for key, value in state.items():
+            yield ("optimizer", "state", name, key), value
+    for number, group in enumerate(optimizer.groups):
+        for key, value in group.items():
+            yield ("optimizer", "param_groups", number, key), value
+            for name in group["params"] if key != "params" else ():
+                yield ("optimizer", "param_groups", name, key), value
+    for key, value in (source.schedule or {}).items():
+        yield ("scheduler", key), value
+    yield ("step",), source.step or 0
+
+
+def _titan_values(source: ForeignCheckpoint, titan: torchtitan.Titan) -> Iterator[tuple[Path, Any]]:
+    """The same, as torchtitan's trainer has it."""
+    optimizer = optimizer_of(source)
+    for name in source.model:
+        yield (titan.names[name],), titan.model[name]
+    for name, state in titan.states.items():
+        for key, value in state.items():
+            yield ("optimizer", f"state.{titan.names[name]}.{key}"), value
+    for group in optimizer.groups:
+        for name in group["params"]:
+            for key, value in group.items():
+                if key != "params":
+                    yield ("optimizer", f"param_groups.{titan.names[name]}.{key}"), value
+    for key, value in (source.schedule or {}).items():
+        yield ("lr_scheduler", key), value
+    yield ("train_state", "step"), source.step or 0
+    yield ("train_state", "ntokens_seen"), int((source.trainer_state or {}).get("num_input_tokens_seen") or 0)

@@ -1,0 +1,115 @@
+"""Folders that transformers' Trainer resumes from: `trainer.train(resume_from_checkpoint="OUT")`."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepmark.checkpoint.format.rows import MASTER
+from stepmark.interchange.models.model_outline import ModelOutline, read_config
+from stepmark.interchange.sinks.export_plan import (
+    ExportOptions,
+    ExportPlan,
+    in_order,
+    optimizer_of,
+    outline_for,
+    weights_in_full_precision,
+)
+from stepmark.interchange.sinks.imported_state import trainer_state_bytes
+from stepmark.interchange.sinks.output_files import DataFile, OutputFile, copied_files, model_files, torch_file
+from stepmark.interchange.sources.finish import CONFIG
+from stepmark.interchange.sources.foreign import ForeignCheckpoint
+from stepmark.interchange.sources.optimizer_names import NAMES
+from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
+from stepmark.interchange.tensors.stored_array import StoredArray
+
+_MASTERS = (
+    "the weights are written in fp32, from the master weights; load the model in fp32 (with bf16=True for autocast), "
+    "since transformers keeps no master weights"
+)
+
+_CONTROL = ("should_epoch_stop", "should_evaluate", "should_log", "should_save", "should_training_stop")
+
+
+def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
+    """The files of a `checkpoint-N` folder."""
+    optimizer_of(source)
+    outline = outline_for(source, options)
+    weights, masters = weights_in_full_precision(source)
+    found = ExportPlan(model_files(weights), notes=[_MASTERS] if masters else [])
+    found.files += copied_files(source, without=(CONFIG,))
+    found.files.append(_config(source, masters))
+    found.files.append(torch_file("optimizer.pt", numbered(source, outline)))
+    if source.schedule is not None:
+        found.files.append(torch_file("scheduler.pt", dict(source.schedule)))
+    else:
+        found.lost.append("scheduler.pt: the checkpoint has no schedule of a run; transformers begins its own anew")
+    found.files += [torch_file("rng_state.pth", _random_states(source)), _trainer_state(source)]
+    groups = len(optimizer_of(source).groups)
+    if groups != 2:
+        found.notes.append(
+            f"the optimizer has {groups} group{'s' if groups > 1 else ''} of parameters, and Trainer makes two; give "
+            "it your optimizer (optimizers=)"
+        )
+    return found
+
+
+def numbered(source: ForeignCheckpoint, outline: ModelOutline) -> dict[str, Any]:
+    """The optimizer's state dict as torch has it: parameters are numbered in the order of the model, group by group."""
+    optimizer = optimizer_of(source)
+    groups: list[dict[str, Any]] = []
+    state: dict[int, dict[str, Any]] = {}
+    number = 0
+    for group in optimizer.groups:
+        names = in_order(group["params"], outline.parameters, source)
+        named = {NAMES: names} if len(optimizer.groups) == 1 else {}  # Trainer's own order is that of two groups
+        groups.append({**group, **named, "params": list(range(number, number + len(names)))})
+        for name in names:
+            if name in optimizer.states:
+                state[number] = {key: value for key, value in optimizer.states[name].items() if key != MASTER}
+            number += 1
+    return {"state": state, "param_groups": groups}
+
+
+def _config(source: ForeignCheckpoint, masters: bool) -> OutputFile:
+    """The config; with the weights' type, where that has changed."""
+    config = read_config(source.files[CONFIG])
+    for key in ("dtype", "torch_dtype"):
+        if masters and key in config:
+            config[key] = "float32"
+    return DataFile(CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+
+
+def _trainer_state(source: ForeignCheckpoint) -> OutputFile:
+    """trainer_state.json; transformers asks for the state of its control when it saves next."""
+    state = json.loads(trainer_state_bytes(source))
+    state["stateful_callbacks"]["TrainerControl"] = {"args": dict.fromkeys(_CONTROL, False), "attributes": {}}
+    return DataFile("trainer_state.json", (json.dumps(state, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _random_states(source: ForeignCheckpoint) -> dict[str, Any]:
+    """States of generators, made from the step: Stepmark draws random numbers from seed and step and has none."""
+    step = source.step or 0
+    return {
+        "python": random.Random(step).getstate(),
+        "numpy": np.random.RandomState(step % (1 << 32)).get_state(),
+        "cpu": _bytes_tensor(cpu_generator_state(step)),
+        "cuda": _bytes_tensor(struct.pack("<2q", step, 0)),  # seed and position
+        "xla": step,
+    }
+
+
+def _bytes_tensor(data: bytes) -> ForeignTensor:
+    return ForeignTensor.whole("a generator's state", StoredArray(Path(), 0, "U8", (len(data),), (1,), data))
+
+
+def cpu_generator_state(seed: int) -> bytes:
+    """`torch.Generator().manual_seed(seed).get_state()`: the seed, that 1 number is left of a table of 624 that numpy
+    makes in the same way, and no stored normal numbers."""
+    state: Any = np.random.RandomState(seed % (1 << 32)).get_state()
+    return struct.pack("<QiiQ", seed, 1, 1, 0) + bytes(state[1].astype("<u8").tobytes()) + bytes(40)

@@ -1,0 +1,183 @@
+"""Writes what was found in a checkpoint of another tool as an ordinary Stepmark checkpoint.
+
+The folder is written under a hidden name beside the final one, with the engine's own plan, headers and manifest, and
+renamed when it is complete: after an error nothing is there.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.format.checkpoint_folders import step_of
+from stepmark.checkpoint.format.checksums import bytes_checksum
+from stepmark.checkpoint.format.json_values import encode_plain
+from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, Manifest
+from stepmark.checkpoint.format.rows import Row
+from stepmark.checkpoint.save.commit import Commit, values_to_bytes
+from stepmark.checkpoint.save.plan import Holding, SavePlan, plan_save
+from stepmark.checkpoint.save.write import write_header
+from stepmark.checkpoint.timestamps import TimestampSource
+from stepmark.errors import UsageError
+from stepmark.filesystem import files
+from stepmark.interchange.sinks.imported_state import run_values, trainer_state_bytes
+from stepmark.interchange.sources.foreign import ForeignCheckpoint
+from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
+from stepmark.interchange.tensors.records import Record
+from stepmark.interchange.tensors.streaming import write_tensor_files
+from stepmark.interchange.tensors.verification import RecordChecks
+from stepmark.model_folder.new_folder import check_out, check_room, writing
+from stepmark.model_folder.writers import THREADS
+from stepmark.runtime.versions import software_versions
+from stepmark.sharding.layout import TensorSlice
+
+SECTION = "optimizer"
+GROUP = f"{OPTIMIZER}/{SECTION}"
+TRAINER_STATE = "trainer_state.json"
+
+
+@dataclass(frozen=True)
+class ImportListener:
+    """Progress callbacks: `begin` gets the bytes to write, `advance` the bytes written since."""
+
+    begin: Callable[[int], None]
+    advance: Callable[[int], None]
+
+
+def write_checkpoint(source: ForeignCheckpoint, out: Path, listener: ImportListener) -> int:
+    """Writes the checkpoint; returns the bytes of its files.
+
+    Args:
+        source: What was found.
+        out: The folder to create. It must not exist, or be empty.
+        listener: Progress callbacks.
+
+    Raises:
+        UsageError: `out` is in use, or has the name of another step's checkpoint.
+        CheckpointDamaged: The source is incomplete or corrupted.
+        CheckpointError: `out` cannot be written. Nothing is left there after an error.
+    """
+    final = check_out(out, source.folder)
+    step = source.step or 0
+    if step_of(final) not in (None, step):
+        raise UsageError(
+            f"{out} has the name of another step: {source.folder} is of step {step}; name it checkpoint-{step}"
+        )
+    tensors = _tensors(source)
+    for tensor in tensors.values():
+        tensor.check()
+    save = uuid.uuid4().hex[:16]
+    rows = [Row(group, name, t.dtype, t.shape, TensorSlice.full(t.shape)) for (group, name), t in tensors.items()]
+    plan = plan_save([Holding(tuple(rows), (0,))], [0], save)
+    check_room(final.parent, plan.size)
+    with writing(final, out) as temporary:
+        listener.begin(sum(plan.loads))
+        headers = _write_files(temporary, plan, tensors, source.records, step, save, listener)
+        extra = _copy_files(source, temporary)
+        commit = Commit(_values(source), extra, _manifest(source, save), lambda: False, TimestampSource())
+        return commit.write_manifest(temporary, plan, headers)
+
+
+def _write_files(
+    folder: Path,
+    plan: SavePlan,
+    tensors: Mapping[tuple[str, str], ForeignTensor],
+    records: Iterable[Record],
+    step: int,
+    save: str,
+    listener: ImportListener,
+) -> dict[int, str]:
+    """Writes the tensor files; returns the checksums of their headers."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-import") as pool:
+        checks = RecordChecks(records)
+        checksums = write_tensor_files(
+            folder, plan, lambda group, name: tensors[group, name], checks, pool, listener.advance
+        )
+        headers = {}
+        for index, file in enumerate(plan.files):
+            headers[index] = bytes_checksum(write_header(folder, file, step, save, checksums[index]))
+    return headers
+
+
+def _tensors(source: ForeignCheckpoint) -> dict[tuple[str, str], ForeignTensor]:
+    """All tensors by group and name."""
+    found = {(MODEL, name): tensor for name, tensor in source.model.items()}
+    if source.optimizer is not None:
+        for parameter, state in source.optimizer.states.items():
+            for key, value in state.items():
+                if isinstance(value, ForeignTensor):
+                    found[GROUP, f"{parameter}/{key}"] = value
+    return found
+
+
+def _values(source: ForeignCheckpoint) -> bytes:
+    """The contents of state.json."""
+    sections: dict[str, Any] = {
+        MODEL: {"kind": "module", "class": source_class(source), "tied": dict(source.tied), "extra": {}}
+    }
+    if source.optimizer is not None:
+        sections[SECTION] = {"kind": "named", **_optimizer_values(source)}
+        sections["run"] = {"kind": "object", "value": encode_plain(run_values(source), "run")}
+    return values_to_bytes(sections)
+
+
+def source_class(source: ForeignCheckpoint) -> str:
+    """The class of the model, where the source's config names one."""
+    return source.architecture or "Module"
+
+
+def _optimizer_values(source: ForeignCheckpoint) -> dict[str, Any]:
+    optimizer = source.optimizer
+    assert optimizer is not None
+    groups, members = {}, {}
+    for index, group in enumerate(optimizer.groups):
+        plain = {key: value for key, value in group.items() if key != "params"}
+        groups[str(index)] = encode_plain(plain, f"param_groups[{index}]")
+        members.update(dict.fromkeys(group["params"], index))
+    state = {}
+    for name, values in optimizer.states.items():
+        rest = {key: value for key, value in values.items() if not isinstance(value, ForeignTensor)}
+        if rest:
+            state[name] = encode_plain(rest, name)
+    return {"state": state, "groups": groups, "members": members}
+
+
+def _manifest(source: ForeignCheckpoint, save: str) -> Manifest:
+    """The manifest without files and tensors."""
+    versions = software_versions()
+    software: dict[str, str] = {name: versions[name] for name in ("stepmark", "torch", "python") if name in versions}
+    model_only = source.optimizer is None
+    imported = {"kind": source.kind, "mesh": dict(source.mesh), "assumed": source.assumed, "lost": source.lost}
+    sections = {MODEL: "module", **({} if model_only else {SECTION: "named", "run": "object"})}
+    return Manifest(
+        step=source.step or 0,
+        save=save,
+        time=0.0,
+        software=software,
+        world_size=1,
+        mesh={"dp": 1},
+        model_only=model_only,
+        sections=sections,
+        files=(),
+        tensors={},
+        metadata=encode_plain({"imported": imported, "identity": {}, "model_only": model_only}, "metadata"),
+    )
+
+
+def _copy_files(source: ForeignCheckpoint, folder: Path) -> list[str]:
+    """Copies config and tokenizer and writes trainer_state.json; returns their names."""
+    for name, path in source.files.items():
+        shutil.copyfile(path, folder / name)
+    files.write_file(folder / TRAINER_STATE, trainer_state_bytes(source))
+    return [*source.files, TRAINER_STATE]
+
+
+def verify_records(source: ForeignCheckpoint) -> int:
+    """Verifies the checksums of the source's zip archives; returns the bytes read. Raises CheckpointDamaged."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-verify") as pool:
+        return sum(pool.map(lambda record: record.check(), source.records))

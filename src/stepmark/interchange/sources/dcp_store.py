@@ -1,0 +1,174 @@
+"""The files of torch.distributed.checkpoint: `.metadata` and `*.distcp`, as tensors and values by their full names.
+
+The metadata is a pickle, which is read without running anything. What a record holds is taken from `storage_data`,
+which lists every record of every file, and the global shape from `state_dict_metadata` if it is there.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.format.read_errors import cannot_read
+from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.interchange.sources.state_dict_files import assembled
+from stepmark.interchange.tensors.foreign_tensor import ForeignTensor, Piece
+from stepmark.interchange.tensors.pickle_reader import PickledObject, natural, read_pickle
+from stepmark.interchange.tensors.records import Record
+from stepmark.interchange.tensors.source_files import inside
+from stepmark.interchange.tensors.stored_array import StoredArray
+from stepmark.interchange.tensors.torch_file import read_torch_file
+
+METADATA = ".metadata"
+_LARGEST = 512 << 20
+
+
+@dataclass
+class DcpStore:
+    """What a store holds, by full name. `order` is that in which the saving program had the names, if it is
+    `ordered`: the records of several ranks are in another. `paths` are the keys on the way to each name."""
+
+    folder: Path
+    tensors: dict[str, ForeignTensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    ordered: bool = False
+    records: list[Record] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A record: what it is of, and where it is."""
+
+    name: str
+    offsets: tuple[int, ...] | None
+    path: Path
+    begin: int
+    size: int
+
+
+def is_store(folder: Path) -> bool:
+    """Whether the folder is a store."""
+    return (folder / METADATA).is_file()
+
+
+def read_store(folder: Path, *, listed: bool = True) -> DcpStore:
+    """Reads the metadata and the header of every record.
+
+    Args:
+        folder: The store.
+        listed: Whether the metadata's list of names is that of the records, as all writers have it but one: its list
+            may lack names, and have names of which there are no records.
+
+    Raises:
+        CheckpointDamaged: A file, which the message names, is missing, truncated or malformed.
+    """
+    path = folder / METADATA
+    metadata = _metadata(path)
+    store = DcpStore(folder)
+    pieces: dict[str, list[Piece]] = {}
+    shapes = _shapes(path, metadata)
+    try:
+        entries = [_entry(folder, path, index, info) for index, info in metadata.get("storage_data").items()]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(f"{path}: its list of records is malformed: {error}") from error
+    for entry in entries:
+        _add(store, pieces, entry)
+    for name, found in pieces.items():
+        store.tensors[name] = _tensor(path, name, found, shapes.get(name) if listed else None)
+    recorded = store.tensors.keys() | store.values.keys()
+    if listed and (missing := shapes.keys() - recorded):
+        raise CheckpointDamaged(f"{path}: tensor {min(missing)!r} has no record in any file")
+    if listed and (other := recorded - shapes.keys()):
+        raise CheckpointDamaged(f"{path} has a record of {min(other)[:80]!r}, and does not describe it")
+    planned = metadata.attributes.get("planner_data")
+    _set_paths(store, planned if isinstance(planned, dict) else {})
+    return store
+
+
+def _metadata(path: Path) -> PickledObject:
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise CheckpointDamaged(f"{path} is too large for what it is")
+        found = read_pickle(io.BytesIO(path.read_bytes()))
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}") from error
+    if not isinstance(found, PickledObject) or not found.kind.endswith(".Metadata"):
+        raise CheckpointDamaged(f"{path} is not the metadata of torch.distributed.checkpoint")
+    return found
+
+
+def _shapes(path: Path, metadata: PickledObject) -> dict[str, tuple[int, ...] | None]:
+    """The global shapes of tensors; None for other values."""
+    described = metadata.attributes.get("state_dict_metadata")
+    if not isinstance(described, dict):
+        raise CheckpointDamaged(f"{path} describes no state")
+    found: dict[str, tuple[int, ...] | None] = {}
+    for name, value in described.items():
+        if type(name) is not str or not isinstance(value, PickledObject):
+            raise CheckpointDamaged(f"{path}: its description of the state is malformed")
+        size = value.attributes.get("size")
+        try:
+            found[name] = None if size is None else natural(size)
+        except (TypeError, ValueError) as error:
+            raise CheckpointDamaged(f"{path}: the shape of {name[:80]!r} is malformed") from error
+    return found
+
+
+def _entry(folder: Path, said_by: Path, index: Any, info: Any) -> _Entry:
+    if not isinstance(index, PickledObject) or not isinstance(info, PickledObject):
+        raise TypeError("not a record")
+    name, offsets = index.get("fqn"), index.attributes.get("offset")
+    if type(name) is not str:
+        raise TypeError("a record without a name")
+    if info.attributes.get("transform_descriptors"):
+        raise CheckpointError(f"{said_by}: {name[:80]!r} is compressed or encrypted; save it without extensions")
+    begin, size = natural((info.get("offset"), info.get("length")))
+    path = inside(folder, info.get("relative_path"), said_by)
+    return _Entry(name, None if offsets is None else natural(offsets), path, begin, size)
+
+
+def _add(store: DcpStore, pieces: dict[str, list[Piece]], entry: _Entry) -> None:
+    try:
+        file = read_torch_file(entry.path, entry.begin, entry.size)
+    except CheckpointError as error:
+        raise type(error)(f"{error}; {entry.name!r} is in that file") from error
+    store.records += file.records
+    value = file.value
+    if isinstance(value, StoredArray) and (entry.offsets is not None or entry.name not in store.values):
+        offsets = entry.offsets if entry.offsets is not None else (0,) * len(value.shape)
+        if len(offsets) != len(value.shape):
+            raise CheckpointDamaged(f"{entry.path}: a shard of tensor {entry.name!r} does not fit its place")
+        pieces.setdefault(entry.name, []).append(Piece(value, offsets))
+    else:
+        store.values[entry.name] = value
+
+
+def _tensor(path: Path, name: str, pieces: list[Piece], shape: tuple[int, ...] | None) -> ForeignTensor:
+    tensor = assembled(name, pieces)
+    if shape is not None and len(shape) == len(tensor.shape):
+        tensor = ForeignTensor(name, tensor.dtype, shape, tensor.pieces)
+    elif shape is not None:
+        raise CheckpointDamaged(f"{path}: tensor {name!r} is {list(shape)}, and its shards are {list(tensor.shape)}")
+    tensor.check()
+    return tensor
+
+
+def _set_paths(store: DcpStore, planned: dict[Any, Any]) -> None:
+    for name in planned:
+        path = planned[name]
+        if type(name) is str and (name in store.tensors or name in store.values):
+            store.order.append(name)
+            store.paths[name] = tuple(str(key) for key in path) if isinstance(path, tuple | list) else (name,)
+            if ".".join(store.paths[name]) != name:
+                raise CheckpointDamaged(f"{store.folder / METADATA}: {name[:80]!r} has a path that is another name's")
+    store.ordered = store.tensors.keys() <= store.paths.keys()
+    for name in (*store.tensors, *store.values):
+        if name not in store.paths:
+            store.order.append(name)
+            store.paths[name] = (name,)

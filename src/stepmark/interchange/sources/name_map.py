@@ -1,0 +1,80 @@
+"""Files of --map: the names that tensors of another program get, as patterns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from stepmark.config.yaml_file import parse_yaml
+from stepmark.errors import UsageError
+from stepmark.interchange.tensors.source_files import open_file
+
+Value = TypeVar("Value")
+
+
+def read_map(path: Path) -> list[tuple[str, str]]:
+    """Patterns and what they become, in the file's order.
+
+    A line is `old.name: new.name`. In a pattern, `*` stands for one part of a name, and for the same part in the new
+    name; `null` as the new name leaves the tensor out.
+
+    Raises:
+        UsageError: The file is not such a map.
+    """
+    try:
+        with open_file(path) as file:
+            found = parse_yaml(file.read().decode())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--map: {path} cannot be read: {error}") from error
+    if not isinstance(found, Mapping) or not found:
+        raise UsageError(f"{path} is not a map of names; write lines such as `encoder.*.weight: model.layers.*.weight`")
+    pairs = []
+    for old, new in found.items():
+        new = "" if new is None else new
+        if not isinstance(old, str) or not isinstance(new, str) or new.count("*") > old.count("*"):
+            raise UsageError(f"{path}: {old!r}: {new!r} does not map a name to a name with as many *")
+        pairs.append((old, new))
+    return pairs
+
+
+def renamed(tensors: Mapping[str, Value], pairs: Sequence[tuple[str, str]]) -> dict[str, Value]:
+    """The tensors under their new names; the first pattern that fits counts, and others keep their names.
+
+    Raises UsageError where two tensors would have one name, or a pattern fits none.
+    """
+    if not pairs:
+        return dict(tensors)
+    patterns = [(old, new, re.compile("([^.]+)".join(map(re.escape, old.split("*"))))) for old, new in pairs]
+    found: dict[str, Value] = {}
+    used: set[str] = set()
+    for name, value in tensors.items():
+        new_name: str = name
+        for old, new, pattern in patterns:
+            match = pattern.fullmatch(name)
+            if match is not None:
+                used.add(old)
+                new_name = _filled(new, list(match.groups()))
+                break
+        if new_name in found:
+            raise UsageError(f"--map: two tensors would have the name {new_name!r}, one of them {name!r}")
+        if new_name:
+            found[new_name] = value
+    unused = [old for old, _ in pairs if old not in used]
+    if unused:
+        raise UsageError(
+            f"--map: no tensor has a name like {unused[0]!r}; those here are such as {next(iter(tensors), '')!r}"
+        )
+    return found
+
+
+def new_names(names: Iterable[str], pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Each name to the one that it gets; those that are left out are missing. Raises UsageError as `renamed`."""
+    return {old: new for new, old in renamed({name: name for name in names}, pairs).items()}
+
+
+def _filled(name: str, parts: list[str]) -> str:
+    for part in parts:
+        name = name.replace("*", part, 1)
+    return name

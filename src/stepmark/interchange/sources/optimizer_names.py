@@ -1,0 +1,235 @@
+"""Names for the parameters of optimizers that number them.
+
+An optimizer that was given names keeps them as `param_names`. Otherwise a number is a position: all groups in order,
+within a group the order of the model's parameters. Which parameters a group has is then not stored, so the rules that
+the tools use are tried, and one is taken if the sizes of the groups and the shape of every state fit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from stepmark.errors import CheckpointMismatch
+from stepmark.interchange.models.model_outline import ModelOutline
+from stepmark.interchange.sources.state_dict_files import clean_name
+from stepmark.sharding.layout import Shape
+
+NAMES = "param_names"
+FILE_ORDER = "the file's order of names"
+Decays = Callable[[str], bool]
+_TRANSFORMERS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def rules(layer_norms: frozenset[str] = frozenset()) -> dict[str, Decays]:
+    """Which parameters decay, by the name of the rule, the commonest first. `layer_norms` are those of torch's
+    LayerNorm."""
+
+    def transformers(name: str) -> bool:
+        return name not in layer_norms and not _TRANSFORMERS.search(name.lower())
+
+    def norms_and_biases(name: str) -> bool:
+        return name not in layer_norms and "bias" not in name and "norm" not in name.lower()
+
+    def no_biases(name: str) -> bool:
+        return name not in layer_norms and "bias" not in name
+
+    def named_norms(name: str) -> bool:
+        return not any(word in name.lower() for word in ("bias", "layernorm", "rmsnorm"))
+
+    def no_layer_norm_weight(name: str) -> bool:
+        return not any(word in name for word in ("bias", "LayerNorm.weight", "layer_norm.weight"))
+
+    return {
+        "transformers' rule": transformers,
+        "all but norms and biases decay": norms_and_biases,
+        "all but parameters named layernorm, rmsnorm or bias decay": named_norms,
+        "all but biases decay": no_biases,
+        "all but LayerNorm.weight and biases decay": no_layer_norm_weight,
+    }
+
+
+def numbered_names(
+    groups: Sequence[Mapping[str, Any]],
+    shapes: Mapping[int, Shape],
+    parameters: Mapping[str, Shape],
+    where: str,
+    layer_norms: frozenset[str] = frozenset(),
+    frozen: frozenset[str] = frozenset(),
+    renamed: Mapping[str, str] | None = None,
+    tool: str | None = None,
+) -> tuple[dict[int, str], str]:
+    """The parameters' names by number, and the rule that fits, in words.
+
+    Args:
+        groups: The optimizer's groups, with numbers in "params", and perhaps names in "param_names".
+        shapes: Of the states, by number; parameters without state are missing.
+        parameters: Names to shapes, in the model's order.
+        where: The file, for messages.
+        layer_norms: Parameters of torch's LayerNorm.
+        frozen: Parameters that an optimizer may not have, because the model's class does not train them.
+        renamed: Names of the saving program to those of `parameters`, where they differ.
+        tool: Of optimizers that a tool makes itself, which all do in two groups: its name. One group is then an
+            optimizer of the user's, whose order is in no file.
+
+    Raises:
+        CheckpointMismatch: No rule fits, the order is unknown, or the optimizer's own names are those of another model.
+    """
+    numbers = [_numbers(group, where) for group in groups]
+    flat = [number for group in numbers for number in group]
+    if len(set(flat)) != len(flat):
+        raise CheckpointMismatch(f"{where}: two parameters of the optimizer have one number; the file is corrupted")
+    given = _given_names(groups, numbers, renamed or {}, parameters)
+    if given is not None:
+        _check_given(given, shapes, parameters, where)
+        return given, "its own names"
+    if tool is not None and len(groups) == 1:
+        raise CheckpointMismatch(
+            f"{where}: the optimizer has one parameter group, where {tool} makes two, so its order of parameters is "
+            "the program's own and in no file; import the model alone with --model-only"
+        )
+    trained = [name for name in parameters if name not in frozen]
+    candidates = chain(
+        _candidates(list(parameters), len(numbers), layer_norms),
+        _candidates(trained, len(numbers), layer_norms) if frozen else (),
+    )
+    fits, unfit = _fitting(candidates, numbers, shapes, parameters)
+    if len(fits) == 1 or (fits and not shapes):
+        fitting, rule = next(iter(fits.items()))
+        return dict(zip(flat, fitting, strict=True)), rule
+    raise CheckpointMismatch(
+        f"{where}: the optimizer's numbers cannot be matched with the model's {len(parameters)} parameters: {unfit}; "
+        "import the model alone with --model-only"
+    )
+
+
+def _fitting(
+    candidates: Iterable[tuple[str, list[list[str]]]],
+    numbers: Sequence[Sequence[int]],
+    shapes: Mapping[int, Shape],
+    parameters: Mapping[str, Shape],
+) -> tuple[dict[tuple[str, ...], str], str]:
+    """The names by all rules that fit, with the rule; and why there is not one, in words."""
+    flat = [number for group in numbers for number in group]
+    unfit = f"its groups have {' and '.join(str(len(group)) for group in numbers)} parameters"
+    fits: dict[tuple[str, ...], str] = {}
+    for rule, candidate in candidates:
+        if [len(group) for group in candidate] != [len(group) for group in numbers]:
+            continue
+        names = [name for group in candidate for name in group]
+        wrong = next(
+            (n for n, name in zip(flat, names, strict=True) if shapes.get(n) not in (None, parameters[name])), None
+        )
+        if wrong is None:
+            fits.setdefault(tuple(names), rule)
+            continue
+        name = names[flat.index(wrong)]
+        unfit = f"its state {wrong} is {list(shapes[wrong])}, where {name} is {list(parameters[name])}"
+    if fits:
+        unfit = f"several rules fit, and give a state to different parameters: {'; '.join(fits.values())}"
+    return fits, unfit
+
+
+def _numbers(group: Mapping[str, Any], where: str) -> list[int]:
+    found = group.get("params")
+    if not isinstance(found, list | tuple) or any(type(number) is not int for number in found):
+        raise CheckpointMismatch(f"{where}: a group of the optimizer has no list of parameters")
+    return list(found)
+
+
+def agreed_names(
+    orders: Mapping[str, Mapping[str, Shape]],
+    groups: Sequence[Mapping[str, Any]],
+    shapes: Mapping[int, Shape],
+    where: str,
+    outline: ModelOutline | None,
+    renamed: Mapping[str, str] | None = None,
+) -> tuple[dict[int, str], str]:
+    """The names by each of several orders of parameters that fits; all have to agree.
+
+    Args:
+        orders: Names to shapes, by where the order comes from, the likeliest first.
+        groups: As for `numbered_names`, like the rest.
+        shapes: Of the states.
+        where: The file.
+        outline: The model of the config, if there is one.
+        renamed: New names.
+
+    Returns:
+        The names, and where they come from, in words.
+
+    Raises:
+        CheckpointMismatch: None fits, or two give different names.
+    """
+    norms, frozen = (
+        (outline.layer_norms, outline.frozen) if outline is not None else (frozenset[str](), frozenset[str]())
+    )
+    fits: list[tuple[str, dict[int, str], str]] = []
+    error: CheckpointMismatch | None = None
+    for source, known in orders.items():
+        try:
+            fits.append((source, *numbered_names(groups, shapes, known, where, norms, frozen, renamed)))
+        except CheckpointMismatch as found:
+            error = error or found
+    if not fits:
+        assert error is not None
+        raise error
+    source, names, rule = fits[0]
+    if any(other != names for _, other, _ in fits):
+        raise CheckpointMismatch(
+            f"{where} numbers the optimizer's parameters, and {' and '.join(orders)} differ in which is which; import "
+            "the model alone with --model-only"
+        )
+    return names, f"{source} ({rule})"
+
+
+def _given_names(
+    groups: Sequence[Mapping[str, Any]],
+    numbers: Sequence[Sequence[int]],
+    renamed: Mapping[str, str],
+    parameters: Mapping[str, Shape],
+) -> dict[int, str] | None:
+    """The names that the optimizer has, by number; None where it has none."""
+    found: dict[int, str] = {}
+    for group, own in zip(groups, numbers, strict=True):
+        names = group.get(NAMES)
+        if not isinstance(names, list | tuple) or len(names) != len(own):
+            return None
+        for number, name in zip(own, names, strict=True):
+            cleaned = clean_name(str(name))
+            while cleaned.startswith("module.") and cleaned not in parameters and cleaned not in renamed:
+                cleaned = cleaned.removeprefix("module.")
+            found[number] = renamed.get(cleaned, cleaned)
+    return found
+
+
+def _check_given(
+    names: Mapping[int, str], shapes: Mapping[int, Shape], parameters: Mapping[str, Shape], where: str
+) -> None:
+    for number, name in names.items():
+        if name not in parameters:
+            raise CheckpointMismatch(
+                f"{where}: the optimizer has a parameter {name[:80]!r}, and the model has none of that name; import "
+                "the model alone with --model-only"
+            )
+        if shapes.get(number) not in (None, parameters[name]):
+            raise CheckpointMismatch(
+                f"{where}: the optimizer's state {number} is {list(shapes[number])}, and its parameter {name} is "
+                f"{list(parameters[name])}"
+            )
+    if len(set(names.values())) != len(names):
+        raise CheckpointMismatch(f"{where}: two parameters of the optimizer have one name; the file is corrupted")
+
+
+def _candidates(names: Sequence[str], count: int, layer_norms: frozenset[str]) -> Iterator[tuple[str, list[list[str]]]]:
+    if count == 1:
+        yield "one group", [list(names)]
+    for rule, decays in rules(layer_norms).items():
+        both = [[name for name in names if decays(name)], [name for name in names if not decays(name)]]
+        yield rule, both
+        yield f"{rule}, the others first", both[::-1]
+        used = [group for group in both if group]
+        if len(used) != 2:
+            yield rule, used

@@ -1,0 +1,170 @@
+"""Plain state dicts: a file of torch.save, xm.save, xser or safetensors with a model's tensors, alone or nested, whole.
+
+With a --map file, the names of another program become Hugging Face's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stepmark.errors import CheckpointMismatch
+from stepmark.interchange.models.model_outline import ModelOutline
+from stepmark.interchange.sources.finish import CONFIG, files_beside, finish, outline_for, take_own_names
+from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
+from stepmark.interchange.sources.name_map import new_names, renamed
+from stepmark.interchange.sources.optimizer_names import FILE_ORDER, agreed_names
+from stepmark.interchange.sources.state_dict_files import clean_name, without_prefix
+from stepmark.interchange.sources.torch_optimizer import split_state_dict, state_shape, whole_optimizer
+from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
+from stepmark.interchange.tensors.pickle_reader import PickledObject
+from stepmark.interchange.tensors.safetensors_file import read_safetensors
+from stepmark.interchange.tensors.saved_file import read_saved
+from stepmark.interchange.tensors.stored_array import StoredArray
+from stepmark.interchange.tensors.torch_file import arrays_in
+
+MODELS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
+STEPS = ("step", "global_step", "iteration", "iter")
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_MAGIC = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
+
+
+def recognize(folder: Path) -> bool:
+    """Whether it is a file of torch.save or safetensors, or a folder with exactly one."""
+    return _file_of(folder) is not None
+
+
+def _file_of(source: Path) -> Path | None:
+    if source.is_file():
+        with source.open("rb") as file:
+            return source if source.suffix == ".safetensors" or file.read(4) in _MAGIC else None
+    names = [path.name for path in source.iterdir()] if source.is_dir() else []
+    saved = [source / name for name in names if Path(name).suffix in SUFFIXES or f"{name}.tensors" in names]
+    found = [path for path in saved if path.is_file()]
+    return found[0] if len(found) == 1 else None
+
+
+def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
+    """What the file holds."""
+    path = _file_of(folder)
+    assert path is not None
+    found = ForeignCheckpoint("plain state dict", folder, {}, files=files_beside(path.parent))
+    value = value_of(path, found)
+    _check_alone(value, path)
+    _, state = model_in(value, path, found.lost)
+    tensors = without_prefix({clean_name(name): ForeignTensor.whole(name, array) for name, array in state.items()})
+    found.model = renamed(tensors, options.names)
+    outline = outline_for(found.files, options, len(found.model))
+    take_own_names(found, outline)
+    optimizers = _optimizers_in(value)
+    if not optimizers:
+        found.lost.append("optimizer: the file has none")
+    elif not options.model_only:
+        states, groups = split_state_dict(_only(optimizers, path), str(path))
+        names = _names(states, groups, found, outline, path, new_names(tensors, options.names))
+        found.optimizer = whole_optimizer(states, groups, names, path)
+    found.step = next((value[name] for name in STEPS if type(value.get(name)) is int), None)
+    return finish(found, options, outline)
+
+
+def _check_alone(value: dict[str, Any], path: Path) -> None:
+    """Raises CheckpointMismatch where the file is the part of one of Megatron's ranks, as its arguments say."""
+    arguments = value.get("args")
+    said = arguments.attributes if isinstance(arguments, PickledObject) else {}
+    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        size = said.get(key)
+        if type(size) is int and size > 1:
+            raise CheckpointMismatch(
+                f"{path} is a part of a model: its args say {key} {size}; put it together with Megatron's tools"
+            )
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether a value is the state dict of an optimizer."""
+    return (
+        isinstance(value, dict) and isinstance(value.get("state"), dict) and isinstance(value.get("param_groups"), list)
+    )
+
+
+def _optimizers_in(value: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The optimizers beside a model, or in a list there, by their names."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, item in value.items():
+        listed = item if isinstance(item, list) else [item]
+        names = [str(key)] if len(listed) == 1 else [f"{key}[{number}]" for number in range(len(listed))]
+        found |= {name: one for name, one in zip(names, listed, strict=True) if is_optimizer(one)}
+    return found
+
+
+def _only(optimizers: dict[str, dict[str, Any]], path: Path) -> dict[str, Any]:
+    if len(optimizers) > 1:
+        raise CheckpointMismatch(
+            f"{path} has {len(optimizers)} optimizers, {' and '.join(optimizers)}; import the model alone with "
+            "--model-only"
+        )
+    return next(iter(optimizers.values()))
+
+
+def value_of(path: Path, found: ForeignCheckpoint) -> dict[str, Any]:
+    """The dict in a file, which may be nested; adds the file's records."""
+    if path.suffix == ".safetensors":
+        return dict(read_safetensors(path)[0])
+    value = read_saved(path, found.records)
+    if not isinstance(value, dict):
+        raise CheckpointMismatch(f"{path} holds no state dict but a {type(value).__name__}")
+    return value
+
+
+def model_in(value: dict[str, Any], path: Path, lost: list[str]) -> tuple[str, dict[str, StoredArray]]:
+    """The key of the model in the file, "" if the file is the model, and its tensors; nested dicts are joined with
+    dots. Tensors that have no names are added to `lost`."""
+    for key in MODELS:
+        if isinstance(value.get(key), dict):
+            others = [name for name, item in value.items() if name != key and next(arrays_in(item), None) is not None]
+            lost += [f"{str(name)[:80]}: other tensors of the file" for name in others if not is_optimizer(value[name])]
+            return key, _flat(value[key], path, lost)
+    return "", _flat(value, path, lost)
+
+
+def _flat(
+    value: dict[Any, Any], path: Path, lost: list[str], prefix: str = "", depth: int = 0
+) -> dict[str, StoredArray]:
+    found: dict[str, StoredArray] = {}
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        inner: dict[str, StoredArray] = {}
+        if isinstance(item, StoredArray):
+            inner = {name: item}
+        elif isinstance(item, dict) and not is_optimizer(item) and depth < 16:
+            inner = _flat(item, path, lost, f"{name}.", depth + 1)
+        elif not is_optimizer(item) and next(arrays_in(item), None) is not None:
+            lost.append(f"{name[:80]}: tensors without names of their own")
+        again = next(iter(found.keys() & inner.keys()), None)
+        if again is not None:
+            raise CheckpointMismatch(f"{path}: two tensors have the name {again[:80]!r}, with nested names joined")
+        found |= inner
+    if not found and not prefix:
+        raise CheckpointMismatch(f"{path} holds no tensors by name; it is not the state dict of a model")
+    return found
+
+
+def _names(
+    state: dict[Any, dict[str, Any]],
+    groups: list[dict[str, Any]],
+    found: ForeignCheckpoint,
+    outline: ModelOutline | None,
+    path: Path,
+    changed: dict[str, str],
+) -> dict[Any, str]:
+    """Each number to a name. The saving program numbered in the order of its own class, which its state dict has; the
+    config's class may have another. Without new names the two are the same class, and have to agree."""
+    shapes = {key: shape for key, one in state.items() if (shape := state_shape(one))}
+    saved = {name: tensor.shape for name, tensor in found.model.items()}
+    orders = {FILE_ORDER: saved}
+    if outline is not None:
+        orders = {FILE_ORDER: {name: shape for name, shape in saved.items() if name in outline.parameters}}
+        if all(old == new for old, new in changed.items()):
+            orders = {CONFIG: outline.parameters, **orders}
+    names, rule = agreed_names(orders, groups, shapes, str(path), outline, changed)
+    found.assumed.append(f"the optimizer numbers its parameters; their names follow from {rule}")
+    return dict(names)

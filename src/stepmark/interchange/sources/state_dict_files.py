@@ -1,0 +1,134 @@
+"""The weights of a model in Hugging Face's files: safetensors or torch.save, in one file or several with an index."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.interchange.tensors.foreign_tensor import ForeignTensor, Piece
+from stepmark.interchange.tensors.records import Record
+from stepmark.interchange.tensors.safetensors_file import read_safetensors
+from stepmark.interchange.tensors.saved_file import read_saved
+from stepmark.interchange.tensors.source_files import inside, read_json
+from stepmark.interchange.tensors.stored_array import StoredArray
+from stepmark.model_folder.model_files import INDEXES, SINGLE
+
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_PART = re.compile(r"-(\d+)-of-(\d+)\.")
+
+
+def read_weights(folder: Path, records: list[Record]) -> dict[str, ForeignTensor]:
+    """The model's tensors; adds the records of zip archives to `records`.
+
+    Raises CheckpointDamaged, naming the file, where one is missing or malformed.
+    """
+    for name in SINGLE:
+        if (folder / name).is_file():
+            return read_files([folder / name], records)
+    for name in INDEXES:
+        index = folder / name
+        if index.is_file():
+            return _read_indexed(folder, index, records)
+    raise CheckpointDamaged(f"{folder} has no weights: neither {' nor '.join(SINGLE)}, nor an index of several files")
+
+
+def _read_indexed(folder: Path, index: Path, records: list[Record]) -> dict[str, ForeignTensor]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointDamaged(f"{index} is malformed: it has no weight_map")
+    names = sorted({inside(folder, name, index) for name in weight_map.values()})
+    found = read_files(names, records)
+    for name, file in weight_map.items():
+        if name not in found:
+            raise CheckpointDamaged(f"{folder / file} has no tensor {name!r}, which {index.name} says is there")
+    return found
+
+
+def read_files(paths: Iterable[Path], records: list[Record]) -> dict[str, ForeignTensor]:
+    """The tensors of several files; those of a DCP writer are shards, all others are complete."""
+    pieces: dict[str, list[Piece]] = {}
+    for path in paths:
+        arrays, offsets = _arrays_of(path, records)
+        for name, array in arrays.items():
+            at = offsets.get(name, (0,) * len(array.shape))
+            if len(at) != len(array.shape):
+                raise CheckpointDamaged(f"{path}: the place of tensor {name!r} does not fit its shape")
+            if name in pieces and name not in offsets:
+                raise CheckpointDamaged(f"{path}: tensor {name!r} is in {pieces[name][0].array.path.name} as well")
+            pieces.setdefault(name, []).append(Piece(array, at))
+    return {clean_name(name): assembled(name, found) for name, found in pieces.items()}
+
+
+def _arrays_of(path: Path, records: list[Record]) -> tuple[Mapping[str, StoredArray], dict[str, tuple[int, ...]]]:
+    if path.suffix == ".safetensors":
+        arrays, metadata = read_safetensors(path)
+        return arrays, _saved_offsets(path, metadata)
+    return state_dict_of(path, records), {}
+
+
+def _saved_offsets(path: Path, metadata: Any) -> dict[str, tuple[int, ...]]:
+    """Where the file's tensors belong in the global ones, as torch.distributed.checkpoint notes it."""
+    text = metadata.get("DCP_SHARDING_INFO") if isinstance(metadata, dict) else None
+    if text is None:
+        return {}
+    try:
+        found = {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(text).items()}
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointDamaged(f"{path}: its DCP_SHARDING_INFO is malformed: {error!r}") from error
+    if any(type(offset) is not int or not 0 <= offset < 1 << 62 for at in found.values() for offset in at):
+        raise CheckpointDamaged(f"{path}: its DCP_SHARDING_INFO is malformed")
+    return found
+
+
+def state_dict_of(path: Path, records: list[Record]) -> dict[str, StoredArray]:
+    """The tensors of a torch.save file of a flat state dict. Raises CheckpointMismatch where it is something else."""
+    value = read_saved(path, records)
+    if not isinstance(value, dict) or not value:
+        raise CheckpointMismatch(f"{path} holds no state dict but a {type(value).__name__}")
+    arrays = {name: item for name, item in value.items() if isinstance(item, StoredArray)}
+    if len(arrays) != len(value) or not all(type(name) is str for name in arrays):
+        other = next(name for name in value if name not in arrays or type(name) is not str)
+        raise CheckpointMismatch(f"{path} is not the state dict of a model: {str(other)[:80]!r} is not a tensor")
+    return arrays
+
+
+def assembled(name: str, pieces: list[Piece]) -> ForeignTensor:
+    """A tensor of shards whose global shape is nowhere: the least that holds them all."""
+    dims = {len(piece.offsets) for piece in pieces}
+    dtypes = {piece.array.dtype for piece in pieces}
+    if len(dims) != 1 or len(dtypes) != 1:
+        raise CheckpointDamaged(f"{pieces[0].array.path}: the shards of tensor {name!r} have different types or dims")
+    ends = [[at + size for at, size in zip(p.offsets, p.array.shape, strict=True)] for p in pieces]
+    return ForeignTensor(name, dtypes.pop(), tuple(map(max, zip(*ends, strict=True))), tuple(pieces))
+
+
+def clean_name(name: str) -> str:
+    """Without what torch.compile and FSDP put in between."""
+    return _WRAPPERS.sub("", name)
+
+
+def without_prefix(tensors: dict[str, ForeignTensor]) -> dict[str, ForeignTensor]:
+    """Without the `module.` that DistributedDataParallel puts in front of all names."""
+    while tensors and all(name.startswith("module.") for name in tensors):
+        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def check_parts(paths: Iterable[Path]) -> None:
+    """Raises CheckpointDamaged where a file of `…-00001-of-00003` is missing."""
+    counts: dict[tuple[str, int], set[int]] = {}
+    some: dict[tuple[str, int], Path] = {}
+    for path in paths:
+        match = _PART.search(path.name)
+        if match:
+            key = (path.name[: match.start()], int(match[2]))
+            counts.setdefault(key, set()).add(int(match[1]))
+            some[key] = path
+    for (stem, count), numbers in counts.items():
+        missing = next((number for number in range(1, min(count, 100_000) + 1) if number not in numbers), None)
+        if missing is not None:
+            raise CheckpointDamaged(f"{some[stem, count].parent}: {stem}-{missing:05d}-of-{count:05d} is missing")

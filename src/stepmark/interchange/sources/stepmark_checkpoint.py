@@ -1,0 +1,254 @@
+"""A Stepmark checkpoint in the form that other tools' checkpoints have here: global tensors by name, and their places.
+
+Shards become pieces, whatever mesh wrote them. Names and headers are read; the tensors' bytes are verified by the
+records, and read when they are written elsewhere.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
+from stepmark.checkpoint.format.dtypes import item_size
+from stepmark.checkpoint.format.integrity import check_integrity, read_values
+from stepmark.checkpoint.format.json_values import decode, decode_plain
+from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, OPTIMIZER, Manifest, TensorEntry, read_manifest
+from stepmark.checkpoint.format.shard_reader import byte_blocks
+from stepmark.checkpoint.format.tensor_file import StoredTensor
+from stepmark.checkpoint.format.verified_file import VerifiedFile
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
+from stepmark.interchange.sources.finish import files_beside
+from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
+from stepmark.interchange.tensors.foreign_tensor import ForeignTensor, Piece
+from stepmark.interchange.tensors.records import Record, RecordParts
+from stepmark.interchange.tensors.source_files import read_json
+from stepmark.interchange.tensors.stored_array import StoredArray
+
+KIND = "stepmark"
+RUN = "run"
+TRAINER_STATE = "trainer_state.json"
+_OPTIMIZERS = ("named", "optimizer")
+_SCHEDULES = ("scheduler", "lr_scheduler", "schedule")
+_SWITCHES = {"foreach": None, "fused": None, "capturable": False}  # how a step is computed, on this device
+
+
+@dataclass(frozen=True)
+class StoredShardRecord(Record):
+    """A shard in a tensor file, with the checksums of its blocks."""
+
+    file: VerifiedFile
+    stored: StoredTensor
+
+    def check(self) -> int:
+        """Reads all of it; returns its bytes. Raises CheckpointDamaged where it does not match its checksums."""
+        for begin, end in byte_blocks(self.stored.begin, self.stored.end):
+            self.file.read(self.stored, begin, end)
+        return self.size
+
+    @property
+    def grid(self) -> int:
+        return self.file.header.size
+
+    def parts(self) -> RecordParts:
+        return _BlockParts(self)
+
+
+class _BlockParts:
+    """The checksum blocks of a shard that were read as a whole, and are verified."""
+
+    def __init__(self, record: StoredShardRecord) -> None:
+        self._record = record
+        self._blocks = record.stored.checksum_blocks()
+        self._begins = [begin for begin, _ in self._blocks]
+        self._verified: set[int] = set()
+
+    def add(self, begin: int, data: memoryview) -> None:
+        begin += self._record.stored.begin
+        for number in range(bisect_left(self._begins, begin), len(self._blocks)):
+            first, last = self._blocks[number]
+            if last > begin + len(data):
+                return
+            self._record.file.compare(self._record.stored, number, data[first - begin : last - begin])
+            self._verified.add(number)
+
+    def finish(self) -> None:
+        for number, (first, last) in enumerate(self._blocks):
+            if number not in self._verified:
+                self._record.file.read(self._record.stored, first, last)
+
+
+def find_checkpoint(source: Path) -> Path:
+    """The checkpoint at a path, or the newest of a run.
+
+    Raises CheckpointNotFound where there is none, and UsageError for another tool's.
+    """
+    source = resolve_link(source)
+    if (source / MANIFEST).is_file() or step_of(source) is not None:
+        return source
+    found = checkpoints(source) if source.is_dir() else []
+    if found:
+        return found[0]
+    from stepmark.model_folder.hints import import_hint
+
+    hint = import_hint(source, "OUT")
+    if hint is not None:
+        raise UsageError(f"{source} is not a Stepmark checkpoint: {hint}")
+    raise CheckpointNotFound(f"{source} is neither a checkpoint (it has no {MANIFEST}) nor a run with checkpoints")
+
+
+def open_stepmark(folder: Path) -> ForeignCheckpoint:
+    """What a checkpoint of ours holds.
+
+    Args:
+        folder: The checkpoint.
+
+    Returns:
+        Its model, and its optimizer if it has one; nothing of the tensors has been read.
+
+    Raises:
+        CheckpointDamaged: A file is missing or corrupted, as far as headers and sizes show.
+        CheckpointMismatch: It has no model, or several optimizers.
+    """
+    manifest = read_manifest(folder)
+    check_integrity(folder, manifest)
+    if not manifest.tensors.get(MODEL):
+        held = ", ".join(manifest.sections) or "nothing"
+        raise CheckpointMismatch(f"{folder} has no section {MODEL!r} with tensors; it holds {held}")
+    sections = read_values(folder, manifest)
+    tensors = _Tensors(folder, manifest)
+    found = ForeignCheckpoint(KIND, folder, tensors.group(MODEL), step=manifest.step, files=files_beside(folder))
+    found.mesh = dict(manifest.mesh)
+    model = sections.get(MODEL) or {}
+    found.tied = dict(model.get("tied") or {})
+    found.architecture = model.get("class")
+    found.optimizer = _optimizer(folder, manifest, sections, tensors)
+    found.schedule = _schedule(manifest, sections, found)
+    found.lost += _left_out(manifest, sections, found)
+    if (folder / TRAINER_STATE).is_file():
+        found.trainer_state = read_json(folder / TRAINER_STATE)
+    found.records += tensors.records
+    return found
+
+
+class _Tensors:
+    """The tensors of a checkpoint's files; each file is opened once."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._files: dict[int, VerifiedFile] = {}
+        self.records: list[Record] = []
+
+    def group(self, group: str) -> dict[str, ForeignTensor]:
+        """All tensors of a group."""
+        return {name: self._tensor(name, entry) for name, entry in self._manifest.tensors.get(group, {}).items()}
+
+    def _tensor(self, name: str, entry: TensorEntry) -> ForeignTensor:
+        pieces: list[Piece] = []
+        for number, tensor_slice in entry.slices:
+            if number not in self._files:
+                self._files[number] = VerifiedFile(self._folder, self._manifest, self._manifest.files[number])
+            file = self._files[number]
+            stored = file.tensor(name, entry.dtype, tensor_slice)
+            begin, length = file.header.size + stored.begin, stored.end - stored.begin
+            self.records.append(StoredShardRecord(file.path, name, begin, length, 0, file, stored))
+            size = item_size(entry.dtype)
+            for block in tensor_slice.blocks():
+                array = StoredArray.contiguous(file.path, begin + block.start * size, entry.dtype, block.box.lengths)
+                pieces.append(Piece(array, block.box.offsets))
+        tensor = ForeignTensor(name, entry.dtype, entry.shape, tuple(pieces))
+        tensor.check()
+        return tensor
+
+
+def _optimizer(
+    folder: Path, manifest: Manifest, sections: Mapping[str, Any], tensors: _Tensors
+) -> ForeignOptimizer | None:
+    """The optimizer by parameter names; None where there is none."""
+    names = [name for name, kind in manifest.sections.items() if kind in _OPTIMIZERS]
+    if not names:
+        return None
+    if len(names) > 1:
+        raise CheckpointMismatch(
+            f"{folder} has {len(names)} optimizers, {' and '.join(names)}; only one can be exported"
+        )
+    values = sections.get(names[0]) or {}
+    stored = tensors.group(f"{OPTIMIZER}/{names[0]}")
+    try:
+        groups, members = _groups(values, stored)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointDamaged(f"{folder}: its optimizer's values are malformed: {error!r}") from error
+    states: dict[str, dict[str, Any]] = {}
+    for full_name, tensor in stored.items():
+        parameter, _, key = full_name.rpartition("/")
+        if parameter in members:
+            states.setdefault(parameter, {})[key] = tensor
+    for parameter, state in (values.get("state") or {}).items():
+        states.setdefault(parameter, {}).update({key: decode_plain(value) for key, value in state.items()})
+    return ForeignOptimizer(groups, states)
+
+
+def _groups(values: Mapping[str, Any], stored: Mapping[str, ForeignTensor]) -> tuple[list[dict[str, Any]], set[str]]:
+    """The groups with names in "params", and all names."""
+    from stepmark.interchange.sources.torch_optimizer import scalar
+
+    def number(name: str) -> int | float:
+        return scalar(stored[name].pieces[0].array, name)
+
+    members: dict[str, int] = values["members"]
+    groups = []
+    for key in sorted(values["groups"], key=int):
+        group = {name: decode(value, number) for name, value in values["groups"][key].items()}
+        group |= {name: value for name, value in _SWITCHES.items() if name in group}
+        group["params"] = [name for name, index in members.items() if index == int(key)]
+        groups.append(group)
+    return groups, set(members)
+
+
+def _schedule(manifest: Manifest, sections: Mapping[str, Any], found: ForeignCheckpoint) -> dict[str, Any] | None:
+    """A schedule's state dict as torch has it: a run's, or that of a custom loop's section; None without one."""
+    run = (sections.get(RUN) or {}).get("value") if manifest.sections.get(RUN) == "object" else None
+    if isinstance(run, dict) and found.optimizer is not None and "schedule" in run:
+        known = {key: decode_plain(run[key]) for key in ("schedule", "rates") if key in run}
+        return _lambda_schedule(found.optimizer.groups, known["schedule"], known.get("rates"))
+    for name in _SCHEDULES:
+        value = (sections.get(name) or {}).get("value")
+        if isinstance(value, dict) and "last_epoch" in value:
+            return dict(decode_plain(value))
+    return None
+
+
+def _lambda_schedule(groups: list[dict[str, Any]], state: dict[str, Any], rates: Any) -> dict[str, Any]:
+    """A schedule that is a function of the step, of which only the step is saved, as LambdaLR has it."""
+    if set(state) != {"step"}:
+        return dict(state)
+    return {
+        "base_lrs": [group.get("initial_lr", group.get("lr")) for group in groups],
+        "last_epoch": state["step"],
+        "_step_count": state["step"] + 1,
+        "_is_initial": False,
+        "_get_lr_called_within_step": False,
+        "_last_lr": list(rates or [group.get("lr") for group in groups]),
+        "lr_lambdas": [{} for _ in groups],
+    }
+
+
+def _left_out(manifest: Manifest, sections: Mapping[str, Any], source: ForeignCheckpoint) -> list[str]:
+    """What no format takes, in sentences."""
+    found = []
+    extra = (sections.get(MODEL) or {}).get("extra")
+    if extra:
+        found.append(f"extra state of the model: {', '.join(sorted(extra))[:200]}")
+    taken = {MODEL, RUN, *(_SCHEDULES if source.schedule is not None else ())}
+    others = [name for name, kind in manifest.sections.items() if name not in taken and kind not in _OPTIMIZERS]
+    if others:
+        found.append(f"sections {', '.join(sorted(others))[:200]}: no place for them is known there")
+    for name, kind in manifest.sections.items():
+        values = sections.get(name) or {}
+        if kind in _OPTIMIZERS and (values.get("keys") or values.get("own")):
+            found.append("state of the optimizer that is of no parameter")
+    return found

@@ -1,0 +1,199 @@
+"""torchtitan's names and rotary rows, as Hugging Face has them, and the other way round.
+
+torchtitan keeps Meta's names, and the rows of wq and wk (with their moments) in Meta's order, where the two halves of
+a rotation alternate. Hugging Face has all first halves of a head before all second ones.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stepmark.errors import CheckpointMismatch
+from stepmark.interchange.models.model_outline import ModelOutline, read_config
+from stepmark.interchange.sources.finish import CONFIG
+from stepmark.interchange.sources.foreign import ForeignCheckpoint
+from stepmark.interchange.tensors.foreign_tensor import ForeignTensor, Piece
+from stepmark.interchange.tensors.torch_writer import Reshaped
+
+EMBEDDING = "tok_embeddings.weight"
+_NAMES = {
+    EMBEDDING: "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight\Z")
+_IN_LAYER = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+
+
+def recognize(found: ForeignCheckpoint) -> bool:
+    """Whether the model has Meta's names."""
+    return EMBEDDING in found.model
+
+
+def convert(found: ForeignCheckpoint, outline: ModelOutline | None) -> None:
+    """Renames everything, and reorders the rotary rows.
+
+    Raises CheckpointMismatch where the number of heads is unknown, or a name is not Llama's.
+    """
+    heads = _heads(found, outline)
+    found.kind = "torchtitan"
+    found.model = {
+        _renamed(found, name): _reordered(name, tensor, heads)
+        for name, tensor in found.model.items()
+        if name != "freqs_cis"
+    }
+    optimizer = found.optimizer
+    if optimizer is None:
+        return
+    optimizer.states = {
+        _renamed(found, name): {
+            key: _reordered(name, value, heads) if isinstance(value, ForeignTensor) and value.shape else value
+            for key, value in state.items()
+        }
+        for name, state in optimizer.states.items()
+    }
+    for group in optimizer.groups:
+        group["params"] = [_renamed(found, name) for name in group["params"]]
+
+
+def _heads(found: ForeignCheckpoint, outline: ModelOutline | None) -> dict[str, int]:
+    if outline is None:
+        raise CheckpointMismatch(
+            f"{found.folder}: torchtitan's checkpoints do not state the number of heads, by which wq and wk are "
+            "reordered; give the model's Hugging Face config with --config"
+        )
+    return _head_counts(found, outline.config)
+
+
+def _head_counts(found: ForeignCheckpoint, config: dict[str, Any]) -> dict[str, int]:
+    heads = config.get("num_attention_heads")
+    key_heads = config.get("num_key_value_heads") or heads
+    if type(heads) is not int or type(key_heads) is not int or heads < 1 or key_heads < 1:
+        raise CheckpointMismatch(f"{found.folder}: the config has no num_attention_heads")
+    return {"attention.wq": heads, "attention.wk": key_heads}
+
+
+def _renamed(found: ForeignCheckpoint, name: str) -> str:
+    match = _LAYER.match(name)
+    if match and match[2] in _IN_LAYER:
+        return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.weight"
+    if name in _NAMES:
+        return _NAMES[name]
+    raise CheckpointMismatch(
+        f"{found.folder}: tensor {name!r} is in no Llama of torchtitan, and other models of it cannot be imported; "
+        "save it there with last_save_in_hf"
+    )
+
+
+def _reordered(name: str, tensor: ForeignTensor, heads: dict[str, int]) -> ForeignTensor:
+    match = _LAYER.match(name)
+    count = heads.get(match[2]) if match else None
+    if count is None:
+        return tensor
+    rows = tensor.shape[0]
+    if rows % (2 * count):
+        raise CheckpointMismatch(f"{tensor.where} has {rows} rows, which {count} heads of the config do not divide")
+    pieces = [part for piece in tensor.pieces for part in _halves(piece, rows // count)]
+    return replace(tensor, pieces=tuple(pieces))
+
+
+def _halves(piece: Piece, size: int) -> list[Piece]:
+    """The rows of a shard, those of each head and half separately; `size` is the head's."""
+    begin, end = piece.offsets[0], piece.offsets[0] + piece.array.shape[0]
+    found = []
+    for head in range(begin // size, -(-end // size)):
+        for half in (0, 1):
+            first = head * size + half
+            low = max(0, -((first - begin) // 2) if first < begin else 0)
+            high = min(size // 2, -(-(end - first) // 2))
+            if low < high:
+                array = piece.array.narrow(0, first + 2 * low - begin, high - low, step=2)
+                found.append(Piece(array, (head * size + half * (size // 2) + low, *piece.offsets[1:])))
+    return found
+
+
+# The other way round
+
+
+@dataclass(frozen=True)
+class Titan:
+    """A model and its optimizer's states by Hugging Face's names, with rows in torchtitan's order; `names` are
+    torchtitan's."""
+
+    names: dict[str, str]
+    model: dict[str, ForeignTensor | Reshaped]
+    states: dict[str, dict[str, Any]]
+
+
+def exported(found: ForeignCheckpoint) -> Titan:
+    """A Llama of ours as torchtitan has it.
+
+    Raises CheckpointMismatch where it is another model, or its config is missing.
+    """
+    if CONFIG not in found.files:
+        raise CheckpointMismatch(f"{found.folder} has no {CONFIG}, which states the heads; give it with --config")
+    heads = _head_counts(found, read_config(found.files[CONFIG]))
+    names = {name: _titan_name(found, name) for name in found.model}
+    states = found.optimizer.states if found.optimizer is not None else {}
+    return Titan(
+        names,
+        {name: _interleaved(names[name], tensor, heads) for name, tensor in found.model.items()},
+        {
+            name: {key: _interleaved(names[name], value, heads) for key, value in state.items()}
+            for name, state in states.items()
+        },
+    )
+
+
+def _titan_name(found: ForeignCheckpoint, name: str) -> str:
+    whole = {other: own for own, other in _NAMES.items()}
+    parts = {other: own for own, other in _IN_LAYER.items()}
+    match = re.match(r"model\.layers\.(\d+)\.(.+)\.weight\Z", name)
+    if match and match[2] in parts:
+        return f"layers.{match[1]}.{parts[match[2]]}.weight"
+    if name in whole:
+        return whole[name]
+    raise CheckpointMismatch(
+        f"{found.folder}: tensor {name!r} is in no Llama of torchtitan, and other models have other rows there; leave "
+        "--titan out, and load the names of Hugging Face"
+    )
+
+
+def _interleaved(name: str, value: Any, heads: dict[str, int]) -> Any:
+    """Rows in Meta's order, where the two halves of a rotation alternate; anything but wq and wk as it is."""
+    match = _LAYER.match(name)
+    count = heads.get(match[2]) if match else None
+    if count is None or not isinstance(value, ForeignTensor) or not value.shape:
+        return value
+    rows, columns = value.shape
+    size = rows // count
+    if size % 2 or rows % count:
+        raise CheckpointMismatch(f"{value.where} has {rows} rows, which {count} heads of the config do not divide")
+    pieces = [part for piece in value.pieces for part in _head_halves(piece, size)]
+    turned = replace(value, shape=(count, size // 2, 2, columns), pieces=tuple(pieces))
+    return Reshaped(turned, value.shape)
+
+
+def _head_halves(piece: Piece, size: int) -> list[Piece]:
+    """The rows of each head and half of a shard, where they belong in [head, row of a half, half, column]."""
+    begin, end = piece.offsets[0], piece.offsets[0] + piece.array.shape[0]
+    half, found = size // 2, []
+    for number in range(begin // half, -(-end // half)):
+        low, high = max(begin, number * half), min(end, (number + 1) * half)
+        array = piece.array.narrow(0, low - begin, high - low)
+        row, column = array.strides
+        turned = replace(array, shape=(1, high - low, 1, array.shape[1]), strides=(row, row, row, column))
+        found.append(Piece(turned, (number // 2, low - number * half, number % 2, piece.offsets[1])))
+    return found

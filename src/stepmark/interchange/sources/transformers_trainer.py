@@ -1,0 +1,181 @@
+"""Checkpoint folders of transformers' Trainer, and what `accelerate` saves in the same way: DDP and FSDP2 forms.
+
+Weights are in Hugging Face's files, or of FSDP in `pytorch_model_fsdp.bin` or the store `pytorch_model_fsdp_0`; the
+optimizer in optimizer.pt or .bin, whose numbers get names from the model's config, or in the store `optimizer_0`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from stepmark.errors import CheckpointMismatch
+from stepmark.interchange.models.model_outline import ModelOutline
+from stepmark.interchange.sources import dcp
+from stepmark.interchange.sources.dcp_store import is_store, read_store
+from stepmark.interchange.sources.finish import CONFIG, files_beside, finish, fit_model, outline_for, steps_of
+from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
+from stepmark.interchange.sources.optimizer_names import numbered_names
+from stepmark.interchange.sources.state_dict_files import clean_name, read_files, read_weights, without_prefix
+from stepmark.interchange.sources.torch_optimizer import split_state_dict, state_shape, whole_optimizer
+from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
+from stepmark.interchange.tensors.saved_file import read_saved
+from stepmark.interchange.tensors.source_files import read_json
+from stepmark.interchange.tensors.torch_file import read_torch_file
+from stepmark.model_folder.model_files import has_weights
+
+STATE = "trainer_state.json"
+TRAINER = "transformers Trainer"
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+_SCHEDULERS = ("scheduler.pt", "scheduler.bin")
+_FSDP_MODELS = ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_0")
+_FSDP_OPTIMIZER = "optimizer_0"
+
+
+def recognize(folder: Path) -> bool:
+    """Whether the folder has the files of a Trainer's checkpoint, or of accelerate's save_state."""
+    weights = has_weights(folder) or any((folder / name).exists() for name in _FSDP_MODELS)
+    beside = (STATE, *_OPTIMIZERS, _FSDP_OPTIMIZER, "random_states_0.pkl")
+    return weights and any((folder / name).exists() for name in beside)
+
+
+def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
+    """What the folder holds."""
+    found = ForeignCheckpoint(_kind(folder), folder, {}, files=files_beside(folder))
+    found.model = _weights(folder, found)
+    outline = outline_for(found.files, options, len(found.model))
+    _read_state(found)
+    if outline is not None:
+        found.files |= {CONFIG: options.config} if options.config is not None else {}
+        fit_model(found, outline)  # before the optimizer, whose message would say less
+    if not options.model_only:
+        found.optimizer = _optimizer(folder, found, outline)
+        found.schedule = _schedule_of_step(found, _schedule(folder))
+    found.lost += _left(folder)
+    return finish(found, options, outline)
+
+
+def _kind(folder: Path) -> str:
+    tool = TRAINER if (folder / STATE).is_file() else "accelerate"
+    return f"{tool} with FSDP" if any((folder / name).exists() for name in _FSDP_MODELS) else tool
+
+
+def _weights(folder: Path, found: ForeignCheckpoint) -> dict[str, ForeignTensor]:
+    whole, sharded = (folder / name for name in _FSDP_MODELS)
+    if whole.is_file():
+        return without_prefix(read_files([whole], found.records))
+    if is_store(sharded):
+        store = read_store(sharded)
+        found.records += store.records
+        return dcp.model_of(store, None, found.lost)
+    if (folder / "model_1.safetensors").exists():
+        found.lost.append(
+            "model_1.safetensors and later ones: accelerate saved several models; only the first is taken"
+        )
+    return without_prefix(read_weights(folder, found.records))
+
+
+def _read_state(found: ForeignCheckpoint) -> None:
+    path = found.folder / STATE
+    if not path.is_file():
+        return
+    state = read_json(path)
+    step = state.get("global_step")
+    if isinstance(step, float) and step.is_integer():
+        step = int(step)
+    if type(step) is not int or not 0 <= step < 1 << 53:
+        raise CheckpointMismatch(f"{path}: its global_step is {str(step)[:40]}, not a step")
+    found.step, found.trainer_state = step, state
+
+
+def _optimizer(folder: Path, found: ForeignCheckpoint, outline: ModelOutline | None) -> ForeignOptimizer | None:
+    store = folder / _FSDP_OPTIMIZER
+    if is_store(store):
+        opened = read_store(store)
+        found.records += opened.records
+        return dcp.optimizer_of(opened, found, outline)
+    path = next((folder / name for name in _OPTIMIZERS if (folder / name).is_file()), None)
+    if path is None:
+        found.lost.append("optimizer: the folder has no optimizer.pt")
+        return None
+    state, groups = split_state_dict(read_saved(path, found.records), str(path))
+    return whole_optimizer(state, groups, _names(state, groups, found, outline, path), path)
+
+
+def _names(
+    state: dict[Any, dict[str, Any]],
+    groups: list[dict[str, Any]],
+    found: ForeignCheckpoint,
+    outline: ModelOutline | None,
+    path: Path,
+) -> dict[Any, str]:
+    """Each key of a parameter in the groups to its name."""
+    keys = [key for group in groups for key in group.get("params") or ()]
+    if keys and all(type(key) is str for key in keys):
+        return {key: clean_name(key) for key in keys}
+    if outline is None:
+        raise CheckpointMismatch(
+            f"{path} numbers the parameters, and their order follows from the model's {CONFIG}, which is not in the "
+            "folder; give it with --config, or import the model alone with --model-only"
+        )
+    shapes = {key: shape for key, one in state.items() if (shape := state_shape(one))}
+    _check_version(found, outline, path)
+    tool = TRAINER if found.kind.startswith(TRAINER) else None
+    names, rule = numbered_names(
+        groups, shapes, outline.parameters, str(path), outline.layer_norms, outline.frozen, tool=tool
+    )
+    found.assumed.append(f"the optimizer numbers its parameters; their names follow from {CONFIG} ({rule})")
+    return dict(names)
+
+
+def _check_version(found: ForeignCheckpoint, outline: ModelOutline, path: Path) -> None:
+    """Raises CheckpointMismatch where a class that got other names, and perhaps another order, has numbered."""
+    said, here = str(outline.config.get("transformers_version")), version("transformers")
+    if outline.saved and said != here:
+        if said.split(".")[0] != here.split(".")[0]:
+            raise CheckpointMismatch(
+                f"{path} numbers the parameters of transformers {said}, whose {outline.architecture} is another than "
+                f"that of {here}; import with that version installed, or the model alone with --model-only"
+            )
+        found.assumed.append(f"the order of parameters in transformers {said} is that in {here}")
+
+
+def _schedule(folder: Path) -> dict[str, Any] | None:
+    path = next((folder / name for name in _SCHEDULERS if (folder / name).is_file()), None)
+    if path is None:
+        return None
+    value = read_torch_file(path).value
+    return value if isinstance(value, dict) else None
+
+
+def _schedule_of_step(found: ForeignCheckpoint, schedule: dict[str, Any] | None) -> Mapping[str, Any] | None:
+    """The schedule by steps of the optimizer: accelerate advances it once for each process."""
+    counted = steps_of(found.optimizer) if found.optimizer is not None else None
+    step = found.step if found.step is not None else counted
+    if schedule is None or step is None:
+        return schedule
+    last, ranks = schedule.get("last_epoch"), len(list(found.folder.glob("random_states_*.pkl")))
+    if found.step is None and ranks > 1 and last == ranks * step and "lr_lambdas" in schedule:
+        found.assumed.append(
+            f"the schedule counts {last}, {ranks} for each step, since accelerate advances it on every rank"
+        )
+        return {**schedule, "last_epoch": step}
+    if type(last) is int and last != step:
+        found.assumed.append(f"the schedule is at {last}, and the optimizer at step {step}")
+    return schedule
+
+
+def _left(folder: Path) -> list[str]:
+    """What is never taken along, as far as it is there."""
+    lost = []
+    if any(folder.glob("rng_state*.pth")) or any(folder.glob("random_states_*.pkl")):
+        lost.append("random numbers: Stepmark draws them from the seed and the step, not from a saved generator")
+    if (folder / "training_args.bin").exists():
+        lost.append("training_args.bin: it is a pickle of the tool's own classes; give the arguments again")
+    if any((folder / name).exists() for name in ("scaler.pt", "scaler.bin")):
+        lost.append("scaler.pt: the loss scale; a run with fp16 begins with its own")
+    if any(folder.glob("custom_checkpoint_*.pkl")):
+        lost.append("custom_checkpoint_*.pkl: objects of the saving program")
+    return lost

@@ -1,0 +1,470 @@
+"""Reads pickles of other tools without running any code of theirs.
+
+The stack machine is Python's own, in Python: `pickle._Unpickler`, with the opcodes that checkpoints have. Nothing is
+imported: a class or function of a pickle is a `Global`, which is accepted if its name is in a table here, and stays a
+name. Objects become `PickledObject`s with their attributes, tensors `PickledTensor`s that say where their elements are.
+Every opcode takes time and memory in proportion to its bytes. The machine in C cannot promise that: it hashes whatever
+a file has as a key, of which some take forever and others end the process, and allocates what a file says.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from struct import unpack
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
+
+from stepmark.checkpoint.format.dtypes import DTYPES
+from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.sharding.layout import Shape
+
+_SIZED = frozenset({str, bytes, list, tuple, dict, set, frozenset})
+_LARGEST_KEY = 1 << 60  # Python's hashes of larger integers collide, by which a dict can be made very slow
+_KEY_DEPTH = 3
+
+# torch's storage classes -> safetensors' names of their elements
+_STORAGES = {
+    "Double": "F64",
+    "Float": "F32",
+    "Half": "F16",
+    "BFloat16": "BF16",
+    "Long": "I64",
+    "Int": "I32",
+    "Short": "I16",
+    "Char": "I8",
+    "Byte": "U8",
+    "Bool": "BOOL",
+    "ComplexFloat": "C64",
+}
+UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
+_OTHER_STORAGES = ("torch.storage.TypedStorage", *UNTYPED)
+
+# Classes whose instances are kept as names and attributes.
+_METADATA = "torch.distributed.checkpoint.metadata."
+_OBJECTS = frozenset(
+    {
+        *(
+            _METADATA + name
+            for name in (
+                "Metadata",
+                "MetadataIndex",
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "TensorProperties",
+                "StorageMeta",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch_xla.utils.serialization.TensorReference",
+        "neuronx_distributed.trainer.checkpoint._InternalTensorReference",
+        "pathlib.PosixPath",
+        "pathlib.PurePosixPath",
+        "pathlib._local.PosixPath",
+        "argparse.Namespace",
+        "torch.device",
+        "datetime.timedelta",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Global:
+    """A class or function, by its full name."""
+
+    name: str
+
+
+@dataclass(eq=False)
+class PickledObject:
+    """An instance of a class of another tool: what it was made from, and its attributes."""
+
+    kind: str
+    args: tuple[Any, ...] = ()
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    def get(self, name: str) -> Any:
+        """An attribute. Raises CheckpointDamaged where it has none of that name."""
+        if name not in self.attributes:
+            raise CheckpointDamaged(f"a {self.kind} has no {name}")
+        return self.attributes[name]
+
+
+@dataclass(frozen=True, eq=False)
+class PickledStorage:
+    """A run of elements in the file: `key` says where; `numel` elements, bytes if `dtype` is None."""
+
+    key: str
+    dtype: str | None
+    numel: int
+
+
+@dataclass(frozen=True, eq=False)
+class PickledTensor:
+    """A view of a storage, in elements of `dtype`."""
+
+    storage: PickledStorage
+    dtype: str
+    offset: int
+    shape: Shape
+    strides: Shape
+
+
+Persistent = Callable[[Any], PickledStorage]
+
+
+def read_pickle(file: BinaryIO, persistent: Persistent | None = None) -> Any:
+    """The value of the pickle at the file's position.
+
+    Args:
+        file: A file whose `read` returns no more than there is, whatever it is asked for.
+        persistent: Turns a persistent id into a storage; default: a pickle with one is refused.
+
+    Returns:
+        Plain values, `PickledObject`s and `PickledTensor`s.
+
+    Raises:
+        CheckpointDamaged: It is malformed.
+        CheckpointError: It contains a class or function that no known format has.
+    """
+    try:
+        return _Machine(file, persistent).run()
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # the opcodes raise many types
+        raise CheckpointDamaged(f"its pickle is malformed: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+class _Machine(pickle._Unpickler):
+    if TYPE_CHECKING:  # the parts of Python's own unpickler in Python
+        stack: list[Any]
+        metastack: list[list[Any]]
+        memo: dict[int, Any]
+        append: Callable[[Any], None]
+        read: Callable[[int], bytes]
+        readline: Callable[[], bytes]
+        dispatch: ClassVar[dict[int, Callable[[Any], None]]]
+
+        def pop_mark(self) -> list[Any]: ...
+
+    def __init__(self, file: BinaryIO, persistent: Persistent | None) -> None:
+        super().__init__(file)
+        self._tell = file.tell
+        self.read, self.readline = file.read, file.readline
+        self._persistent = persistent
+        self._copied = 0
+
+    def run(self) -> Any:
+        """As `load` does, without its way through frames."""
+        self.stack, self.metastack, self.memo = [], [], {}
+        self.append = self.stack.append
+        read, opcodes = self.read, _OPCODES
+        try:
+            while key := read(1):
+                opcode = opcodes.get(key[0])
+                if opcode is None:
+                    raise CheckpointError(f"its pickle has the opcode {key!r}, which no known format uses")
+                opcode(self)
+        except pickle._Stop as stop:  # type: ignore[attr-defined]
+            return stop.value
+        raise EOFError("no end")
+
+    def _charge(self, values: Any) -> None:
+        """Counts what a call may copy, which has to stay in proportion to the bytes read so far."""
+        for value in (values, *values) if type(values) is tuple else ():
+            self._copied += len(value) if type(value) in _SIZED else 1
+        if self._copied > 16 * self._tell() + 4096:
+            raise ValueError("it copies the same values again and again")
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _known(f"{module}.{name}")
+
+    def persistent_load(self, identity: Any) -> PickledStorage:
+        if self._persistent is None:
+            raise CheckpointError("its pickle refers to data outside itself; this is not a file of a known format")
+        return self._persistent(identity)
+
+    # Opcodes of which Python's own hash, call or allocate what the file says
+
+    def frame(self) -> None:
+        self.read(8)
+
+    def long(self) -> None:
+        (size,) = self.read(1)
+        value = int.from_bytes(self.read(size), "little", signed=True)
+        if value.bit_length() > 1024:
+            raise ValueError("an integer of more than 1024 bits")
+        self.append(value)
+
+    def byte_array(self) -> None:
+        (size,) = unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(size)))
+
+    def make_dict(self) -> None:
+        items = self.pop_mark()
+        self.append(_set_items({}, items))
+
+    def make_frozenset(self) -> None:
+        items = self.pop_mark()
+        self.append(frozenset(map(_key, items)))
+
+    def add_items(self) -> None:
+        items = self.pop_mark()
+        target = self.stack[-1]
+        if type(target) is not set:
+            raise TypeError("not a set")
+        target.update(map(_key, items))
+
+    def set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        _set_items(self.stack[-1], [key, value])
+
+    def set_items(self) -> None:
+        items = self.pop_mark()
+        _set_items(self.stack[-1], items)
+
+    def reduce(self) -> None:
+        arguments, function = self.stack.pop(), self.stack[-1]
+        self._charge(arguments)
+        self.stack[-1] = _call(function, arguments)
+
+    def new_object(self) -> None:
+        arguments, kind = self.stack.pop(), self.stack[-1]
+        self._charge(arguments)
+        self.stack[-1] = _instance(kind, arguments)
+
+    def build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if not isinstance(target, PickledObject):
+            return  # attributes of an OrderedDict or a tensor, such as a state dict's _metadata
+        parts = state if type(state) is tuple else (state,)
+        self._charge(parts)
+        for part in parts:
+            if isinstance(part, dict):
+                target.attributes.update({key: value for key, value in part.items() if type(key) is str})
+
+
+def _set_items(target: Any, items: list[Any]) -> Any:
+    if type(target) is not dict:
+        raise TypeError("not a dict")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        target[key if type(key) is str else _key(key)] = value
+    return target
+
+
+def _key(value: Any, depth: int = 0) -> Any:
+    """The value, if it is one that formats use as a key and that is quick to hash."""
+    kind = type(value)
+    if kind in (str, bytes, bool, Global, PickledObject) or value is None:
+        return value
+    if kind is int and abs(value) < _LARGEST_KEY:
+        return value
+    if kind is tuple and depth < _KEY_DEPTH and len(value) <= 16:
+        for item in value:
+            _key(item, depth + 1)
+        return value
+    raise CheckpointError(f"its pickle has a {kind.__name__} as a key, which no known format has")
+
+
+def _known(name: str) -> Global:
+    """Raises CheckpointError, which names the class, for one that no known format has."""
+    short = name.rpartition(".")[2]
+    if name in _FUNCTIONS or name in _OBJECTS or storage_dtype(name) is not None or name in _OTHER_STORAGES:
+        return Global(name)
+    if name.startswith("torch.") and (dtype_of(name) is not None or short == "strided"):
+        return Global(name)
+    if name in ("torch.nn.parameter.Parameter", "torch.Tensor"):
+        return Global(name)
+    raise CheckpointError(
+        f"its pickle contains {name[:120]}, which is not among the classes of checkpoints; nothing of it was run. Save "
+        "tensors and plain values only"
+    )
+
+
+def storage_dtype(name: str) -> str | None:
+    """safetensors' name of the elements of one of torch's storage classes, None for another class."""
+    head, _, short = name.rpartition(".")
+    return _STORAGES.get(short.removesuffix("Storage")) if head in ("torch", "torch.cuda", "torch.storage") else None
+
+
+def dtype_of(name: str) -> str | None:
+    """safetensors' name of one of torch's dtypes, such as `torch.float32`; None for another name."""
+    short = name.removeprefix("torch.")
+    return next((key for key, (_, torch_name) in DTYPES.items() if torch_name == short), None)
+
+
+def _call(function: Any, arguments: Any) -> Any:
+    if not isinstance(function, Global) or type(arguments) is not tuple:
+        raise TypeError("a call of what is not a function")
+    known = _FUNCTIONS.get(function.name)
+    return known(*arguments) if known is not None else _instance(function, arguments)
+
+
+def _instance(kind: Any, arguments: Any) -> Any:
+    if not isinstance(kind, Global) or type(arguments) is not tuple:
+        raise TypeError("an instance of what is not a class")
+    if kind.name in _OBJECTS:
+        return PickledObject(kind.name, arguments)
+    known = _FUNCTIONS.get(kind.name)
+    if known is not None:
+        return known(*arguments)
+    raise CheckpointError(f"its pickle makes an instance of {kind.name}, which no known format has")
+
+
+# What the functions and classes in pickles make here
+
+
+def _dict(items: Any = (), /) -> dict[Any, Any]:
+    made: dict[Any, Any] = {}
+    for key, value in items.items() if type(items) is dict else items:
+        made[_key(key)] = value
+    return made
+
+
+def _default_dict(_: Any = None, items: Any = (), /) -> dict[Any, Any]:
+    return _dict(items)
+
+
+def _set(items: Any = (), /) -> set[Any]:
+    return {_key(item) for item in _sequence(items)}
+
+
+def _sequence(items: Any = (), /) -> list[Any]:
+    if type(items) not in (list, tuple, set, frozenset):
+        raise TypeError("not a sequence")
+    return list(items)
+
+
+def _size(items: Any, /) -> tuple[int, ...]:
+    return natural(items)
+
+
+def natural(items: Any) -> Shape:
+    """A sequence of non-negative integers as a tuple. Raises ValueError for anything else."""
+    found = tuple(_sequence(items))
+    if any(type(item) is not int or not 0 <= item < 1 << 62 for item in found) or len(found) > 64:
+        raise ValueError("not a shape")
+    return found
+
+
+def _rebuilt(
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    _grad: Any = None,
+    _hooks: Any = None,
+    metadata: Any = None,
+    *_: Any,
+) -> PickledTensor:
+    if not isinstance(storage, PickledStorage) or storage.dtype is None:
+        raise TypeError("a tensor without a storage")
+    _check_view(metadata)
+    return _tensor(storage, storage.dtype, offset, size, stride)
+
+
+def _rebuilt_with_dtype(
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    _grad: Any,
+    _hooks: Any,
+    dtype: Any,
+    metadata: Any = None,
+    *_: Any,
+) -> PickledTensor:
+    _check_view(metadata)
+    if not isinstance(storage, PickledStorage) or not isinstance(dtype, Global):
+        raise TypeError("a tensor without a storage or dtype")
+    name = dtype_of(dtype.name)
+    if name is None:
+        raise CheckpointError(f"a tensor has the dtype {dtype.name}, which checkpoints cannot hold")
+    return _tensor(storage, name, offset, size, stride)
+
+
+def _check_view(metadata: Any) -> None:
+    """Raises CheckpointError for a tensor whose values are not those of its storage."""
+    if type(metadata) is dict and (metadata.get("neg") or metadata.get("conj")):
+        raise CheckpointError(
+            "a tensor is saved as the negative or the complex conjugate of what is stored; save a copy of its own, "
+            "with .resolve_neg().resolve_conj()"
+        )
+
+
+def _tensor(storage: PickledStorage, dtype: str, offset: Any, size: Any, stride: Any) -> PickledTensor:
+    (begin,) = natural((offset,))
+    shape, strides = natural(size), natural(stride)
+    if len(shape) != len(strides):
+        raise ValueError("a tensor's strides do not fit its shape")
+    return PickledTensor(storage, dtype, begin, shape, strides)
+
+
+def _first(value: Any, *_: Any) -> Any:
+    return value
+
+
+def _of_type(function: Any, _kind: Any, arguments: Any, *_: Any) -> Any:
+    return _call(function, arguments)
+
+
+def _empty_object(kind: Any, *_: Any) -> Any:
+    return _instance(kind, ())
+
+
+def _encode(text: Any, encoding: Any = "latin1", /) -> bytes:
+    if type(text) is not str or encoding not in ("latin1", "utf-8"):
+        raise TypeError("not a text")
+    return text.encode(encoding)
+
+
+_PREFIX = "torch._utils._rebuild_"
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": _dict,
+    "collections.defaultdict": _default_dict,
+    "collections.Counter": _dict,
+    "builtins.dict": _dict,
+    "builtins.set": _set,
+    "builtins.frozenset": _set,
+    "builtins.list": _sequence,
+    "builtins.tuple": lambda items=(): tuple(_sequence(items)),
+    "__builtin__.set": _set,
+    "__builtin__.frozenset": _set,
+    "builtins.complex": lambda real, imaginary: (real, imaginary),
+    "_codecs.encode": _encode,
+    "copyreg._reconstructor": _empty_object,
+    "copy_reg._reconstructor": _empty_object,
+    "copyreg.__newobj__": lambda kind, *arguments: _instance(kind, arguments),
+    "torch.Size": _size,
+    "torch.serialization._get_layout": _first,
+    f"{_PREFIX}tensor": _rebuilt,
+    f"{_PREFIX}tensor_v2": _rebuilt,
+    f"{_PREFIX}tensor_v3": _rebuilt_with_dtype,
+    f"{_PREFIX}parameter": _first,
+    f"{_PREFIX}parameter_with_state": _first,
+    f"{_PREFIX}device_tensor_from_cpu_tensor": _first,
+    "torch._tensor._rebuild_from_type_v2": _of_type,
+}
+
+
+_KEPT = (
+    "PROTO STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG FLOAT BINFLOAT STRING "
+    "BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 "
+    "EMPTY_LIST EMPTY_TUPLE EMPTY_DICT EMPTY_SET LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS PUT BINPUT LONG_BINPUT "
+    "MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID"
+)
+_OPCODES = {getattr(pickle, name)[0]: _Machine.dispatch[getattr(pickle, name)[0]] for name in _KEPT.split()} | {
+    pickle.FRAME[0]: _Machine.frame,
+    pickle.LONG1[0]: _Machine.long,
+    pickle.BYTEARRAY8[0]: _Machine.byte_array,
+    pickle.DICT[0]: _Machine.make_dict,
+    pickle.FROZENSET[0]: _Machine.make_frozenset,
+    pickle.ADDITEMS[0]: _Machine.add_items,
+    pickle.SETITEM[0]: _Machine.set_item,
+    pickle.SETITEMS[0]: _Machine.set_items,
+    pickle.REDUCE[0]: _Machine.reduce,
+    pickle.NEWOBJ[0]: _Machine.new_object,
+    pickle.BUILD[0]: _Machine.build,
+}

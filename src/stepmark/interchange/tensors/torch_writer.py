@@ -1,0 +1,231 @@
+"""Writes files of `torch.save` with tensors that are streamed from other files: memory does not grow with them.
+
+The archive is planned first: the pickle is made, and every record gets its place. Then the tensors are written, in any
+order and from several threads, and at last the records' headers, with checksums, and the directory.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from stepmark.checkpoint.format.dtypes import DTYPES, item_size
+from stepmark.errors import CheckpointMismatch
+from stepmark.interchange.tensors.array_reader import ArrayReader
+from stepmark.interchange.tensors.crc32 import PartialChecksums
+from stepmark.interchange.tensors.file_output import FileOutput
+from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
+from stepmark.interchange.tensors.pickle_writer import Call, Global, StandInPickler
+from stepmark.interchange.tensors.stored_array import row_major_strides
+from stepmark.interchange.tensors.streaming import source_windows
+from stepmark.interchange.tensors.verification import RecordChecks
+from stepmark.sharding.layout import Shape
+
+_ALIGNMENT = 64  # bytes: where torch lets a record's data begin
+_LARGE = 0xFFFFFFFF  # sizes and positions from here on need zip64's fields
+_MANY = 0xFFFF
+_ELSEWHERE = 0xFFFFFFFF  # stands for a number that is in such a field
+_STORAGES = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+}  # torch's class by the name of its elements' type; other types have a storage of bytes
+_LOCAL = struct.Struct("<4s5H3L2H")
+_CENTRAL = struct.Struct("<4s6H3L5H2L")
+
+
+@dataclass(frozen=True)
+class Reshaped:
+    """A tensor that is stored under another shape of as many elements."""
+
+    tensor: ForeignTensor
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class _Storage:
+    kind: Global
+    key: str
+    numel: int
+
+
+class _Pickler(StandInPickler):
+    """Pickles a nested value as torch.save does; collects the tensors in it, which stay where they are."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[ForeignTensor] = []
+        self._calls: dict[int, tuple[Any, Call]] = {}  # a tensor that occurs twice is stored once
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is _Storage:
+            return ("storage", obj.kind, obj.key, "cpu", obj.numel)
+        return None
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if isinstance(obj, ForeignTensor | Reshaped):
+            if id(obj) not in self._calls:
+                self._calls[id(obj)] = obj, self._rebuilt(obj)
+            obj = self._calls[id(obj)][1]
+        super().save(obj, save_persistent_id)
+
+    def _rebuilt(self, value: ForeignTensor | Reshaped) -> Call:
+        tensor = value if isinstance(value, ForeignTensor) else value.tensor
+        size, name = DTYPES[tensor.dtype]
+        numel, key = math.prod(value.shape), str(len(self.tensors))
+        self.tensors.append(tensor)
+        view: tuple[Any, ...] = (0, tuple(value.shape), row_major_strides(value.shape), False, OrderedDict())
+        if name in _STORAGES:
+            storage = _Storage(Global("torch", _STORAGES[name]), key, numel)
+            return Call(Global("torch._utils", "_rebuild_tensor_v2"), (storage, *view))
+        storage = _Storage(Global("torch.storage", "UntypedStorage"), key, numel * size)
+        return Call(Global("torch._utils", "_rebuild_tensor_v3"), (storage, *view, Global("torch", name)))
+
+
+@dataclass
+class _Record:
+    """A record: `begin` is where its header begins, `start` its data, counted from the archive's first byte."""
+
+    name: bytes
+    size: int
+    begin: int
+    start: int
+    data: bytes | None = None
+    tensor: ForeignTensor | None = None
+    crc: int = 0
+    checksums: PartialChecksums = field(default_factory=PartialChecksums)
+
+
+@dataclass
+class TorchArchive:
+    """The file of `torch.save(value)`, where ForeignTensors stand for tensors.
+
+    `size` are its bytes. Raises CheckpointMismatch where the value holds something that is neither plain nor a tensor.
+    """
+
+    value: Any
+    _records: list[_Record] = field(default_factory=list)
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        pickled = io.BytesIO()
+        pickler = _Pickler(pickled)
+        try:
+            pickler.dump(self.value)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise CheckpointMismatch(f"a value cannot be stored in a file of torch.save: {error}") from error
+        self._add("data.pkl", data=pickled.getvalue())
+        self._add("byteorder", data=b"little")
+        for number, tensor in enumerate(pickler.tensors):
+            self._add(f"data/{number}", tensor=tensor)
+        self._add("version", data=b"3\n")
+        self.size += len(self._directory())
+
+    def _add(self, name: str, data: bytes | None = None, tensor: ForeignTensor | None = None) -> None:
+        encoded = f"archive/{name}".encode()
+        size = len(data) if data is not None else 0
+        if tensor is not None:
+            size = math.prod(tensor.shape) * item_size(tensor.dtype)
+        begin = self.size
+        start = begin + _LOCAL.size + len(encoded) + len(_large_sizes(size)) + 4
+        start = -(-start // _ALIGNMENT) * _ALIGNMENT
+        self._records.append(_Record(encoded, size, begin, start, data, tensor))
+        self.size = start + size
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(record.size for record in self._records if record.tensor is not None)
+
+    def jobs(
+        self, reader: ArrayReader, checks: RecordChecks, output: FileOutput, base: int = 0
+    ) -> Iterator[Callable[[], int]]:
+        """The jobs that write the tensors into an open file in which the archive begins at byte `base`."""
+        for record in self._records:
+            if record.tensor is not None:
+                for begin, end in source_windows(record.tensor, checks):
+                    yield partial(_write_window, record, record.tensor, reader, output, base + record.start, begin, end)
+
+    def finish(self, output: FileOutput, base: int = 0) -> None:
+        """Writes everything else, after all jobs are done."""
+        for record in self._records:
+            if record.data is not None:
+                record.checksums.add(0, memoryview(record.data))
+                output.write(memoryview(record.data), base + record.start)
+            crc = record.checksums.total(record.size)
+            assert crc is not None
+            record.crc = crc
+            output.write(memoryview(_local_header(record)), base + record.begin)
+        directory = self._directory()
+        output.write(memoryview(directory), base + self.size - len(directory))
+
+    def _directory(self) -> bytes:
+        """The central directory, and what follows it."""
+        entries = b"".join(_central_header(record) for record in self._records)
+        begin = self._records[-1].start + self._records[-1].size
+        count, size = len(self._records), len(entries)
+        large = b""
+        if begin >= _LARGE or count >= _MANY or size >= _LARGE:
+            end = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, begin)
+            large = end + struct.pack("<4sLQL", b"PK\x06\x07", 0, begin + size, 1)
+        short = min(count, _MANY)
+        last = struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, short, short, _short(size), _short(begin), 0)
+        return entries + large + last
+
+
+def _write_window(
+    record: _Record, tensor: ForeignTensor, reader: ArrayReader, output: FileOutput, start: int, begin: int, end: int
+) -> int:
+    item = item_size(tensor.dtype)
+    data = reader.window(tensor, begin // item, end // item, start + begin)
+    record.checksums.add(begin, data)
+    output.write(data, start + begin)
+    return end - begin
+
+
+def _short(number: int) -> int:
+    return number if number < _LARGE else _ELSEWHERE
+
+
+def _large_sizes(size: int) -> bytes:
+    """The extra field of a record whose size needs 64 bits; empty for all others."""
+    return struct.pack("<2H2Q", 1, 16, size, size) if size >= _LARGE else b""
+
+
+def _local_header(record: _Record) -> bytes:
+    large, short = _large_sizes(record.size), _short(record.size)
+    room = record.start - record.begin - _LOCAL.size - len(record.name) - len(large)
+    extra = large + struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
+    version = 45 if large else 0
+    header = _LOCAL.pack(b"PK\x03\x04", version, 0, 0, 0, 0, record.crc, short, short, len(record.name), len(extra))
+    return header + record.name + extra
+
+
+def _central_header(record: _Record) -> bytes:
+    sizes, extra = _large_sizes(record.size)[4:], b""
+    place = struct.pack("<Q", record.begin) if record.begin >= _LARGE else b""
+    if sizes or place:
+        extra = struct.pack("<2H", 1, len(sizes) + len(place)) + sizes + place
+    version, short = 45 if extra else 0, _short(record.size)
+    # fmt: off
+    header = _CENTRAL.pack(
+        b"PK\x01\x02", version, version, 0, 0, 0, 0, record.crc, short, short, len(record.name), len(extra), 0, 0, 0, 0,
+        _short(record.begin),
+    )
+    # fmt: on
+    return header + record.name + extra

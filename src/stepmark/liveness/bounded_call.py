@@ -1,0 +1,51 @@
+"""Calls that may never return, each in a daemon thread of its own, which such a call keeps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Result = TypeVar("Result")
+Other = TypeVar("Other")
+
+
+class BoundedCall(Generic[Result]):
+    """A call that has been started. With `raises`, `result` raises its error; otherwise that is printed, as for any
+    thread. Where no thread can be started, at the system's limit or while the interpreter exits, it runs here."""
+
+    def __init__(self, function: Callable[[], Result], *, raises: bool = False) -> None:
+        self._function, self._raises = function, raises
+        self._result: Result | None = None
+        self.error: BaseException | None = None
+        self._ended = threading.Event()
+        try:
+            threading.Thread(target=self._run, name="stepmark-bounded", daemon=True).start()
+        except RuntimeError:
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._function()
+        except BaseException as error:
+            self.error = error
+            if not self._raises:
+                raise
+        finally:
+            self._ended.set()
+
+    def ended(self, seconds: float) -> bool:
+        """Waits up to `seconds`, by the system's clock, and returns whether the call has ended."""
+        return self._ended.wait(seconds)
+
+    def result(self) -> Result:
+        """What the call has returned, once it has ended; raises what it has raised."""
+        if self.error is not None:
+            raise self.error
+        return self._result  # type: ignore[return-value]
+
+
+def within(seconds: float, function: Callable[[], Result], otherwise: Other) -> Result | Other:
+    """The function's result, or `otherwise` where it takes longer, or has raised an error, which is printed."""
+    call = BoundedCall(function)
+    return call.result() if call.ended(seconds) and call.error is None else otherwise

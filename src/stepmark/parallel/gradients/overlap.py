@@ -1,0 +1,188 @@
+"""Reduces gradients among ranks while the backward pass that computes them is still running.
+
+The first pass sends nothing before its end. It shows how often each gradient arrives: more than once where a layer that
+is used several times is computed again by reentrant checkpoints. All ranks send the buckets in the same order, that in
+which they were complete in the first pass, averaged over the ranks, so that no bucket waits long for another.
+
+Of several optimizers whose gradients come from one backward pass, only the one that was announced first sends during
+it: the order among several could differ between ranks, and with it what each of them receives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stepmark.errors import UsageError
+from stepmark.parallel.gradients.flat_sums import FlatSums
+from stepmark.parallel.gradients.hooks import weakly
+from stepmark.parallel.gradients.rank_weights import RankWeights
+from stepmark.runtime.collectives import GroupCollectives, keep_abandoned
+
+Finish = Callable[[], Tensor]
+Start = Callable[[FlatSums, int, RankWeights], Finish]
+
+_overlapping: weakref.WeakKeyDictionary[GroupCollectives, weakref.ref[OverlappedReduction]]
+_overlapping = weakref.WeakKeyDictionary()  # by axis: what sends while a backward pass runs
+
+IN_FLIGHT = 4  # buckets sent at a time where nothing is computed meanwhile; each may need a buffer of its size
+
+
+class OverlappedReduction:
+    """Sends each bucket's sums once a step, overlapped with one backward pass from `last_backward` on, to `finish`.
+
+    Args:
+        sums: The gradients.
+        start: Starts the reduction of one bucket's sums, given its number, to their mean by the ranks' weights; the
+            result waits for what this rank gets of it.
+        axis: The data parallel ranks.
+        device: Theirs.
+        weigh_arriving: Whether gradients are multiplied by this rank's weight on their way into the bucket, so that
+            `start` asks for `sums.weighted`.
+    """
+
+    def __init__(
+        self, sums: FlatSums, start: Start, axis: GroupCollectives, device: torch.device, *, weigh_arriving: bool
+    ) -> None:
+        self._sums = sums
+        self._start = start
+        self._axis = axis
+        self._device = device
+        self._weigh_arriving = weigh_arriving
+        self._weights: RankWeights | None = None
+        self._order = [number for number in reversed(range(len(sums.buckets))) if self._is_independent(number)]
+        self._independent = frozenset(self._order)  # the buckets that can be sent during a backward pass
+        self._learned = False
+        self._running = False  # whether a backward pass has begun whose gradients are sent
+        self._needed = [[0] * len(bucket.members) for bucket in sums.buckets]
+        self._count = [list(each) for each in self._needed]
+        self._missing: list[int] = []
+        self._completed: list[int] = []
+        self._sent: dict[int, Finish] = {}
+        self._sent_versions: dict[int, int] = {}  # of the sums when they were sent, by bucket
+        sums.arrived = weakly(self._arrived)
+
+    def __del__(self) -> None:
+        if getattr(self, "_sent", None):  # an error has ended the step
+            keep_abandoned(self._sent)
+
+    def _is_independent(self, number: int) -> bool:
+        """Whether a bucket can be sent without a reduction over tensor parallel neighbours first."""
+        replication = self._sums.buckets[number].replication
+        return not replication.partial or replication.count == 1
+
+    @property
+    def begun(self) -> bool:
+        return self._weights is not None
+
+    def begin(self, tokens: Tensor) -> None:
+        """Tells the other ranks this one's target tokens in the step."""
+        self._weights = RankWeights(tokens, self._axis)
+
+    def last_backward(self) -> None:
+        """From now on a bucket is sent as soon as all gradients of its parameters have arrived."""
+        assert self._weights is not None, "begin() was not called"
+        self._count = [[0] * len(bucket.members) for bucket in self._sums.buckets]
+        self._missing = [sum(each) for each in self._needed]
+        self._completed, self._sent = [], {}
+        self._running = True
+        if self._other() is None:
+            _overlapping[self._axis] = weakref.ref(self)
+        if self._weigh_arriving:
+            self._sums.weigh_arriving(self._weights.factor(), self._independent)
+
+    def _other(self) -> OverlappedReduction | None:
+        """Another one that sends on the same axis while a backward pass runs."""
+        reference = _overlapping.get(self._axis)
+        found = reference() if reference is not None else None
+        return found if found is not None and found is not self and found._running else None
+
+    def _arrived(self, number: int, position: int) -> None:
+        """A gradient of a bucket's member is there.
+
+        Raises:
+            UsageError: The bucket was sent already.
+        """
+        if not self._running:
+            return
+        if number in self._sent:
+            raise UsageError(
+                "a backward pass ran after the one that last_backward() announced as the step's last, and its "
+                "gradients would be lost; call last_backward() before the last one (a Trainer does so: there, a "
+                "layer is used more often than in the first step, and gradient checkpointing has use_reentrant: true)"
+            )
+        self._count[number][position] += 1
+        if self._other() is not None:
+            return
+        if not self._learned:
+            self._completed = [each for each in self._completed if each != number] + [number]
+            return
+        if self._count[number][position] <= self._needed[number][position]:
+            self._missing[number] -= 1
+        for waiting in self._order[len(self._sent) :]:
+            if self._missing[waiting] > 0:
+                break
+            self._send(waiting)
+
+    @torch.no_grad()
+    def _send(self, number: int) -> None:
+        assert self._weights is not None
+        self._sent[number] = self._start(self._sums, number, self._weights)
+        self._sent_versions[number] = self._sums.flat[number]._version
+
+    def check_unchanged(self) -> None:
+        """Raises UsageError where gradients were changed after they were sent, which would have no effect."""
+        if any(self._sums.flat[number]._version != version for number, version in self._sent_versions.items()):
+            raise UsageError(
+                "gradients were changed after the backward pass that last_backward() announced, which has sent them; "
+                "change them in hooks of the parameters (register_hook), or leave out last_backward()"
+            )
+
+    def finish(self) -> list[Tensor]:
+        """What this rank gets, one tensor per bucket; sends the remaining buckets, such as those of parameters without
+        a gradient. `begin` comes before."""
+        other = self._other()
+        if other is not None:
+            other._send_rest()
+        overlapped, self._running = self._running and other is None, False
+        results: dict[int, Tensor] = {}
+        for number in [*self._order, *range(len(self._needed))]:
+            if number not in self._sent and number not in results:
+                if len(self._sent) >= IN_FLIGHT:
+                    oldest = next(iter(self._sent))
+                    results[oldest] = self._sent.pop(oldest)()
+                self._send(number)
+        for number in list(self._sent):
+            results[number] = self._sent.pop(number)()
+        if overlapped and not self._learned and self._needed:  # a pipeline stage may have no trained parameter
+            self._learn()
+        return [results[number] for number in range(len(self._needed))]
+
+    def _send_rest(self) -> None:
+        """Before others send: what was announced, if the backward pass has run."""
+        if not any(map(any, self._count)):
+            return
+        for number in [*self._order, *range(len(self._needed))]:
+            if number not in self._sent:
+                self._send(number)
+
+    def reset(self) -> None:
+        """Forgets the step; waits for what was sent in one that is given up."""
+        self._sent_versions.clear()
+        if self._running:
+            self.finish()
+        self._weights = None
+
+    def _learn(self) -> None:
+        """Sets the order of all further passes, by when each bucket was complete, averaged over the ranks, and how many
+        gradients complete a bucket here; a parameter without one in the first pass may have one later."""
+        self._needed = [[max(1, count) for count in each] for each in self._count]
+        places = [float(len(self._needed))] * len(self._needed)
+        for place, number in enumerate(self._completed):
+            places[number] = float(place)
+        sums = self._axis.sum_numbers(places, self._device)
+        self._order.sort(key=lambda number: (sums[number], -number))
+        self._learned = True

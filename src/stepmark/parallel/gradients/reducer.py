@@ -1,0 +1,185 @@
+"""Reduces the gradients of a step to their mean over all ranks, weighted by tokens.
+
+Phases of a step: `begin`; `collect` after each backward pass, `last_backward` before the last one; `reduce`; `reset`.
+Two choices make a reducer, where the fp32 sums live and what is sent:
+
+|                             | `AllReduce`: means of all parameters | `ReduceScatter`: this rank's shards of them |
+| --------------------------- | ------------------------------------ | ------------------------------------------- |
+| `FlatSums`: flat buckets    | eager, several data parallel ranks   | eager, ZeRO-1                               |
+| `TensorSums`: one tensor    | one data parallel rank; lazy         | lazy, ZeRO-1                                |
+| a parameter                 |                                      |                                             |
+
+Flat buckets are sent while the last backward pass makes their gradients, tensors after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from stepmark.parallel.buckets import Bucket, make_buckets
+from stepmark.parallel.gradients.all_reduce import AllReduce
+from stepmark.parallel.gradients.arithmetic import add_partial_of_buckets
+from stepmark.parallel.gradients.flat_sums import FlatSums
+from stepmark.parallel.gradients.overlap import OverlappedReduction
+from stepmark.parallel.gradients.rank_weights import RankWeights
+from stepmark.parallel.gradients.reduce_scatter import ReduceScatter
+from stepmark.parallel.gradients.reduced import ReducedGradients
+from stepmark.parallel.gradients.tensor_sums import TensorSums
+from stepmark.runtime.collectives import GroupCollectives
+from stepmark.runtime.mesh import Mesh
+
+
+class Exchange(Protocol):
+    """What data parallel ranks send each other.
+
+    Attributes:
+        weighs_arriving: Whether `start` uses `sums.weighted`, so that gradients may be weighted as they arrive.
+    """
+
+    weighs_arriving: bool
+
+    def start(self, sums: FlatSums, number: int, weights: RankWeights) -> Callable[[], Tensor]:
+        """Starts the reduction of a bucket's sums to their mean by the ranks' weights; the result waits for it."""
+
+    def reduced(self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor) -> ReducedGradients:
+        """Completes what has been started for every bucket."""
+
+    def at_once(self, sums: TensorSums, loss: Tensor, tokens: Tensor) -> ReducedGradients:
+        """Reduces tensors."""
+
+    def show(self, sums: FlatSums | TensorSums, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        """See `GradientReducer.show`."""
+
+
+class GradientReducer:
+    """Turns the backward passes of one step into mean gradients over all ranks. Collective.
+
+    Args:
+        sums: Where gradients are added up.
+        exchange: What is sent of them.
+        mesh: The mesh.
+    """
+
+    def __init__(self, sums: FlatSums | TensorSums, exchange: Exchange, mesh: Mesh) -> None:
+        self._sums = sums
+        self._exchange = exchange
+        self._mesh = mesh
+        self._overlap: OverlappedReduction | None = None
+        if isinstance(sums, FlatSums) and isinstance(mesh.data_parallel, GroupCollectives):
+            weigh, device = exchange.weighs_arriving, mesh.runtime.device
+            self._overlap = OverlappedReduction(sums, exchange.start, mesh.data_parallel, device, weigh_arriving=weigh)
+
+    def begin(self, tokens: Tensor) -> None:
+        """Announces the step, and this rank's target tokens in it: the value that `reduce` will be given. Optional, but
+        on all ranks or none."""
+        self._sums.hooks.check()
+        self._sums.hooks.come_last()
+        if self._overlap is not None:
+            self._overlap.begin(tokens)
+
+    def last_backward(self) -> None:
+        """Announces the step's last backward pass, so that communication may overlap with it; after `begin`."""
+        if self._overlap is not None:
+            self._overlap.last_backward()
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Adds what a backward pass left in `parameter.grad` to the step's sums; called after each of them."""
+        self._sums.collect()
+
+    @torch.no_grad()
+    def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
+        """Reduces the sums over all ranks. `loss` (0-dim) is this rank's mean over its `tokens` (0-dim float32).
+
+        Raises UsageError where gradients were changed after they were sent, which would have no effect."""
+        self._sums.hooks.check()
+        if isinstance(self._sums, TensorSums):
+            return self._exchange.at_once(self._sums, loss, tokens)
+        if self._overlap is not None:
+            self._overlap.check_unchanged()
+        self._complete_partial(self._sums)
+        if self._overlap is None:
+            means = [self._sums.complete(number) for number in range(len(self._sums.buckets))]
+        else:
+            if not self._overlap.begun:
+                self.begin(tokens)
+            means = self._overlap.finish()
+        return self._exchange.reduced(self._sums, means, loss, tokens)
+
+    def _complete_partial(self, sums: FlatSums) -> None:
+        """Completes the gradients of which tensor parallel neighbours have a part each."""
+        if self._mesh.tensor_parallel.size > 1:
+            flat = [sums.complete(number) for number in range(len(sums.buckets))]
+            for own, total in zip(flat, add_partial_of_buckets(flat, sums.buckets, self._mesh), strict=True):
+                if total is not own:
+                    own.copy_(total)
+
+    def show(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        """Makes `parameter.grad` of fp32 parameters what `reduce` has made of it on all ranks, for callbacks; calling
+        the result takes over what they have changed. Collective. On lazy devices ZeRO-1 shows nothing."""
+        return self._exchange.show(self._sums, gradients)
+
+    def reset(self) -> None:
+        """Clears the sums for the next step."""
+        if self._overlap is not None:
+            self._overlap.reset()
+        self._sums.reset()
+
+    def close(self) -> None:
+        """Leaves gradients to autograd from now on; called after the last step."""
+        self._sums.hooks.close()
+
+
+def mean_gradients(
+    named: Sequence[tuple[str, nn.Parameter]],
+    mesh: Mesh,
+    *,
+    accumulation: int,
+    reduce_dtype: torch.dtype = torch.float32,
+    bucket_elements: int | None = None,
+    on_arrival: bool = False,
+) -> GradientReducer:
+    """The reducer of these parameters' gradients to complete means over one step of `accumulation` micro-batches: the
+    same kind on all ranks, also on those of a pipeline stage that has no parameter to train.
+
+    Args:
+        named: The parameters, in the order of the result.
+        mesh: The mesh.
+        accumulation: Micro-batches in a step.
+        reduce_dtype: In which they are sent, on eager devices.
+        bucket_elements: How many are sent at a time; None: by the device.
+        on_arrival: Add each gradient to the sums as soon as autograd has made it, as flat buckets do in any case.
+    """
+    parameters = [parameter for _, parameter in named]
+    axis, tensor_size = mesh.data_parallel, mesh.tensor_parallel.size
+    exchange = AllReduce(parameters, mesh, reduce_dtype=reduce_dtype, bucket_elements=bucket_elements)
+    if isinstance(axis, GroupCollectives):
+        buckets = make_buckets([named], axis, tensor_size, mesh.runtime, bucket_elements, reordered=False)
+        return GradientReducer(FlatSums(buckets, mesh.runtime), exchange, mesh)
+    sums = TensorSums(parameters, mesh.runtime, accumulation=accumulation, on_arrival=on_arrival)
+    return GradientReducer(sums, exchange, mesh)
+
+
+def sharded_gradients(
+    buckets: Sequence[Bucket],
+    mesh: Mesh,
+    *,
+    accumulation: int = 1,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    on_arrival: bool = False,
+) -> GradientReducer:
+    """The reducer of the gradients of the buckets' parameters to this rank's shards of the means. Arguments: see
+    `mean_gradients`; `reduce_dtype`: None: the parameters' dtype."""
+    exchange = ReduceScatter(buckets, mesh, reduce_dtype=reduce_dtype)
+    sums: FlatSums | TensorSums
+    if mesh.runtime.lazy:
+        parameters = [member.parameter for bucket in buckets for member in bucket.members]
+        sums = TensorSums(parameters, mesh.runtime, accumulation=accumulation, on_arrival=on_arrival, watched=True)
+    else:
+        sums = FlatSums(buckets, mesh.runtime)
+    sums.reset()
+    return GradientReducer(sums, exchange, mesh)

@@ -1,0 +1,150 @@
+"""Parameters that tensor parallelism has sharded, each put together on one of the tensor parallel ranks.
+
+For optimizers that use more of a parameter than the element that they update. Phases of a step: every rank sends its
+shards of a parameter's gradient, and of the parameter, to the rank that owns it; the owner updates the complete
+parameter, and sends the others their shards of it. Ranks exchange as much as fits into a round at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+
+from stepmark.parallel.optimizer.master_weights import follow
+from stepmark.parallel.optimizer.parameter_division import ROUND_ELEMENTS, divide, runs_of
+from stepmark.runtime.collectives import GroupCollectives
+from stepmark.runtime.mesh import Mesh
+from stepmark.sharding.layout import Layout, layout_of
+from stepmark.sharding.views import block_views, narrow
+
+
+class GatheredParameters:
+    """The sharded parameters among `parameters`, divided over the tensor parallel axis by their complete sizes.
+
+    Attributes:
+        complete: Of each parameter that this rank owns, by its position, the complete tensor that an optimizer updates:
+            float32, or with `master_weights=False` of the parameter's dtype.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        mesh: Mesh,
+        *,
+        master_weights: bool = True,
+        round_elements: int | None = None,
+    ) -> None:
+        """All of `parameters` are sharded, and the same ones on all ranks of the axis. Collective."""
+        assert isinstance(mesh.tensor_parallel, GroupCollectives)
+        self._axis = mesh.tensor_parallel
+        self._parameters = list(parameters)
+        own = [_layout(parameter) for parameter in self._parameters]
+        self._layouts: list[list[Layout]] = self._axis.gather_objects(own)  # by rank, then by parameter
+        sizes = [math.prod(layout.shape) for layout in own]
+        self._owners = divide(sizes, self._axis.size)
+        self._rounds = self._make_rounds(sizes, round_elements or ROUND_ELEMENTS)
+        self.complete: dict[int, nn.Parameter] = {}
+        for index, parameter in enumerate(self._parameters):
+            if self._owners[index] == self._axis.rank:
+                dtype = torch.float32 if master_weights else parameter.dtype
+                zeros = torch.zeros(own[index].shape, dtype=dtype, device=mesh.runtime.device)
+                self.complete[index] = nn.Parameter(zeros)
+        self.refresh()
+
+    def _make_rounds(self, sizes: Sequence[int], limit: int) -> list[tuple[tuple[int, ...], ...]]:
+        """For each round the positions of the parameters of each rank, of one dtype."""
+        rounds = []
+        for dtype in dict.fromkeys(parameter.dtype for parameter in self._parameters):
+            owned: list[list[int]] = [[] for _ in range(self._axis.size)]
+            for index, (parameter, owner) in enumerate(zip(self._parameters, self._owners, strict=True)):
+                if parameter.dtype == dtype:
+                    owned[owner].append(index)
+            rounds += list(zip_longest(*(runs_of(each, sizes, limit) for each in owned), fillvalue=()))
+        return rounds
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Gives the complete tensors the parameters' values, so that what a script writes to a parameter is kept.
+        Master weights stay where they are the same up to rounding. Collective."""
+        shards = [parameter.detach() for parameter in self._parameters]
+        for index, value in self._gather(shards):
+            follow(self.complete[index], value)
+
+    @torch.no_grad()
+    def gradients(self, shards: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+        """The complete gradients (float32) of the parameters that this rank owns, by position. None where its own shard
+        has none: the parameter took no part in the step, and the other ranks have none either. Collective."""
+        present = [
+            torch.zeros(parameter.shape, device=parameter.device) if shard is None else shard.float()
+            for parameter, shard in zip(self._parameters, shards, strict=True)
+        ]
+        return {index: None if shards[index] is None else value for index, value in self._gather(present)}
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Gives every rank its shards of the complete tensors, rounded to the parameters' dtype. Collective."""
+        rank = self._axis.rank
+        for runs in self._rounds:
+            dtype = next(self._parameters[index].dtype for run in runs for index in run)
+            sent = [
+                [part.to(dtype) for index in runs[rank] for part in _boxes(self.complete[index], layouts[index])]
+                for layouts in self._layouts
+            ]
+            counts = [self._elements(rank, run) for run in runs]
+            for run, flat in zip(runs, self._exchange(sent, counts, dtype), strict=True):
+                targets = [self._parameters[index] for index in run]
+                live = [each if each.is_contiguous() else each.contiguous() for each in targets]
+                pairs = zip(live, run, strict=True)
+                _fill([view for each, index in pairs for view in _views(each, self._layouts[rank][index])], flat)
+                for target, each in zip(targets, live, strict=True):
+                    if each is not target:
+                        target.copy_(each)
+
+    def _gather(self, shards: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """The position and the complete tensor of each parameter that this rank owns; `shards` are of all."""
+        rank = self._axis.rank
+        for runs in self._rounds:
+            dtype = next(shards[index].dtype for run in runs for index in run)
+            sent = [[v for i in run for v in _views(shards[i], self._layouts[rank][i])] for run in runs]
+            counts = [self._elements(other, runs[rank]) for other in range(self._axis.size)]
+            found = {i: shards[i].new_zeros(self._layouts[rank][i].shape) for i in runs[rank]}
+            for layouts, flat in zip(self._layouts, self._exchange(sent, counts, dtype), strict=True):
+                _fill([box for i, tensor in found.items() for box in _boxes(tensor, layouts[i])], flat)
+            yield from found.items()
+
+    def _elements(self, rank: int, run: Sequence[int]) -> int:
+        """The elements that a rank holds of these parameters."""
+        return sum(part.slice.numel for index in run for part in self._layouts[rank][index].parts)
+
+    def _exchange(self, sent: Sequence[Sequence[Tensor]], counts: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """Sends each rank its tensors, end to end; `counts` elements come from each."""
+        device = self._parameters[0].device
+        flat = [torch.cat([t.reshape(-1) for t in each]) if each else torch.empty(0) for each in sent]
+        return self._axis.all_to_all([each.to(device, dtype) for each in flat], counts)
+
+
+def _layout(parameter: Tensor) -> Layout:
+    layout = layout_of(parameter)
+    assert layout is not None
+    return layout
+
+
+def _views(tensor: Tensor, layout: Layout) -> list[Tensor]:
+    """What a local tensor holds, box by box."""
+    parts = layout.parts
+    return [view for part in parts for _, view in block_views(tensor, part, 0, part.slice.numel)]
+
+
+def _boxes(complete: Tensor, layout: Layout) -> list[Tensor]:
+    """The same boxes of the complete tensor."""
+    return [narrow(complete, block.box) for part in layout.parts for block in part.slice.blocks()]
+
+
+def _fill(views: Sequence[Tensor], flat: Tensor) -> None:
+    """Copies the elements of `flat` to the views, one after the other."""
+    for view, values in zip(views, flat.split([view.numel() for view in views]), strict=True):
+        view.copy_(values.view(view.shape))

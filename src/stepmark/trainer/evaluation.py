@@ -1,0 +1,207 @@
+"""Evaluations of a Trainer's data: the sets, their metrics, and evaluations that a signal may stop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Subset
+
+from stepmark.errors import DataError, PeerFailed, UsageError
+from stepmark.evaluation.evaluate import named_sets
+from stepmark.evaluation.evaluator import Evaluation, Evaluator
+from stepmark.evaluation.metrics import by_batch, summarize
+from stepmark.evaluation.prompt_samples import PromptSampler
+from stepmark.trainer.callbacks import RunCallbacks
+from stepmark.trainer.loaders import LoaderFactory
+from stepmark.trainer.training_arguments import TrainingArguments
+from stepmark.training.evaluation_paused import EvaluationPaused
+
+Metrics = dict[str, float]
+
+logger = logging.getLogger("stepmark")
+
+
+class PausableEvaluation:
+    """The progress of an evaluation that a signal may stop between two batches, and that a resumed run continues.
+
+    `completed` has the metrics of each finished set, by the prefix of its keys (numbered where a prefix occurs again);
+    these sets are not evaluated again. `metrics_failed`: `compute_metrics` has raised an error on at least one rank.
+    """
+
+    _current: ContextVar[PausableEvaluation | None] = ContextVar("evaluation", default=None)
+
+    def __init__(
+        self, may_continue: Callable[[], bool] = lambda: True, earlier: Mapping[str, Metrics] | None = None
+    ) -> None:
+        self.metrics_failed = False
+        self._may_continue = may_continue
+        self.completed = {prefix: dict(metrics) for prefix, metrics in (earlier or {}).items()}
+        self._begun: Counter[str] = Counter()
+
+    @classmethod
+    def current(cls) -> PausableEvaluation:
+        """The evaluation of the innermost `running` block, else one that nothing stops."""
+        return cls._current.get() or cls()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside the block this is the current evaluation: a user's `evaluate`, which may be between the training loop
+        and ours, does not pass it on."""
+        token = self._current.set(self)
+        try:
+            yield
+        finally:
+            self._current.reset(token)
+
+    def key(self, prefix: str) -> str:
+        """The key in `completed` of the next set, whose metrics begin with `prefix`."""
+        self._begun[prefix] += 1
+        return prefix if self._begun[prefix] == 1 else f"{prefix} ({self._begun[prefix]})"
+
+    def before_batch(self) -> None:
+        """Raises EvaluationPaused, on all ranks before the same batch, where the run stops."""
+        if not self._may_continue():
+            raise EvaluationPaused
+
+
+@dataclass(frozen=True)
+class TrainerEvaluation:
+    """Evaluates batches with what a Trainer has now, as its arguments say. Every call is collective."""
+
+    evaluator: Evaluator
+    args: TrainingArguments
+    callbacks: RunCallbacks
+    loaders: LoaderFactory
+    compute_metrics: Callable[..., Any] | None
+
+    def run(
+        self,
+        batches: Any,
+        *,
+        gather: bool,
+        loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        before_batch: Callable[[], None] = lambda: None,
+        announces: bool = True,
+    ) -> Evaluation:
+        """Evaluates what `get_eval_dataloader` returned; see `Evaluator`. `announces`: calls `on_prediction_step`."""
+        loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
+        by_batches = self.compute_metrics if self.args.batch_eval_metrics and not loss_only else None
+        return self.evaluator(
+            self.loaders.steps_of(batches),
+            gather=gather and not loss_only,
+            joined=self.args.eval_do_concat_batches,
+            include=self.args.include_for_metrics or (),
+            batch_metrics=None if by_batches is None else by_batch(by_batches),
+            ignore_keys=ignore_keys,
+            before_batch=before_batch,
+            after_batch=lambda: self.callbacks.event("on_prediction_step") if announces else None,
+        )
+
+    def metrics(self, evaluation: Evaluation, prefix: str) -> Metrics:
+        """The metrics. Where `compute_metrics` fails on one rank, all ranks raise an error."""
+        error, metrics, causal = None, {}, self.evaluator.loss.has_perplexity
+        try:
+            metrics = summarize(evaluation, prefix, causal=causal, compute_metrics=self.compute_metrics)
+        except Exception as raised:
+            error = raised
+        failed = [] if self.compute_metrics is None else self.evaluator.host.all_gather(error is not None)
+        if error is not None:
+            raise error
+        if any(failed):
+            raise PeerFailed(f"rank {failed.index(True)}: compute_metrics has failed there; look at its error")
+        return metrics
+
+    def of_set(
+        self, batches: Callable[[], Any], prefix: str, ignore_keys: list[str] | None, pause: PausableEvaluation
+    ) -> Metrics:
+        """Evaluates one set, unless it is complete already, and logs its metrics."""
+        key = pause.key(prefix)
+        if key not in pause.completed:
+            gather = self.compute_metrics is not None and not self.args.batch_eval_metrics
+            found = self.run(batches(), gather=gather, ignore_keys=ignore_keys, before_batch=pause.before_batch)
+            try:
+                metrics = self.metrics(found, prefix)
+            except Exception:
+                pause.metrics_failed = True
+                raise
+            _, epoch = self.callbacks.model_position()
+            if epoch is not None:
+                metrics["epoch"] = epoch
+            pause.completed[key] = metrics
+            self.callbacks.evaluated(metrics, prefix)
+        return dict(pause.completed[key])
+
+    def try_metrics(self, datasets: Sequence[Any], batches: Callable[[Any], Any]) -> None:
+        """Calls `compute_metrics` with two samples of each dataset, so that one that fails does so before training and
+        not hours later. One that needs more samples gets the whole set."""
+        if self.compute_metrics is None or self.args.batch_eval_metrics:
+            return
+
+        def attempt(dataset: Any) -> None:
+            self.metrics(self.run(batches(dataset), gather=True, announces=False), "eval")
+
+        for dataset in datasets:
+            if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+                continue
+            two = range(min(2, len(dataset)))
+            try:
+                attempt(dataset.select(two) if hasattr(dataset, "select") else Subset(dataset, two))
+            except Exception as error:
+                if self.evaluator.host.rank == 0:
+                    told = f"{type(error).__name__}: {error}"
+                    logger.warning("compute_metrics fails with two samples (%s); it is tried with all", told)
+                attempt(dataset)
+
+
+def evaluation_sets(dataset: Any) -> list[tuple[str, Any]]:
+    """The sets to evaluate, each with the prefix of its metrics.
+
+    Raises:
+        UsageError: There is no evaluation data.
+        DataError: A set is empty.
+    """
+    if dataset is None:
+        raise UsageError("eval_dataset: evaluation needs one")
+    try:
+        return named_sets(dataset, "eval")
+    except DataError as error:
+        raise DataError(f"eval_dataset: {error}, or set eval_strategy: no") from error
+
+
+def logged_evaluation(
+    history: Sequence[dict[str, float]], step: int, sets: Sequence[tuple[str, Any]]
+) -> dict[str, float] | None:
+    """The metrics of an evaluation of all sets at this step from the history, which resumed runs have too."""
+    metrics: dict[str, float] = {}
+    logs = [log for log in history if log["step"] == step]
+    for prefix, _ in sets:
+        log = next((log for log in reversed(logs) if f"{prefix}_runtime" in log), None)
+        if log is None:
+            return None
+        metrics |= {name: value for name, value in log.items() if name != "step"}
+    return metrics
+
+
+def sample_prompts(args: TrainingArguments) -> list[str]:
+    """`sample_prompts` as a list."""
+    given = args.sample_prompts
+    return [given] if isinstance(given, str) else list(given or [])
+
+
+def make_prompt_sampler(args: TrainingArguments, model: Any, processing_class: Any) -> PromptSampler | None:
+    """Continues `sample_prompts`; None without any. Raises UsageError where it cannot."""
+    prompts, config = sample_prompts(args), getattr(model, "config", None)
+    if prompts and getattr(config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"sample_prompts: {type(model).__name__} is an encoder-decoder, which continues no text; leave them out, "
+            "or use Seq2SeqTrainer with predict_with_generate"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    return PromptSampler(processing_class, prompts, args.sample_tokens, positions) if prompts else None

@@ -1,0 +1,86 @@
+"""A run, opened: the ranks and their device, the output folder and its log. A recipe and its Trainer share one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from stepmark.config.training_fields import TrainingFields
+from stepmark.errors import StepmarkError
+from stepmark.filesystem.error_advice import with_advice
+from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
+from stepmark.runtime.context import Context, start
+from stepmark.runtime.xla_environment import extracting_graphs
+from stepmark.trainer.run_folder.output_folder import prepare_output_folder
+from stepmark.trainer.run_folder.run_log import RunLog
+
+Metrics = dict[str, float]
+
+
+class Run:
+    """What a run has before there is a model, and keeps over all calls of `train`. `log` writes on rank 0 alone."""
+
+    def __init__(self, context: Context, folder: Path) -> None:
+        self.context = context
+        self.log = RunLog(folder, writes=context.host.rank == 0 and not extracting_graphs())
+        self.folder = folder
+        self._prepared = False
+
+    @classmethod
+    def open(cls, args: TrainingFields) -> Run:
+        """Joins the other ranks, and opens the device and its compile cache. Collective.
+
+        Raises UsageError, DeviceError or LaunchError where that is impossible.
+        """
+        prepare_compile_cache(args.compile_cache)
+        context = start(args.device_name, args.join_timeout)
+        open_compile_cache(context.runtime, args.compile_cache, context.world)
+        return cls(context, Path(args.output_dir))
+
+    def prepare_folder(self) -> None:
+        """Creates the output folder and checks that all ranks can use it. Collective.
+
+        Raises UsageError, StepmarkError or LaunchError as `prepare_output_folder`.
+        """
+        prepare_output_folder(self.folder, self.context.host)
+        self._prepared = True
+
+    def begin_training(self, folder: Path) -> None:
+        """As `prepare_folder`, unless the folder was prepared since the last training began. Collective."""
+        if not self._prepared or folder != self.folder:
+            self.folder = folder
+            self.prepare_folder()
+        self._prepared = False
+
+    # Results
+
+    def write_training(self, metrics: Metrics, steps: int, dataset: Any) -> Metrics:
+        """Writes train_results.json, and returns its values. A process that found the run finished, and trained no
+        step, keeps the results of the one that finished it. Collective."""
+        if not steps:
+            earlier = self.context.host.broadcast(self.log.read_results("train"))
+            if earlier is not None and earlier.get("epoch") == metrics["epoch"]:
+                return {name: earlier[name] for name in metrics if name in earlier}
+        self.write_results("train", metrics, [dataset])
+        return metrics
+
+    def write_results(self, split: str, metrics: Metrics, datasets: Sequence[Any]) -> None:
+        """Writes `<split>_results.json`, with the number of samples where all datasets have one."""
+        counted = all(hasattr(dataset, "__len__") for dataset in datasets)
+        samples = {f"{split}_samples": sum(len(dataset) for dataset in datasets)} if counted else {}
+        with self.writing():
+            self.log.results(split, {**metrics, **samples})
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside the block, a file that cannot be written is a StepmarkError."""
+        try:
+            yield
+        except OSError as error:
+            reason = f"the results cannot be written to {self.folder}: {error.strerror or error}"
+            raise StepmarkError(
+                f"{with_advice(reason, error)}; then start the run again, with resume_from_checkpoint: true from its "
+                "last checkpoint"
+            ) from error

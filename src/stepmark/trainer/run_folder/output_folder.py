@@ -1,0 +1,248 @@
+"""The output folder when a run begins: every rank sees it, it has room, and it holds no other run's files."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints
+from stepmark.checkpoint.format.manifest import MANIFEST
+from stepmark.config.training_fields import TrainingFields
+from stepmark.errors import CheckpointNotFound, LaunchError, StepmarkError, UsageError
+from stepmark.filesystem import files
+from stepmark.filesystem.error_advice import is_trouble
+from stepmark.filesystem.json_files import read_lines
+from stepmark.filesystem.sizes import distinct_sizes
+from stepmark.filesystem.visibility import PATIENCE
+from stepmark.liveness.console import CONSOLE
+from stepmark.liveness.failure_report import FAILURES
+from stepmark.model_folder.hints import import_hint
+from stepmark.runtime.xla_environment import extracting_graphs
+from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, RESTARTING, SYSTEM
+from stepmark.trainer.run_folder.status import STATUS, RunStatus
+
+if TYPE_CHECKING:
+    from stepmark.liveness.host_group import HostGroup
+
+logger = logging.getLogger("stepmark")
+
+EARLIER = "earlier-run-"
+RECORDS = (  # of a run, in its folder
+    "best",
+    METRICS,
+    EVENTS,
+    "evaluations.jsonl",
+    "evaluations.csv",
+    STATUS,
+    "used_recipe.yaml",
+    SYSTEM,
+    FAILURES,
+    CONSOLE,
+    "trainer_state.json",
+    "train_results.json",
+    "eval_results.json",
+    "all_results.json",
+)
+_PROBE = ".stepmark-"
+_FINISHED: set[Path] = set()  # folders in which this process has trained a run to its end
+
+
+def on_rank_0(host: HostGroup, work: Callable[[], object], explain: Callable[[Exception], StepmarkError]) -> None:
+    """Calls `work` on rank 0. Where it fails, all ranks raise the error that `explain` makes of the exception.
+    Collective."""
+    problem: StepmarkError | None = None
+    cause: Exception | None = None
+    if host.rank == 0:
+        try:
+            work()
+        except Exception as error:
+            problem, cause = explain(error), error
+    problem = host.broadcast(problem)
+    if problem is not None:
+        raise problem from cause
+
+
+# Checks that need only the file system
+
+
+def check_no_earlier_run(folder: Path, args: TrainingFields, *, resumes: bool) -> None:
+    """Raises UsageError where a new run would write into a folder with checkpoints of another."""
+    existing = checkpoints(folder)
+    if args.save_strategy != "no" and existing and not resumes:
+        raise UsageError(
+            f"output_dir: {folder} has checkpoints of an earlier run ({existing[0].name}); set resume_from_checkpoint: "
+            "true to continue it, or choose another folder"
+        )
+
+
+def check_named_checkpoint(checkpoint: Path) -> None:
+    """Raises CheckpointNotFound where the path given as `resume_from_checkpoint` is not a checkpoint."""
+    advice = "name a checkpoint-N folder, or true for the newest"
+    if not checkpoint.exists():
+        raise CheckpointNotFound(f"resume_from_checkpoint: there is no {checkpoint}; {advice}")
+    if not (checkpoint / MANIFEST).is_file():
+        hint = import_hint(checkpoint, f"{checkpoint.name}-imported") or advice
+        raise CheckpointNotFound(
+            f"resume_from_checkpoint: {checkpoint} is not a Stepmark checkpoint: it has no {MANIFEST}; {hint}"
+        )
+
+
+# Preparing the folder
+
+
+def prepare_output_folder(folder: Path, host: HostGroup) -> None:
+    """Creates the folder and checks that every rank sees what rank 0 writes there. Collective.
+
+    Raises UsageError where it is not writable, StepmarkError where the disk is full, read-only or missing, LaunchError
+    where ranks see different folders.
+    """
+    token = host.broadcast(f"{_PROBE}{uuid.uuid4().hex}")
+
+    def create() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / token).write_text("seen by every rank?")
+        _remove_old_probes(folder, token)
+
+    def explain(error: Exception) -> StepmarkError:
+        if not isinstance(error, OSError):
+            raise error
+        with contextlib.suppress(OSError):  # a full disk still has room for the name
+            files.remove_file(folder / token)
+        kind = StepmarkError if is_trouble(error) else UsageError
+        return kind(f"output_dir: cannot write to {folder}: {error.strerror}; choose another folder")
+
+    on_rank_0(host, create, explain)
+    try:
+        seen = host.all_gather(_appears(folder / token))
+    finally:
+        if host.rank == 0:
+            files.remove_file(folder / token)
+    blind = [rank for rank, sees in enumerate(seen) if not sees]
+    if blind:
+        raise LaunchError(
+            f"output_dir: rank {', '.join(map(str, blind))} does not see what rank 0 writes to {folder}; "
+            "output_dir has to be one folder that all ranks share"
+        )
+
+
+def _remove_old_probes(folder: Path, own: str) -> None:
+    """Removes the probes of killed processes. Their age is by the file system's clock: other processes may be alive."""
+    now = (folder / own).stat().st_mtime
+    for path in folder.glob(f"{_PROBE}*"):
+        with contextlib.suppress(OSError):
+            if now - path.stat().st_mtime > 2 * PATIENCE:
+                files.remove_tree(path)
+
+
+def _appears(path: Path) -> bool:
+    deadline = time.monotonic() + PATIENCE
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        os.listdir(path.parent) if path.parent.exists() else None  # makes a network file system refresh its view
+        time.sleep(0.2)
+    return True
+
+
+def check_room(folder: Path, needed: int, host: HostGroup) -> None:
+    """Raises StepmarkError, on all ranks, where the folder's disk has less than `needed` bytes free."""
+    free = host.broadcast(shutil.disk_usage(folder).free if host.rank == 0 else None)
+    if free < needed:
+        wanted, there = distinct_sizes(needed, free)
+        raise StepmarkError(
+            f"output_dir: {folder} has {there} free and one checkpoint needs {wanted}; free some space or choose "
+            "another folder"
+        )
+
+
+# Records of earlier runs
+
+
+def finished(folder: Path) -> None:
+    """Remembers that this process has trained a run to its end in `folder`."""
+    _FINISHED.add(folder)
+
+
+def set_aside_finished_run(folder: Path, host: HostGroup) -> bool:
+    """Moves the checkpoints and records of a run that this process finished in `folder` to `earlier-run-<n>`, so that a
+    notebook can train again. Runs of other processes stay. Collective.
+
+    Returns whether such a run stays, which is so where the process only extracts graphs and has saved nothing.
+
+    Raises StepmarkError, on all ranks, where they cannot be moved.
+    """
+    if extracting_graphs():
+        return folder in _FINISHED
+
+    def move() -> None:
+        if folder not in _FINISHED or not checkpoints(folder):
+            return
+        _FINISHED.discard(folder)
+        target = move_to_earlier_run(folder, [*checkpoints(folder), *(folder / name for name in RECORDS)])
+        logger.warning("the run that this process finished in %s was moved to %s", folder, target.name)
+
+    on_rank_0(host, move, lambda error: _cannot_move("earlier run", folder, error))
+    return False
+
+
+def set_aside_earlier_attempt(folder: Path, host: HostGroup, *, resumes: bool, repeats: Callable[[], None]) -> None:
+    """Separates the records of an attempt that saved no checkpoint from those of the run that begins at step 0.
+    Collective.
+
+    An attempt of the same run, restarted by its supervisor, or with `resumes` after it was killed or interrupted, keeps
+    its records: `repeats` is called on rank 0 to record that the steps appear again. Others move to `earlier-run-<n>`.
+
+    Raises StepmarkError, on all ranks, where they cannot be moved.
+    """
+
+    def separate() -> None:
+        if not _has_trained(folder):
+            return
+        if _same_run(folder, resumes):
+            repeats()
+            return
+        target = move_to_earlier_run(folder, [folder / name for name in RECORDS])
+        logger.warning(
+            "%s has the records of an earlier attempt, from which nothing can be resumed; they are in %s now",
+            folder,
+            target.name,
+        )
+
+    on_rank_0(host, separate, lambda error: _cannot_move("records of an earlier attempt", folder, error))
+
+
+def move_to_earlier_run(folder: Path, paths: Sequence[Path]) -> Path:
+    """Moves those of the paths that exist into a new folder `earlier-run-<n>`, and returns it."""
+    target = next(path for n in itertools.count(1) if not (path := folder / f"{EARLIER}{n}").exists())
+    target.mkdir()
+    for path in paths:
+        if path.exists() or path.is_symlink():
+            path.rename(target / path.name)
+    return target
+
+
+def _cannot_move(what: str, folder: Path, error: Exception) -> StepmarkError:
+    if not isinstance(error, OSError):
+        raise error
+    return StepmarkError(f"output_dir: the {what} in {folder} cannot be moved: {error.strerror}; choose another folder")
+
+
+def _has_trained(folder: Path) -> bool:
+    """Whether an attempt got as far as training; an evaluation alone leaves records as well."""
+    started = any(event.get("event") == "started" for event in read_lines(folder / EVENTS))
+    return started or any("loss" in line for line in read_lines(folder / METRICS))
+
+
+def _same_run(folder: Path, resumes: bool) -> bool:
+    events = read_lines(folder / EVENTS)
+    if events and events[-1].get("event") == RESTARTING:
+        return True
+    return resumes and RunStatus.read(folder).can_resume()

@@ -1,0 +1,31 @@
+"""A run that prints what its supervisor tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepmark.launch.step_board import StepPlace
+
+
+class PrintingRun:
+    """See `stepmark.launch.restarts.SupervisedRun`; `command` is that of restarted ranks."""
+
+    def __init__(self, command: Sequence[str] = ()) -> None:
+        self.command = command
+        self.told: list[tuple[str, int, int, float]] = []
+
+    def resuming_command(self) -> Sequence[str]:
+        return self.command
+
+    def describe(self, place: StepPlace) -> str:
+        return f"samples from {place.first} on"
+
+    def restarting(self, failure: str, step: int, attempt: int, delay: float) -> None:
+        self.told.append((failure, step, attempt, delay))
+        print("waiting", flush=True)
+
+    def interrupted(self, signal: str, *, waiting: bool) -> None:
+        print("interrupted", signal, "waiting" if waiting else "running", flush=True)
+
+    def failed(self, message: str) -> None:
+        print("recorded", message, flush=True)

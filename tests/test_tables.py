@@ -1,0 +1,71 @@
+"""The tables in docs/data are complete and agree with the source; rows that are no success give a reason."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.tables import FOLDER, read_rows, write_table
+from stepmark.parallel.pipeline.architectures import PASSED, ROUTER_LOSSES
+from tests.prove import COLUMNS, NOT_RUN, matrices, write_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+PROOF = read_rows("proof")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_table_is_shown_on_the_page_and_can_be_written_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"<!-- table {name} -->" in (ROOT / "docs" / "tables.md").read_text()
+    text = (FOLDER / f"{name}.json").read_text()
+    table = json.loads(text)
+    monkeypatch.setattr("scripts.tables.FOLDER", tmp_path)
+    write_table(name, table["title"], table["made_by"], table["rows"])
+    assert (tmp_path / f"{name}.json").read_text() == text
+
+
+def test_rows_with_other_columns_are_refused() -> None:
+    with pytest.raises(ValueError, match="keys"):
+        write_table("wrong", "", "", [{"a": 1}, {"b": 2}])
+
+
+def test_the_types_that_passed_in_stages_are_those_that_are_accepted() -> None:
+    rows = [row for row in read_rows("pipeline-parallel") if row["verdict"] == "passed"]
+    assert {row["model type"] for row in rows} == set(PASSED)
+    assert {row["model type"] for row in rows if row["router losses"]} == ROUTER_LOSSES
+
+
+def test_every_matrix_has_its_row() -> None:
+    assert {Path(row["matrix"]).name for row in PROOF} >= {Path(file).name for file in matrices()}
+
+
+def test_a_row_follows_its_file_and_a_file_without_one_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scripts.tables.FOLDER", tmp_path)
+    monkeypatch.setattr("tests.prove.version", lambda name: "1")
+    monkeypatch.setattr("tests.prove.shows", lambda file: f"shows {file}")
+    new = dict(
+        zip(COLUMNS, ("tests/a/test_one.py", "one", "3 passed", "", "1", "2026-11-25", "abc1234", ""), strict=True)
+    )
+    write_rows(["tests/a/test_one.py"], new)
+    write_rows(["tests/b/test_one.py", "tests/test_two.py"], {**new, "matrix": "tests/test_three.py"})
+    assert read_rows("proof") == [
+        {**new, "matrix": "tests/b/test_one.py"},
+        {**dict.fromkeys(COLUMNS, ""), "matrix": "tests/test_two.py", "what it shows": "shows tests/test_two.py"}
+        | {"tests": NOT_RUN},
+    ]
+
+
+@pytest.mark.parametrize("row", PROOF, ids=[row["matrix"] for row in PROOF])
+def test_a_row_is_marked_with_its_commit_or_with_a_reason(row: dict[str, str]) -> None:
+    if row["tests"] == NOT_RUN:
+        assert row["note"]
+        return
+    assert re.fullmatch(r"[0-9a-f]{7,}\*?", row["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"])
+    if re.search(r"failure|error|skipped|did not run", row["tests"]) or row["commit"].endswith("*"):
+        assert row["note"]
