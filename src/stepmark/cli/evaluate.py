@@ -60,7 +60,7 @@ def run(parsed: argparse.Namespace) -> int:
         _request(parsed).check()
         return start_ranks(parsed, signal_grace=10.0, resumable=True)
     follow_supervisor()
-    with ending_at_signals("not all is evaluated; the same command continues", _say_interrupted):
+    with ending_at_signals("evaluation is incomplete; run the same command to continue", _say_interrupted):
         from stepmark.watcher.command import evaluate_command
 
         return evaluate_command(_request(parsed))

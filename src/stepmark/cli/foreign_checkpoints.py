@@ -94,7 +94,7 @@ def verify_foreign(path: Path, config: Path | None, as_json: bool) -> int:
     elif problem is not None:
         print(f"{path}: corrupted or incomplete: {problem}")
     else:
-        unchecked = "; its files have checksums for that much only" if size else "; its files have no checksums"
+        unchecked = "; the rest has no checksums" if size else "; its files have no checksums"
         print(f"{path}: {kind}, complete, {size / 1e6:.1f} MB verified{unchecked}")
     return 0 if problem is None else 1
 

@@ -52,7 +52,11 @@ class Attempt:
     @property
     def origin(self) -> str:
         """What the run did when this process, not its first, began."""
-        return f"resumed from checkpoint-{self.resumed}" if self.resumed else "began again: there was no checkpoint"
+        return (
+            f"resumed from checkpoint-{self.resumed}"
+            if self.resumed
+            else "restarted from scratch, without a checkpoint"
+        )
 
 
 @dataclass(frozen=True)
@@ -291,7 +295,7 @@ def _ending(history: History, began: float, until: float) -> str | None:
     if not ends:
         asked = [event for event in history.of_kind("stopping") if began <= (time_of(event) or 0.0) <= until]
         told = history.status.get("state") == INTERRUPTED or math.isfinite(until)
-        return f"interrupted: {asked[-1].get('reason')}, before it could stop by itself" if asked and told else None
+        return f"interrupted: {asked[-1].get('reason')}, before it stopped by itself" if asked and told else None
     reason = ends[-1].get("reason")
     return str(ends[-1]["event"]) + (f": {reason}" if reason else "")
 

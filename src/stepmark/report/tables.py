@@ -36,7 +36,7 @@ EVENT_NAMES = {
     "trouble": "trouble",
     "save_failed": "save failed",
     "stopping": "stop requested",
-    "restarting": "started again",
+    "restarting": "restarted",
     "interrupted": "interrupted",
     "failed": "failed",
     "done": "done",

@@ -90,7 +90,7 @@ def test_a_killed_attempt_of_the_same_run_is_shown_as_trained_again(tmp_path: Pa
     marker = read_metrics(tmp_path)[3]
     assert (marker["resumed"], marker["attempt"]) == (0, 1)
     labels = [mark.label for mark in marks([history])]
-    assert any("began again: there was no checkpoint" in label for label in labels)
+    assert any("restarted from scratch, without a checkpoint" in label for label in labels)
     assert not any("checkpoint-0" in text for text in (*labels, event_table(history)))
 
 
