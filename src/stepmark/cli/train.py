@@ -13,7 +13,6 @@ from stepmark.cli.recipe_fields import (
     explain_unknown_argument,
     recipe_of,
 )
-from stepmark.cli.recipe_fields import add_recipe_arguments, add_run_arguments, explain_unknown_argument, recipe_of
 from stepmark.config.recipe import Recipe, kept_text
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import StepmarkError

@@ -18,7 +18,7 @@ from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
 from stepmark.interchange.tensors.records import RecordChecks
 from stepmark.interchange.tensors.streaming import Place, write_jobs
 from stepmark.interchange.tensors.torch_writer import TorchArchive
-from stepmark.model_folder.model_files import index_of, split_into_files, tensor_bytes
+from stepmark.model_folder.model_files import ModelFile, index_of, split_into_files
 from stepmark.model_folder.new_folder import WritingListener, check_room, writing
 from stepmark.model_folder.writers import THREADS, Advance, make_header, run_jobs
 from stepmark.sharding.layout import TensorSlice
@@ -116,15 +116,21 @@ def torch_file(name: str, value: Any) -> ArchivesFile:
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """A file of tensors."""
+    """A file of tensors, some of those that are given."""
 
-    name: str
+    file: ModelFile
     tensors: dict[str, ForeignTensor]
-    entries: dict[str, TensorEntry]
-    size: int
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+    @property
+    def size(self) -> int:
+        return self.file.size
 
     def write(self, path: Path, streams: Streams) -> None:
-        places = [Place(self.tensors[name], at) for name, at in make_header(path, self.entries).items()]
+        places = [Place(self.tensors[name], at) for name, at in make_header(path, self.file.tensors).items()]
         with FileOutput(path, path.stat().st_size) as output:
             run_jobs(streams.pool, write_jobs(places, streams.reader, output), streams.advance)
 
@@ -132,14 +138,13 @@ class SafetensorsFile:
 def model_files(tensors: dict[str, ForeignTensor], max_shard: int = MAX_SHARD) -> list[OutputFile]:
     """The model as transformers has it: model.safetensors, or several files with an index."""
     shards = split_into_files(_entries(tensors), "safetensors", max_shard)
-    found: list[OutputFile] = [safetensors_file(shard.name, {n: tensors[n] for n in shard.tensors}) for shard in shards]
+    found: list[OutputFile] = [SafetensorsFile(shard, tensors) for shard in shards]
     return [*found, DataFile(*index_of(shards, "safetensors"))] if len(shards) > 1 else found
 
 
 def safetensors_file(name: str, tensors: dict[str, ForeignTensor]) -> SafetensorsFile:
     """A file of complete tensors."""
-    entries = _entries(tensors)
-    return SafetensorsFile(name, tensors, entries, sum(map(tensor_bytes, entries.values())))
+    return SafetensorsFile(ModelFile(name, _entries(tensors)), tensors)
 
 
 def _entries(tensors: dict[str, ForeignTensor]) -> dict[str, TensorEntry]:

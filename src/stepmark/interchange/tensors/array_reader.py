@@ -127,7 +127,7 @@ class ArrayReader:
             for piece in tensor.replicas:
                 common = piece.box.intersect(block)
                 if common is not None and not np.array_equal(
-                    self.array(part_of(piece, common)), view[_inside(common, block)]
+                    self.array(piece.part(common)), view[_inside(common, block)]
                 ):
                     raise CheckpointDamaged(
                         f"{piece.array.path}: tensor {tensor.name!r} differs from its replica in "
@@ -202,7 +202,7 @@ def _reads_of(part: Part, stored: Bytes) -> Iterator[_Read]:
         for piece in rest:
             common = piece.box.intersect(block)
             if common is not None:
-                yield _Read(part_of(piece, common), view[_inside(common, block)])
+                yield _Read(piece.part(common), view[_inside(common, block)])
 
 
 def _views(part: Part, stored: Bytes) -> Iterator[tuple[Box, Elements]]:
@@ -254,16 +254,6 @@ def _strided(data: Any, offset: int, array: StoredArray) -> Elements:
     size = item_size(array.dtype)
     strides = tuple(stride * size for stride in array.strides)
     return np.ndarray(array.shape, f"u{size}", data, offset, strides)
-
-
-def part_of(piece: Piece, common: Box) -> StoredArray:
-    """What a box of the global tensor is in the piece's array."""
-    array = piece.array
-    inside = common.relative_to(piece.offsets)
-    for dim, (start, length) in enumerate(zip(inside.offsets, inside.lengths, strict=True)):
-        if length != array.shape[dim]:
-            array = array.narrow(dim, start, length)
-    return array
 
 
 def _inside(box: Box, outer: Box) -> tuple[Any, ...]:

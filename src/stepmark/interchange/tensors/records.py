@@ -51,16 +51,16 @@ class _Once:
     def __init__(self, record: Record) -> None:
         self._record = record
         self._lock = threading.Lock()
-        self._done = False
+        self.done = False
 
     def check(self, begin: int = 0, data: memoryview | None = None) -> int:
         """`data` are bytes of the file from its byte `begin` on. Returns 0: nothing is written."""
         with self._lock:
-            if not self._done:
+            if not self.done:
                 low = self._record.begin - begin
                 whole = data is not None and low >= 0 and low + self._record.size <= len(data)
                 self._record.check(data[low : low + self._record.size] if data is not None and whole else None)
-                self._done = True
+                self.done = True
         return 0
 
 
@@ -88,4 +88,4 @@ class RecordChecks:
 
     def rest(self) -> Iterator[Callable[[], int]]:
         """The jobs that verify what has not been used."""
-        return (record.check for found in self._records.values() for record in found)
+        return (record.check for found in self._records.values() for record in found if not record.done)
