@@ -169,9 +169,8 @@ class TrainStep:
         self._gradients.close()
 
     def defer_arrivals(self) -> None:
-        """From now on, new values of parameters may arrive up to the next step's forward pass, where that can wait for
-        each of them: in models of known libraries, not in code of which nothing is known. Whoever uses the model in
-        between calls `optimizer.arrivals.settle()` before."""
+        """Lets the all-gather of updated parameters overlap with the next forward pass, in models of known libraries.
+        Call `optimizer.arrivals.settle()` before using parameters in between."""
         sequential = isinstance(self._schedule, SequentialSchedule)
         known = of_known_libraries(self.model) and not _is_compiled(self.model)
         self.optimizer.arrivals.defer = sequential and known
