@@ -165,12 +165,12 @@ def failed(entries: Sequence[CacheEntry]) -> list[CacheEntry]:
 
 
 def delete(entries: Sequence[CacheEntry]) -> list[CacheEntry]:
-    """Deletes entries; returns those that were. One that somebody has begun to write since it was chosen stays."""
+    """Deletes entries, except those that another process has begun to write; returns the deleted ones."""
     return [entry for entry in entries if _delete(entry)]
 
 
 def _delete(entry: CacheEntry) -> bool:
-    """It first gets another name, so that nobody finds a part of it."""
+    """Renames the entry first, so that no process finds a part of it."""
     trash = entry.path.with_name(f"{TRASH}{uuid.uuid4().hex}")
     try:
         if read_entry(entry.path, entry.kind).state in PROTECTED:

@@ -2,7 +2,7 @@
 
 As of 2026-11-22. Sources: PyTorch/XLA's README and the metadata of its packages (a torch_xla is built against the torch
 of the same minor version); AWS Neuron's page "Release Content" of each release, for Trn1: what was shipped together.
-Versions that are not in the table may work; nobody has said that they do.
+Versions that are not in the table may work, but no source says so.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
 def run_length(
     recipe: Recipe, tokenizer: Any | None, ranks: int, *, count_data: bool, progress: Callable[[str], None]
 ) -> RunLength:
-    """The length of the recipe's run. With `count_data` and without `max_steps`, the data is tokenized to know it, into
+    """The length of a run of the recipe. Without `max_steps`, `count_data` tokenizes the data to count samples, into
     the cache that the run reads.
 
     Raises DataError or UsageError for data that cannot be read.

@@ -50,30 +50,6 @@ class RunLength:
 
 
 @dataclass(frozen=True)
-class StageMemory:
-    """Memory of the ranks of a pipeline that have the same stages.
-
-    Attributes:
-        rank: Their coordinate on the pipeline's axis.
-        layers: The first and the last layer of each of their stages.
-        in_flight: The most forward passes whose activations they keep.
-        peak_of: The part of the step in which most is allocated.
-        usage: Bytes by category at that peak.
-    """
-
-    rank: int
-    layers: tuple[tuple[int, int], ...]
-    in_flight: int
-    peak_of: str
-    usage: dict[str, int]
-
-    @property
-    def peak(self) -> int:
-        """Bytes."""
-        return sum(self.usage.values())
-
-
-@dataclass(frozen=True)
 class RankMemory:
     """Memory of a rank with some settings; in a pipeline, of the one that needs the most.
 
@@ -91,10 +67,10 @@ class RankMemory:
     usage: dict[str, int] | None = None
     checkpointed: float = 0.0
     impossible: str | None = None
-    stages: tuple[StageMemory, ...] = ()
+    stages: tuple[StageTrace, ...] = ()
 
     @property
-    def worst(self) -> StageMemory | None:
+    def worst(self) -> StageTrace | None:
         """Of a pipeline's ranks the one that needs the most; None without a pipeline."""
         return max(self.stages, key=lambda stage: stage.peak, default=None)
 
@@ -254,27 +230,13 @@ def _measure(setup: StepSetup, args: TrainingFields, *, own: bool = False) -> Ra
     changed = replace(setup, args=args)
     try:
         if changed.staged:
-            return _of_stages(args, trace_stages(changed, every=own))
+            stages = tuple(trace_stages(changed, every=own))
+            worst = max(stages, key=lambda stage: stage.peak)
+            return RankMemory(args, worst.peak_of, worst.usage, worst.trace.saved_per_element, stages=stages)
         trace = trace_deep(changed)
     except UsageError as error:
         return RankMemory(args, impossible=str(error))
-    window, usage = trace.highest
-    return RankMemory(args, _part(window), usage, trace.saved_per_element)
-
-
-def _of_stages(args: TrainingFields, traced: Sequence[StageTrace]) -> RankMemory:
-    stages = []
-    for each in traced:
-        window, usage = each.trace.highest
-        stages.append(StageMemory(each.rank, each.layers, each.in_flight, _part(window), usage))
-    worst = max(stages, key=lambda stage: stage.peak)
-    return RankMemory(args, worst.peak_of, worst.usage, traced[0].trace.saved_per_element, stages=tuple(stages))
-
-
-def _part(window: str) -> str:
-    """`backward pass 1, first half` without the number of the pass and the half."""
-    words = window.removesuffix(" first half").removesuffix(" second half").removesuffix(",").split()
-    return " ".join(word for word in words if not word.isdigit())
+    return RankMemory(args, trace.peak_of, trace.usage, trace.saved_per_element)
 
 
 def saves(plan: Plan) -> int | None:

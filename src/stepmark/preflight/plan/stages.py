@@ -36,6 +36,20 @@ class StageTrace:
     in_flight: int
     trace: StepTrace
 
+    @property
+    def usage(self) -> dict[str, int]:
+        """Bytes by category at the highest peak, which is in the part `peak_of` of the step."""
+        return self.trace.usage
+
+    @property
+    def peak_of(self) -> str:
+        return self.trace.peak_of
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return sum(self.usage.values())
+
 
 def trace_stages(setup: StepSetup, *, every: bool) -> list[StageTrace]:
     """Traces the ranks of a pipeline, the first of each stage.

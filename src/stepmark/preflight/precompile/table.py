@@ -69,7 +69,7 @@ def _sizes(graph: Graph) -> tuple[str, str]:
 
 
 def _differences(by_rank: Sequence[Sequence[Graph]], ranks: Sequence[int]) -> list[str]:
-    """Ranks that run different graphs wait for each other in collectives for ever."""
+    """A warning where ranks of a stage have different graphs, with which collectives in the graph would hang."""
     keys = {rank: [graph.key for graph in by_rank[rank]] for rank in ranks}
     first = ranks[0]
     other = next((rank for rank, each in keys.items() if each != keys[first]), None)
