@@ -15,7 +15,7 @@ from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
 from stepmark.parallel.optimizer.eight_bit import EIGHT_BITS, FULL_PRECISION, adamw_8bit_class
 from stepmark.parallel.optimizer.elementwise import sharding_unit, updates_elements
-from stepmark.parallel.optimizer.flat_shards import sharded
+from stepmark.parallel.optimizer.flat_shards import flat_shards
 from stepmark.parallel.optimizer.lazy_optimizers import LazyAdamW, LazySGD
 from stepmark.parallel.optimizer.muon import MUON as BY_MUON
 from stepmark.parallel.optimizer.muon import NOT_MUON, MuonAdamW
@@ -159,7 +159,7 @@ def build_optimizer(
     if sharded_over is None:
         distribution = Replicated(used, runtime, order=order, bucket_elements=bucket_elements)
         return NamedOptimizer(distribution, used, make, runtime)
-    return sharded(used, make, sharded_over, bucket_elements=bucket_elements)
+    return flat_shards(used, make, sharded_over, bucket_elements=bucket_elements)
 
 
 def _maker(

@@ -134,7 +134,7 @@ class FlatShards:
                 member.read_from(flat)
 
 
-def sharded(
+def flat_shards(
     groups: Groups, make: Make, mesh: Mesh, *, bucket_elements: int | None = None, given: bool = False
 ) -> NamedOptimizer:
     """An elementwise optimizer over this rank's shards; for the arguments see `FlatShards` and `NamedOptimizer`.

@@ -15,7 +15,7 @@ from stepmark.errors import UsageError
 from stepmark.parallel.gradients.arithmetic import scale_to
 from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.optimizer.elementwise import sharding_unit, updates_elements
-from stepmark.parallel.optimizer.flat_shards import sharded
+from stepmark.parallel.optimizer.flat_shards import flat_shards
 from stepmark.parallel.optimizer.lazy_optimizers import lazy_class
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.optimizer.whole_parameters import whole_parameters
@@ -161,7 +161,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             )
             dtype: torch.dtype | None = torch.float32
         else:
-            divided = sharded(groups, make, mesh, bucket_elements=limit, given=True)
+            divided = flat_shards(groups, make, mesh, bucket_elements=limit, given=True)
             dtype = torch.float32 if self._reduce_in_fp32 else None
         accumulation = 2 if self._accumulate_in_fp32 else 1
         return divided, divided.gradients(
