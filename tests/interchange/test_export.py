@@ -289,6 +289,18 @@ def test_small_tensors_go_in_runs_and_large_ones_in_windows(tmp_path: Path) -> N
     assert (tmp_path / "out").read_bytes() == (tmp_path / "scalars").read_bytes()[::-1]
 
 
+def test_a_large_tensor_may_begin_at_any_byte(tmp_path: Path) -> None:
+    """As an archive does that follows another in a file of torch.distributed.checkpoint."""
+    data = torch.arange(5_000_000, dtype=torch.int32).numpy().tobytes()
+    (tmp_path / "data").write_bytes(data)
+    tensor = ForeignTensor.whole("x", StoredArray.contiguous(tmp_path / "data", 0, "I32", (5_000_000,)))
+    with FileOutput(tmp_path / "out", len(data) + 4099) as output:
+        jobs = list(streaming.write_jobs([streaming.Place(tensor, 4099)], ArrayReader(), output))
+        assert len(jobs) > 2
+        assert sum(job() for job in jobs) == len(data)
+    assert (tmp_path / "out").read_bytes() == bytes(4099) + data
+
+
 def _scalars(folder: Path) -> list[StoredArray]:
     """A thousand numbers of one byte repeated, the last of the file first."""
     (folder / "scalars").write_bytes(b"".join(bytes([n % 251]) * 4 for n in range(1000)))

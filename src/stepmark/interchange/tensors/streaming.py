@@ -57,10 +57,12 @@ def write_jobs(
 
 def _stretches(place: Place, origin: int) -> Iterator[_Stretch]:
     """A tensor that is larger than a window is split where windows end."""
-    size = math.prod(place.tensor.shape) * item_size(place.tensor.dtype)
+    item = item_size(place.tensor.dtype)
+    size = math.prod(place.tensor.shape) * item
     begin, low = 0, place.at
     while begin < size:
-        end = size if size <= WINDOW else min(size, begin + WINDOW - (low - origin) % WINDOW)
+        inside = (low - origin) % WINDOW // item * item  # an archive may begin anywhere in its file
+        end = size if size <= WINDOW else min(size, begin + WINDOW - inside)
         yield _Stretch(place, begin, end, low)
         begin, low = end, low + end - begin
 
