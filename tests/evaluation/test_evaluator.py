@@ -1,4 +1,6 @@
-"""Evaluation over exactly the samples there are, whatever the batch size."""
+"""Evaluation over exactly the samples there are, whatever the batch size.
+
+Covers evaluation/evaluate.py, too."""
 
 from __future__ import annotations
 

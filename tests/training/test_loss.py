@@ -1,4 +1,6 @@
-"""The loss of a step: a mean over its target tokens, however they are spread over micro-batches and ranks."""
+"""The loss of a step: a mean over its target tokens, however they are spread over micro-batches and ranks.
+
+Covers alternatives.py, too."""
 
 from __future__ import annotations
 

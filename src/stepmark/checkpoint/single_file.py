@@ -189,7 +189,7 @@ def _placed(tensors: list[Tensor], runtime: Runtime) -> list[Tensor]:
 
 
 def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """The same for tensors that are the same view of the same host memory."""
+    """A key that is equal for tensors that are the same view of the same host memory."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.nbytes:
         return (id(tensor),)
     signs = tensor.is_conj(), tensor.is_neg()

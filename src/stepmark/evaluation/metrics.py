@@ -80,7 +80,7 @@ def by_batch(compute_metrics: Callable[..., Any]) -> Callable[[SampleRows, bool]
 
 
 def with_prefix(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """The same, each name beginning with `prefix` and "_"; names that already do are unchanged."""
+    """Puts `prefix` and "_" before every name that does not begin with them."""
     return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
 
 
@@ -93,7 +93,7 @@ def plain_numbers(found: Any, source: str) -> dict[str, float]:
 
 
 def plain_values(found: Any, source: str) -> dict[str, Any]:
-    """The same with values that JSON can hold besides numbers; arrays become lists."""
+    """As `plain_numbers`, but any value that JSON can hold is allowed; arrays become lists."""
     return _plain(found, source, "numbers, text, lists or dicts", _is_json)
 
 

@@ -40,7 +40,7 @@ class SampleRows(NamedTuple):
         return cls(*(column or None for column in columns))
 
     def as_tensors(self) -> SampleRows:
-        """The same in torch tensors, on the host."""
+        """The rows as torch tensors on the host."""
         return SampleRows(*(tree_map_only(np.ndarray, torch.from_numpy, each) for each in self))
 
 

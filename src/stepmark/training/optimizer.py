@@ -177,7 +177,7 @@ def _maker(
 
 
 def _used_groups(groups: Sequence[dict[str, Any]], stages: HostGroup | None) -> list[dict[str, Any]]:
-    """Those that have a parameter, on this rank or with `stages` on any."""
+    """The groups that have a parameter on this rank, or with `stages` on any rank."""
     present = [bool(group["params"]) for group in groups]
     if stages is not None:
         present = [any(found) for found in zip(*stages.all_gather(present), strict=True)]

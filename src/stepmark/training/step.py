@@ -28,7 +28,7 @@ from stepmark.training.pipelined_micro_batches import PipelinedSchedule
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """What a step measured, still on the device.
+    """Measurements of a step, still on the device.
 
     Attributes:
         step: The step's number, from 0.

@@ -229,7 +229,7 @@ def _what_to_pass(checkpoint: Path, options: RunOptions, choice: DataChoice, fun
 
 
 def options_of(recipe: Recipe | None, checkpoint: Path) -> RunOptions:
-    """How the run of a checkpoint evaluates: by its recipe, else by what the checkpoint says, else by the defaults."""
+    """Evaluation settings of a checkpoint's run: from its recipe, from the checkpoint, or the defaults."""
     if recipe is not None:
         return RunOptions.of_training(
             recipe.training, block_size=recipe.data.block_size, columns=columns_of(recipe.data)

@@ -1,5 +1,5 @@
 """Plans of pipelines: every rank of one holds something else, and the one that needs the most counts. What is planned
-is compared with real runs in test_memory.py."""
+is compared with real runs in test_memory.py. Covers stage_trace.py, too."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def look_at_graphs(path: str, recipe: Recipe) -> Iterator[Finding]:
 
 
 def fewest_ranks(recipe: Recipe) -> int:
-    """How many ranks the recipe's mesh has at least."""
+    """The smallest number of ranks that the recipe's mesh allows."""
     training = recipe.training
     replicas = 2 if training.zero_1 else 1
     return training.tensor_parallel_size * training.pipeline_parallel_size * replicas

@@ -98,7 +98,7 @@ class AllocationTracker(TorchDispatchMode):
 
     @contextmanager
     def within(self, category: str) -> Iterator[None]:
-        """What is allocated in the block belongs to `category`."""
+        """Attributes allocations in the block to `category`."""
         before, self._category = self._category, category
         try:
             yield

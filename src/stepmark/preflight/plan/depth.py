@@ -53,7 +53,7 @@ def extrapolated(low: Peaks, high: Peaks, steps: float) -> Peaks:
 
 
 def _with_depth(setup: StepSetup, layers: int) -> StepSetup:
-    """The same for a model with fewer layers: the first ones."""
+    """The setup for a model with only the first `layers` layers."""
     values, depth = setup.config.to_dict(), setup.config.num_hidden_layers
     changed = {name: value[:layers] for name, value in values.items() if _is_by_layer(value, depth)}
     own_name = setup.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")  # GPT-2's is another one

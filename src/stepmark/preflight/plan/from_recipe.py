@@ -45,7 +45,7 @@ def run_length(
     recipe: Recipe, tokenizer: Any | None, ranks: int, *, count_data: bool, progress: Callable[[str], None]
 ) -> RunLength:
     """The length of a run of the recipe. Without `max_steps`, `count_data` tokenizes the data to count samples, into
-    the cache that the run reads.
+    the cache of the run.
 
     Raises DataError or UsageError for data that cannot be read.
     """

@@ -1,4 +1,4 @@
-"""What a recipe needs on a number of ranks: memory a rank, for its mesh and those near it, and the run's length."""
+"""Plans a recipe on a number of ranks: memory per rank, on its own mesh and on similar ones, and the run's length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADROOM = 0.9  # of a device's memory: the rest is for the runtime, its librari
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a run is.
+    """Length of a run.
 
     Attributes:
         block_size: Tokens in a sample.
@@ -45,7 +45,7 @@ class RunLength:
 
     @property
     def tokens(self) -> int | None:
-        """Of the complete run; a little too many where an epoch's last step is not full."""
+        """Tokens of the complete run; an upper bound where an epoch's last step is not full."""
         return None if self.steps is None else self.steps * self.tokens_per_step
 
 
@@ -71,7 +71,7 @@ class RankMemory:
 
     @property
     def worst(self) -> StageTrace | None:
-        """Of a pipeline's ranks the one that needs the most; None without a pipeline."""
+        """The rank of the pipeline with the highest peak; None without a pipeline."""
         return max(self.stages, key=lambda stage: stage.peak, default=None)
 
     @property

@@ -22,7 +22,7 @@ TRACED = 6  # micro-batches of gpipe up to which all are traced
 
 @dataclass(frozen=True)
 class StageTrace:
-    """What one rank of a pipeline allocates.
+    """Memory of one rank of a pipeline.
 
     Attributes:
         rank: Its coordinate on the pipeline's axis.

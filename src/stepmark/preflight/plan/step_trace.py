@@ -59,7 +59,7 @@ Peaks = dict[str, dict[str, int]]  # window of the step to bytes by category
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What a step allocates.
+    """Memory of a rank over a step.
 
     Attributes:
         peaks: For each part of the step, bytes by category when most is allocated.

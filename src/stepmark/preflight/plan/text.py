@@ -147,7 +147,7 @@ def _conclusion(plan: Plan) -> Iterator[str]:
 
 
 def flags(own: RankMemory, other: RankMemory) -> list[str]:
-    """What to add to the command to get the other settings."""
+    """Command line flags that turn the recipe's own settings into the other ones."""
     before, after = own.args.to_dict(), other.args.to_dict()
     changed = {name: value for name, value in after.items() if value != before[name]}
     return [f"--{name} {'null' if value is None else str(value).lower()}" for name, value in changed.items()]
@@ -172,7 +172,7 @@ def _gb(size: int) -> str:
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """The same as plain values, sizes in bytes."""
+    """The plan as plain values, sizes in bytes."""
     return {
         "model": plan.model_class,
         "parameters": plan.parameters,

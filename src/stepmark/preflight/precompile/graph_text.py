@@ -26,7 +26,7 @@ _NO_OPERATIONS = ("constant", "return")
 
 @dataclass(frozen=True)
 class GraphText:
-    """What is read from a graph's text.
+    """The size and the problems of a graph, read from its text.
 
     Attributes:
         operations: Number of operations, constants apart.
@@ -101,7 +101,7 @@ def unlisted(operations: Iterable[str]) -> tuple[str, ...]:
 
 
 def rejected(text: str, operations: Iterable[str]) -> list[str]:
-    """What in a graph the compiler is known to reject, in words."""
+    """The parts of a graph that Neuron's compiler is known to reject, in words."""
     named = [f"an operation that Neuron's compiler rejects ({name})" for name in sorted(REJECTED & set(operations))]
     types = [kind.rstrip("<") for kind in REJECTED_TYPES if kind in text]
     return named + [f"a type that Neuron's compiler rejects ({kind})" for kind in types]

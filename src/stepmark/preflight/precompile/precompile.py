@@ -102,41 +102,28 @@ def record_graphs(trainer: Trainer) -> GraphRecorder:
 
 
 def _train(parts: RunParts, recorder: GraphRecorder) -> None:
+    """Trains all steps; the recorder knows from the step's hooks which part of a step is in progress."""
     from stepmark.data.loader.prefetcher import DevicePrefetcher
     from stepmark.training.learning_rate_schedule import advance
+    from stepmark.training.step import StepHooks
 
-    follow = PartsOfStep(recorder, parts.args.gradient_accumulation_steps)
-    runtime = parts.context.runtime
+    runtime, count, done = parts.context.runtime, parts.args.gradient_accumulation_steps, 0
+
+    def micro_step_done() -> None:
+        """Called before the boundary that runs a micro-step which is not the last."""
+        nonlocal done
+        done += 1
+        recorder.after_boundary = "last micro-step" if done == count - 1 else "micro-step"
+
+    def update_begins() -> None:
+        recorder.part = "step" if count == 1 else "update"
+
+    hooks = StepHooks(after_micro_step=micro_step_done, before_update=update_begins)
     for number, batch in enumerate(DevicePrefetcher(parts.loader, runtime)):
-        follow.begin()
-        statistics = parts.step(number, batch, follow.hooks)
+        done, recorder.part = 0, "step" if count == 1 else "micro-step"
+        statistics = parts.step(number, batch, hooks)
         runtime.to_host([statistics.values])
         advance(parts.schedule)
-
-
-class PartsOfStep:
-    """Tells the recorder which part of a step is in progress, by the step's own hooks."""
-
-    def __init__(self, recorder: GraphRecorder, micro_batches: int) -> None:
-        from stepmark.training.step import StepHooks
-
-        self._recorder = recorder
-        self._micro_batches = micro_batches
-        self._done = 0
-        self.hooks = StepHooks(after_micro_step=self._micro_step_done, before_update=self._update_begins)
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._done = 0
-        self._recorder.part = "step" if self._micro_batches == 1 else "micro-step"
-
-    def _micro_step_done(self) -> None:
-        """Called before the boundary that runs a micro-step which is not the last."""
-        self._done += 1
-        self._recorder.after_boundary = "last micro-step" if self._done == self._micro_batches - 1 else "micro-step"
-
-    def _update_begins(self) -> None:
-        self._recorder.part = "step" if self._micro_batches == 1 else "update"
 
 
 def _shortened(recipe: Recipe) -> Recipe:
@@ -157,7 +144,7 @@ def _shortened(recipe: Recipe) -> Recipe:
 
 
 def _micro_batches(training: TrainingFields) -> int:
-    """As few as make every graph: a multiple of a pipeline's ranks makes those of every schedule."""
+    """The fewest that produce every graph: in a pipeline a multiple of its ranks, for any schedule."""
     ranks = training.pipeline_parallel_size
     return min(training.gradient_accumulation_steps, 2 * ranks if ranks > 1 else MICRO_BATCHES)
 
@@ -167,7 +154,7 @@ FINGERPRINT = "stand-in"
 
 @dataclass(frozen=True)
 class StandInData:
-    """In place of `Prepared`: what training and evaluation read. `validation` is None where nothing is evaluated."""
+    """Takes the place of `Prepared` in training and evaluation. `validation` is None without evaluation."""
 
     train: StandInBlocks
     validation: StandInBlocks | None
@@ -197,7 +184,7 @@ class StandInBlocks(Dataset[dict[str, Tensor]]):
         return sample
 
     def own_padding(self, *, fixed: bool) -> PadTo:
-        """As that of what these stand for."""
+        """Padding of the data set that these blocks stand for."""
         return PadTo(self.block_size if fixed and self._padded else None, side="right")
 
 

@@ -1,4 +1,4 @@
-"""What `stepmark precompile` prints."""
+"""The output of `stepmark precompile`."""
 
 from __future__ import annotations
 
