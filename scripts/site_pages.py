@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages of the documentation site that are made from the code, and links that leave `docs/`.
 
 `make docs` builds the site. The reference of fields, commands and errors is made of what the command line itself prints
-and of the docstrings, so that it cannot differ from them. The first page is the README.
+and of the docstrings, so that it cannot differ from them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,30 @@ from stepmark.config.recipe import sections
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"<!-- table ([\w-]+) -->")
+# What the search shows first: answers, then guides, and what is looked up or only explains something last.
+BOOSTS = {
+    "troubleshooting": 8,
+    "tutorials/": 4,
+    "faq": 3,
+    "start/": 2,
+    "parallelism": 6,
+    "checkpoint-format": 3,
+    "data": 3,
+    "glossary": 0.2,
+    "reference/source-map": 0.05,
+    "reference/fields": 6,
+    "reference/": 0.5,
+    "decisions/": 0.1,
+    "tables": 0.1,
+    "proof": 0.1,
+    "architecture": 0.3,
+}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)((?:#[^)]*)?)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages that are made from the code, and the README as the first one."""
+    """Adds the pages that are made from the code."""
     pages = {
-        "index.md": (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "]("),
         "reference/fields.md": fields_page(),
         "reference/commands.md": commands_page(),
         "reference/errors.md": errors_page(),
@@ -53,19 +70,17 @@ def _table(name: str) -> str:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Turns links to files that the site does not have into their paths, which are those of the repository."""
     here = PurePosixPath(page.file.src_uri).parent
+    boost = next((value for start, value in BOOSTS.items() if page.file.src_uri.startswith(start)), 1)
+    page.meta.setdefault("search", {}).setdefault("boost", boost)
 
     def replaced(link: re.Match[str]) -> str:
-        image, text, target, anchor = link.groups()
+        image, text, target, _ = link.groups()
         if files.get_file_from_path(_normal(here / target)) is not None:
             return link[0]
         within = _normal(here / target)
         if f"{within}/README.md" in files.src_uris:
             return f"{image}[{text}]({target}/README.md)"
         path = (ROOT / "docs" / here / target).resolve()
-        if path == ROOT / "README.md":
-            return f"[{text}]({'../' * len(here.parts)}index.md{anchor})"
-        if not path.exists():
-            path = (ROOT / target).resolve()  # of the README
         return f"{text} (`{path.relative_to(ROOT).as_posix()}`)" if path.exists() else link[0]
 
     return LINK.sub(replaced, markdown)
@@ -97,7 +112,8 @@ def fields_page() -> str:
             text = f"{field.help.text}{choices}. {field.help.more}".strip()
             default = field.help.default or _code(field.default_text)
             cells = (_cell(text), _code(field.type_name), default, _code(field.help.example))
-            lines.append(f"| `{field.name}` | {' | '.join(cells)} |")
+            name = f"[`{field.name}`](#{field.name}){{#{field.name}}}"
+            lines.append(f"| {name} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 

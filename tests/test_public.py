@@ -21,7 +21,7 @@ PUBLIC = {
     "stepmark.errors": {name for name in vars(stepmark.errors) if name[0].isupper()},
 }
 KNOWN = {*PUBLIC["stepmark"], "checkpoint", "errors"}
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINES = 45  # of the custom loop's function

@@ -22,6 +22,7 @@ BATCH_SCRIPTS = [path for path in SCRIPTS if path.suffix == ".sbatch"]
 MANIFESTS = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
 OPTION = re.compile(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", re.MULTILINE)
 SLURM_MAY_BE_EARLY = 60  # seconds
+TORCHRUN_GIVES = 30  # seconds from SIGTERM to SIGKILL
 SUPERVISOR_ADDS = 5  # seconds to signal_grace
 
 
@@ -113,6 +114,37 @@ def test_every_pod_is_a_rank() -> None:
     assert pod["subdomain"] == service["metadata"]["name"]
     assert variables["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+
+
+TRAIN_JOB = YAML(typ="safe").load(EXAMPLES / "kubeflow" / "trainjob.yaml")
+
+
+def test_torchrun_lets_the_ranks_of_a_train_job_save() -> None:
+    """torchrun kills its ranks 30 seconds after SIGTERM, and Kubernetes kills torchrun later still."""
+    flags = dict(argument.removeprefix("--").split("=") for argument in TRAIN_JOB["spec"]["trainer"]["args"])
+    (patch,) = TRAIN_JOB["spec"]["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    assert int(flags["signal_grace"]) < TORCHRUN_GIVES < pod["terminationGracePeriodSeconds"]
+    assert flags["resume_from_checkpoint"] == "true"
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    places = {mount["mountPath"]: volumes[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
+    assert places["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    assert "persistentVolumeClaim" in places["/shared"]
+
+
+@pytest.mark.prove
+def test_the_train_job_fits_the_models_of_kubeflow() -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+
+    def lost(given: Any, kept: Any) -> bool:
+        if isinstance(given, dict):
+            return any(name not in kept or lost(value, kept[name]) for name, value in given.items())
+        if isinstance(given, list):
+            return len(given) != len(kept) or any(map(lost, given, kept))
+        return bool(given != kept)
+
+    assert not lost(TRAIN_JOB, models.TrainerV1alpha1TrainJob.from_dict(TRAIN_JOB).to_dict())
 
 
 @pytest.mark.prove

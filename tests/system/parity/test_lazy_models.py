@@ -23,16 +23,18 @@ pytestmark = pytest.mark.xla
 
 
 def readme_recipe() -> dict[str, Any]:
-    """The fields of the README's first recipe."""
+    """The fields of the first recipe in docs/using.md."""
     from stepmark.config.yaml_file import parse_yaml
 
-    block = re.search(r"```yaml\n# recipe.yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    block = re.search(
+        r"```yaml\n# recipe.yaml\n(.*?)```", (ROOT / "docs" / "using.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     assert block is not None
     return parse_yaml(block.group(1))
 
 
 def train_readme_recipe(folder: str) -> dict[str, Any]:
-    """The README's recipe, small and short, and what the device does in each step and evaluation batch."""
+    """The recipe of docs/using.md, small and short, and what the device does in each step and evaluation batch."""
     import stepmark.trainer.trainer as trainer_module
     from stepmark.config.recipe import read_recipe
     from stepmark.recipe.train import train
