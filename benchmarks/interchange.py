@@ -3,12 +3,12 @@
     .venv/bin/python benchmarks/interchange.py --gigabytes 8 --folder /a/disk
 
 Made-up states of a Llama and its AdamW: as a folder of transformers' Trainer, and as neuronx-distributed's shards of 8
-tensor parallel ranks with ZeRO-1; the same of 32 layers in bf16 with master weights; and the weights of a Llama of 7B's
-sizes in such shards, in bf16. Command and cp run in turn, round after round, each from a source that is not in the page
-cache, and each until its bytes are on the disk: cp is followed by fsync of its files, since an import returns when it
-is durable. The command's time is that of its process, start and all. `--dcp` compares with
-torch.distributed.checkpoint,
-whose time is without the import of torch. `--save` appends the results to results/interchange.csv.
+tensor parallel ranks with ZeRO-1; the same of 32 layers in bf16 with master weights; the weights of a Llama of 7B's
+sizes in such shards, in bf16; and 80,000 small tensors in one file. Command and cp run in turn, round after round, each
+from a source that is not in the page cache, and each until its bytes are on the disk: cp is followed by fsync of its
+files, since an import returns when it is durable. The command's time is that of its process, start and all. `--dcp`
+compares with torch.distributed.checkpoint, whose time is without the import of torch. `--save` appends the results to
+results/interchange.csv.
 """
 
 from __future__ import annotations
@@ -317,6 +317,15 @@ def make_zero(folder: Path, layers: int, hidden: int, dp: int) -> None:
         (tag / name).write_text("1")
 
 
+def make_small(folder: Path, count: int) -> None:
+    """Very many tensors of 4 KB in one file of torch.save."""
+    import torch
+
+    folder.mkdir()
+    names = (f"model.layers.{number // 10}.part{number % 10}.weight" for number in range(count))
+    torch.save({name: torch.randn(1024) for name in names}, folder / "model.pt")
+
+
 def made(folder: Path, make: Callable[..., None], *arguments: object) -> Path:
     """A folder that another process made: a child's peak memory is counted from its parent's."""
     maker = get_context("spawn").Process(target=make, args=(folder, *arguments))
@@ -337,6 +346,15 @@ def measure_zero(folder: Path, layers: int, hidden: int, rounds: int) -> None:
     """Tensor parallel shards with a ZeRO-1 optimizer of two data parallel ranks, into a Stepmark checkpoint."""
     source = made(folder / "zero", make_zero, layers, hidden, 2)
     measure(f"import of {layers} layers in tp 8 shards with ZeRO-1", source, folder, rounds, "import")
+    shutil.rmtree(source)
+
+
+def measure_small(folder: Path, count: int, rounds: int) -> None:
+    """A state dict of very many small tensors, into a Hugging Face folder and into a checkpoint."""
+    source = made(folder / "small", make_small, count)
+    for name, options in (("a folder", ("--model-only",)), ("a checkpoint", ())):
+        measure(f"import of {count} small tensors into {name}", source, folder, rounds, "import", *options)
+        shutil.rmtree(folder / f"import of {count} small tensors into {name}".replace(" ", "-"))
     shutil.rmtree(source)
 
 
@@ -371,13 +389,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32, help="of the 7B-like model")
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=("import", "shards", "trainer", "zero"), help="one part of it")
+    parser.add_argument("--only", choices=("import", "shards", "small", "trainer", "zero"), help="one part of it")
+    parser.add_argument("--small", type=int, default=80_000, help="how many small tensors")
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size of the model with ZeRO-1")
     parser.add_argument("--dcp", action="store_true", help="also dcp.load of our store beside torch's own")
     parser.add_argument("--save", action="store_true", help="append the results to results/interchange.csv")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
-        if given.only not in ("shards", "zero"):
+        if given.only in (None, "small"):
+            measure_small(Path(temporary), given.small, given.rounds)
+        if given.only not in ("shards", "small", "zero"):
             measure_trainer(Path(temporary), given)
         if given.only in (None, "zero"):
             measure_zero(Path(temporary), given.layers, given.hidden, given.rounds)

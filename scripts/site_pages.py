@@ -110,7 +110,8 @@ def fields_page() -> str:
         for field in fields:
             choices = f" ({', '.join(field.choices)})" if field.choices else ""
             text = f"{field.help.text}{choices}. {field.help.more}".strip()
-            cells = (_cell(text), _code(field.type_name), _code(field.default_text), _code(field.help.example))
+            default = field.help.default or _code(field.default_text)
+            cells = (_cell(text), _code(field.type_name), default, _code(field.help.example))
             name = f"[`{field.name}`](#{field.name}){{#{field.name}}}"
             lines.append(f"| {name} | {' | '.join(cells)} |")
         lines.append("")

@@ -11,59 +11,35 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepmark.checkpoint import Checkpointer
-    from stepmark.checkpoint.single_file import load, save
-    from stepmark.config.data_arguments import DataArguments
-    from stepmark.data.chat.conversations import Conversations
-    from stepmark.data.loader.collate import PadTo
-    from stepmark.data.loader.loader import DataLoader
-    from stepmark.data.loader.prefetcher import DevicePrefetcher
-    from stepmark.data.prepared_data import prepare as prepare_data
-    from stepmark.data.tokenize.tokenizer import load_tokenizer
-    from stepmark.evaluation.evaluate import evaluate
-    from stepmark.parallel.loading.load import load_for_parallelism
-    from stepmark.parallel.optimizer.zero_redundancy import ZeroRedundancyOptimizer
-    from stepmark.parallel.parallelize import parallelize
-    from stepmark.runtime.mesh import Mesh
-    from stepmark.runtime.module_placement import place_module
-    from stepmark.trainer.run_folder.run_log import read_metrics
-    from stepmark.trainer.seq2seq import Seq2SeqTrainer
-    from stepmark.trainer.trainer import Trainer
-    from stepmark.trainer.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
-    from stepmark.training.learning_rate_schedule import build_schedule
-    from stepmark.training.loss import MicroBatchLoss
-    from stepmark.training.optimizer import build_optimizer
-    from stepmark.training.step import TrainStep
+    from stepmark.checkpoint import Checkpointer as Checkpointer
+    from stepmark.checkpoint.single_file import load as load
+    from stepmark.checkpoint.single_file import save as save
+    from stepmark.config.data_arguments import DataArguments as DataArguments
+    from stepmark.data.chat.conversations import Conversations as Conversations
+    from stepmark.data.loader.collate import PadTo as PadTo
+    from stepmark.data.loader.loader import DataLoader as DataLoader
+    from stepmark.data.loader.prefetcher import DevicePrefetcher as DevicePrefetcher
+    from stepmark.data.prepared_data import prepare
+    from stepmark.data.tokenize.tokenizer import load_tokenizer as load_tokenizer
+    from stepmark.evaluation.evaluate import evaluate as evaluate
+    from stepmark.parallel.loading.load import load_for_parallelism as load_for_parallelism
+    from stepmark.parallel.optimizer.zero_redundancy import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from stepmark.parallel.parallelize import parallelize as parallelize
+    from stepmark.runtime.mesh import Mesh as Mesh
+    from stepmark.runtime.module_placement import place_module as place_module
+    from stepmark.trainer.run_folder.run_log import read_metrics as read_metrics
+    from stepmark.trainer.seq2seq import Seq2SeqTrainer as Seq2SeqTrainer
+    from stepmark.trainer.trainer import Trainer as Trainer
+    from stepmark.trainer.training_arguments import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
+    from stepmark.trainer.training_arguments import TrainingArguments as TrainingArguments
+    from stepmark.training.learning_rate_schedule import build_schedule as build_schedule
+    from stepmark.training.loss import MicroBatchLoss as MicroBatchLoss
+    from stepmark.training.optimizer import build_optimizer as build_optimizer
+    from stepmark.training.step import TrainStep as TrainStep
+
+    prepare_data = prepare
 
 __version__ = "0.1.0"
-__all__ = [
-    "Checkpointer",
-    "Conversations",
-    "DataArguments",
-    "DataLoader",
-    "DevicePrefetcher",
-    "Mesh",
-    "MicroBatchLoss",
-    "PadTo",
-    "Seq2SeqTrainer",
-    "Seq2SeqTrainingArguments",
-    "TrainStep",
-    "Trainer",
-    "TrainingArguments",
-    "ZeroRedundancyOptimizer",
-    "build_optimizer",
-    "build_schedule",
-    "evaluate",
-    "load",
-    "load_for_parallelism",
-    "load_tokenizer",
-    "parallelize",
-    "place_module",
-    "prepare_data",
-    "read_metrics",
-    "save",
-]
-
 # A name is loaded on first use, so that importing stepmark loads neither torch nor transformers.
 _MODULES = {
     "Checkpointer": "stepmark.checkpoint",
@@ -92,6 +68,7 @@ _MODULES = {
     "read_metrics": "stepmark.trainer.run_folder.run_log",
     "save": "stepmark.checkpoint.single_file",
 }
+__all__ = [*_MODULES]
 _RENAMED = {"prepare_data": "prepare"}  # in their modules
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,9 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(arguments: Sequence[str]) -> int:
     from stepmark.cli.main import run
-    from stepmark.cli.standard_error import ignore_closed_stderr
 
-    ignore_closed_stderr()
+    _ignore_closed_stderr()
     try:
         try:
             return run(arguments)
@@ -36,6 +38,25 @@ def _run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # as with `| head`
         _discard_output()
         return 1
+
+
+class _ForgivingFile(io.FileIO):
+    """Standard error, whose writes succeed without effect once its reader is gone, as with `2>&1 | head`: that must
+    not end a run."""
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except BrokenPipeError:
+            return len(memoryview(content).cast("B"))
+
+
+def _ignore_closed_stderr() -> None:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or not a file
+        raw = _ForgivingFile(sys.stderr.fileno(), "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(
+            io.BufferedWriter(raw), encoding=sys.stderr.encoding, errors="backslashreplace", line_buffering=True
+        )
 
 
 def _end_rank(code: int) -> None:

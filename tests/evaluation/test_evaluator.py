@@ -1,4 +1,6 @@
-"""Evaluation over exactly the samples there are, whatever the batch size."""
+"""Evaluation over exactly the samples there are, whatever the batch size.
+
+Covers evaluation/evaluate.py, too."""
 
 from __future__ import annotations
 
@@ -286,7 +288,7 @@ def test_a_module_whose_labels_have_other_names(
     outputs = model(*(torch.stack([sample[name] for sample in samples]) for name in ("x", "y")))
     assert metrics["eval_loss"] == pytest.approx(outputs["loss"].item(), rel=1e-6)
     assert metrics.get("eval_rows") == (None if own_label_names is None else 7)
-    assert ("no input of the model is known to be a label" in caplog.text) == (own_label_names is None)
+    assert ("set label_names" in caplog.text) == (own_label_names is None)
 
 
 def test_arrays_of_different_widths_are_padded() -> None:

@@ -21,11 +21,12 @@ from safetensors.torch import load_file
 
 from stepmark.errors import StepmarkError
 from stepmark.interchange.recognition import open_foreign
-from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
+from stepmark.model_folder.new_folder import WritingListener
 from tests.support.foreign_checkpoints import WRITERS, truth
 
-SILENT = ImportListener(lambda size: None, lambda size: None)
+SILENT = WritingListener(lambda size: None, lambda size: None)
 SLOW = 60.0  # seconds after which a change counts as a hang; an import takes a fraction of one
 MEMORY = 256 << 10  # KiB that an import of a folder of a few hundred KiB may add to the most that was ever in use
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
 from stepmark.interchange.sinks.hf_trainer import cpu_generator_state
 from stepmark.interchange.tensors.conversion import FLOATS, convert, number
-from stepmark.interchange.tensors.crc32 import PartialChecksums
+from stepmark.interchange.tensors.torch_writer import _RunningChecksum
 
 SPECIAL = [0.0, -0.0, 1.0, 1 + 2**-8, 1 + 3 * 2**-9, 65504.0, 65520.0, 3.4e38, 1e-40, 1e-8, float("inf"), -float("inf")]
 
@@ -51,21 +52,23 @@ def test_a_number_is_that_of_torch(dtype: str) -> None:
     assert (found, type(found)) == (tensor.item(), type(tensor.item()))
 
 
-def test_checksums_of_parts_in_any_order_are_those_of_the_whole() -> None:
+def test_checksums_of_parts_from_several_threads_are_those_of_the_whole() -> None:
     draw = random.Random(3)
     data = draw.randbytes(300_000)
     bounds = sorted({0, len(data), *(draw.randrange(len(data)) for _ in range(40))})
-    parts = list(itertools.pairwise(bounds))
-    draw.shuffle(parts)
-    found = PartialChecksums()
-    for begin, end in parts[:-1]:
-        found.add(begin, memoryview(data)[begin:end])
-    assert found.total(len(data)) is None  # something is missing
-    begin, end = parts[-1]
-    found.add(begin, memoryview(data)[begin:end])
-    found.add(0, memoryview(data)[: bounds[1]])  # read twice
-    assert found.total(len(data)) == zlib.crc32(data)
-    assert found.total(len(data) - 1) is None
+    found = _RunningChecksum()
+    with ThreadPoolExecutor(4) as pool:
+        for begin, end in itertools.pairwise(bounds):
+            pool.submit(found.add, begin, memoryview(data)[begin:end])
+    assert found.crc == zlib.crc32(data)
+
+
+def test_no_thread_waits_for_a_part_that_cannot_be_read() -> None:
+    found = _RunningChecksum()
+    with ThreadPoolExecutor(2) as pool:
+        waits = pool.submit(found.add, 10, memoryview(b"x"))
+        found.add(0, None)
+        waits.result(timeout=10)
 
 
 @pytest.mark.parametrize("seed", [0, 10, 1 << 31, (1 << 33) + 5])

@@ -15,26 +15,28 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stepmark.checkpoint.format.verified_file import VerifiedFile
+from stepmark.checkpoint.format.verify import verify
 from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
 from stepmark.interchange.export_checkpoint import export_checkpoint
 from stepmark.interchange.recognition import open_foreign
 from stepmark.interchange.sinks.export_plan import ExportOptions
 from stepmark.interchange.sinks.output_files import torch_file
-from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
 from stepmark.interchange.sources.foreign import ImportOptions
-from stepmark.interchange.tensors import array_reader, torch_writer
+from stepmark.interchange.sources.stepmark_checkpoint import StoredShardRecord
+from stepmark.interchange.tensors import streaming, torch_writer
 from stepmark.interchange.tensors.array_reader import ArrayReader
+from stepmark.interchange.tensors.file_output import FileOutput
 from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
 from stepmark.interchange.tensors.records import Record
 from stepmark.interchange.tensors.stored_array import StoredArray
-from stepmark.interchange.tensors.verification import RecordChecks
+from stepmark.model_folder.new_folder import WritingListener
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import STEP, Truth, truth
 from tests.support.ranks import Ranks
 
-SILENT = ImportListener(lambda size: None, lambda size: None)
+SILENT = WritingListener(lambda size: None, lambda size: None)
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "checkpoints"
 ADAMW = {
     "weight_decay": 0.1,
@@ -241,8 +243,8 @@ def test_archives_of_more_than_four_gigabytes(tmp_path: Path, monkeypatch: pytes
     for large in (0xFFFFFFFF, 1000):
         monkeypatch.setattr(torch_writer, "_LARGE", large)
         path = tmp_path / f"{large}.pt"
-        with ThreadPoolExecutor(2) as pool, ArrayReader() as reader:
-            torch_file(path.name, value).write(path, Streams(reader, RecordChecks([]), pool, lambda size: None))
+        with ThreadPoolExecutor(2) as pool:
+            torch_file(path.name, value).write(path, Streams(ArrayReader(), pool, lambda size: None))
         found = torch.load(path, weights_only=True)
         assert torch.equal(found["a"], data.view(30, 100))
         assert found["b"] == [1, (2.5, None)]
@@ -251,19 +253,58 @@ def test_archives_of_more_than_four_gigabytes(tmp_path: Path, monkeypatch: pytes
             assert archive.testzip() is None
 
 
-@pytest.mark.parametrize("span", [16, 300, 5000, 1 << 24])
-@pytest.mark.parametrize("free", [0, 100, 1 << 16])
-def test_rows_are_read_together_or_apart(span: int, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns of an array, however many rows a read may span."""
-    monkeypatch.setattr(array_reader, "_SPAN", span)
-    monkeypatch.setattr(array_reader, "_FREE_WASTE", free)
+def test_parts_of_an_array_wherever_it_begins(tmp_path: Path) -> None:
+    """Rows and columns, also of an array that begins at no element's and no page's place."""
     data = torch.arange(5 * 40 * 50, dtype=torch.int32).view(5, 40, 50)
-    (tmp_path / "data").write_bytes(data.numpy().tobytes())
-    whole = StoredArray.contiguous(tmp_path / "data", 0, "I32", data.shape)
-    with ArrayReader() as reader:
+    for begin in (0, 3, 9001):
+        (tmp_path / "data").write_bytes(bytes(begin) + data.numpy().tobytes())
+        whole = StoredArray.contiguous(tmp_path / "data", begin, "I32", data.shape)
         for dim, start, length in ((2, 7, 3), (1, 39, 1), (2, 0, 49), (0, 1, 3), (1, 0, 40)):
-            found = reader.array(whole.narrow(dim, start, length))
+            found = ArrayReader().array(whole.narrow(dim, start, length))
             assert (found == data.narrow(dim, start, length).numpy().view("u4")).all()
+
+
+def test_a_part_beyond_the_end_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(5000))
+    whole = StoredArray.contiguous(tmp_path / "data", 0, "I32", (50, 26))
+    for array in (whole, whole.narrow(1, 3, 9)):
+        with pytest.raises(CheckpointDamaged, match="truncated"):
+            ArrayReader().array(array)
+
+
+def test_small_tensors_go_in_runs_and_large_ones_in_windows(tmp_path: Path) -> None:
+    """A model with both, out and in: every byte is where it was, and a run is one job."""
+    sizes = [3, 700, 3_000_000, 1, 0, 250_000, 64, 12, 12, 2_500_000]
+    state = {f"t{number}": torch.randn(size) for number, size in enumerate(sizes)}
+    torch.save(state, tmp_path / "model.pt")
+    own = imported(tmp_path / "model.pt", tmp_path / "own")
+    found = load_file(own / "model.safetensors")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    assert not verify(own).faults
+    places = [streaming.Place(ForeignTensor.whole("x", scalar), 4 * n) for n, scalar in enumerate(_scalars(tmp_path))]
+    with FileOutput(tmp_path / "out", 4000) as output:
+        (job,) = streaming.write_jobs(places, ArrayReader(), output)
+        assert job() == 4000
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "scalars").read_bytes()[::-1]
+
+
+def test_a_large_tensor_may_begin_at_any_byte(tmp_path: Path) -> None:
+    """As an archive does that follows another in a file of torch.distributed.checkpoint."""
+    data = torch.arange(5_000_000, dtype=torch.int32).numpy().tobytes()
+    (tmp_path / "data").write_bytes(data)
+    tensor = ForeignTensor.whole("x", StoredArray.contiguous(tmp_path / "data", 0, "I32", (5_000_000,)))
+    with FileOutput(tmp_path / "out", len(data) + 4099) as output:
+        jobs = list(streaming.write_jobs([streaming.Place(tensor, 4099)], ArrayReader(), output))
+        assert len(jobs) > 2
+        assert sum(job() for job in jobs) == len(data)
+    assert (tmp_path / "out").read_bytes() == bytes(4099) + data
+
+
+def _scalars(folder: Path) -> list[StoredArray]:
+    """A thousand numbers of one byte repeated, the last of the file first."""
+    (folder / "scalars").write_bytes(b"".join(bytes([n % 251]) * 4 for n in range(1000)))
+    return [StoredArray.contiguous(folder / "scalars", 4 * n, "F32", ()) for n in reversed(range(1000))]
 
 
 # Bad input: one error, and nothing is written
@@ -340,6 +381,18 @@ def test_command(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert not (tmp_path / "more").exists()
 
 
+@pytest.mark.parametrize("kind", ["tensor_parallel", "model_only"])
+def test_a_model_folder_is_that_of_consolidate(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = earlier(kind, tmp_path)
+    assert run(["export", str(source), str(tmp_path / "out"), "--to", "hf", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["step"], said["to"], said["lost"]) == (3, "hf", [])
+    assert run(["consolidate", str(source), str(tmp_path / "other")]) == 0
+    folders = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("out", "other")]
+    assert folders[0] == folders[1]
+    assert "model.safetensors" in folders[0]
+
+
 @pytest.mark.parametrize("form", ["optimum-neuron", "nxd"])
 def test_removed_formats_name_the_way_out(
     form: str, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -347,7 +400,7 @@ def test_removed_formats_name_the_way_out(
     command = ["export", str(own), str(tmp_path / "out"), "--to", form, "--tp", "2", "--pp", "2"]
     assert run(command) == UsageError.exit_code
     said = capsys.readouterr().err
-    assert all(word in said for word in (f"--to {form}", "stepmark consolidate", "hf-trainer"))
+    assert all(word in said for word in (f"--to {form}", "--to hf", "hf-trainer"))
     assert not (tmp_path / "out").exists()
 
 
@@ -374,8 +427,8 @@ def test_commands_need_no_torch_for_a_common_model(tmp_path: Path) -> None:
     assert int(megabytes) < 120
 
 
-def test_bytes_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checksums are verified of what is read to be written: tensors are not read a second time for that."""
+def test_records_are_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is read to be written, where that is all of a record."""
     generator = torch.Generator().manual_seed(0)
     state = {name: torch.randn(700, 1300, generator=generator) for name in "abc"}
     source = tmp_path / "source" / "model.pt"
@@ -385,24 +438,28 @@ def test_bytes_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     }
     groups = [{"params": [0, 1, 2], "lr": 0.1}]
     torch.save({"model": state, "optimizer": {"state": moments, "param_groups": groups}, "step": 3}, source)
-    again: list[str] = []
+    checked: list[tuple[str, bool]] = []
 
-    def spy(kind: type, name: str) -> None:
-        original = getattr(kind, name)
+    def spy(kind: type[Record]) -> None:
+        original = kind.check
 
-        def read(self: Any, *arguments: Any) -> Any:
-            found = original(self, *arguments)
-            again.append(name) if isinstance(found, memoryview) or found > 1 << 16 else None
-            return found
+        def check(self: Record, data: memoryview | None = None) -> int:
+            checked.append((self.name, data is not None))
+            return original(self, data)
 
-        monkeypatch.setattr(kind, name, read)
+        monkeypatch.setattr(kind, "check", check)
 
-    spy(Record, "check")
-    spy(VerifiedFile, "read")
+    spy(Record)
+    spy(StoredShardRecord)
     imported(source, tmp_path / "own")
-    assert not again
+    tensors = [(name, at_hand) for name, at_hand in checked if "/data/" in name]
+    assert len({name for name, _ in tensors}) == 9
+    assert len(tensors) == 9
+    assert all(at_hand for _, at_hand in tensors)
+    checked.clear()
     export_checkpoint(tmp_path / "own", tmp_path / "out", "dcp", ExportOptions())
-    assert not again
+    assert len(checked) == len({name for name, _ in checked}) == 9
+    assert all(at_hand for _, at_hand in checked)
     found = values(imported(tmp_path / "out", tmp_path / "back"))
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
     assert all(torch.equal(found[f"optimizer/{name}/exp_avg"], tensor + 1) for name, tensor in state.items())

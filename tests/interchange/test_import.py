@@ -18,14 +18,15 @@ from stepmark.checkpoint.format.verify import verify
 from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
 from stepmark.interchange.recognition import open_foreign
-from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
 from stepmark.interchange.sources.foreign import ImportOptions
 from stepmark.interchange.sources.name_map import read_map
+from stepmark.model_folder.new_folder import WritingListener
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import WRITERS, Truth, truth
 from tests.support.ranks import Ranks
 
-SILENT = ImportListener(lambda size: None, lambda size: None)
+SILENT = WritingListener(lambda size: None, lambda size: None)
 
 
 def take(source: Path, out: Path, **options: Any) -> Path:

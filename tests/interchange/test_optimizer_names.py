@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 
 from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.interchange.recognition import open_foreign
-from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
 from stepmark.interchange.sources.foreign import ImportOptions
 from stepmark.interchange.sources.optimizer_names import numbered_names
+from stepmark.model_folder.new_folder import WritingListener
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import GROUP, Truth, save_dcp, torch_xla_folder, trainer_folder, truth
 
-SILENT = ImportListener(lambda size: None, lambda size: None)
+SILENT = WritingListener(lambda size: None, lambda size: None)
 KEY, VALUE = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"
 
 

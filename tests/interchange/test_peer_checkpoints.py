@@ -19,14 +19,15 @@ from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointError
 from stepmark.interchange.recognition import open_foreign
 from stepmark.interchange.sinks.hf_model import write_model_folder
-from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
+from stepmark.model_folder.new_folder import WritingListener
 
 VARIABLE = "STEPMARK_PEER_CHECKPOINTS"
 ROOT = Path(os.environ.get(VARIABLE, "/nowhere"))
 FOLDERS = sorted(path.name for path in ROOT.iterdir() if (path / "truth").is_dir()) if ROOT.is_dir() else []
 REFUSED = {"on_tp2_async_killed": "interrupted", "nxd_lora_tp4_gqa_default_truncated": "in no file"}
-SILENT = ImportListener(lambda size: None, lambda size: None)
+SILENT = WritingListener(lambda size: None, lambda size: None)
 
 pytestmark = pytest.mark.prove
 

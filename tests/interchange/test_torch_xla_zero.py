@@ -12,14 +12,15 @@ from safetensors.torch import load_file
 
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from stepmark.interchange.recognition import open_foreign
-from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
+from stepmark.model_folder.new_folder import WritingListener
 from tests.interchange.test_import import check
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import STEP, save_rank, torch_xla_folder, truth, zero_part
 from tests.support.ranks import Ranks
 
-SILENT = ImportListener(lambda size: None, lambda size: None)
+SILENT = WritingListener(lambda size: None, lambda size: None)
 
 
 def take(source: Path, out: Path, **options: Any) -> ForeignCheckpoint:

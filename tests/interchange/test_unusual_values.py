@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from stepmark.interchange.recognition import open_foreign
 from stepmark.interchange.sinks.hf_model import write_model_folder
-from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
 from stepmark.interchange.sources.foreign import ImportOptions
 from stepmark.interchange.sources.optimizer_names import numbered_names
+from stepmark.model_folder.new_folder import WritingListener
 from tests.support.foreign_checkpoints import torch_xla_folder, truth
 
-SILENT = ImportListener(lambda size: None, lambda size: None)
+SILENT = WritingListener(lambda size: None, lambda size: None)
 
 
 def model_in(path: Path, **options: Any) -> dict[str, torch.Tensor]:

@@ -18,8 +18,7 @@ import pytest
 
 from stepmark.config.recipe import read_recipe
 from stepmark.errors import UsageError
-from stepmark.recipe.early_checks import check_early, check_model_folder
-from stepmark.recipe.hub import work_offline_without_hub
+from stepmark.recipe.early_checks import check_early, check_model_folder, work_offline_without_hub
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 
@@ -106,7 +105,7 @@ class TestHub:
         def offline(endpoint: str, **flags: str) -> bool:
             monkeypatch.setenv("HF_ENDPOINT", endpoint)
             monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-            monkeypatch.setattr("stepmark.recipe.hub.SECONDS", 1.0)
+            monkeypatch.setattr("stepmark.recipe.early_checks.SECONDS", 1.0)
             names = {"config_name": "gpt2", "tokenizer_name": "bytes", "dataset_name": "python-stdlib", **flags}
             return work_offline_without_hub(read_recipe(None, names))
 
@@ -145,7 +144,7 @@ class TestHub:
     def test_nothing_is_asked_where_nothing_can_be_on_the_hub(
         self, offline: Callable[..., bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        monkeypatch.setattr("stepmark.recipe.hub._hub_answers", lambda: pytest.fail("asked"))
+        monkeypatch.setattr("stepmark.recipe.early_checks._hub_answers", lambda: pytest.fail("asked"))
         assert not offline("http://127.0.0.1:9")
         assert not offline("http://127.0.0.1:9", tokenizer_name=str(tmp_path))
 

@@ -49,7 +49,7 @@ def test_every_attempt_has_a_row(tmp_path: Path) -> None:
     table = attempt_table(history)
     assert table.count("<tr>") == 6
     assert "rank 1: &lt;killed&gt;" in table
-    assert event_table(history).count("started again") == 2
+    assert event_table(history).count("restarted") == 2
 
 
 def test_a_run_that_was_started_once_has_no_table(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_process_that_was_asked_to_stop_and_killed_was_interrupted(tmp_path: P
     write(tmp_path / "events.jsonl", [{"event": "started", "step": 0, "time": 1000.0}, asked, again])
     (tmp_path / "status.json").write_text(json.dumps({"state": "interrupted", "step": 2}))
     ends = [one.ended for one in read_history(tmp_path).attempts]
-    assert ends == ["interrupted: SIGINT, before it could stop by itself"] * 2
+    assert ends == ["interrupted: SIGINT, before it stopped by itself"] * 2
     (tmp_path / "status.json").write_text(json.dumps({"state": "running", "step": 2}))
     assert read_history(tmp_path).attempts[-1].ended is None
 

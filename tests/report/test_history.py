@@ -13,8 +13,7 @@ import pytest
 from stepmark.cli.inspect_run import summarize
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.report.checkpoints import read_checkpoints
-from stepmark.report.downsampling import means, thin
-from stepmark.report.figures import figures, marks, total_seconds
+from stepmark.report.figures import figures, marks, means, thin, total_seconds
 from stepmark.report.history import KILLED, read_history
 from stepmark.report.write import write_report
 

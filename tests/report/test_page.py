@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.report.colors import color
+from stepmark.report.html_table import color
 from stepmark.report.write import write_report
 from tests.report.test_history import log, write
 from tests.support.browser import act, dump_dom

@@ -116,11 +116,10 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     default; "lamb" is no name of a recipe's), rate."""
     from stepmark.data.loader.loader import DataLoader
     from stepmark.data.loader.prefetcher import DevicePrefetcher
-    from stepmark.parallel.optimizer.whole_parameter_optimizer import WholeParameterOptimizer
+    from stepmark.parallel.optimizer.whole_parameters import whole_parameters
     from stepmark.training.loss import MicroBatchLoss
     from stepmark.training.model_options import enable_gradient_checkpointing
-    from stepmark.training.optimizer import build_optimizer
-    from stepmark.training.parameter_kinds import parameter_kinds
+    from stepmark.training.optimizer import build_optimizer, parameter_kinds
     from stepmark.training.step import TrainStep
     from tests.support.whole_parameter_programs import Lamb
 
@@ -148,7 +147,7 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     optimizer: Any
     if options.get("optim") == "lamb":
         named = [pair for pair in model.named_parameters() if pair[1].requires_grad]
-        optimizer = WholeParameterOptimizer([{"params": named}], Lamb, mesh, zero_1=options.get("zero_1", False))
+        optimizer = whole_parameters([{"params": named}], Lamb, mesh, zero_1=options.get("zero_1", False))
     else:
         optimizer = build_optimizer(
             options.get("optim", "adamw_torch"),

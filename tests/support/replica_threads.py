@@ -38,14 +38,17 @@ def replica_environment(replicas: int) -> dict[str, str]:
 
 def run_replicas(function: Callable[[Context], Any], replicas: int) -> list[Any]:
     """Calls `function` in one thread per replica; returns the results by rank. Needs `replica_environment`."""
-    from stepmark.runtime.xla import XlaRuntime, graph_world, spawn_replicas
+    import torch_xla
+    from torch_xla._internal import pjrt
+
+    from stepmark.runtime.xla import XlaRuntime, graph_world
 
     threads = _Threads(replicas)
     results: list[Any] = [None] * replicas
 
-    def replica(dispatch: Callable[[], None]) -> None:
+    def replica() -> None:
         rank, size = graph_world()
-        runtime = XlaRuntime(dispatch=lambda ranks: threads.dispatch(rank, ranks, dispatch))
+        runtime = XlaRuntime(dispatch=lambda ranks: threads.dispatch(rank, ranks, lambda: torch_xla.sync(wait=False)))
         host = ThreadGroup(rank, threads)
         links = partial(ThreadLinks, rank, threads)
         context = Context(World(rank, size, rank, size), runtime, host, host_links=links)
@@ -55,8 +58,16 @@ def run_replicas(function: Callable[[Context], Any], replicas: int) -> list[Any]
             threads.abort()  # otherwise the others would wait forever
             raise
 
-    spawn_replicas(replica)
+    pjrt._run_thread_per_device(0, 1, replica, pjrt.initialize_multiprocess)
     return results
+
+
+def _wait_for_own_device() -> None:
+    """Waits for this thread's device, and for no other replica's."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    xm.wait_device_ops(torch_xla._XLAC._xla_real_devices([str(torch_xla.device())]))
 
 
 class _Threads:
@@ -75,11 +86,9 @@ class _Threads:
         """Runs a graph of `ranks` (None: all). They meet first and then take turns, while no other graph may be
         compiled: one compiles and dispatches, the next finds the program in the cache, and none waits in a collective
         for a replica that compiles something else, which would abort it."""
-        from stepmark.runtime.xla import wait_for_own_device
-
         members = tuple(range(len(self.slots))) if ranks is None else tuple(sorted(ranks))
         meeting = self._meeting(members)
-        wait_for_own_device()
+        _wait_for_own_device()
         meeting.wait()
         with ExitStack() as alone:
             if rank == members[0]:
@@ -89,7 +98,7 @@ class _Threads:
                 if turn == rank:
                     run()
                 meeting.wait()
-        wait_for_own_device()
+        _wait_for_own_device()
 
     def _meeting(self, members: tuple[int, ...]) -> threading.Barrier:
         with self._making:

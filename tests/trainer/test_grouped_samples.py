@@ -110,7 +110,7 @@ class Lines(IterableDataset[dict[str, torch.Tensor]]):
 
 
 def test_a_stream_cannot_be_grouped(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="^train_sampling_strategy: samples that can only be iterated"):
+    with pytest.raises(UsageError, match="^train_sampling_strategy: an iterable dataset"):
         trainer(str(tmp_path), Lines()).train()
 
 

@@ -1,4 +1,6 @@
-"""The loss of a step: a mean over its target tokens, however they are spread over micro-batches and ranks."""
+"""The loss of a step: a mean over its target tokens, however they are spread over micro-batches and ranks.
+
+Covers alternatives.py, too."""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from stepmark.data.loader.loader import DataLoader
 from stepmark.errors import UsageError
-from stepmark.parallel.optimizer.parameter_optimizer import ParameterOptimizer
+from stepmark.parallel.optimizer.replicated import replicated_around
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss, Weight, smoothed_cross_entropy
 from stepmark.training.step import TrainStep
@@ -308,7 +310,7 @@ def train(
     mesh = Mesh.create(device="cpu")
     loss = MicroBatchLoss(model, compute_loss_func=compute, label_smoothing=label_smoothing)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    optimizer = ParameterOptimizer.around(
+    optimizer = replicated_around(
         torch.optim.SGD([each for each in names if each.requires_grad], lr=0.0), names, mesh.runtime
     )
     step = TrainStep(model, optimizer, loss, mesh, accumulation=4)

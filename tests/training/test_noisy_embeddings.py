@@ -10,7 +10,7 @@ from torch import nn
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.errors import UsageError
-from stepmark.training.noisy_embeddings import noisy_embeddings
+from stepmark.training.model_options import noisy_embeddings
 from tests.support.programs import Blocks, tiny_model
 
 

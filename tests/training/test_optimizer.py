@@ -14,12 +14,13 @@ from transformers import Trainer as TransformersTrainer
 from transformers.optimization import Adafactor, AdafactorSchedule
 
 from stepmark import Checkpointer, Mesh, Trainer, TrainingArguments, ZeroRedundancyOptimizer
+from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import UsageError
-from stepmark.parallel.optimizer.parameter_optimizer import MASTER, ParameterOptimizer
+from stepmark.parallel.optimizer.named import NamedOptimizer
+from stepmark.parallel.optimizer.replicated import Replicated, replicated_around
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.sharding.layout import Layout, annotate
-from stepmark.training.optimizer import build_optimizer, wrap_optimizer
-from stepmark.training.parameter_kinds import decays_by_default
+from stepmark.training.optimizer import build_optimizer, decays_by_default, wrap_optimizer
 from tests.support.models import build
 from tests.support.programs import Blocks, tiny_model
 from tests.trainer.test_training_loop import StopsAt
@@ -32,7 +33,7 @@ RESNET = {"embedding_size": 8, "hidden_sizes": [8], "depths": [1]}
 # Master weights
 
 
-def bf16_optimizer(name: str, **options: Any) -> tuple[nn.Linear, ParameterOptimizer]:
+def bf16_optimizer(name: str, **options: Any) -> tuple[nn.Linear, NamedOptimizer]:
     torch.manual_seed(0)
     module = nn.Linear(8, 8).to(torch.bfloat16)
     return module, build_optimizer(name, list(module.named_parameters()), CPU, options=options, learning_rate=1e-3)
@@ -177,14 +178,14 @@ def test_around_an_optimizer_of_the_users() -> None:
     module = nn.Linear(2, 2)
     names = {parameter: name for name, parameter in module.named_parameters()}
     given = torch.optim.RMSprop([{"params": [module.bias]}, {"params": [module.weight], "lr": 0.5}])
-    optimizer = ParameterOptimizer.around(given, names, CPU)
+    optimizer = replicated_around(given, names, CPU)
     assert optimizer.inner is given
     assert optimizer.names == ["weight", "bias"]  # the model's order, whatever the groups' is
     optimizer.set_gradients([torch.ones(2, 2), torch.ones(2)])
     optimizer.step()
     assert set(optimizer.named_state()["weight"]) == {"step", "square_avg"}
     with pytest.raises(UsageError, match="a parameter that is not in the model"):
-        ParameterOptimizer.around(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), names, CPU)
+        replicated_around(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), names, CPU)
 
 
 def sharded_linear() -> tuple[nn.Module, dict[nn.Parameter, str]]:
@@ -200,7 +201,7 @@ class Undeclared(torch.optim.SGD):
 def test_what_cannot_get_whole_parameters_is_refused_where_they_are_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     module, names = sharded_linear()
     mesh = Mesh.create(device="cpu")
-    assert isinstance(wrap_optimizer(torch.optim.AdamW(module.parameters()), names, mesh), ParameterOptimizer)
+    assert isinstance(wrap_optimizer(torch.optim.AdamW(module.parameters()), names, mesh).distribution, Replicated)
     with pytest.raises(
         UsageError, match="tensor_parallel_size: it is unknown what Undeclared .* or `elementwise = True`"
     ):

@@ -16,9 +16,8 @@ from stepmark.errors import UsageError
 from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.pipeline.transfers import Activation, Transfers
 from stepmark.runtime.links import Exchange, Form
-from stepmark.training.evaluation_paused import EvaluationPaused
 from stepmark.training.loss import MicroBatchLoss
-from stepmark.training.pipelined_forward import PipelinedForward
+from stepmark.training.pipelined_forward import EvaluationPaused, PipelinedForward
 from tests.support.models import build
 
 

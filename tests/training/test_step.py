@@ -17,7 +17,7 @@ from tests.training.test_micro_batches import Recorder, step_batch
 
 
 class OtherOptimizer:
-    """Has the methods of `StepOptimizer`, and no class of Stepmark's as its base."""
+    """Has the methods of `NamedOptimizer`, and no class of Stepmark's as its base."""
 
     def __init__(self, model: nn.Module) -> None:
         self.inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

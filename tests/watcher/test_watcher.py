@@ -14,11 +14,11 @@ from stepmark.config.recipe import read_recipe
 from stepmark.errors import UsageError
 from stepmark.liveness.heartbeat import Heartbeat
 from stepmark.recipe.used_recipe import read_used_recipe, write_used_recipe
-from stepmark.watcher import run_state
-from stepmark.watcher.best_tracker import BestTracker
+from stepmark.watcher import scheduler
 from stepmark.watcher.evaluation_data import DataChoice, split_name
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, EvaluationRecord, EvaluationRecords, read_evaluations
-from stepmark.watcher.run_state import RunState
+from stepmark.watcher.recorder import BestTracker
+from stepmark.watcher.scheduler import RunState
 from tests.support.recipes import write_recipe
 
 
@@ -123,7 +123,7 @@ def test_when_a_run_has_ended(tmp_path: Path) -> None:
 
 def test_a_run_that_waits_for_its_next_attempt_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state, clock = RunState(tmp_path, patience=60.0), iter((1.0, 1.0, 660.0, 700.0))
-    monkeypatch.setattr(run_state, "running_time", lambda: next(clock))
+    monkeypatch.setattr(scheduler, "running_time", lambda: next(clock))
     status(tmp_path, "running", restart_delay=32.0)
     assert [state.ended(), state.ended(), state.ended()] == [None, None, "without a heartbeat for 692 s"]
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepmark.checkpoint.call_guard import CallGuard, one_at_a_time
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.coordination.run_ownership import CLAIMING, RunOwnership
 from stepmark.checkpoint.format.checkpoint_folders import (
@@ -52,7 +53,6 @@ from stepmark.checkpoint.save_handle import SaveHandle
 from stepmark.checkpoint.sections import describe
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
-from stepmark.liveness.call_guard import CallGuard, one_at_a_time
 from stepmark.liveness.deadlines import PhaseDeadlines
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.messages import describe_error

@@ -9,8 +9,8 @@ torch reads it. Both have a deadline, which holds even where the disk or the dev
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
+import io
 import pickle
 import secrets
 import threading
@@ -59,12 +59,12 @@ def save(state: Any, path: str | Path, *, write: bool = True, timeout: float = 1
         CheckpointTimeout: A phase ended, but after its deadline.
     """
     path = Path(path)
-    with _deadline(path, "copying to the host", timeout):
+    with _deadline(path, "copying to the host", timeout), _refused(path):
         on_host = _to_host(state, copy=write)
     if write and extracting_graphs():
         warn_not_saved(str(path))
     elif write:
-        with _deadline(path, "writing", timeout):
+        with _deadline(path, "writing", timeout), _refused(path):
             _write(on_host, path)
 
 
@@ -93,18 +93,18 @@ def load(path: str | Path, map_location: str | torch.device | None = None, *, ti
     device = None if map_location is None else torch.device(map_location)
     with _deadline(path, "reading", timeout):
         checked = _check(path)
-        at_once = None if device is None else "cpu" if device.type == "xla" else device
+        lazy = device is not None and device.type == "xla"
         try:
-            state = torch.load(path, map_location=at_once or _known_device, weights_only=True)
+            state = torch.load(path, map_location="cpu" if lazy else device or _known_device, weights_only=True)
         except OSError as error:
             raise _unreadable(path, error) from error
         except Exception as error:  # torch and pickle raise many types
             kind = CheckpointError if _is_intact(error, checked) else CheckpointDamaged
             raise kind(f"{path} cannot be read: {describe_error(error)}") from error
-        if device is not None and device.type == "xla":
-            runtime = runtime_for(device)
-            return _map_tensors(state, lambda tensors: _placed(tensors, runtime))
-        return state
+        if device is None or not lazy:
+            return state
+        runtime = runtime_for(device)
+        return _map_tensors(state, lambda tensors: _placed(tensors, runtime))
 
 
 def _known_device(storage: Any, location: str) -> Any:
@@ -149,23 +149,14 @@ def _to_host(state: Any, *, copy: bool) -> Any:
     return _map_tensors(state, to_host)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter)
-
-
-def _view_of(tensor: Tensor) -> tuple[Any, ...]:
-    place = tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
-    return tensor.dtype, tensor.is_conj(), tensor.is_neg(), *place
-
-
 def _copies(tensors: list[Tensor], runtime: Runtime) -> Iterator[tuple[int, Tensor]]:
-    group: list[Tensor] = []
+    groups: list[list[Tensor]] = [[]]
     for tensor in tensors:
-        if group and sum(one.nbytes for one in group) + tensor.nbytes > GROUP_BYTES:
-            yield from zip(map(id, group), runtime.to_host(group), strict=True)
-            group = []
-        group.append(tensor)
-    yield from zip(map(id, group), runtime.to_host(group), strict=True)
+        if groups[-1] and sum(one.nbytes for one in groups[-1]) + tensor.nbytes > GROUP_BYTES:
+            groups.append([])
+        groups[-1].append(tensor)
+    for group in groups:
+        yield from zip(map(id, group), runtime.to_host(group), strict=True)
 
 
 def _tied(tensors: list[Tensor], copies: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -198,9 +189,11 @@ def _placed(tensors: list[Tensor], runtime: Runtime) -> list[Tensor]:
 
 
 def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    if not _is_plain(tensor) or not tensor.nbytes:
+    """A key that is equal for tensors that are the same view of the same host memory."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.nbytes:
         return (id(tensor),)
-    return tensor.untyped_storage().data_ptr(), *_view_of(tensor)
+    signs = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), *signs
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
@@ -210,47 +203,41 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def _map_tensors(state: Any, function: Callable[[list[Tensor]], list[Tensor]]) -> Any:
-    """The nested state with other tensors; `function` gets each tensor once."""
+    """The nested state with other tensors; `function` gets each tensor once.
+
+    The state is pickled around its tensors, so whatever torch.save keeps is kept: classes of dicts, their attributes
+    (such as a state dict's `_metadata`), and lists that are shared.
+    """
     found: dict[int, Tensor] = {}
 
-    def collect(value: Any) -> None:
-        if isinstance(value, Tensor):
-            found[id(value)] = value
-        elif isinstance(value, dict):
-            for item in value.values():
-                collect(item)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                collect(item)
+    class Collecting(pickle.Pickler):
+        def persistent_id(self, value: Any) -> int | None:
+            return id(found.setdefault(id(value), value)) if isinstance(value, Tensor) else None
 
-    def replace(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return replaced[id(value)]
-        if isinstance(value, dict):
-            same = copy.copy(value)  # keeps the class and attributes such as a state dict's _metadata
-            for key, item in value.items():
-                same[key] = replace(item)
-            return same
-        if isinstance(value, list):
-            return [replace(item) for item in value]
-        if isinstance(value, tuple):
-            items = [replace(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return value
+    class Replacing(pickle.Unpickler):
+        def persistent_load(self, key: int) -> Tensor:
+            return replaced[key]
 
-    collect(state)
+    Collecting(pickled := io.BytesIO()).dump(state)
     replaced = dict(zip(found, function(list(found.values())), strict=True))
-    return replace(state)
+    return Replacing(io.BytesIO(pickled.getbuffer())).load()
+
+
+@contextlib.contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """Turns what pickle raises for a state into a UsageError."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (AttributeError, TypeError, ValueError, pickle.PicklingError) as error:
+        raise UsageError(f"{path}: the state cannot be saved: {error}") from error
 
 
 def _write(state: Any, path: Path) -> None:
     try:
         _check_replaceable(path)
         _replace(resolve_link(path), state, path)
-    except UsageError:
-        raise
-    except (AttributeError, TypeError, ValueError, pickle.PicklingError) as error:
-        raise UsageError(f"{path}: the state cannot be saved: {error}") from error
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError for some errors of the file system
         raise CheckpointError(f"{path} was not saved: {describe_error(error)}") from error
 

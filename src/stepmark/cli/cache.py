@@ -11,31 +11,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepmark.preflight.compile_cache.cache_entries import CacheEntry
+    from stepmark.preflight.compile_cache import CacheEntry
 
-HELP = "list, size and trim compiled graphs and tokenized data"
+HELP = "list and trim the caches of compiled graphs and tokenized data"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "folder",
-        nargs="?",
-        metavar="FOLDER",
-        help="a compile_cache folder (default: $STEPMARK_CACHE or ~/.cache/stepmark)",
-    )
-    add("--older-than", metavar="AGE", help="delete what was not used for so long, such as 30d or 12h")
-    add("--max-size", metavar="SIZE", help="delete what was not used for longest until the rest fits, such as 20GB")
-    add("--retry-failed", action="store_true", help="forget failed compilations, so that the next run tries again")
-    add("--dry-run", action="store_true", help="only show what would be deleted")
-    add("--json", action="store_true", help="print one JSON object, for machines")
+    where = "a compile_cache folder (default: $STEPMARK_CACHE or ~/.cache/stepmark)"
+    add("folder", nargs="?", metavar="FOLDER", help=where)
+    add("--older-than", metavar="AGE", help="delete entries unused for this long, such as 30d or 12h")
+    add("--max-size", metavar="SIZE", help="delete the least recently used entries until the rest fits, such as 20GB")
+    add("--retry-failed", action="store_true", help="forget failed compilations, so that the next run retries them")
+    add("--dry-run", action="store_true", help="show what would be deleted")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Returns 0. Raises UsageError for a folder that is not there, or arguments that make no sense."""
     from stepmark.model_folder.model_files import parse_size
-    from stepmark.preflight.compile_cache.cache_entries import find_entries
-    from stepmark.preflight.compile_cache.cache_trimming import choose, delete, failed, parse_age
+    from stepmark.preflight.compile_cache import choose, delete, failed, find_entries, parse_age
 
     age = None if parsed.older_than is None else parse_age(parsed.older_than, "--older-than")
     size = None if parsed.max_size is None else parse_size(parsed.max_size, "--max-size")
@@ -86,10 +81,5 @@ def _summary(entries: Sequence[CacheEntry]) -> str:
 
 
 def _to_json(entry: CacheEntry) -> dict[str, Any]:
-    return {
-        "path": str(entry.path),
-        "kind": entry.kind,
-        "state": entry.state,
-        "bytes": entry.size,
-        "used": entry.used,
-    }
+    named = {"path": str(entry.path), "kind": entry.kind, "state": entry.state}
+    return {**named, "bytes": entry.size, "used": entry.used}

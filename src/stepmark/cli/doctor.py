@@ -7,12 +7,12 @@ import json
 
 from stepmark.config.recipe import read_recipe
 
-HELP = "show what is on this machine, and what of it would make a run fail"
+HELP = "check this machine for what would make a run fail"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--recipe", metavar="RECIPE.yaml", help="examine its fields, device and output_dir")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    parser.add_argument("--recipe", metavar="RECIPE.yaml", help="also check a recipe's fields, device and output_dir")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,42 +21,33 @@ ENDS_AT_SIGNALS = True  # with exit code 75, since the same command continues
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "path",
-        metavar="PATH",
-        type=Path,
-        help="a checkpoint-N folder, a Hugging Face model folder, or a run's folder",
-    )
+    path = "a checkpoint-N folder, a Hugging Face model folder, or a run's folder"
+    add("path", metavar="PATH", type=Path, help=path)
     add("--watch", action="store_true", help="continue until the run has ended and all checkpoints are evaluated")
-    add("--until", type=int, metavar="STEP", help="end once this step or a later one is evaluated")
+    add("--until", type=int, metavar="STEP", help="stop after this step or a later one is evaluated")
     add("--patience", type=int, metavar="N", help="ask the run to stop after N evaluations without improvement")
-    add(
-        "--data",
-        action="append",
-        default=[],
-        metavar="[NAME=]SOURCE",
-        help="a file, a folder, a pattern, or a dataset (its validation split, if it has one); several with names "
-        "(default: the validation data of the run)",
-    )
-    add("--text_column", metavar="NAME", help="the column with the texts of --data (default: as in the run)")
-    add("--messages_column", metavar="NAME", help="the column with the conversations of --data (likewise)")
+    data = "a file, a folder, a pattern, or a dataset (its validation split, if any); repeatable with names "
+    data += "(default: the validation data of the run)"
+    add("--data", action="append", default=[], metavar="[NAME=]SOURCE", help=data)
+    add("--text_column", metavar="NAME", help="column of --data that holds the texts (default: as in the run)")
+    add("--messages_column", metavar="NAME", help="column of --data that holds messages (default: as in the run)")
     answers = "compute the loss on assistant messages only (default: as in the run)"
     add("--assistant_only_loss", nargs="?", const="true", choices=("true", "false"), help=answers)
-    add("--block_size", type=int, metavar="INT", help="tokens in a sample (default: as in the run)")
-    limit = "limit the samples of each set (default: as in the run; all of --data)"
+    add("--block_size", type=int, metavar="INT", help="tokens per sample (default: as in the run)")
+    limit = "maximum number of samples per set (default: as in the run; all of --data)"
     add("--max_samples", type=int, metavar="INT", help=limit)
     add("--batch_size", type=int, metavar="INT", help="samples per rank and batch (default: as in the run)")
-    metrics = "compute_metrics(EvalPrediction), a dict of numbers (default: as in the run; none: without)"
+    metrics = "compute_metrics(EvalPrediction), a dict of numbers (default: as in the run; none: no metrics)"
     add("--metrics", metavar="MODULE:FUNCTION", help=metrics)
     add("--evaluator", metavar="MODULE:FUNCTION", help="evaluate(model, tokenizer, context), a dict of numbers")
     best = "metric that selects the best checkpoint (default: as in the run, else the loss)"
     add("--metric", metavar="NAME", help=best)
-    add("--greater_is_better", choices=("true", "false"), help="whether a greater value of that metric is better")
-    moved = "let `best` of the run follow this evaluation, although --data is not the data of the run"
+    add("--greater_is_better", choices=("true", "false"), help="whether greater values of that metric are better")
+    moved = "update the run's `best` although --data is not the data of the run"
     add("--update_best", action="store_true", help=moved)
     add("--device", default="auto", metavar="STR", help="auto, xla, cuda, neuron or cpu (default: auto)")
     add("--trust_remote_code", action="store_true", help="execute Python code that came with the model")
-    base = "an adapter's base model, a folder or a name on the hub (default: the one its configuration names)"
+    base = "base model of an adapter: a folder or a name of the hub (default: as in the adapter's configuration)"
     add("--base-model", "--base_model", metavar="MODEL", help=base)
     add("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     add("--interval", type=float, default=2.0, metavar="SECONDS", help="between checks for checkpoints (default: 2)")
@@ -68,7 +60,7 @@ def run(parsed: argparse.Namespace) -> int:
         _request(parsed).check()
         return start_ranks(parsed, signal_grace=10.0, resumable=True)
     follow_supervisor()
-    with ending_at_signals("not all is evaluated; the same command continues", _say_interrupted):
+    with ending_at_signals("evaluation is incomplete; run the same command to continue", _say_interrupted):
         from stepmark.watcher.command import evaluate_command
 
         return evaluate_command(_request(parsed))
@@ -83,30 +75,11 @@ def _request(parsed: argparse.Namespace) -> Request:
     from stepmark.watcher.command import Request
     from stepmark.watcher.evaluation_data import DataChoice
 
-    better = None if parsed.greater_is_better is None else parsed.greater_is_better == "true"
-    answers_alone = None if parsed.assistant_only_loss is None else parsed.assistant_only_loss == "true"
-    return Request(
-        path=parsed.path,
-        watch=parsed.watch,
-        data=DataChoice(
-            tuple(parsed.data),
-            parsed.block_size,
-            parsed.max_samples,
-            parsed.update_best,
-            parsed.text_column,
-            parsed.messages_column,
-            answers_alone,
-        ),
-        batch_size=parsed.batch_size,
-        device=parsed.device,
-        until=parsed.until,
-        patience=parsed.patience,
-        metrics=parsed.metrics,
-        evaluator=parsed.evaluator,
-        metric=parsed.metric,
-        greater_is_better=better,
-        interval=parsed.interval,
-        as_json=parsed.json,
-        trust_remote_code=parsed.trust_remote_code,
-        base_model=parsed.base_model,
-    )
+    def truth(given: str | None) -> bool | None:
+        return None if given is None else given == "true"
+
+    limits = (parsed.block_size, parsed.max_samples, parsed.update_best)
+    columns = (parsed.text_column, parsed.messages_column, truth(parsed.assistant_only_loss))
+    named = {each.name: getattr(parsed, each.name) for each in fields(Request) if hasattr(parsed, each.name)}
+    read = {"data": DataChoice(tuple(parsed.data), *limits, *columns), "as_json": parsed.json}
+    return Request(**{**named, **read, "greater_is_better": truth(parsed.greater_is_better)})

@@ -1,4 +1,4 @@
-"""`stepmark export CHECKPOINT_OR_RUN OUT --to dcp|hf-trainer [--titan] [--config FILE] [--json]`"""
+"""`stepmark export CHECKPOINT_OR_RUN OUT --to hf|dcp|hf-trainer [--titan] [--config FILE] [--json]`"""
 
 from __future__ import annotations
 
@@ -7,39 +7,30 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepmark.cli.cycles import without_collection
+
 if TYPE_CHECKING:
     from stepmark.interchange.sinks.export_plan import ExportOptions
 
-HELP = "write a checkpoint as another tool's, so that the other tool continues training from it"
+HELP = "write a checkpoint in the format of another tool, which can continue training from it"
 REMOVED = {"optimum-neuron": "optimum-neuron", "nxd": "neuronx-distributed"}  # --to -> the tool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source",
-        metavar="CHECKPOINT_OR_RUN",
-        type=Path,
-        help="a checkpoint-N folder, or a run's folder: its newest checkpoint",
-    )
-    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to make; it must not exist, or be empty")
-    parser.add_argument(
-        "--to",
-        required=True,
-        choices=("dcp", "hf-trainer", *REMOVED),
-        metavar="{dcp,hf-trainer}",
-        help="dcp: torch.distributed.checkpoint; hf-trainer: transformers' Trainer",
-    )
+    add = parser.add_argument
+    source = "a checkpoint-N folder, or a run's folder (its newest checkpoint)"
+    add("source", metavar="CHECKPOINT_OR_RUN", type=Path, help=source)
+    add("out", metavar="OUT", type=Path, help="output folder; must not exist, or be empty")
+    formats = ("hf", "dcp", "hf-trainer")
+    told = "hf: a model folder, as `stepmark consolidate` writes it; dcp: torch.distributed.checkpoint; "
+    told += "hf-trainer: transformers' Trainer"
+    add("--to", required=True, choices=(*formats, *REMOVED), metavar=f"{{{','.join(formats)}}}", help=told)
     for name in ("--tp", "--pp", "--dp"):  # of the formats that were removed
-        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--titan",
-        action="store_true",
-        help="a Llama under torchtitan's names, in torchtitan's order of rows (dcp only)",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", type=Path, help="the model's config.json, or its folder, where CHECKPOINT has none"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+        add(name, type=int, help=argparse.SUPPRESS)
+    add("--titan", action="store_true", help="a Llama with torchtitan's names and order of rows (dcp only)")
+    config = "config.json of the model, or its folder, if CHECKPOINT has none"
+    add("--config", metavar="FILE", type=Path, help=config)
+    add("--json", action="store_true", help="print JSON")
 
 
 def options_of(parsed: argparse.Namespace) -> ExportOptions:
@@ -51,8 +42,8 @@ def options_of(parsed: argparse.Namespace) -> ExportOptions:
     if parsed.to in REMOVED:
         raise UsageError(
             f"--to {parsed.to}: Stepmark no longer writes checkpoints of {REMOVED[parsed.to]}, whose development has "
-            "ended; write the model with `stepmark consolidate`, and convert it there. --to dcp and --to hf-trainer "
-            "take the optimizer along"
+            "ended; write the model with --to hf, and convert it there. --to dcp and --to hf-trainer take the optimizer"
+            " along"
         )
     for name in ("tp", "pp", "dp"):
         if getattr(parsed, name) is not None:
@@ -62,27 +53,24 @@ def options_of(parsed: argparse.Namespace) -> ExportOptions:
     return ExportOptions(parsed.titan, config_file(parsed.config))
 
 
+@without_collection()
 def run(parsed: argparse.Namespace) -> int:
     """Exports and reports it; returns 0. Raises StepmarkError; then nothing was written."""
     from stepmark.cli.progress import BytesProgress
     from stepmark.config.quiet_libraries import leave_out_torch_xla
     from stepmark.interchange.export_checkpoint import export_checkpoint
-    from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener
+    from stepmark.model_folder.new_folder import WritingListener
 
     leave_out_torch_xla()
-    progress = BytesProgress("exporting")
-    try:
-        listener = ImportListener(progress.begin, progress.advance)
+    with BytesProgress("exporting") as progress:
+        listener = WritingListener(progress.begin, progress.advance, progress.warn)
         done = export_checkpoint(parsed.source, parsed.out, parsed.to, options_of(parsed), listener)
-    finally:
-        progress.close()
     if parsed.json:
         body = {"source": str(done.checkpoint), "to": parsed.to, "out": str(parsed.out), "step": done.step}
         print(json.dumps({**body, "bytes": done.size, "notes": done.notes, "lost": done.lost}, indent=2))
         return 0
     print(f"{done.checkpoint}, step {done.step}, exported to {parsed.out}: {done.size / 1e6:,.1f} MB")
-    for text in done.notes:
-        print(f"  note: {text}")
-    for text in done.lost:
-        print(f"  not taken: {text}")
+    for kind, texts in (("note", done.notes), ("not taken", done.lost)):
+        for text in texts:
+            print(f"  {kind}: {text}")
     return 0

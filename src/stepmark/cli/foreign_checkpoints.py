@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepmark.cli.cycles import without_collection
+
 if TYPE_CHECKING:
     from stepmark.interchange.sources.foreign import ForeignCheckpoint
     from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
@@ -92,11 +94,12 @@ def verify_foreign(path: Path, config: Path | None, as_json: bool) -> int:
     elif problem is not None:
         print(f"{path}: corrupted or incomplete: {problem}")
     else:
-        unchecked = "; its files have checksums for that much only" if size else "; its files have no checksums"
+        unchecked = "; the rest has no checksums" if size else "; its files have no checksums"
         print(f"{path}: {kind}, complete, {size / 1e6:.1f} MB verified{unchecked}")
     return 0 if problem is None else 1
 
 
+@without_collection()
 def consolidate_foreign(parsed: argparse.Namespace, max_shard: int) -> int:
     """Writes the model of a checkpoint of another tool, as `stepmark import --model-only` does; returns 0.
 
@@ -108,21 +111,19 @@ def consolidate_foreign(parsed: argparse.Namespace, max_shard: int) -> int:
     from stepmark.errors import CheckpointMismatch, UsageError
     from stepmark.interchange.recognition import open_foreign
     from stepmark.interchange.sinks.hf_model import write_model_folder
-    from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener
     from stepmark.interchange.sources.foreign import ImportOptions
+    from stepmark.model_folder.new_folder import WritingListener
 
     given = "--merge-adapters" if parsed.merge_adapters else f"-f {parsed.format}"
     if given != "-f safetensors":
         raise UsageError(f"{given}: {parsed.source} is of another tool, and written as safetensors; leave it out")
     leave_out_torch_xla()
-    progress = BytesProgress("consolidating")
     try:
-        found = open_foreign(parsed.source, ImportOptions(model_only=True))
-        size = write_model_folder(found, parsed.out, ImportListener(progress.begin, progress.advance), max_shard)
+        with BytesProgress("consolidating") as progress:
+            found = open_foreign(parsed.source, ImportOptions(model_only=True))
+            size = write_model_folder(found, parsed.out, WritingListener(progress.begin, progress.advance), max_shard)
     except CheckpointMismatch as error:
         where = f" (of `stepmark import {parsed.source} {parsed.out} --model-only`)" if "--" in str(error) else ""
         raise CheckpointMismatch(f"{error}{where}") from error
-    finally:
-        progress.close()
     print("\n".join([*lines(found), f"consolidated into {parsed.out}: {size / 1e6:,.1f} MB"]))
     return 0

@@ -7,33 +7,27 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepmark.cli.cycles import without_collection
+
 if TYPE_CHECKING:
     from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 
-HELP = "take along a checkpoint of another tool: write it as a Stepmark checkpoint, or as a Hugging Face folder"
+HELP = "convert a checkpoint of another tool to a Stepmark checkpoint, or to a Hugging Face model folder"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", type=Path, help="the other tool's folder or file")
-    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to make; it must not exist, or be empty")
-    parser.add_argument("--tag", metavar="N", help="the tag or step, of a folder with several checkpoints")
-    parser.add_argument(
-        "--model-only", action="store_true", help="write a Hugging Face folder with the weights, without training state"
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", type=Path, help="the model's config.json, or its folder, where SOURCE has none"
-    )
-    parser.add_argument(
-        "--map", metavar="NAMES.yaml", type=Path, help="new names for the tensors of a plain state dict"
-    )
-    parser.add_argument(
-        "--heads",
-        choices=("auto", "natural"),
-        default="auto",
-        help="order of the query heads where key/value heads are replicated; natural: as neuronx-distributed's "
-        "converter writes them for trn2, which the values cannot tell from trn1's",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    add = parser.add_argument
+    add("source", metavar="SOURCE", type=Path, help="folder or file of the other tool")
+    add("out", metavar="OUT", type=Path, help="output folder; must not exist, or be empty")
+    add("--tag", metavar="N", help="tag or step, in a folder with several checkpoints")
+    add("--model-only", action="store_true", help="write a Hugging Face folder: weights without training state")
+    config = "config.json of the model, or its folder, if SOURCE has none"
+    add("--config", metavar="FILE", type=Path, help=config)
+    add("--map", metavar="NAMES.yaml", type=Path, help="new names for the tensors of a plain state dict")
+    heads = "order of the query heads if key/value heads are replicated; natural: as neuronx-distributed's converter "
+    heads += "writes them for trn2, which the values cannot tell from trn1's"
+    add("--heads", choices=("auto", "natural"), default="auto", help=heads)
+    add("--json", action="store_true", help="print JSON")
 
 
 def options_of(parsed: argparse.Namespace) -> ImportOptions:
@@ -56,23 +50,22 @@ def config_file(config: Path | None) -> Path | None:
     return path
 
 
+@without_collection()
 def run(parsed: argparse.Namespace) -> int:
     """Imports and says what was found; returns 0. Raises StepmarkError; then nothing was written."""
     from stepmark.cli.progress import BytesProgress
     from stepmark.config.quiet_libraries import leave_out_torch_xla
     from stepmark.interchange.recognition import open_foreign
     from stepmark.interchange.sinks.hf_model import write_model_folder
-    from stepmark.interchange.sinks.stepmark_checkpoint import ImportListener, write_checkpoint
+    from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
+    from stepmark.model_folder.new_folder import WritingListener
 
     leave_out_torch_xla()
     found = open_foreign(parsed.source, options_of(parsed))
     as_model = parsed.model_only or found.adapter
-    progress = BytesProgress("importing")
-    try:
+    with BytesProgress("importing") as progress:
         write = write_model_folder if as_model else write_checkpoint
-        size = write(found, parsed.out, ImportListener(progress.begin, progress.advance))
-    finally:
-        progress.close()
+        size = write(found, parsed.out, WritingListener(progress.begin, progress.advance))
     if parsed.json:
         print(json.dumps({**summary(found), "out": str(parsed.out), "bytes": size}, indent=2))
     else:

@@ -6,35 +6,24 @@ import argparse
 import json
 from pathlib import Path
 
+from stepmark.config.recipe import recipe_schema
 from stepmark.config.starter_recipes import KINDS, starter_recipe
 from stepmark.errors import UsageError
 
-HELP = "write a commented recipe to begin with"
+HELP = "write a commented starter recipe"
 SCHEMA = "recipe.schema.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe",
-        nargs="?",
-        metavar="RECIPE.yaml",
-        type=Path,
-        default=Path("recipe.yaml"),
-        help=f"the file to write (default: recipe.yaml); {SCHEMA}, from which editors complete, goes beside it",
-    )
-    parser.add_argument(
-        "--kind",
-        choices=sorted(KINDS),
-        default="scratch",
-        help="scratch: a new model (default); model: one whose training continues; chat: one that is fine-tuned on "
-        "conversations",
-    )
+    add = parser.add_argument
+    where = f"file to write (default: recipe.yaml), next to it {SCHEMA}, from which editors complete"
+    add("recipe", nargs="?", metavar="RECIPE.yaml", type=Path, default=Path("recipe.yaml"), help=where)
+    kinds = "scratch: a new model (default); model: continued pretraining; chat: fine-tuning on conversations"
+    add("--kind", choices=sorted(KINDS), default="scratch", help=kinds)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Writes the recipe and the schema, and returns 0. Raises UsageError if the recipe exists or cannot be written."""
-    from stepmark.config.recipe import recipe_schema
-
     path: Path = parsed.recipe
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

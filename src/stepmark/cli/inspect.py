@@ -5,24 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import defaultdict
+from collections.abc import Iterable
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from stepmark.cli.inspect_stages import stage_lines, stages_of, stages_text
 
 if TYPE_CHECKING:
     from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
 
 HELP = "show what a checkpoint holds (step, mesh, tensors, files), or how a run is doing"
 RUN_FILES = ("status.json", "failures")  # a run that fails before it trains may have no status
-CONFIG_HELP = "the model's config.json, for checkpoints of other tools that have none"
+CONFIG_HELP = "config.json of the model, for checkpoints of other tools that have none"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="PATH", type=Path, help="a checkpoint-N folder, or a run's output_dir")
     parser.add_argument("--config", metavar="FILE", type=Path, help=CONFIG_HELP)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -74,7 +75,7 @@ def _placement(tensor: TensorEntry) -> str:
 
 def _place(manifest: Manifest, tensor: TensorEntry) -> str:
     """How the tensor is sharded, and which pipeline stages wrote it."""
-    return ", ".join(filter(None, (_placement(tensor), stages_text(stages_of(manifest, tensor)))))
+    return ", ".join(filter(None, (_placement(tensor), _stages_text(_stages_of(manifest, tensor)))))
 
 
 def _lines(manifest: Manifest) -> list[str]:
@@ -89,7 +90,7 @@ def _lines(manifest: Manifest) -> list[str]:
     ]
     if manifest.metrics:
         lines.append(f"metrics   {', '.join(f'{name} {value}' for name, value in manifest.metrics.items())}")
-    stages = stage_lines(manifest)
+    stages = _stage_lines(manifest)
     if stages:
         lines += ["", "pipeline", *stages]
     lines += ["", f"{len(manifest.files)} files, {size / 1e6:.1f} MB"]
@@ -125,7 +126,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
                 "shape": list(tensor.shape),
                 "bytes": _bytes(tensor),
                 "placement": _placement(tensor),
-                "stages": stages_of(manifest, tensor),
+                "stages": _stages_of(manifest, tensor),
                 "pieces": [
                     {
                         "file": manifest.files[index].name,
@@ -140,3 +141,49 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             for name, tensor in tensors.items()
         ],
     }
+
+
+def _stages_of(manifest: Manifest, tensor: TensorEntry) -> list[int]:
+    """The pipeline ranks that wrote a tensor: one, or the first and the last of a tied table; none where the checkpoint
+    is not that of a pipeline. All tensors of a file are held by the same ranks."""
+    size = manifest.mesh.get("pp", 1)
+    if size == 1:
+        return []
+    ranks = {rank for index, _ in tensor.slices for rank, _ in manifest.files[index].writers}
+    return sorted({rank * size // manifest.world_size for rank in ranks})  # the outermost axis
+
+
+def _stages_text(stages: list[int]) -> str:
+    """`stage 0`, `stages 0 and 1`; nothing where there are none."""
+    if not stages:
+        return ""
+    return f"stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"
+
+
+def _stage_lines(manifest: Manifest) -> list[str]:
+    """A line for each stage: how many of the model's tensors it wrote, and of which modules."""
+    written: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in manifest.tensors.get("model", {}).items():
+        for stage in _stages_of(manifest, tensor):
+            written[stage].append(name)
+    return [f"  stage {stage}: {len(names)} tensors: {_modules(names)}" for stage, names in sorted(written.items())]
+
+
+def _modules(names: Iterable[str]) -> str:
+    """The modules of tensors, layers with ranges of their numbers: `wte, h.0-5`."""
+    layers: dict[str, list[int]] = {}
+    for name in names:
+        parts = name.split(".")
+        at = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+        numbers = layers.setdefault(".".join(parts[:at]) or name, [])
+        if parts[at].isdigit():
+            numbers.append(int(parts[at]))
+    return ", ".join(f"{module}.{_ranges(numbers)}" if numbers else module for module, numbers in layers.items())
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """`0-2+6-8` of 0, 1, 2, 6, 7, 8."""
+    ordered = sorted(set(numbers))
+    starts = [ordered[0], *(after for before, after in pairwise(ordered) if after > before + 1)]
+    ends = [*(before for before, after in pairwise(ordered) if after > before + 1), ordered[-1]]
+    return "+".join(f"{first}-{last}" if last > first else str(first) for first, last in zip(starts, ends, strict=True))

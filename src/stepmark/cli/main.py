@@ -15,40 +15,32 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import stepmark
-from stepmark.cli import cache as cache_command
-from stepmark.cli import consolidate as consolidate_command
-from stepmark.cli import doctor as doctor_command
-from stepmark.cli import evaluate as evaluate_command
-from stepmark.cli import export_command, import_command
-from stepmark.cli import init as init_command
-from stepmark.cli import inspect as inspect_command
-from stepmark.cli import plan as plan_command
-from stepmark.cli import precompile as precompile_command
-from stepmark.cli import report as report_command
-from stepmark.cli import train as train_command
-from stepmark.cli import verify as verify_command
+from stepmark.cli import (
+    cache,
+    consolidate,
+    doctor,
+    evaluate,
+    export_command,
+    import_command,
+    init,
+    inspect,
+    plan,
+    precompile,
+    report,
+    train,
+    verify,
+)
 from stepmark.errors import LaunchError, PeerLost, UsageError
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 from stepmark.launch.world import World
 from stepmark.liveness.failure_report import FailureReport
 from stepmark.liveness.process_exit import reported
 
+_IN_ORDER: tuple[Any, ...] = (init, train, precompile, evaluate, consolidate, import_command, export_command, inspect)
 COMMANDS: dict[str, Any] = {
-    "init": init_command,
-    "train": train_command,
-    "precompile": precompile_command,
-    "evaluate": evaluate_command,
-    "consolidate": consolidate_command,
-    "import": import_command,
-    "export": export_command,
-    "inspect": inspect_command,
-    "plan": plan_command,
-    "doctor": doctor_command,
-    "report": report_command,
-    "verify": verify_command,
-    "cache": cache_command,
+    module.__name__.rpartition(".")[2].removesuffix("_command"): module
+    for module in (*_IN_ORDER, plan, doctor, report, verify, cache)
 }
-
 OTHERS_FIRST = 1.5  # seconds that a rank waits for the first rank of its node
 
 

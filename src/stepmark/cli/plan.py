@@ -9,18 +9,18 @@ from stepmark.cli.recipe_fields import add_recipe_arguments, explain_unknown_arg
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.errors import UsageError
 from stepmark.launch.imports import quick_imports
-from stepmark.recipe.hub import work_offline_without_hub
+from stepmark.recipe.early_checks import work_offline_without_hub
 
-HELP = "show the memory a rank of a recipe needs, its steps and checkpoints, and which mesh fits; needs no device"
+HELP = "estimate a recipe's memory per rank, steps and checkpoints, and which meshes fit; needs no device"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks = "plan for N ranks, over all machines (default: 1)"
     parser.add_argument("--nproc", type=int, metavar="N", default=1, help=ranks)
-    parser.add_argument("--device-memory", metavar="SIZE", help="of each rank's device, such as 16GB or 16GiB")
-    counting = "tokenize the data, as the run would, to know the steps of an epoch"
+    parser.add_argument("--device-memory", metavar="SIZE", help="memory of each device, such as 16GB or 16GiB")
+    counting = "tokenize the data to count the steps of an epoch"
     parser.add_argument("--count-data", action="store_true", help=counting)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_recipe_arguments(parser)
 
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from stepmark.cli.recipe_fields import (
-    add_recipe_arguments,
-    add_run_arguments,
-    explain_unknown_argument,
-    recipe_of,
-)
+from stepmark.cli.recipe_fields import add_recipe_arguments, add_run_arguments, explain_unknown_argument, recipe_of
 from stepmark.launch.imports import quick_imports
 from stepmark.launch.supervisor import start_ranks
 
-HELP = "make every graph of a recipe's run ahead, without data or weights; nothing of the run is saved"
+HELP = "compile every graph of a recipe's run ahead of time, without data or weights; nothing of the run is saved"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

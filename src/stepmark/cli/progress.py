@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import Any, Self
 
 LINE_SECONDS = 10.0
 
@@ -17,6 +17,12 @@ class BytesProgress:
         self._bar: Any = None
         self._total = self._done = 0
         self._last = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def begin(self, total: int) -> None:
         """Starts the progress of `total` bytes."""

@@ -13,15 +13,12 @@ HELP = "write one HTML page about a run: curves, evaluations, checkpoints, timin
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's output_dir, running or finished")
-    parser.add_argument(
-        "--compare", metavar="RUN", type=Path, nargs="+", default=[], help="draw the curves of these runs over its own"
-    )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="where to write the page (default: RUN/report.html)")
-    parser.add_argument("--csv", metavar="FOLDER", type=Path, help="also write every figure, complete, as a CSV file")
-    parser.add_argument(
-        "--serve", action="store_true", help="show it to browsers on this machine, up to date while the run goes on"
-    )
-    parser.add_argument("--port", type=int, metavar="N", help=f"of --serve (default: {PORT}; 0: any that is free)")
+    add = parser.add_argument
+    add("--compare", metavar="RUN", type=Path, nargs="+", default=[], help="overlay the curves of these runs")
+    add("--out", metavar="FILE", type=Path, help="file to write (default: RUN/report.html)")
+    add("--csv", metavar="FOLDER", type=Path, help="also write all points of every figure as CSV files")
+    add("--serve", action="store_true", help="serve the page on this machine, updated while the run continues")
+    add("--port", type=int, metavar="N", help=f"port of --serve (default: {PORT}; 0: any free port)")
 
 
 def run(parsed: argparse.Namespace) -> int:

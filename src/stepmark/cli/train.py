@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import time
 from pathlib import Path
 
 from stepmark.cli.recipe_fields import (
@@ -96,5 +95,4 @@ def _keep(error: Exception, folder: Path, prometheus_file: str | None) -> None:
     keep_failure(folder, error, rank)
     failure = FailureReport.of(error, rank)
     if REPORTS not in os.environ and not isinstance(error, StepmarkError) and not failure.secondary:
-        message, now = failure.message, time.time()
-        record_supervised_end(folder, "failed", message, began=now, prometheus_file=prometheus_file, first=True)
+        record_supervised_end(folder, "failed", failure.message, prometheus_file=prometheus_file, first=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,13 @@ from stepmark.cli.inspect import CONFIG_HELP
 if TYPE_CHECKING:
     from stepmark.checkpoint.format.verify import VerifyReport
 
-HELP = "read every byte of a checkpoint, or of all checkpoints of a run, and check it"
+HELP = "read every byte of a checkpoint, or of all checkpoints of a run, and verify checksums"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="CHECKPOINT_OR_RUN", type=Path, help="a checkpoint-N folder, or a run's folder")
     parser.add_argument("--config", metavar="FILE", type=Path, help=CONFIG_HELP)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -59,8 +60,5 @@ def _to_json(report: VerifyReport) -> dict[str, Any]:
         "step": report.step,
         "bytes": report.size,
         "good": not report.faults,
-        "faults": [
-            {"file": fault.file, "tensor": fault.tensor, "rank": fault.rank, "problem": fault.problem}
-            for fault in report.faults
-        ],
+        "faults": [asdict(fault) for fault in report.faults],
     }

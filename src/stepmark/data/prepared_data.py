@@ -18,7 +18,7 @@ from stepmark.data.chat.prepared_conversations import prepare_conversations
 from stepmark.data.data_description import describe_mixture, describe_source
 from stepmark.data.loader.mixture import JoinedSamples, Mixture, limited
 from stepmark.data.sources.corpus import Corpus
-from stepmark.data.sources.sources import Sources, open_sources
+from stepmark.data.sources.sources import Splits, open_sources
 from stepmark.data.tokenize.encoding import Tally, TextEncoder, encode_texts
 from stepmark.data.tokenize.packing import PackedBlocks
 from stepmark.data.tokenize.token_cache import TokenFile, find_or_write
@@ -104,28 +104,26 @@ def _prepare_source(
 ) -> Prepared:
     """The data of one source, in the cache under `root`."""
     block_size = choose_block_size(config.block_size, tokenizer.model_max_length)
-    sources = open_sources(config)
-    contents = [(each.where, each.content) for each in sources.train.sources]
+    splits = open_sources(config)
+    contents = [(each.where, each.content) for each in splits.train.sources]
     if config.messages_column is not None:
-        chats, held_out, cached = prepare_conversations(config, sources, tokenizer, block_size, root, say)
+        chats, held_out, cached = prepare_conversations(config, splits, tokenizer, block_size, root, say)
         description = describe_source(config, block_size, config.validation_split_percentage, contents)
         return Prepared(chats, held_out, chats.fingerprint, cached, description)
-    for name, texts in (("train", sources.train), ("validation", sources.validation)):
+    for name, texts in (("train", splits.train), ("validation", splits.validation)):
         if texts is not None:
             say(f"{name} data: {texts.reads}")
     encoder = TextEncoder.of(tokenizer)
-    key = f"format={FORMAT} {sources.content} tokenizer={encoder.content}"
+    key = f"format={FORMAT} {splits.content} tokenizer={encoder.content}"
     entry = root / xxhash.xxh3_128_hexdigest(key.encode())
-    write = partial(
-        _tokenize, sources=sources, encoder=encoder, processes=config.preprocessing_num_workers or 1, say=say
-    )
+    write = partial(_tokenize, splits=splits, encoder=encoder, processes=config.preprocessing_num_workers or 1, say=say)
     meta, cached = find_or_write(entry, write, overwrite=config.overwrite_cache)
     for name in meta["tokens"]:
         say(_describe_split(name, meta, cached=cached))
     tokens = meta["tokens"]["train"]
     if tokens < block_size and not may_be_short:
         raise DataError(
-            f"block_size {block_size} is longer than the training data, {tokens} tokens in {sources.train.where};"
+            f"block_size {block_size} is longer than the training data, {tokens} tokens in {splits.train.where};"
             f" set block_size to {tokens} or less, or give more text"
         )
 
@@ -137,7 +135,7 @@ def _prepare_source(
     validation = blocks("validation", config.max_eval_samples) if "validation" in meta["tokens"] else None
     identity = [FINGERPRINT, meta["files"]["train.bin"]["xxh3"], meta["dtype"], block_size, len(train)]
     fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(identity).encode())
-    description = describe_source(config, block_size, sources.held_out, contents)
+    description = describe_source(config, block_size, splits.held_out, contents)
     return Prepared(train, validation, fingerprint, cached, description)
 
 
@@ -155,10 +153,10 @@ def choose_block_size(wanted: int | None, longest: int) -> int:
     return wanted
 
 
-def _tokenize(folder: Path, sources: Sources, encoder: TextEncoder, processes: int, say: Progress) -> dict[str, Any]:
+def _tokenize(folder: Path, splits: Splits, encoder: TextEncoder, processes: int, say: Progress) -> dict[str, Any]:
     """Writes the tokens of all texts into a new entry of the cache; returns its metadata."""
     meta: dict[str, Any] = {"format": FORMAT, "dtype": encoder.dtype.str, "tokens": {}, "read": {}, "files": {}}
-    for name, texts in zip(("train", "validation"), sources.divided(), strict=True):
+    for name, texts in zip(("train", "validation"), splits.divided(), strict=True):
         if texts is None:
             continue
         tally, shown = Tally(), _TokenizingProgress(name, texts, say)

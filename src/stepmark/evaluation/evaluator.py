@@ -196,7 +196,7 @@ class Evaluator:
                 mean, logits, labels = self.prediction_step(inputs, loss_only, ignore_keys)
                 weight = None if mean is None else self._weight(micro_batch)
                 loss = None if mean is None or weight is None else weighted_sum(mean, weight)
-            if loss_only:  # what nobody reads is not an output of the graph
+            if loss_only:  # keep unused values out of the graph's outputs
                 logits = labels = None
             elif self.preprocess_logits is not None and logits is not None:
                 logits = self.preprocess_logits(logits, labels)

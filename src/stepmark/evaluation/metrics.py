@@ -26,17 +26,15 @@ def summarize(
 ) -> dict[str, float]:
     """All numbers of an evaluation, under names that begin with `prefix` and "_".
 
-    `causal`: the model is a causal language model, so perplexity is reported. The user's
-    function is called if predictions were gathered and the dataset has labels, as in transformers. Its values may be
-    text, lists and mappings too, which are kept, but not compared. Raises MetricsError for others. Where it is not
-    called although there is a loss, since no label was recognized, a warning says so.
+    `causal`: the model is a causal language model, so perplexity is reported. `compute_metrics` is called where
+    predictions were gathered and the dataset has labels, as in transformers; where there is a loss, but no input is
+    recognized as a label, a warning says that it is skipped. It may return text, lists and mappings too, which are
+    recorded but never compared. Raises MetricsError for other values.
     """
     unlabelled = evaluation.predictions is not None and evaluation.labels is None
     if compute_metrics is not None and unlabelled and evaluation.loss is not None:
-        logger.warning(
-            "%s is not called: no input of the model is known to be a label; label_names names those that are",
-            name_of(compute_metrics),
-        )
+        name = name_of(compute_metrics)
+        logger.warning("%s is skipped: no model input is known to be a label; set label_names", name)
     if evaluation.samples and not evaluation.tokens:
         logger.warning("%s: no label is a target, so there is no loss: look at what masks or cuts the labels", prefix)
     found: dict[str, float] = {}
@@ -82,7 +80,7 @@ def by_batch(compute_metrics: Callable[..., Any]) -> Callable[[SampleRows, bool]
 
 
 def with_prefix(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """The same, each name beginning with `prefix` and "_"; names that already do are unchanged."""
+    """Puts `prefix` and "_" before every name that does not begin with them."""
     return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
 
 
@@ -91,31 +89,23 @@ def plain_numbers(found: Any, source: str) -> dict[str, float]:
 
     Raises MetricsError, which begins with `source` and names the metric, for anything else.
     """
-    remedy = "it has to return a dict of names and numbers"
-    if not isinstance(found, Mapping):
-        raise MetricsError(f"{source} returned {_shown(found)}; {remedy}")
-    numbers_found: dict[str, float] = {}
-    for name, value in found.items():
-        number = _number(value)
-        if not isinstance(name, str) or number is None:
-            raise MetricsError(f"{source} returned {_shown(value)} for {name!r}; {remedy}")
-        numbers_found[name] = number
-    return numbers_found
+    return _plain(found, source, "numbers", lambda value: False)
 
 
 def plain_values(found: Any, source: str) -> dict[str, Any]:
-    """The same with values that JSON can hold besides numbers; arrays become lists.
+    """As `plain_numbers`, but any value that JSON can hold is allowed; arrays become lists."""
+    return _plain(found, source, "numbers, text, lists or dicts", _is_json)
 
-    Raises MetricsError, which begins with `source` and names the metric, for anything else.
-    """
-    remedy = "it has to return a dict of names and numbers, text, lists or dicts"
+
+def _plain(found: Any, source: str, kinds: str, allowed: Callable[[Any], bool]) -> dict[str, Any]:
+    remedy = f"it has to return a dict of names and {kinds}"
     if not isinstance(found, Mapping):
         raise MetricsError(f"{source} returned {_shown(found)}; {remedy}")
     values: dict[str, Any] = {}
     for name, value in found.items():
         number = _number(value)
         plain = value.tolist() if number is None and hasattr(value, "tolist") else value
-        if not isinstance(name, str) or (number is None and not _is_json(plain)):
+        if not isinstance(name, str) or (number is None and not allowed(plain)):
             raise MetricsError(f"{source} returned {_shown(value)} for {name!r}; {remedy}")
         values[name] = plain if number is None else number
     return values

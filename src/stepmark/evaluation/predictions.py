@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from stepmark.runtime.base import Runtime
 from stepmark.training.model_labels import unwrapped
@@ -39,19 +40,11 @@ class SampleRows(NamedTuple):
         return cls(*(column or None for column in columns))
 
     def as_tensors(self) -> SampleRows:
-        """The same in torch tensors, on the host."""
-        return SampleRows(*(_as_tensors(each) for each in self))
+        """The rows as torch tensors on the host."""
+        return SampleRows(*(tree_map_only(np.ndarray, torch.from_numpy, each) for each in self))
 
 
 NO_ROWS = SampleRows()
-
-
-def _as_tensors(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {name: _as_tensors(value) for name, value in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(_as_tensors(value) for value in tree)
-    return torch.from_numpy(tree) if isinstance(tree, np.ndarray) else tree
 
 
 def with_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:

@@ -20,7 +20,8 @@ from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.sections import describe
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.model_folder.adapted_model import ADAPTER_CONFIG, load_adapted, read_adapter_config
-from stepmark.model_folder.consolidate import ConsolidationListener, consolidate
+from stepmark.model_folder.consolidate import consolidate
+from stepmark.model_folder.new_folder import WritingListener
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.module_placement import place_module
 
@@ -77,7 +78,7 @@ class ModelReader:
             complete = folder
             if manifest is not None:  # on whatever mesh it was saved
                 complete = Path(temporary) / "adapter"
-                consolidate(folder, complete, "safetensors", sys.maxsize, ConsolidationListener())
+                consolidate(folder, complete, "safetensors", sys.maxsize, WritingListener())
             key = (read_adapter_config(complete), manifest is None)
             if self._cached is None or self._cached[0] != key:
                 model = load_adapted(complete, manifest, self._base, trust_remote_code=self._trust)

@@ -1,4 +1,4 @@
-"""How a run of a Trainer evaluates, in plain values that its checkpoints keep, for evaluations elsewhere."""
+"""Evaluation settings of a run, kept in its checkpoints for evaluations outside of training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_BATCH_SIZE = 8
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What evaluations of a run depend on besides the model and the data.
+    """Evaluation settings of a run, apart from the model and the data.
 
     `block_size`: tokens of a sample, and `columns`: the data fields by which rows become samples, where the run's
     dataset says them. `metrics` and `loss`: functions of the user's by
@@ -37,7 +37,7 @@ class RunOptions:
 
     @classmethod
     def of_training(cls, args: Any, **more: Any) -> RunOptions:
-        """Those of training arguments, with `more` of the fields above."""
+        """The settings in training arguments, plus `more` of the fields above."""
         return cls(args.bf16, args.fp16, args.label_smoothing_factor, args.per_device_eval_batch_size, **more)
 
     @classmethod
@@ -59,12 +59,12 @@ class RunOptions:
 
     @property
     def metrics_flag(self) -> str:
-        """What to pass to evaluate with the run's own metrics."""
+        """The flag that evaluates with the run's own metrics."""
         assert self.metrics is not None
         return f"--metrics {self.metrics if ':' in self.metrics else f'MODULE:FUNCTION (its {self.metrics})'}"
 
     def to_metadata(self) -> dict[str, Any]:
-        """As plain values, for `of_checkpoint`."""
+        """Plain values for a checkpoint; `of_checkpoint` reads them."""
         return asdict(self)
 
 

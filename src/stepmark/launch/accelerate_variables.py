@@ -1,4 +1,4 @@
-"""What `accelerate launch` asks of the processes that it starts: its options arrive as environment variables."""
+"""Options of `accelerate launch`, which reach the processes that it starts as environment variables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TRUE = ("1", "on", "t", "true", "y", "yes")
 
 @dataclass(frozen=True)
 class Asked:
-    """What `--mixed_precision` (`bf16`, `fp16`) and `--cpu` of `accelerate launch` stand for."""
+    """The options `--mixed_precision` (`bf16`, `fp16`) and `--cpu` of `accelerate launch`."""
 
     bf16: bool = False
     fp16: bool = False
@@ -29,10 +29,10 @@ class Asked:
 
 
 def asked_by_accelerate(environment: Mapping[str, str] | None = None) -> Asked:
-    """Reads the variables that transformers' Trainer obeys too.
+    """Reads the variables that transformers' Trainer follows too.
 
     Raises:
-        UsageError: A variable asks for what Stepmark lacks: another precision, torch.compile, or a library that shards.
+        UsageError: A variable asks for something unsupported: another precision, torch.compile, or a sharding library.
     """
     environment = os.environ if environment is None else environment
     for name, remedy in _SWITCHES.items():

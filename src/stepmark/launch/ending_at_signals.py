@@ -1,8 +1,8 @@
-"""Ends a process at a signal where there is nothing to save: before and after training, and in evaluations.
+"""Ends a process at a signal when there is nothing to save: before and after training, and in evaluations.
 
-The main thread raises RunInterrupted, so that files and claims are released. Not while it imports a module: an
-exception there leaves modules half initialized, or is lost in a callback of the import system. Then, and where the main
-thread does not react in time or something has swallowed the exception, another thread ends the process.
+The main thread raises RunInterrupted, so that files and claims are released, except while it imports a module: an
+exception would leave modules half initialized, or get lost in a callback of the import system. In that case, and if the
+main thread does not react in time or the exception is swallowed, another thread ends the process.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from types import FrameType
 from stepmark.launch.signal_listener import RunInterrupted, listening
 from stepmark.liveness.process_exit import end_interrupted
 
-PATIENCE = 2.0  # seconds that the main thread has to react to a signal
-UNWINDING = 10.0  # seconds that it has to leave the block then
-RECORDING = 10.0  # seconds that recording may take: whether another run owns the folder is seen from heartbeats
+PATIENCE = 2.0  # seconds for the main thread to react to a signal
+UNWINDING = 10.0  # seconds for it to leave the block after that
+RECORDING = 10.0  # seconds for recording: heartbeats tell whether another run owns the folder
 _IMPORTING = "<frozen importlib._bootstrap>"
 
 
@@ -28,12 +28,12 @@ _IMPORTING = "<frozen importlib._bootstrap>"
 def ending_at_signals(
     what: str, record: Callable[[str], None], is_done: Callable[[], bool] = lambda: False
 ) -> Iterator[None]:
-    """Inside the block, a signal ends the process with exit code 75, whatever else happens after it.
+    """Inside the block, a signal ends the process with exit code 75, whatever else happens afterwards.
 
     Args:
         what: What the process is doing, for the reason: `SIGTERM: <what>`.
         record: Called with the reason, perhaps in another thread.
-        is_done: Whether the work has been completed; then a signal changes nothing.
+        is_done: Whether the work is complete, in which case signals are ignored.
     """
     ending = _Ending(what, record, is_done)
     with listening(ending.heard, ending.in_main_thread):
@@ -42,7 +42,7 @@ def ending_at_signals(
         except RunInterrupted:
             raise
         except BaseException as error:
-            if ending.reason is not None:  # whatever the exception was turned into
+            if ending.reason is not None:  # the exception may have been replaced by another one
                 raise RunInterrupted(ending.reason, recorded=True) from error
             raise
         finally:
@@ -91,7 +91,7 @@ class _Ending:
         end_interrupted(self._reason(number), self._record, RECORDING)
 
     def _record(self, reason: str) -> None:
-        """Records the reason, once: the main thread may react when the other one has just given it up."""
+        """Records the reason once: the main thread may react when the other one has just given up waiting."""
         with self._recording:
             if not self._recorded:
                 self._write(reason)
@@ -102,7 +102,7 @@ class _Ending:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported by one of the calls that led to this frame."""
+    """Whether one of the calls that led to this frame imports a module."""
     while frame is not None:
         if frame.f_code.co_filename == _IMPORTING:
             return True

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Stops the garbage collector while something is imported: looking for garbage in what stays takes up to a fifth of
-    the processor time of a start."""
+    """Stops the garbage collector during imports: scanning objects that stay takes up to a fifth of the CPU time of a
+    start."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -22,8 +22,8 @@ def without_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Keeps the garbage collector from what is imported, and from all that was there before, for good. Only for
-    commands: what a user's script has made by then may have to be collected."""
+    """Exempts imported and earlier objects from garbage collection for good. Only for commands: objects of a user's
+    script may have to be collected."""
     with without_collections():
         try:
             yield

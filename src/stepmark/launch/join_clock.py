@@ -1,4 +1,4 @@
-"""How long a rank waits for the others to join: `join_timeout`, and the lines that say who is missing."""
+"""How long a rank waits for the others to join (`join_timeout`), and messages about missing ranks meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepmark.liveness.running_time import running_time
 
 JOIN_TIMEOUT = "STEPMARK_JOIN_TIMEOUT"
 DEFAULT_SECONDS = 600.0
-FIRST_LINE = 10.0  # seconds after which a line says who is missing; the next ones each after twice the time
+FIRST_LINE = 10.0  # seconds until the first message about missing ranks; each further one takes twice as long
 POLL_SECONDS = 0.05
 _WATCH_EVERY = 1.0
 SETTING = "join_timeout"
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 def join_timeout(given: float | None = None) -> float:
-    """Seconds that ranks may take to join: as given, or by the environment variable, or the default.
+    """Seconds in which ranks have to join: as given, or from the environment variable, or the default.
 
     Raises UsageError for a variable that is not a number of seconds above 0.
     """
@@ -42,7 +42,7 @@ def join_timeout(given: float | None = None) -> float:
 
 
 class JoinClock:
-    """The time since this rank began to join, without the time in which the job was suspended."""
+    """Running time since this rank began to join."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -56,11 +56,11 @@ class JoinClock:
 
     @property
     def due(self) -> bool:
-        """Whether a line is due, or an error."""
+        """Whether a message is due, or an error."""
         return self._passed > min(self._next_line, self.timeout)
 
     def tick(self, describe: Callable[[], str | None]) -> None:
-        """Waits a moment. If a line is due, it says what `describe` returns; None says nothing."""
+        """Waits a moment. If a message is due, prints what `describe` returns, unless that is None."""
         if self._passed > self._next_line:
             self._say(describe())
         time.sleep(POLL_SECONDS)
@@ -76,8 +76,8 @@ class JoinClock:
             say(f"stepmark: {waiting}, {passed:.0f} s so far; waiting for at most {self.timeout:g} s ({SETTING})")
 
     def call(self, function: Callable[[], Result], watch: Callable[[], str | None]) -> Result:
-        """The result of a call that may block in native code. `watch` is called now and then after a second, and may
-        raise; what it returns is what a line says. Raises TimeoutError when the time is over."""
+        """The result of a call that may block in native code. `watch` is called once per second meanwhile; it may
+        raise, and returns the message. Raises TimeoutError when the time is over."""
         call = BoundedCall(function, raises=True)
         while not call.ended(_WATCH_EVERY):
             if self.left < 0:

@@ -1,8 +1,8 @@
-"""Connects a rank to the others, each step with the time limit `join_timeout` and with errors that name rank and host.
+"""Connects a rank to the others. Each step has the time limit `join_timeout`, and errors name rank and host.
 
 1. The store: rank 0 serves it, or the launcher (store.py).
-2. The roster: every rank is there, and of this run (roster.py).
-3. The interface: gloo listens on an address that the other nodes reach (network.py).
+2. The roster: every rank has joined, and belongs to this run (roster.py).
+3. The interface: gloo listens on an address that the other nodes can reach (network.py).
 4. The process group: gloo connects every rank with every other.
 """
 
@@ -25,16 +25,16 @@ from stepmark.launch.world import World
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 _FAILED = "connecting-failed"
-_READ_BY_OTHERS = 1.0  # seconds that rank 0, which may serve the store, leaves the others to read why it failed
+_READ_BY_OTHERS = 1.0  # seconds for the others to read why rank 0 failed, which may serve the store
 
 
 def connect(
     world: World, clock: JoinClock, store: dist.Store | None, make_group: Callable[[dist.Store], None] | None
-) -> tuple[dist.Store, Roster]:
-    """Joins the other ranks, through `store` or the store that the launcher's variables name, and makes the process
-    group. Returns a store for this start of the run, and its ranks.
+) -> dist.Store:
+    """Joins the other ranks through `store`, or the store that the launcher's variables name, and creates the process
+    group. Returns the store of this start of the run.
 
-    Raises LaunchError where a rank is missing, or cannot be reached.
+    Raises LaunchError if a rank is missing, or cannot be reached.
     """
     connection = open_store(world, clock) if store is None else StoreConnection(store)
     roster = Meeting(connection, world, clock).join()
@@ -42,7 +42,7 @@ def connect(
     if make_group is not None:
         _choose_interface(world, roster)
         _make_group(world, clock, own, roster, make_group)
-    return own, roster
+    return own
 
 
 def _choose_interface(world: World, roster: Roster) -> None:
@@ -63,13 +63,13 @@ def _choose_interface(world: World, roster: Roster) -> None:
 
 
 def _on_one_machine(*peers: Peer) -> bool:
-    """Whether ranks of different nodes are on one machine, as with several agents or containers: they reach the store
+    """Whether ranks of different nodes run on one machine, as with several agents or containers: they reach the store
     over loopback, or serve it."""
     return all(peer.address is None or is_loopback(peer.address) for peer in peers)
 
 
 def _own_address(own: Peer, others: list[Peer]) -> str | None:
-    """The address that ranks on other nodes reach this one at: its own on the way to a node's address that is known."""
+    """The address at which other nodes reach this rank: its own on the route to a node whose address is known."""
     if own.address is not None and own.server is not None and not is_loopback(own.address):
         first = next((peer for peer in others if peer.rank == 0), None)
         if first is not None:
@@ -83,7 +83,7 @@ def _make_group(
     world: World, clock: JoinClock, store: dist.Store, roster: Roster, make_group: Callable[[dist.Store], None]
 ) -> None:
     """Makes the process group, or raises LaunchError on all ranks if one cannot connect."""
-    watched: list[dist.Store] = []  # another connection: a request that waits blocks all others on its own
+    watched: list[dist.Store] = []  # a second connection, since a pending request blocks its connection
 
     def watch() -> str | None:
         watched[:] = watched or [store.clone()]  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ def _fail(world: World, store: dist.Store, problem: str) -> NoReturn:
 
 
 def _explain(error: Exception, roster: Roster) -> str:
-    """gloo's message, which has an address, in one line with the hosts that are meant."""
+    """gloo's message, which contains an address, on one line with the names of the hosts."""
     text = " ".join(str(error).split())
     address = re.search(r"remote=\[([^\]]+)\]", text)
     if address is None:

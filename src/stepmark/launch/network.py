@@ -1,7 +1,7 @@
-"""Which of this machine's addresses other machines can reach.
+"""Finds the address of this machine that other machines can reach.
 
 gloo listens on the address of the machine's own name. Debian and others give that name the address 127.0.1.1 in
-/etc/hosts, which is a different machine for everybody else. The connection to the ranks' store shows a better one.
+/etc/hosts, which means a different machine on every host. The connection to the ranks' store shows a better one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_loopback(address: str) -> bool:
 
 
 def resolved(host: str, port: int) -> list[str]:
-    """The addresses of a host's name, best first; empty where it has none."""
+    """The addresses of a host name, best first; empty if it has none."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
@@ -32,7 +32,7 @@ def resolved(host: str, port: int) -> list[str]:
 
 
 def address_towards(other: str) -> str | None:
-    """This machine's address on the way to another address; None without a route. Nothing is sent."""
+    """This machine's address on the route to another address; None without a route. Nothing is sent."""
     family = socket.AF_INET6 if ":" in other else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((other, 9))
@@ -41,7 +41,7 @@ def address_towards(other: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has the address; None where no interface of this machine has it."""
+    """The network interface with this address; None if no interface of this machine has it."""
     wanted = _parse(address)
     for _, name in socket.if_nameindex():
         if wanted in _addresses(name):

@@ -20,16 +20,16 @@ FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds
 
 
 def check_restarts(max_restarts: int) -> None:
-    """Raises UsageError where nothing would start this process again."""
+    """Raises UsageError if nothing would restart this process."""
     if max_restarts and REPORTS not in os.environ:
         raise UsageError(
-            "max_restarts: ranks are started again by `stepmark train … --nproc N`; add --nproc (1 for a single "
-            "process), or use the launcher's own restarts, such as torchrun --max-restarts"
+            "max_restarts: only `stepmark train … --nproc N` restarts ranks; add --nproc (1 for a single process), or "
+            "use the launcher's own restarts, such as torchrun --max-restarts"
         )
 
 
 def may_be_restarted(max_restarts: int, error: BaseException) -> bool:
-    """Whether the supervisor of this rank decides if the run has failed with the error, or is started again."""
+    """Whether this rank's supervisor decides if the run has failed with this error, or is restarted."""
     return max_restarts > 0 and REPORTS in os.environ and not is_permanent(error)
 
 
@@ -64,7 +64,7 @@ class Restarts:
     _permanent: bool = False
 
     def delay(self, failure: FailureReport, message: str, place: StepPlace) -> float | None:
-        """Seconds to wait before the next attempt; None where there is to be none."""
+        """Seconds to wait before the next attempt; None if there is none."""
         self._permanent = failure.permanent
         if failure.permanent:
             return None
@@ -81,7 +81,7 @@ class Restarts:
         return delay
 
     def final(self, message: str, place: StepPlace) -> str:
-        """The error of the run: the last failure, and where every attempt has failed."""
+        """The error of the run: the last failure, and the step at which every attempt has failed."""
         if self._permanent:
             return f"{message}; not started again (max_restarts): it would fail in the same way"
         if self._failures <= self.limit:

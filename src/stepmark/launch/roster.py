@@ -1,13 +1,13 @@
 """The ranks find each other through their store before they communicate.
 
 hello    Every rank writes its host and a random name under its rank.
-roster   Once all have, rank 0 writes the list of them. A store that a launcher serves still has what ranks of an
-         earlier start wrote, also where the launcher does not count that start as a restart; so each rank looks for
-         its own name in the roster, and rank 0 writes a new one when a hello changes.
-ready    A rank that is in the roster says so; when all have, rank 0 releases them.
+roster   Once all have done so, rank 0 writes the list. A store that a launcher serves still contains what ranks of an
+         earlier start wrote, even if the launcher does not count that as a restart. So each rank looks for its own name
+         in the roster, and rank 0 writes a new roster when a hello changes.
+ready    A rank that finds itself in the roster says so; once all have, rank 0 releases them.
 
-A rank that serves the store itself has a new store, where a second hello under one rank is a process of another run.
-Hellos lie under the run's name and size: runs that share a port by mistake do not join each other.
+If rank 0 serves the store, the store is new, and a second hello under one rank comes from another run. Hellos are
+stored under the run's name and size, so that runs that share a port by mistake do not join each other.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from stepmark.liveness.host_group import launcher_serves
 
 _GAVE_UP = "gave-up"
 _SHOWN = 8  # ranks that a message names
-_READ_BY_OTHERS = 1.0  # seconds that rank 0, which may serve the store, leaves the others to read why it gives up
+_READ_BY_OTHERS = 1.0  # seconds for the others to read why rank 0 gives up, which may serve the store
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank that has joined. `address`: its own on the way to the store; None for the rank that serves it."""
+    """A rank that has joined. `address`: its own on the route to the store; None for the rank that serves it."""
 
     rank: int
     node: int
@@ -52,7 +52,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Roster:
-    """All ranks of the run, by rank; `token` is the name of this start."""
+    """All ranks of the run, by rank; `token` names this start."""
 
     token: str
     peers: list[Peer]
@@ -79,7 +79,7 @@ class Meeting:
         self._hellos: set[int] = set()
 
     def join(self) -> Roster:
-        """Returns once all ranks are there. Raises LaunchError where one is missing, or is another run's."""
+        """Returns once all ranks have joined. Raises LaunchError if one is missing, or belongs to another run."""
         try:
             self._check_run()
             self._say_hello()
@@ -93,7 +93,7 @@ class Meeting:
     # Is this the right store?
 
     def _check_run(self) -> None:
-        """Raises LaunchError where the store at this address is another run's."""
+        """Raises LaunchError if the store at this address belongs to another run."""
         ours = f"{self._world.run}, {self._world.size} ranks"
         if launcher_serves():
             return
@@ -110,7 +110,7 @@ class Meeting:
 
     def _say_hello(self) -> None:
         key, hello = self._hello(self._world.rank), json.dumps(asdict(self._own))
-        if launcher_serves():  # it may hold the hello of an earlier start
+        if launcher_serves():  # it may contain the hello of an earlier start
             self._store.set(key, hello)
             return
         before = json.loads(self._store.compare_set(key, "", hello))
@@ -147,7 +147,7 @@ class Meeting:
             self._wait(self._missing(set(range(1, self._world.size)) - there))
 
     def _current_roster(self) -> Roster | None:
-        """What the hellos say now; None while one is missing."""
+        """The roster according to the current hellos; None while one is missing."""
         ranks = range(self._world.size)
         for rank in ranks:
             if rank not in self._hellos and self._store.check([self._hello(rank)]):
@@ -185,7 +185,7 @@ class Meeting:
         return {rank for rank in range(self._world.size) if not self._store.check([self._hello(rank)])}
 
     def _seen_missing(self) -> str | None:
-        """Which ranks are missing, if rank 0 is, and this rank is the one that says it: the first that is there."""
+        """Which ranks are missing, if rank 0 is among them and this rank is the first that has joined."""
         absent = self._absent() if self._clock.due else set()
         first = min(set(range(self._world.size)) - absent)
         return self._missing(absent) if absent and first == self._world.rank else None
@@ -198,7 +198,7 @@ class Meeting:
         return f"{count} {verb} not joined {self._world.place}: {describe_ranks(self._world, ranks)}"
 
     def _wait(self, waiting: str | None) -> None:
-        """Waits a moment; `waiting` is what a line says, on the one rank that says it."""
+        """Waits a moment; `waiting` is the message, on the one rank that prints it."""
         if self._store.check([_GAVE_UP]):
             raise PeerFailed(self._store.get(_GAVE_UP).decode())
         if self._clock.left < 0:
@@ -219,7 +219,7 @@ class Meeting:
 
 
 def describe_ranks(world: World, ranks: set[int]) -> str:
-    """Some of these ranks with the nodes on which the launcher starts them, as far as that is known."""
+    """Some of these ranks, with the nodes on which the launcher starts them if those are known."""
     shown = sorted(ranks)[:_SHOWN]
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
     return ", ".join(f"rank {rank}{_node_of(world, rank)}" for rank in shown) + more

@@ -1,16 +1,16 @@
 """Receives SIGTERM, SIGUSR1, SIGHUP and SIGINT immediately, whatever the main thread is doing.
 
-Python runs signal handlers in the main thread between bytecodes: not while a graph is compiled or a collective waits.
-The C handler, however, writes the signal's number to the interpreter's wake-up descriptor immediately, and a thread
-that reads the other end receives it. A process has one such descriptor, so it has one listener: `listening` blocks
-nest, and a signal goes to the innermost one.
+Python runs signal handlers in the main thread between bytecodes: not while a graph compiles or a collective waits. The
+C handler, however, immediately writes the signal's number to the interpreter's wake-up descriptor, whose other end a
+thread reads. A process has one such descriptor, and therefore one listener: `listening` blocks nest, and a signal goes
+to the innermost one.
 
-The kernel gives a signal of the process to the main thread alone, where its C handler waits too while that thread is in
-an uninterruptible wait: a file server that does not answer, a driver. So the listener's thread takes signals that stay
-pending. No thread blocks them: processes that the program starts would inherit that.
+The kernel delivers a signal of the process to the main thread only, where even the C handler has to wait while that
+thread is in an uninterruptible wait, for a file server or a driver. So the listener's thread takes signals that stay
+pending. No thread blocks signals, since processes that the program starts would inherit that.
 
-A second SIGINT, from somebody who presses Ctrl-C again, ends the process at once. Once a signal has ended the run,
-further ones no longer change the exit code, up to the last instruction of the process.
+A second SIGINT (Ctrl-C pressed again) ends the process at once. Once a signal has ended the run, further ones do not
+change the exit code, up to the last instruction of the process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from stepmark.launch.signal_handlers import (
 from stepmark.liveness.process_exit import INTERRUPTED, end_by_signal, leave
 
 HOW_TO_GO_ON = "to continue, start it again with resume_from_checkpoint: true"
-SAME_PRESS = 0.2  # seconds within which two SIGINTs are one Ctrl-C: a parent process may forward it as well
+SAME_PRESS = 0.2  # seconds within which two SIGINTs are one Ctrl-C, which a parent process may forward as well
 _FLUSH = 0  # not a signal's number
 _FLUSH_SECONDS = 1.0
 _PENDING_SECONDS = 1.0  # after which a signal that the main thread has not taken is the listener's
@@ -60,9 +60,9 @@ def _ignore(_: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def listening(heard: SignalHandler, in_main_thread: SignalHandler = _ignore) -> Iterator[bool]:
-    """Inside the block, the signals STOPPING to this process call `heard` in the listener's thread, immediately,
-    and `in_main_thread` in the main thread, as soon as Python can run a handler there. They do nothing else; but a
-    second SIGINT ends the process.
+    """Inside the block, the signals STOPPING immediately call `heard` in the listener's thread, and `in_main_thread` in
+    the main thread as soon as Python can run a handler there. They have no other effect, except that a second SIGINT
+    ends the process.
 
     Yields whether signals are received: the outermost block has to be entered in the main thread.
     """
@@ -75,7 +75,7 @@ def listening(heard: SignalHandler, in_main_thread: SignalHandler = _ignore) -> 
         _listener = _Listener()
     listener, subscriber = _listener, (heard, in_main_thread)
     assert listener is not None
-    if not outermost:  # a signal that came before is the outer block's, in both threads
+    if not outermost:  # an earlier signal belongs to the outer block, in both threads
         listener.flush()
     listener.subscribers.append(subscriber)
     try:
@@ -93,27 +93,27 @@ def listening(heard: SignalHandler, in_main_thread: SignalHandler = _ignore) -> 
 
 
 def conclude(seconds: float) -> None:
-    """A signal has ended the run: further ones change nothing. Where the program has no handlers for them and goes on
-    after the run, they have their usual effect again after so many seconds."""
+    """A signal has ended the run: further ones are ignored. If the program has no handlers for them and continues after
+    the run, they have their usual effect again after this number of seconds."""
     if _listener is not None:
         _listener.concluded_until = time.monotonic() + seconds
 
 
 def send_again(number: signal.Signals) -> None:
-    """Sends this process a signal that it has received before, for what follows; it counts as a first one."""
+    """Sends this process a signal again that it has received, for the code after the run; it counts as a first one."""
     if _listener is not None:
         _listener.interrupts.forget()
     os.kill(os.getpid(), number)
 
 
 class Interrupts:
-    """Tells a second Ctrl-C from the first, and from the same one that arrives twice."""
+    """Distinguishes a second Ctrl-C from the first, and from one that arrives twice."""
 
     def __init__(self) -> None:
         self._first: float | None = None
 
     def again(self) -> bool:
-        """A SIGINT has arrived: whether it is a second one."""
+        """A SIGINT has arrived; returns whether it is a second one."""
         if self._first is None:
             self._first = time.monotonic()
         return time.monotonic() - self._first > SAME_PRESS
@@ -165,7 +165,7 @@ class _Listener:
             keep_exit_code_at_exit()
 
     def flush(self) -> None:
-        """Returns when the signals received so far were delivered."""
+        """Returns once the signals received so far are delivered."""
         if os.getpid() != self._process:  # a forked process, which has no such thread
             return
         self._flushed.clear()
@@ -191,7 +191,7 @@ class _Listener:
                     self._deliver(number)
 
     def _receive(self) -> bytes:
-        """The next numbers of signals, empty at the end. Signals that are pending arrive in this thread instead."""
+        """The next signal numbers, empty at the end. Takes pending signals into this thread instead."""
         while True:
             with contextlib.suppress(TimeoutError):
                 return self._reader.recv(4096)

@@ -1,4 +1,4 @@
-"""The step that each rank of `--nproc` is in, in memory that outlives it: a rank that is killed cannot report it."""
+"""The current step of each rank of `--nproc`, in memory that outlives the rank: one that is killed cannot report it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from stepmark.liveness.progress import current
 
 _FORMAT = struct.Struct("7q")
 _FILE = "steps"
-# In place of whether the samples were shuffled: their order is that of a mixture, or follows their lengths.
+# Other values of `shuffled`: samples of a mixture, or grouped by length.
 MIXED, GROUPED = 2, 3
 
 
 @dataclass(frozen=True)
 class StepPlace:
-    """A step, from 1, and its samples: those from `first` on, `samples` of them, in the order of `epoch`, which `size`,
-    `seed` and `shuffled` determine; another one, if `shuffled` is MIXED or GROUPED. Before the first step `step` is 0,
-    and before the samples are known `samples`."""
+    """A step, counted from 1, and its `samples` samples from number `first` on, in the order of `epoch`, which `size`,
+    `seed` and `shuffled` determine, unless `shuffled` is MIXED or GROUPED. `step` is 0 before the first step, and
+    `samples` while they are unknown."""
 
     step: int = 0
     epoch: int = 0
@@ -35,8 +35,8 @@ class StepPlace:
 
     @classmethod
     def of(cls, step: int, samples: int, after: Mapping[str, Any]) -> StepPlace:
-        """A step with so many samples; `after` is the loader's state after it."""
-        if not {"dataset_size", "samples", "epoch", "seed", "order"} <= after.keys():  # of a loader that a user gave
+        """A step with this number of samples; `after` is the loader's state after it."""
+        if not {"dataset_size", "samples", "epoch", "seed", "order"} <= after.keys():  # a loader of the user's own
             return cls(step)
         size, used, epoch = int(after["dataset_size"]), int(after["samples"]), int(after["epoch"])
         if not used:  # it was the last step of an epoch; samples that drop_last leaves out follow it
@@ -66,7 +66,7 @@ class StepBoard:
 
 
 def show_step(place: StepPlace) -> None:
-    """In a rank: this is where it is now, for its heartbeats, and for the supervisor if one has started it."""
+    """Shows this rank's current place to its heartbeats, and to the supervisor if there is one."""
     global _board
     progress = current()
     if progress is not None:

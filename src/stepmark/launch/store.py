@@ -1,4 +1,4 @@
-"""The ranks' key-value store: which process serves it, and connecting to it."""
+"""The ranks' key-value store: which process serves it, and how the others connect."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from stepmark.launch.world import World
 from stepmark.liveness.host_group import launcher_serves
 
 ANSWER = timedelta(minutes=10)
-_CONNECTING = 3.0  # seconds that one attempt may take
+_CONNECTING = 3.0  # seconds for one attempt
 
 
 @dataclass(frozen=True)
 class StoreConnection:
-    """The store, this machine's address on the way to it, and the server's address; both addresses are None for the
-    rank that serves it."""
+    """The store, this machine's address on the route to it, and the server's address; both addresses are None on the
+    rank that serves the store."""
 
     store: dist.Store
     address: str | None = None
@@ -36,7 +36,7 @@ def open_store(world: World, clock: JoinClock) -> StoreConnection:
     """Connects to the ranks' store. With `--nproc` rank 0 serves it on the supervisor's socket; under torchrun the
     agent may serve it; otherwise rank 0 opens the port.
 
-    Raises LaunchError where rank 0 cannot open the port, or the others cannot reach it in time.
+    Raises LaunchError if rank 0 cannot open the port, or the others cannot reach it in time.
     """
     if world.rank == 0 and not launcher_serves():
         return StoreConnection(_serve(world))
@@ -82,7 +82,7 @@ def _tcp_store(world: World, left: float) -> dist.Store:
 
 
 def _wait_for_port(world: World, clock: JoinClock) -> tuple[str, str]:
-    """Waits until the store's port is open. Returns the two addresses of the connection: ours and the server's."""
+    """Waits until the store's port is open. Returns the addresses of both ends of the connection, the server's last."""
     problem = "no answer"
     while True:
         try:
@@ -97,7 +97,7 @@ def _wait_for_port(world: World, clock: JoinClock) -> tuple[str, str]:
 
 
 def _line(world: World, problem: str) -> str | None:
-    """One rank of each node says it."""
+    """The message, on one rank of each node; None on the others."""
     if world.local_rank > 0 and world.local_rank != min(1, world.local_size - 1):
         return None
     return f"{world.here} cannot reach {_server(world)} ({problem})"

@@ -153,7 +153,7 @@ def rank_command(arguments: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Ending:
-    """How an attempt ended: its exit code, and where it failed the first failure, as a message, and the step.
+    """How an attempt ended: its exit code, and if it failed the first failure, its message, and the step.
     `interrupted`: a signal has ended at least one rank."""
 
     code: int
@@ -164,7 +164,7 @@ class _Ending:
 
 
 def _attempt(make: Callable[..., _Ranks], command: Sequence[str], nproc: int, signals: _ForwardedSignals) -> _Ending:
-    """Starts the ranks once, and returns when all have ended. Raises OSError where they cannot be started."""
+    """Starts the ranks once, and returns when all have ended. Raises OSError if they cannot be started."""
     with _reports_folder() as reports, socket.create_server(("127.0.0.1", 0)) as listener:
         board = StepBoard(reports, nproc)
         ranks = make(command, nproc, reports, listener)
@@ -190,8 +190,8 @@ def _attempt(make: Callable[..., _Ranks], command: Sequence[str], nproc: int, si
 
 @contextlib.contextmanager
 def _reports_folder() -> Iterator[str]:
-    """A folder for the ranks' reports, which is locked, and removed afterwards. Those that no living process has locked
-    any more, since the supervisor was killed, are removed too."""
+    """A locked folder for the ranks' reports, which is removed afterwards, together with folders that are no longer
+    locked, because their supervisor was killed."""
     folder = tempfile.TemporaryDirectory(prefix="stepmark-ranks-", ignore_cleanup_errors=True)
     with folder as own, open(f"{own}/locked.part", "wb") as lock:
         try_lock(lock.fileno())
@@ -210,7 +210,7 @@ def _not_started(error: OSError) -> _Ending:
 
 
 def follow_supervisor() -> None:
-    """In a rank: makes the kernel kill this process when the supervisor ends, however it ends."""
+    """In a rank: makes the kernel kill this process when the supervisor ends for any reason."""
     supervisor = os.environ.get(SUPERVISOR)
     if supervisor is None or not sys.platform.startswith("linux"):
         return
@@ -283,8 +283,8 @@ class _Ranks:
         return environment
 
     def wait(self) -> None:
-        """Returns when all ranks have ended; after a first failure the others have GRACE_SECONDS, after a signal
-        `signal_grace` and GRACE_SECONDS."""
+        """Returns when all ranks have ended. After the first failure the others have GRACE_SECONDS, after a signal
+        `signal_grace` plus GRACE_SECONDS."""
         deadline = None
         while any(process.poll() is None for process in self._processes):
             if self._first_exit is None:
@@ -304,7 +304,7 @@ class _Ranks:
                     os.killpg(process.pid, signal.SIGKILL)
 
     def forward(self, number: int) -> None:
-        """Sends a signal to all ranks, once they are started, and starts the time in which they end by themselves."""
+        """Sends a signal to all ranks, once they are started, and limits the time in which they may exit."""
         if number == signal.SIGINT and self._interrupts.again():
             self._at_once = time.monotonic() + AT_ONCE_SECONDS
         if self._started:
@@ -314,12 +314,12 @@ class _Ranks:
         self.expect_end()
 
     def ended_at_once(self) -> bool:
-        """Whether a second SIGINT has ended a rank that was still at work."""
+        """Whether a second SIGINT has ended a rank that was still running."""
         codes = {process.returncode for process in self._processes}
         return self._at_once is not None and bool(codes & {-signal.SIGINT, -signal.SIGKILL})
 
     def expect_end(self) -> None:
-        """A signal was sent to the ranks: starts the time in which they end by themselves."""
+        """A signal was sent to the ranks: limits the time in which they may exit."""
         if self._signal_deadline is None:
             self._signal_deadline = time.monotonic() + self.signal_grace + GRACE_SECONDS
 
@@ -339,15 +339,15 @@ class _Ranks:
         return next(((rank, code) for rank, process in enumerate(self._processes) if (code := process.poll())), None)
 
     def send(self, number: int) -> None:
-        """Sends a signal to the ranks, and SIGKILL to their process groups. Other signals spare the data workers: a
-        rank without them cannot finish its step."""
+        """Sends a signal to the ranks, or SIGKILL to their process groups. Other signals spare the data workers,
+        without which a rank cannot finish its step."""
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)
 
     def first_failure(self, reported: list[FailureReport]) -> FailureReport:
-        """The first cause among the ranks' reports and, for ranks that could not report, their exit codes."""
+        """The first cause, from the ranks' reports, or from exit codes for ranks that could not report."""
         assert self._first_exit is not None
         if reported and not reported[0].secondary:
             return reported[0]
@@ -371,7 +371,7 @@ def _describe(code: int) -> str:
 
 
 class _ForwardedSignals:
-    """SIGINT, SIGTERM and SIGUSR1 to the supervisor reach every rank. `received`: the name of the last one."""
+    """Forwards the supervisor's signals to every rank. `received`: the name of the last one."""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -380,7 +380,7 @@ class _ForwardedSignals:
 
     @contextlib.contextmanager
     def to(self, ranks: _Ranks) -> Iterator[None]:
-        """Inside the block, signals go to these ranks, first those that came before."""
+        """Inside the block, signals go to these ranks, beginning with those that came earlier."""
         self._ranks = ranks
         while self._early:
             ranks.forward(self._early.pop(0))
@@ -397,7 +397,7 @@ class _ForwardedSignals:
             self._early.append(number)
 
     def wait(self, seconds: float) -> bool:
-        """Waits so long between two attempts; False, at once, if there is a signal."""
+        """Waits between two attempts; returns False immediately if there is a signal."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.received is None:
             time.sleep(POLL_SECONDS)

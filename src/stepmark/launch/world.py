@@ -1,4 +1,4 @@
-"""This process's place among the ranks of the run, from the variables of torchrun or Slurm."""
+"""This process's place among the ranks of the run, from the environment variables of torchrun or Slurm."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class World:
 
     @property
     def place(self) -> str:
-        """Where the ranks meet, for messages."""
+        """The address of the ranks' store, for messages."""
         return f"at {self.master_address}:{self.master_port}"
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Calls that may never return, each in a daemon thread of its own, which such a call keeps."""
+"""Calls with a time limit: each runs in its own daemon thread, which is abandoned if the call never returns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Other = TypeVar("Other")
 
 
 class BoundedCall(Generic[Result]):
-    """A call that has been started. With `raises`, `result` raises its error; otherwise that is printed, as for any
-    thread. Where no thread can be started, at the system's limit or while the interpreter exits, it runs here."""
+    """A running call. With `raises`, `result` raises its error; otherwise the error is printed, as for any thread. If
+    no thread can be started, at the system's limit or while the interpreter exits, the call runs in this thread."""
 
     def __init__(self, function: Callable[[], Result], *, raises: bool = False) -> None:
         self._function, self._raises = function, raises
@@ -46,6 +46,6 @@ class BoundedCall(Generic[Result]):
 
 
 def within(seconds: float, function: Callable[[], Result], otherwise: Other) -> Result | Other:
-    """The function's result, or `otherwise` where it takes longer, or has raised an error, which is printed."""
+    """The function's result, or `otherwise` if it takes longer, or raises an error, which is printed."""
     call = BoundedCall(function)
     return call.result() if call.ended(seconds) and call.error is None else otherwise

@@ -1,7 +1,7 @@
-"""Standard error while a run trains: lines for people or JSON objects (`log_format`), which the run's folder keeps.
+"""Standard error while a run trains: plain lines or JSON objects (`log_format`), which the run's folder keeps too.
 
-`sys.stderr` is wrapped, so that whatever the process prints there takes this way: this package's lines, loggers',
-warnings, and the traceback of a script. What native code writes to the descriptor does not.
+`sys.stderr` is wrapped, which covers everything that Python code prints there: this package's lines, loggers, warnings,
+and the traceback of a script. Output of native code, which writes to the descriptor, is not covered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from stepmark.liveness.thread_frames import outwards
 
 CONSOLE = "console"  # the folder of these lines, in the run's
-MOST_KEPT = 1_000_000  # bytes of a file, which then becomes the earlier one
+MOST_KEPT = 1_000_000  # bytes of a file, which is then renamed to the earlier one
 LONGEST = 10_000  # characters of a kept line
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")  # colours, and movements of a progress bar
 _ERROR = re.compile(r"(error|failed\b[^:]*): |Traceback |(\w+\.)*\w*(Error|Exception|Interrupt|Exit)(:|$)")
@@ -32,8 +32,8 @@ _WARNING = re.compile(r"(warning|stepmark): |interrupted by ")
 
 
 class Console:
-    """Passes what is written to it on to `inner`; see the module. `rank`: None for the process that starts the ranks.
-    Lines are kept in memory until the run has a folder."""
+    """Passes all text on to `inner`; see the module. `rank`: None for the process that starts the ranks. Lines
+    are kept in memory until the run has a folder."""
 
     def __init__(self, inner: Any, rank: int | None) -> None:
         self.inner, self.rank = inner, rank
@@ -46,7 +46,7 @@ class Console:
         return getattr(self.inner, name)
 
     def write(self, text: str) -> int:
-        """Keeps the lines that are complete; as JSON, nothing else is passed on."""
+        """Keeps complete lines; with JSON, only these are passed on."""
         lines = self.shaped(self._complete(text))
         if not self.json:
             self.inner.write(text)
@@ -59,13 +59,13 @@ class Console:
         self.write("".join(lines))
 
     def _complete(self, text: str) -> list[str]:
-        """The lines that `text` completes, as they stand in the end: a progress bar overwrites its own."""
+        """The lines that `text` completes, in their final form: a progress bar overwrites its own."""
         *lines, rest = f"{getattr(self._thread, 'rest', '')}{text}".split("\n")
         self._thread.rest = rest.rpartition("\r")[2][:MOST_KEPT]
         return [_CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in lines]
 
     def shaped(self, lines: Sequence[str]) -> list[str]:
-        """The lines as they are, or each as an object, with the level of the logger that writes it."""
+        """The lines unchanged, or each as a JSON object, with the level of the logger that writes it."""
         return [self._object(line) for line in lines if line.strip()] if self.json else list(lines)
 
     def _object(self, line: str) -> str:
@@ -76,7 +76,7 @@ class Console:
         return json_line({"message": line}, getattr(self._thread, "level", "info"), self.rank)
 
     def keep(self, lines: Sequence[str]) -> None:
-        """Adds the lines to the file; what cannot be written is left out."""
+        """Appends the lines to the file, if that can be written."""
         if self._path is None:
             self._waiting.extend(lines)
         elif lines:
@@ -87,7 +87,7 @@ class Console:
                     file.write("".join(f"{line[:LONGEST]}\n" for line in lines))
 
     def keep_in(self, folder: Path) -> None:
-        """From now on lines go to the folder of this run, with those before."""
+        """Writes lines to the folder of this run from now on, beginning with the earlier ones."""
         path = folder / CONSOLE / f"{'launcher' if self.rank is None else f'rank-{self.rank}'}.txt"
         began = time.strftime("%Y-%m-%d %H:%M:%S %z")
         title = [] if path == self._path else [f"== {began}, process {os.getpid()} on {socket.gethostname()}"]
@@ -99,7 +99,7 @@ class Console:
 
 
 def install(log_format: str, *, launcher: bool = False) -> None:
-    """Wraps `sys.stderr`, unless it is; from now on lines have this format. `launcher`: this process starts ranks."""
+    """Wraps `sys.stderr`, unless it is wrapped, and sets the format. `launcher`: this process starts ranks."""
     number = os.environ.get("RANK", "")
     rank = None if launcher else int(number) if number.isdecimal() else 0
     if sys.stderr is not None and not isinstance(sys.stderr, Console):
@@ -109,26 +109,26 @@ def install(log_format: str, *, launcher: bool = False) -> None:
 
 
 def installed() -> Console | None:
-    """The process's console; None where there is none, or something else has replaced `sys.stderr`."""
+    """The process's console; None if there is none, or something else has replaced `sys.stderr`."""
     return sys.stderr if isinstance(sys.stderr, Console) else None
 
 
 def keep_console(folder: Path) -> None:
-    """Keeps the lines in this run's folder from now on."""
+    """Writes lines to this run's folder from now on."""
     if (console := installed()) is not None:
         console.keep_in(folder)
 
 
 def json_line(values: dict[str, Any], level: str = "info", rank: int | None = 0) -> str:
-    """The values as an object, with the time in seconds since 1970, a level and a rank; non-finite numbers are
-    words."""
+    """The values as a JSON object, with the time (seconds since 1970), level and rank; non-finite numbers are
+    strings."""
     broken = {key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     finite = {key: str(value) if key in broken else value for key, value in values.items()}
     return json.dumps({"time": time.time(), "level": level, "rank": rank, **finite}, default=str)
 
 
 def _level(line: str) -> str:
-    """That of the logger which is writing this line, or what the line says itself."""
+    """The level of the logger that is writing this line, or the one that the line suggests."""
     for frame in outwards(sys._getframe(1)):
         if frame.f_code is logging.StreamHandler.emit.__code__:
             return str(frame.f_locals["record"].levelname.lower())

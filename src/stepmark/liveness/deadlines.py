@@ -1,4 +1,4 @@
-"""The phases of a save or a restore on one rank, each with a deadline, and visible to the other ranks."""
+"""Deadlines of operations that may hang, and of the phases of a save or restore, which the other ranks see."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ class PhaseDeadlines:
     ) -> dict[int, Any]:
         """Waits for the posts of these ranks under the topic.
 
-        Raises RankFailed where a rank has failed, and CheckpointTimeout once this phase is late, which names the late
-        ranks and what they are doing. `needs` are the posts that those ranks wait for themselves, in order, since the
-        rank that causes the delay may be late there.
+        Raises RankFailed if a rank has failed, and CheckpointTimeout once this phase is late, which names the late
+        ranks and what they are doing. `needs` lists the posts that those ranks wait for themselves, in order: the rank
+        that causes the delay may be late with one of them.
         """
         try:
             return self.board.wait(topic, ranks, self.deadline)

@@ -1,9 +1,9 @@
-"""The process of `external_watchdog.py`, a script that imports nothing of ours: ends its parent after a countdown.
+"""The helper process of `external_watchdog.py`: ends its parent after a countdown. It imports nothing of this package.
 
-Arguments: the parent's process id, the signal at which the parent prints its stacks, the rank, and the folder for
-failure reports (empty: standard error). Each line on standard input is a countdown as JSON: its name, the seconds after
-which the parent is to print its stacks and after which it is ended (each null for never), what the parent was doing,
-and the status file of the run with what is to be in it (null for none).
+Arguments: the parent's process id, the signal that makes the parent print its stacks, the rank, and the folder for
+failure reports (empty: standard error). Each line on standard input is a countdown in JSON: its name, the seconds after
+which the parent prints its stacks and after which it is killed (null: never), what the parent is doing, and the path
+and content of the run's status file (null for none).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 
 LOOK_SECONDS = 0.25
-PRINTING = 0.5  # seconds that the parent has to print its stacks
+PRINTING = 0.5  # seconds for the parent to print its stacks
 PATIENCE = 3.0  # seconds that SIGTERM may wait for a parent that is stopped
 SAVE = "save"
 REASON = (
@@ -40,11 +40,10 @@ class Countdown:
 
 
 def main(parent: int, stacks: int, rank: int, reports: str) -> None:
-    """Counts down until standard input is closed or the parent is gone. Only time in which both this process and the
-    parent are running counts. A parent that is stopped, and that its launcher asks to end, is killed: it would keep the
-    job from ending."""
+    """Counts down until standard input is closed or the parent is gone. Only time in which both processes are running
+    counts. A stopped parent that its launcher has asked to exit is killed, since it would keep the job from ending."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are the parent's to handle
+        signal.signal(number, signal.SIG_IGN)  # the parent handles them
     countdowns: dict[str, Countdown] = {}
     looked, asked = time.monotonic(), 0.0
     launched = not reports and int(os.environ.get("WORLD_SIZE", "1")) > 1  # by another launcher than ours
@@ -75,15 +74,14 @@ def main(parent: int, stacks: int, rank: int, reports: str) -> None:
 
 
 def _read_lines() -> list[bytes] | None:
-    """What has arrived within a moment; None if the input is closed. The parent writes each line in one piece."""
+    """The lines that arrive within LOOK_SECONDS; None once the input is closed. The parent writes each line at once."""
     if not select.select([0], [], [], LOOK_SECONDS)[0]:
         return []
     return os.read(0, 65536).splitlines() or None
 
 
 def _state(process: int) -> tuple[bool, bool]:
-    """Whether a process is stopped, by SIGSTOP or a debugger, and whether a SIGTERM waits for it then; False where that
-    cannot be told."""
+    """Whether a process is stopped, by SIGSTOP or a debugger, and whether a SIGTERM is pending; False if unknown."""
     try:
         with open(f"/proc/{process}/status") as file:
             lines = dict(line.split(":\t", 1) for line in file)
@@ -117,7 +115,7 @@ def _end(parent: int, stacks: int, rank: int, reports: str, missed: Countdown) -
 
 
 def _replace(target: str, content: dict) -> None:
-    """As FailureReport.leave does."""
+    """Writes the file atomically, like FailureReport.leave."""
     with open(f"{target}.part", "w") as file:
         json.dump(content, file)
     os.rename(f"{target}.part", target)

@@ -1,7 +1,7 @@
 """Reports of why ranks failed, so that the user reads the first cause, once.
 
-Under `--nproc` each rank leaves a report in the supervisor's folder, and the supervisor prints one. Under another
-launcher the ranks agree through the store of the process group: the first to fail prints.
+Under `--nproc` each rank writes a report to the supervisor's folder, and the supervisor prints one. Under other
+launchers the ranks agree through their store: the first to fail prints.
 """
 
 from __future__ import annotations
@@ -16,17 +16,29 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from stepmark.errors import (
+    CheckpointBusy,
+    CheckpointMismatch,
+    DataError,
+    DataWorkerLost,
+    MetricsError,
+    PeerFailed,
+    StepmarkError,
+    TrainingDiverged,
+    UsageError,
+)
 from stepmark.filesystem.error_advice import is_trouble, with_advice
 from stepmark.liveness.console import keep_console
 from stepmark.liveness.raised_at import raised_at
 
 REPORTS = "STEPMARK_REPORTS"
-OUTPUT_CLOSED = "nobody reads standard output any more"
+OUTPUT_CLOSED = "standard output is closed"
 TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms for ")  # gloo's words
 FAILURES = "failures"  # the folder of the ranks' tracebacks, in the run's
 TITLE = "== "  # begins the line above each of them
 MOST_KEPT = 100_000  # characters of one traceback, and of those before it
 _KEPT = "_stepmark_kept"  # the attribute of an error whose traceback is in the run's folder
+_PERMANENT = (UsageError, DataError, MetricsError, CheckpointMismatch, TrainingDiverged, KeyboardInterrupt)
 PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
@@ -43,7 +55,7 @@ _BEYOND = {  # torch's words
 @dataclass(frozen=True)
 class FailureReport:
     """Why one rank failed. `secondary`: a consequence of another rank's failure, such as a lost connection.
-    `permanent`: it would fail in the same way if it was started again, since the call or the data is wrong."""
+    `permanent`: a restart would fail in the same way, since the call or the data is wrong."""
 
     rank: int
     message: str
@@ -55,8 +67,6 @@ class FailureReport:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> FailureReport:
-        from stepmark.errors import PeerFailed, StepmarkError
-
         known = isinstance(error, StepmarkError)
         text = _without_traceback(str(error).strip())
         lost = isinstance(error, RuntimeError) and not known and any(sign in text for sign in PEER_LOST)
@@ -82,7 +92,7 @@ class FailureReport:
 
     @classmethod
     def of_closed_output(cls, rank: int) -> FailureReport:
-        """A rank that ends because the reader of its standard output has gone, which is not shown as an error."""
+        """A rank that exits because the reader of its standard output is gone, which is not shown as an error."""
         return cls(rank, OUTPUT_CLOSED, "", 1, False, time.time())
 
     def leave(self, folder: str | os.PathLike[str]) -> None:
@@ -93,7 +103,7 @@ class FailureReport:
         temporary.rename(target)
 
     def keep(self, folder: Path) -> None:
-        """Adds the traceback to `failures/rank-N.txt` in the run's folder; one that cannot be written is left out."""
+        """Appends the traceback to `failures/rank-N.txt` in the run's folder, if that can be written."""
         path = folder / FAILURES / f"rank-{self.rank}.txt"
         when = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.time))
         title = f"{TITLE}{when}, process {os.getpid()} on {socket.gethostname()}: {self.message}"
@@ -105,8 +115,6 @@ class FailureReport:
 
 def keep_failure(folder: Path, error: BaseException, rank: int) -> None:
     """Keeps the traceback in the run's folder, once, unless the folder is another run's, or the call is wrong."""
-    from stepmark.errors import CheckpointBusy, UsageError
-
     if not isinstance(error, (UsageError, CheckpointBusy)) and not getattr(error, _KEPT, False):
         FailureReport.of(error, rank).keep(folder)
         keep_console(folder)
@@ -125,23 +133,20 @@ def kept_failures(folder: Path, since: float = 0.0) -> dict[str, str]:
 
 
 def _without_traceback(text: str) -> str:
-    """What a DataLoader's worker says, without its traceback: the worker, and the error."""
+    """A DataLoader worker's message without its traceback: the worker, and the error."""
     first, worker, trace = text.partition("\nOriginal Traceback (most recent call last):\n")
     return f"{first.rstrip('.')}: {trace.strip().splitlines()[-1]}" if worker and trace.strip() else text
 
 
 def is_permanent(error: BaseException) -> bool:
     """Whether the same call would fail in the same way."""
-    from stepmark import errors
-
-    permanent = (errors.UsageError, errors.DataError, errors.MetricsError, errors.CheckpointMismatch)
-    known = isinstance(error, (*permanent, errors.TrainingDiverged, KeyboardInterrupt))
-    return known and not isinstance(error, errors.DataWorkerLost) and not is_trouble(error)
+    permanent = isinstance(error, _PERMANENT) and not isinstance(error, DataWorkerLost)
+    return permanent and not is_trouble(error)
 
 
 def describe_lost_peer(text: str, who: str = "another rank") -> str:
-    """gloo's message about another rank without its place in gloo's source, and what it means: the connection is lost,
-    or has been silent for the time limit of collectives, which also counts time in which the job was suspended."""
+    """Explains gloo's message about another rank, without the line of its source: the connection is lost, or was silent
+    for the time limit of collectives, which also counts time in which the job was suspended."""
     late = TIMED_OUT.search(text)
     if late is not None:
         return (
@@ -157,7 +162,7 @@ def describe_lost_peer(text: str, who: str = "another rank") -> str:
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Whether the error, or what it was raised from, is that of a connection to another rank."""
+    """Whether the error, or one of its causes, is a lost connection to another rank."""
     while error is not None:
         if isinstance(error, RuntimeError) and any(sign in str(error) for sign in PEER_LOST):
             return True

@@ -18,7 +18,7 @@ import logging
 import os
 import socket
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.filesystem import files
@@ -31,18 +31,6 @@ STALE = 60.0  # seconds without one, after which a process on another machine is
 logger = logging.getLogger("stepmark")
 
 
-@dataclass(frozen=True)
-class _Own:
-    """A heartbeat of this process: its file, however that is spelled, and the process's number, in case it forks."""
-
-    path: Path
-    file: tuple[int, int]
-    process: int
-
-
-_alive_here: list[_Own] = []
-
-
 def boot_id() -> str:
     """Identifies this boot of this machine."""
     try:
@@ -52,7 +40,7 @@ def boot_id() -> str:
 
 
 class Heartbeat:
-    """A file that is touched, and locked, as long as this process lives."""
+    """A file that is touched and locked for as long as this process lives."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,11 +48,12 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="stepmark-heartbeat", daemon=True)
         self._descriptor = files.open_for_writing(path, truncate=True)
         status = os.fstat(self._descriptor)
-        self._own = _Own(path.resolve(), (status.st_dev, status.st_ino), os.getpid())
-        _alive_here.append(self._own)
+        self.place, self.file = path.resolve(), (status.st_dev, status.st_ino)  # however its path is spelled
+        self.process = os.getpid()  # which may fork
+        _alive_here.append(self)
         data = {"boot": boot_id(), "host": socket.gethostname(), "dev": status.st_dev}
         try:
-            try_lock(self._descriptor)  # first: whoever can read the file may rely on its lock
+            try_lock(self._descriptor)  # first: a process that can read the file relies on its lock
             files.write_at(self._descriptor, memoryview(json.dumps(data).encode()), 0)
         except BaseException:
             self.stop()
@@ -73,28 +62,28 @@ class Heartbeat:
     def start(self, path: Path | None = None) -> None:
         """Begins to beat, at `path` if the file has been moved."""
         if path is not None:
-            before, self._own = self._own, replace(self._own, path=path.resolve())
-            _alive_here.append(self._own)
-            _alive_here.remove(before)
-            self.path = path
+            self.place, self.path = path.resolve(), path
         self._thread.start()
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT):
             try:
                 os.utime(self._descriptor)
-            except OSError as error:  # others then see no heartbeat, which is correct
+            except OSError as error:  # other processes then see no heartbeat, which is correct
                 logger.warning("cannot show that this run is alive in %s: %s", self.path, error)
 
     def stop(self) -> None:
-        """Ends the beat and gives the lock back."""
+        """Stops the heartbeat and releases the lock."""
         self._stop.set()
-        if self._own in _alive_here:
-            _alive_here.remove(self._own)
+        if self in _alive_here:
+            _alive_here.remove(self)
         if self._thread.is_alive():
             self._thread.join()
         unlock(self._descriptor)
         files.close(self._descriptor)
+
+
+_alive_here: list[Heartbeat] = []
 
 
 @dataclass
@@ -117,8 +106,8 @@ class HeartbeatMonitor:
         self._seen: dict[Path, _Sighting] = {}
 
     def state(self, path: Path) -> bool | None:
-        """Whether the process behind the file is alive. None: unknown as yet, ask again; it is known STALE seconds
-        after the first call at the latest."""
+        """Whether the process behind the file is alive; None while that is unknown, which it is for at most STALE
+        seconds after the first call."""
         verdict = lock_verdict(path)
         if verdict is not None:
             return verdict
@@ -140,7 +129,7 @@ class HeartbeatMonitor:
 def lock_verdict(path: Path) -> bool | None:
     """Whether the process that made the file exists, as far as this machine's kernel knows; None where it cannot."""
     own = _find_own(path)
-    if own is not None:  # opening and closing it here would give its lock back
+    if own is not None:  # opening and closing it here would release its lock
         return own.process == os.getpid() or None
     try:
         data = json.loads(path.read_bytes())
@@ -151,7 +140,7 @@ def lock_verdict(path: Path) -> bool | None:
         return None
     try:
         free = try_lock(descriptor)
-        if free and data.get("dev") != os.fstat(descriptor).st_dev:  # another mount, whose locks may be separate
+        if free and data.get("dev") != os.fstat(descriptor).st_dev:  # another mount, which may have locks of its own
             return None
         return None if free is None else not free
     finally:
@@ -167,15 +156,15 @@ def host_of(path: Path) -> str | None:
 
 
 def is_here(path: Path) -> bool:
-    """Whether the file is one of this process."""
+    """Whether the heartbeat is one of this process."""
     return _find_own(path) is not None
 
 
-def _find_own(path: Path) -> _Own | None:
-    """This process's heartbeat in that file: by the file's identity, or by its path where inode numbers are not
+def _find_own(path: Path) -> Heartbeat | None:
+    """The heartbeat of this process in that file: by the file's identity, or by its path where inode numbers are not
     stable."""
     resolved, file = path.resolve(), None
     with contextlib.suppress(OSError):  # gone or unreachable: then its path decides
         status = os.stat(path)
         file = (status.st_dev, status.st_ino)
-    return next((own for own in list(_alive_here) if own.file == file or own.path == resolved), None)
+    return next((own for own in list(_alive_here) if own.file == file or own.place == resolved), None)

@@ -25,7 +25,7 @@ from stepmark.errors import PeerFailed
 from stepmark.liveness.bounded_call import BoundedCall
 from stepmark.liveness.failure_report import TIMED_OUT, describe_lost_peer, is_lost_peer
 
-_PROBE = 0x5EE  # the tag of messages that nobody receives
+_PROBE = 0x5EE  # the tag of messages that no rank receives
 _NOTICED = 1.0  # seconds after which all connections to a rank that has ended are known to be lost
 _STORE_SECONDS = 1.0  # that a question to the ranks' store may take
 _held: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -93,8 +93,8 @@ class HostGroup:
     # Not collective
 
     def is_gone(self, rank: int) -> bool:
-        """Whether the connection to another rank is lost, because its process has ended. One that is stopped is there,
-        and of a machine that has lost its power nothing is known."""
+        """Whether the connection to another rank is lost, because its process has ended. A stopped process is not gone;
+        a machine without power is not noticed."""
         if self.size == 1 or rank == self.rank or not dist.is_initialized():
             return False
         try:
@@ -108,7 +108,7 @@ class HostGroup:
         return ", ".join(f"rank {rank}" for rank in range(self.size) if self.is_gone(rank))
 
     def explain(self, error: BaseException | None) -> PeerFailed | None:
-        """What torch's error of a collective that has lost another rank, or waited too long, means; None of others."""
+        """PeerFailed for torch's error of a collective that has lost a rank or timed out; None for other errors."""
         if not isinstance(error, RuntimeError) or not (is_lost_peer(error) or TIMED_OUT.search(str(error))):
             return None
         until = time.monotonic() + _NOTICED
@@ -117,11 +117,11 @@ class HostGroup:
         return PeerFailed(describe_lost_peer(str(error), gone or "another rank"))
 
     def tell(self, topic: str, text: str) -> None:
-        """Leaves a text in the ranks' store, if that answers."""
+        """Puts a text into the ranks' store, if that answers."""
         self._ask_store(lambda store: store.set(topic, text))
 
     def told(self, topic: str) -> str | None:
-        """What a rank has left under the topic; None where there is nothing, or the store does not answer."""
+        """The text that a rank has put there under the topic; None without one, or if the store does not answer."""
         return self._ask_store(lambda store: store.get(topic).decode() if store.check([topic]) else None)
 
     def _ask_store(self, ask: Callable[[dist.Store], str | None]) -> str | None:
@@ -129,6 +129,6 @@ class HostGroup:
             return None
         call = BoundedCall(lambda: ask(distributed_c10d._get_default_store()), raises=True)
         self._store_answers = call.ended(_STORE_SECONDS)
-        with contextlib.suppress(RuntimeError):  # the rank that serves it is gone
+        with contextlib.suppress(RuntimeError, ValueError):  # the rank that serves it is gone, or this one has left
             return call.result() if self._store_answers else None
         return None

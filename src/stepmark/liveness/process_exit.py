@@ -1,4 +1,4 @@
-"""Ends a rank that cannot end by itself, and reports the reason to the process that started it."""
+"""Ends a rank that cannot exit normally, and reports the reason to the process that started it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from stepmark.liveness.failure_report import REPORTS, FailureReport
 
 INTERRUPTED = 75  # exit code: ended by a signal, and can be resumed
 STDERR = 2
-RECORDING = 2.0  # seconds that recording the reason may take, since a file system may hang
-FLUSHING = 1.0  # seconds that printing may take
+RECORDING = 2.0  # seconds for recording the reason: a file system may hang
+FLUSHING = 1.0  # seconds for printing
 
 
 def print_stacks(reason: str) -> None:
-    """Prints the reason and the stacks of all threads to standard error, with the limits of `say`."""
+    """Prints the reason and the stacks of all threads to standard error, as `say` does."""
     _write(f"stepmark: {reason}; the stacks of all threads:", stacks=True)
 
 
 def say(line: str) -> None:
-    """Prints a line on the process's standard error, if that can be written to and does not take long."""
+    """Prints a line to standard error, unless that fails or blocks."""
     _write(line)
 
 
@@ -45,7 +45,7 @@ def _write(line: str, *, stacks: bool = False) -> None:
 
 
 def _stacks() -> list[str]:
-    """Those of all threads. Not through a pipe: faulthandler would hold the interpreter's lock while that is full."""
+    """The stacks of all threads. Not through a pipe: faulthandler holds the interpreter's lock while it is full."""
     named = hasattr(os, "memfd_create")
     with open(os.memfd_create("stacks"), "w+b") if named else tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file=file, all_threads=True)
@@ -54,7 +54,7 @@ def _stacks() -> list[str]:
 
 
 def end_process(error: BaseException, rank: int) -> None:
-    """Ends this process at once, as a failed one; the error goes where errors of a rank go."""
+    """Ends this process at once as a failed one, and reports the error like any error of a rank."""
     failure = FailureReport.of(error, rank)
     try:
         if not within(RECORDING, lambda: reported(failure), False):
@@ -74,9 +74,9 @@ def reported(failure: FailureReport) -> bool:
 
 
 def end_interrupted(reason: str, record: Callable[[str], None], seconds: float = RECORDING) -> NoReturn:
-    """Ends this process at once, as one that a signal has interrupted, from a thread other than the main one, which
-    cannot end it in time by raising RunInterrupted. `record(reason)` is called first, and may take so many seconds: a
-    file system may hang."""
+    """Ends this process at once with exit code 75, from another thread than the main one, which cannot raise
+    RunInterrupted in time. `record(reason)` is called first, and is given up after `seconds`: a file system may
+    hang."""
     try:
         within(seconds, lambda: record(reason), None)
     finally:
@@ -94,7 +94,7 @@ def end_by_signal(number: int) -> NoReturn:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Ends this process at once. What it has printed is flushed, if that is possible and does not take long."""
+    """Ends this process at once. Its output is flushed, unless that fails or blocks."""
     try:
         within(FLUSHING, _flush, None)
     finally:
@@ -108,7 +108,7 @@ def _flush() -> None:
 
 
 def end_rank(exit_code: int) -> None:
-    """Ends this process at once, if it is one of several ranks. After a failure: cleaning up takes seconds, waits for a
-    rank that is stopped, and aborts the process where threads are in collectives."""
+    """Ends this process at once if it is one of several ranks, after a failure: a normal exit takes seconds, waits for
+    ranks that are stopped, and aborts the process where threads are in collectives."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         leave(exit_code)

@@ -1,8 +1,8 @@
-"""Where the thread that trains is, and how long it may stay there.
+"""What the training thread is doing, and how long that may take.
 
-The thread says what it begins (`entering`, `staying`), which costs an assignment and waits for nothing. The thread that
-sends heartbeats reads it, and compares the time with limits that are learned from the steps before. Only time in which
-the process is running counts.
+The thread announces each phase (`entering`, `staying`), which costs an assignment and never blocks. The thread that
+sends heartbeats reads it, and compares the time with limits that are learned from earlier steps. Only running time
+counts.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from stepmark.liveness.running_time import running_time
 from stepmark.liveness.thread_frames import frame_of, is_compiling
 
 AUTO, OFF = "auto", "off"
-FLOOR, END_FLOOR = 30.0, 300.0  # seconds: nothing is named, or ended by `auto`, before
+FLOOR, END_FLOOR = 30.0, 300.0  # seconds before which nothing is named, or ended by `auto`
 FIRST_END = 3600.0  # seconds, while no step, or batch of an evaluation, has shown how long one lasts
 FACTOR = 10.0  # times the usual step or the longest wait; also from being named to being ended
-ONCE = 3.0  # times the longest step that compiled, or what came between steps so far
+ONCE = 3.0  # times the longest step that compiled, or the longest phase between steps so far
 LATEST = 50  # steps of which the median is taken
 FIRST = 2  # steps that may compile, load libraries and allocate
 
@@ -39,7 +39,7 @@ SAVE = "saving or restoring"  # which has deadlines of its own
 END = "after the last step"
 WITHOUT_STEP = (BEFORE, START, END)
 _STEP = (PASSES, REDUCE, UPDATE)
-_ENDS = (DATA, *_STEP, EVALUATION)  # `step_timeout: auto` ends these; how long a user's code takes nobody knows
+_ENDS = (DATA, *_STEP, EVALUATION)  # ended by `step_timeout: auto`; a user's code may take any time
 
 
 class Position(NamedTuple):
@@ -79,7 +79,7 @@ class Progress:
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Inside the block, this thread is the one that trains."""
+        """Inside the block, this thread is the training thread."""
         before, _current.progress = getattr(_current, "progress", None), self
         self.thread = threading.get_ident()
         try:
@@ -97,7 +97,7 @@ class Progress:
         self.position = Position(self._step, self._order, phase, part, now)
 
     def at_step(self, step: int) -> None:
-        """What comes next belongs to step number `step`, from 1."""
+        """The following phases belong to step number `step`, from 1."""
         if step != self._step:
             self._step, self._order = step, 0
 
@@ -105,7 +105,7 @@ class Progress:
         self._began = running_time()
 
     def step_ended(self, graphs: int | None) -> None:
-        """The step is over; `graphs`: those that were new to the process so far, on a lazy device."""
+        """The step is over; `graphs`: the graphs that the process had to compile or load so far, on a lazy device."""
         began, self._began = self._began or 0.0, None
         seconds = running_time() - began
         self._done += 1
@@ -118,7 +118,7 @@ class Progress:
     # What another thread asks
 
     def seconds(self, position: Position) -> float:
-        """Since when the phase lasts, without the compilations that PyTorch has made in it."""
+        """Seconds since the phase began, not counting compilations by torch.compile."""
         now = running_time()
         if now - position.since > FLOOR / 2 and is_compiling(frame_of(self.thread)):
             self._compiled = now
@@ -169,7 +169,7 @@ def entering(phase: str, part: int | None = None) -> None:
 
 @contextmanager
 def staying(phase: str) -> Iterator[None]:
-    """Inside the block, the calling thread is in this phase; afterwards in the one before."""
+    """Inside the block, the calling thread is in this phase; afterwards it is back in the previous one."""
     progress = current()
     before = None if progress is None else progress.position
     entering(phase)
@@ -181,5 +181,5 @@ def staying(phase: str) -> Iterator[None]:
 
 
 def current() -> Progress | None:
-    """That of the calling thread; None where it does not train."""
+    """The progress of the calling thread; None if it does not train."""
     return getattr(_current, "progress", None)

@@ -1,4 +1,4 @@
-"""Which line an error came from: the user's, rather than this package's or a library's."""
+"""Finds the line that an error came from: in the user's code, rather than in this package or a library."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Line(NamedTuple):
 
     @property
     def of_library(self) -> bool:
-        made = self.function.startswith("__")  # by dataclasses, which call their code <string> too
+        made = self.function.startswith("__")  # by dataclasses, whose generated code is named <string> too
         unwritten = self.file.startswith("<") and (made or not self.file.startswith(_TYPED))
         return unwritten or self.file.startswith(_INSTALLED) or _SITE.match(self.file) is not None
 
@@ -44,9 +44,9 @@ class Line(NamedTuple):
 
 
 def raised_at(error: BaseException, *, known: bool) -> Line | None:
-    """The line of code that the error came from: the last one of the user's that this package has called, directly or
-    through a library. Without one, None for an error whose message is meant for users (`known`); for another the last
-    line outside this package and torch, or outside this package, or of it."""
+    """The line that the error came from: the last line of the user's code that this package has called, directly or
+    through a library. If there is none: None for errors whose message is meant for users (`known`); for others the last
+    line outside of this package and torch, or outside of this package, or in it."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = _told(error) or [Line(*frame[:3]) for frame in traceback.extract_tb(error.__traceback__)]
@@ -58,8 +58,8 @@ def raised_at(error: BaseException, *, known: bool) -> Line | None:
 
 
 def _told(error: BaseException) -> list[Line]:
-    """The lines of the traceback that the error brings along as text, from the data worker in which it was raised: its
-    first, which is the cause of the others."""
+    """The lines of the traceback that an error of a data worker contains as text: the first traceback, which is the
+    cause of the others."""
     found: list[Line] = []
     for text in "\n".join([str(error), *getattr(error, "__notes__", ())]).splitlines():
         match = _TOLD.match(text)

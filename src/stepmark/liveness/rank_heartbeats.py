@@ -1,18 +1,18 @@
 """Heartbeats of the ranks while a run trains: which rank is silent, and which one the others wait for.
 
 A collective waits for hours for a rank that hangs, is stopped, or whose machine is gone, and then names neither the
-rank nor what it was doing. So, for as long as a run trains:
+rank nor what it was doing. So, while a run trains:
 
-heartbeat  A thread of every rank writes a growing number, and where its training is, to the ranks' store, once per
-           second. It needs neither the device nor the main thread: only a rank that is stopped does not beat.
-verdict    Rank 0 (or the first that has not left) names the rank that keeps the others waiting for too long
-           (`stuck_ranks.py`), and publishes the end of the run. The others read that, and watch its heartbeat.
-ticker     A second thread watches the first: the store does not answer if rank 0, which serves it, is stopped. It also
-           keeps a process from acting that notices where no thread can run (`standby`).
-end        Each rank that learns of the end prints its stacks and exits, with an error that names the rank.
+heartbeat  A thread of every rank writes a counter, and what its training thread is doing, to the ranks' store once per
+           second. It needs neither the device nor the main thread: only a stopped rank has no heartbeat.
+verdict    Rank 0 (or the first rank that has not left) names the rank that keeps the others waiting for too long
+           (`stuck_ranks.py`), and publishes the end of the run. The others read that, and watch rank 0's heartbeat.
+ticker     A second thread watches the first, since the store does not answer if rank 0, which serves it, is stopped. It
+           also resets the countdown of the external watchdog, which acts if no thread can run (`standby`).
+end        Each rank that learns of the end prints its stacks and exits with an error that names the rank.
 
-A single rank has the same threads and no store. Only time during which the observing process was running counts: a job
-that is suspended entirely, such as on a laptop that sleeps, goes on.
+A single rank has the same threads and no store. Time counts only while the observing process is running: a job that is
+suspended as a whole, such as on a laptop that sleeps, continues.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ class Silence:
 
 
 class PeerWatch:
-    """A context in which a rank that keeps the others waiting is named, and after a time ends the run.
+    """A context in which a rank that keeps the others waiting is named, and eventually ends the run.
 
-    All ranks exit, with code 1, when one of them has no heartbeat for `limit` seconds (`save_timeout`), or stays for
-    too long where `at`, which this thread follows inside the block, says it is.
+    All ranks exit with code 1 when one of them has no heartbeat for `limit` seconds (`save_timeout`), or stays in a
+    phase of `at`, which this thread follows inside the block, for too long.
 
-    `found(finding)` is called on the rank that judges when a rank is named, and with None when it goes on;
-    `ending(reason)` before the process exits; `standby(seconds, last, doing)` with each beat: another process prints
-    this one's stacks where no call follows for so many seconds, and ends it after `last` (None: never). All are called
-    in another thread. `place` describes what a rank has of the model, or is empty.
+    These are called in other threads: `found(finding)` on the judging rank when a rank is named, and with None when
+    that rank makes progress again; `ending(reason)` before the process exits; `standby(prints, ends, doing)` with each
+    heartbeat: unless it is called again, the external watchdog prints this process's stacks after `prints` seconds, and
+    ends it after `ends` (None: never). `place` describes a rank's part of the model, or returns an empty string.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class PeerWatch:
         self._verdict_lock = threading.RLock()
         self._count = 0
         self._started: set[int] = set()  # ranks with a first heartbeat
-        self._latest: dict[int, Beat] = {}  # heartbeats, one's own included
-        self._left: set[int] = set()  # ranks that have ended by themselves
-        self._suspect: Finding | None = None  # found once: heartbeats are of different moments
+        self._latest: dict[int, Beat] = {}  # latest heartbeat of each rank, including this one
+        self._left: set[int] = set()  # ranks that have exited normally
+        self._suspect: Finding | None = None  # found once, which does not count: heartbeats are of different moments
         self._named: Finding | None = None
         self._following = contextlib.ExitStack()
         # A separate connection: a request that waits for an answer blocks all others on the same connection.
@@ -118,7 +118,7 @@ class PeerWatch:
         ]
 
     def start(self) -> None:
-        """Begins to send heartbeats, of a thread that will train."""
+        """Starts to send heartbeats, before training begins."""
         self._send_beat()
         for thread in self._threads:
             thread.start()
@@ -133,9 +133,9 @@ class PeerWatch:
         self._arm()
 
     def close(self) -> None:
-        """This rank has ended training, or will not train. It may be called again."""
+        """This rank has finished training, or will not train. May be called more than once."""
         self._following.close()
-        with self._verdict_lock:  # what this rank has begun to end, it ends
+        with self._verdict_lock:  # if this rank has begun to end the run, it completes that
             self._closed.set()
         for thread in filter(threading.Thread.is_alive, self._threads):
             thread.join(2 * self._beat)  # a thread blocked by a store that does not answer is abandoned
@@ -160,9 +160,9 @@ class PeerWatch:
             time.sleep(2 * self._beat)  # so that the others see that this rank has left, and was not killed
 
     def _ended_peers(self) -> list[str]:
-        """After a connection was lost: the ranks whose heartbeat has stopped, described. One that fails by itself
-        leaves, and one that has lost its connection too goes on for as long as it looks; under `--nproc` the supervisor
-        knows which rank was killed."""
+        """After a lost connection: descriptions of the ranks whose heartbeat has stopped. A rank that fails leaves
+        normally, and one that has lost its connection too still beats while it looks here. Under `--nproc` the
+        supervisor knows which rank was killed."""
         if self._store is None:
             return []
         try:
@@ -178,7 +178,7 @@ class PeerWatch:
         return [self._describe(rank) for rank in stopped if rank != self._rank]
 
     def _read(self, ranks: Iterable[int]) -> dict[int, str]:
-        """The latest heartbeats of those of these ranks that have one."""
+        """The latest heartbeats of these ranks, if they have one."""
         assert self._store is not None
         self._started |= {each for each in ranks if each not in self._started and self._store.check([f"beat/{each}"])}
         started = [rank for rank in ranks if rank in self._started]
@@ -202,7 +202,7 @@ class PeerWatch:
                 self._reachable.set(f"beat/{self._rank}", LEFT)
 
     def _beats_until_closed(self) -> Iterator[None]:
-        """Waits for each beat; the first ones follow each other sooner, since a run may hang in its first second."""
+        """Waits for each beat; the first ones are closer together, since a run may hang in its first second."""
         pause = self._beat / 2**BEATS
         while not self._closed.wait(pause):
             yield
@@ -216,7 +216,7 @@ class PeerWatch:
         self._judge({self._rank: own, **{rank: beat for rank, beat in beats.items() if beat}}, silent)
 
     def _obey(self) -> None:
-        """Ends the process if the rank that judges has said so."""
+        """Ends the process if the judging rank has said so."""
         if self._reachable is not None and self._reachable.check(["verdict"]):
             self._end(self._reachable.get("verdict").decode())
 
@@ -229,11 +229,11 @@ class PeerWatch:
 
     @property
     def _first(self) -> int:
-        """The first rank that has not left, which judges; without the store a rank judges itself."""
+        """The judging rank: the first that has not left; without the store, each rank judges itself."""
         return self._rank if self._reachable is None else min(set(range(self._size)) - self._left)
 
     def _beats(self) -> dict[int, Beat | None]:
-        """The latest heartbeat of each watched rank; None before it has a first one."""
+        """The latest heartbeat of each watched rank; None before its first one."""
         others = range(self._size) if self._first == self._rank else [self._first]
         watched = [rank for rank in others if rank != self._rank and rank not in self._left]
         beats = self._read(watched)
@@ -242,7 +242,7 @@ class PeerWatch:
         return {rank: self._latest.get(rank) for rank in watched if rank not in self._left}
 
     def _judge(self, beats: Mapping[int, Beat], silent: Mapping[int, float]) -> None:
-        """Names the rank without which the others cannot go on, and ends the run where that lasts for too long."""
+        """Names the rank that the others wait for, and ends the run if that lasts for too long."""
         finding = self._silent(beats, silent)
         if finding is None and self._rank == self._first:
             finding = find_stuck(beats, self._name)
@@ -250,7 +250,7 @@ class PeerWatch:
         if self._named is not None and (finding is None or finding.key != self._named.key):
             self._tell(None)
         if finding is None or before is None or finding.key != before.key:
-            return  # heartbeats are of different moments: it is true where it is found twice
+            return  # heartbeats are of different moments, so only what is found twice counts
         if self._named is None:
             self._tell(finding)
         if finding.ends:
@@ -258,7 +258,7 @@ class PeerWatch:
             self._end(self._reason(finding.rank, finding.text, cause))
 
     def _silent(self, beats: Mapping[int, Beat], silent: Mapping[int, float]) -> Finding | None:
-        """Those that have had no heartbeat for too long, while any trains."""
+        """Ranks that have had no heartbeat for too long, while any rank trains."""
         late = [rank for rank, seconds in silent.items() if seconds > self._quiet]
         if not late or all(beat.outside for beat in beats.values()):
             return None
@@ -268,8 +268,8 @@ class PeerWatch:
         return Finding(longest, self._latest.get(longest), text, silent=True, ends=ends)
 
     def _deadline(self, rank: int) -> tuple[float, str]:
-        """The seconds without a heartbeat of this rank that end the run, and the setting that says so: that of what the
-        rank is doing, if it is shorter than that of silent ranks."""
+        """After how many seconds without a heartbeat of this rank the run ends, and the setting that says so: the limit
+        of the rank's phase, if that is shorter than the one of silent ranks."""
         beat, timeout = self._latest.get(rank), self._at.timeout
         if beat is not None and beat.limit is not None and beat.limit < self._limit:
             return beat.limit, f"step_timeout: {timeout:g}" if isinstance(
@@ -281,8 +281,8 @@ class PeerWatch:
         return f"stuck: {text} ({self._deadline(rank)[1]}); {remedy}, {_THEN}"
 
     def _tell(self, finding: Finding | None) -> None:
-        """Says once which rank keeps the others waiting, or with None that it goes on. Of the first rank's silence one
-        of the others speaks."""
+        """Prints once which rank keeps the others waiting, or with None that it makes progress again. If the judging
+        rank itself is silent, one of the others prints it."""
         about = finding or self._named
         self._named = finding
         assert about is not None
@@ -301,7 +301,7 @@ class PeerWatch:
         return f"rank {rank}{f' on {beat.host}' if beat else ''}{f' ({notes})' if notes else ''}"
 
     def _describe(self, rank: int) -> str:
-        """A rank and where it was seen last."""
+        """A rank and where it was last seen."""
         beat = self._latest.get(rank)
         return self._name(rank, f"last seen {beat.place}, in {beat.where}" if beat else "has not started training")
 
@@ -329,13 +329,13 @@ class PeerWatch:
         return self._describe(0)
 
     def _end(self, reason: str) -> None:
-        """Ends the process, and where it judges those of all ranks, unless training has ended in the meantime."""
+        """Ends the process, and on the judging rank those of all ranks, unless training has ended in the meantime."""
         with self._verdict_lock:
             if self._closed.is_set():
                 return
             print_stacks(reason)
             within(RECORDING, lambda: self._ending(reason), None)  # the main thread may hang with the log's lock
-            if self._reachable is not None and self._rank == self._first:  # last: a launcher may end this rank then
+            if self._reachable is not None and self._rank == self._first:  # last: a launcher may then end this rank
                 within(RECORDING, lambda: self._tell_all(reason), None)
             for worker in multiprocessing.active_children():  # one that is stopped would outlive this process
                 worker.kill()

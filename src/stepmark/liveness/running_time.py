@@ -1,8 +1,8 @@
-"""A clock that stands still while the process is suspended, for deadlines.
+"""A clock for deadlines, which stands still while the process is suspended.
 
-A job that is suspended as a whole (SIGSTOP to all its processes, a scheduler's suspend, a paused virtual machine) has
-to continue as if no time had passed. No clock of the system stands still then. So a thread looks at the time twice a
-second, and of the time between two looks at most one second counts.
+A job that is suspended as a whole (SIGSTOP to all processes, a scheduler's suspend, a paused virtual machine) has to
+resume as if no time had passed, but the system's clocks go on. So a thread reads the time twice a second, and at most
+one second counts between two readings.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 
 LOOK_SECONDS = 0.5
-LONGEST = 2 * LOOK_SECONDS  # that counts between two looks
+LONGEST = 2 * LOOK_SECONDS  # counted between two readings
 
 
 class RunningClock:
-    """Seconds during which this process was running. `steady` is a clock that also counts other time."""
+    """Seconds during which this process was running, measured with `steady`, a clock that always goes on."""
 
     def __init__(self, steady: Callable[[], float] = time.monotonic) -> None:
         self._steady = steady
@@ -44,7 +44,7 @@ class RunningClock:
         self._thread = threading.Thread(target=self._run, name="stepmark-clock", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # the limit of threads, or the interpreter is ending: calls of `now` have to do
+        except RuntimeError:  # the limit of threads, or the interpreter is exiting: calls of `now` have to suffice
             self._thread = None
 
     def _run(self) -> None:

@@ -1,12 +1,12 @@
-"""The ranks' progress in a save, exchanged in the background: small files in a folder that all of them see.
+"""The ranks' progress in a save, exchanged in the background: small files in a shared folder.
 
 A collective that a rank never joins neither names that rank nor ends in time. Here a rank posts the result of a phase
 under a topic. Ranks that need the result poll until it is there, a rank has reported a failure, or the deadline has
 passed. Each rank also posts its phase, so that an error can say what a late rank was doing.
 
-Two things do not wait for the deadline. A rank that cannot post its failure, because the file system has become
-read-only, leaves it in the ranks' store too. And of a rank without a post for a while, the connection is looked at:
-that of a process that was killed is lost.
+Two failures are noticed before the deadline. A rank that cannot post its failure, because the file system has become
+read-only, puts it into the ranks' store too. If a rank has not posted for a while, its connection is checked, which is
+lost if the process was killed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _PHASE = "phase"
 _DONE = "done"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1  # seconds
 _POST_EVERY = 1.0  # seconds; a change in the folder also makes network file systems refresh their caches
-_SILENT = 3.0  # seconds without a post, from which on an error says so
-_PATIENCE = 1.0  # seconds that posting the phase may delay it
-_FEW = 4  # posts that are looked up one by one; for more, and from time to time, the folder is listed
+_SILENT = 3.0  # seconds without a post after which an error says so
+_PATIENCE = 1.0  # seconds for which posting may delay a phase
+_FEW = 4  # up to this number, posts are looked up one by one; otherwise, and once per second, the folder is listed
 _SHOWN = 8  # ranks that an error names
 
 
@@ -56,7 +56,7 @@ class StatusStore:
         self._phase = ""
 
     def open(self) -> None:
-        """Creates the folder, on any rank. Raises CheckpointError where the run's own folder, its parent, is gone."""
+        """Creates the folder, on any rank. Raises CheckpointError if its parent, the run's own folder, is gone."""
         if not self.folder.parent.is_dir():
             raise CheckpointError(
                 f"{self.folder.parent} is gone: the folder was removed, or another run has taken it over"
@@ -64,7 +64,7 @@ class StatusStore:
         files.make_folder(self.folder)
 
     def enter(self, phase: str) -> None:
-        """Posts the phase that this rank is in from now on."""
+        """Posts the phase that this rank begins."""
         self._phase = phase
         self.try_to_post(_PHASE, phase)
 
@@ -73,8 +73,8 @@ class StatusStore:
         files.replace_file(self.folder / f"{topic}.{self.rank}", json.dumps(value).encode())
 
     def try_to_post(self, topic: str, value: Any = None) -> None:
-        """Posts a value, and only logs where that fails, as on a full disk, or takes long: the other ranks then wait
-        until the deadline."""
+        """Posts a value, and only logs if that fails, as on a full disk, or takes long; the other ranks then wait until
+        the deadline."""
 
         def post() -> None:
             try:
@@ -95,12 +95,12 @@ class StatusStore:
         return f"{_FAILED}/{self.folder}"
 
     def leave(self) -> None:
-        """Reports that this rank does not read here any more."""
+        """Reports that this rank no longer reads here."""
         self.try_to_post(_DONE)
 
     def close(self, ranks: Collection[int], deadline: float) -> bool:
-        """Removes the posts when these ranks have left; they stay where one has not by the deadline. Returns whether
-        they are gone."""
+        """Removes the posts once these ranks have left; keeps them if one has not left by the deadline. Returns whether
+        they were removed."""
         try:
             self.wait(_DONE, ranks, deadline, raise_failures=False)
         except (CheckpointTimeout, PeerLost, OSError) as error:
@@ -122,8 +122,8 @@ class StatusStore:
     ) -> dict[int, Any]:
         """The posts of these ranks under the topic; `deadline` is in seconds of `running_time`.
 
-        Raises RankFailed as soon as any rank has failed, PeerLost where one was killed, and CheckpointTimeout, which
-        names the late ranks and what they are doing, when the deadline has passed.
+        Raises RankFailed as soon as any rank has failed, PeerLost if one was killed, and CheckpointTimeout, which names
+        the late ranks and what they are doing, once the deadline has passed.
         """
         pause, posted, first = _SHORTEST_PAUSE, time.monotonic(), True
         wanted = {f"{topic}.{rank}": rank for rank in ranks}
@@ -156,7 +156,7 @@ class StatusStore:
             raise RankFailed(f"rank {rank}: {reason}")
 
     def _look_at_connections(self, topic: str, ranks: Collection[int]) -> None:
-        """Raises PeerLost where a rank is silent and its connection lost."""
+        """Raises PeerLost if a rank is silent and its connection is lost."""
         if REPORTS in os.environ:  # the supervisor knows which rank was killed, and ends the others
             return
         now = self._now()
@@ -173,12 +173,12 @@ class StatusStore:
                 raise RankFailed(f"rank {rank}: {json.loads(when_visible(path.read_bytes, path))}")
 
     def missing(self, topic: str, ranks: Collection[int]) -> str | None:
-        """Which of these ranks have not posted under the topic, and what they are doing; None where all have."""
+        """Which of these ranks have not posted under the topic, and what they are doing; None if all have."""
         late = sorted(rank for rank in ranks if not self.has(topic, rank))
         return f"{self.describe(late)} has not {topic}" if late else None
 
     def describe(self, ranks: Collection[int]) -> str:
-        """These ranks, each with what it was doing last, and how long ago that was if it is long."""
+        """These ranks, each with its last known phase, and for how long it has been silent."""
         self.try_to_post(_PHASE, self._phase)
         now = self._now()
         shown = [f"rank {rank} ({self._doing(rank, now)})" for rank in list(ranks)[:_SHOWN]]
@@ -186,7 +186,7 @@ class StatusStore:
         return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
     def _now(self) -> float:
-        """The time by the file system's clock; by this machine's if this rank could not post."""
+        """The time by the file system's clock, or by this machine's if this rank cannot post."""
         try:
             return os.stat(self.folder / f"{_PHASE}.{self.rank}").st_mtime
         except OSError:

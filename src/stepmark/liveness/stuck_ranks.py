@@ -1,7 +1,7 @@
-"""Which rank keeps the others waiting, by what the ranks' heartbeats say of them.
+"""Which rank keeps the others waiting, according to the ranks' heartbeats.
 
-Ranks go through the same phases in the same order, so the one that is furthest behind is the one that others wait for;
-of several, one that is in a function of the user's comes before those that wait in a collective themselves.
+Ranks go through the same phases in the same order, so the others wait for the one that is furthest behind. Among
+several, a rank in the user's code is named before those that wait in a collective themselves.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from stepmark.liveness import progress
 from stepmark.liveness.progress import Progress
 from stepmark.liveness.thread_frames import frame_of, innermost, is_waiting, outwards, stack
 
-LEFT = "left"  # in place of a heartbeat: the rank has ended by itself
+LEFT = "left"  # instead of a heartbeat: the rank has exited normally
 _NAMED = 8  # ranks that a message names
 _OWN = ("stepmark/liveness/rank_heartbeats.py", "stepmark/liveness/stuck_ranks.py")
 
 
 @dataclass(frozen=True)
 class Beat:
-    """One heartbeat: where its rank is, and for how many seconds. `over`, `ends`: whether that is too long, and long
-    enough to end the run. `limit`: seconds without a heartbeat that end the run; None: the limit of saves applies.
-    `waits`: it is in a collective; `outside`: not in `train()`."""
+    """One heartbeat: what its rank is doing, and for how many seconds. `over`, `ends`: whether that is too long, and
+    long enough to end the run. `limit`: seconds without a heartbeat that end the run; None: the limit of saves applies.
+    `waits`: the rank is in a collective; `outside`: it is not in `train()`."""
 
     count: int
     host: str
@@ -44,7 +44,7 @@ class Beat:
     def of(cls, count: int, host: str, at: Progress) -> Beat:
         position, frame = at.position, frame_of(at.thread)
         for each in outwards(frame):
-            if each.f_code.co_filename.endswith(_OWN):  # it is about to train, or ends
+            if each.f_code.co_filename.endswith(_OWN):  # it is about to train, or exiting
                 frame = each.f_back
         seconds, (named, ended) = at.seconds(position), at.limits(position)
         slow = seconds > progress.FLOOR / 2
@@ -81,8 +81,8 @@ class Beat:
 
 @dataclass(frozen=True)
 class Finding:
-    """Ranks without which the others cannot go on, the first of which is `rank`. `silent`: it has no heartbeat, which
-    is all that is known. `ends`: the run is to end."""
+    """Ranks that the others wait for, the first of which is `rank`. `silent`: it has no heartbeat, and nothing else is
+    known. `ends`: the run has to end."""
 
     rank: int
     beat: Beat | None
@@ -92,20 +92,20 @@ class Finding:
 
     @property
     def key(self) -> tuple[int, bool, int, int]:
-        """What stays the same while the rank stays where it is."""
+        """Identifies the finding: the same while the rank makes no progress."""
         at = (0, 0) if self.beat is None or self.silent else (self.beat.step, self.beat.order)
         return self.rank, self.silent, *at
 
 
 def find_stuck(beats: Mapping[int, Beat], describe: Callable[[int], str]) -> Finding | None:
-    """The rank that is behind, if it has been where it is for too long; `describe` names a rank and its host."""
+    """The rank that is behind, if it has been in its phase for too long; `describe` names a rank and its host."""
     if not beats:
         return None
     first = min((beat.step, beat.order) for beat in beats.values())
     behind = [rank for rank in sorted(beats) if (beats[rank].step, beats[rank].order) == first]
     chosen = [rank for rank in behind if not beats[rank].waits] or behind
     one = beats[chosen[0]]
-    # A rank outside of training is waited for, or nothing is the matter.
+    # A rank outside of training matters only if others wait for it.
     waited = (
         max((beat.seconds for beat in beats.values() if not beat.outside), default=0.0) if one.outside else math.inf
     )
@@ -125,6 +125,6 @@ def find_stuck(beats: Mapping[int, Beat], describe: Callable[[int], str]) -> Fin
 
 
 def listed(ranks: Sequence[str]) -> str:
-    """Described ranks, the first of them where they are many."""
+    """Joins descriptions of ranks, and shortens long lists."""
     more = [f"and {len(ranks) - _NAMED} more"] if len(ranks) > _NAMED else []
     return ", ".join([*ranks[:_NAMED], *more])

@@ -1,4 +1,4 @@
-"""Where another thread is."""
+"""What another thread is executing."""
 
 from __future__ import annotations
 

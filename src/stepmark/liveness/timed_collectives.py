@@ -1,4 +1,4 @@
-"""Host collectives with a deadline: they return all ranks' values, or name the ranks that did not join."""
+"""Host collectives with a deadline, which return the values of all ranks or name those that did not join."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from stepmark.liveness.running_time import running_time
 from stepmark.liveness.status_store import StatusStore
 
 _ABSENT = "not all ranks joined"
-_LOOK_SECONDS = 1.0  # between two looks at the clock
-_LOOKING = 5.0  # seconds that finding out which ranks did not join may take
+_LOOK_SECONDS = 1.0  # between two readings of the clock
+_LOOKING = 5.0  # seconds for finding out which ranks did not join
 
 
 class TimedGroup:
-    """The group of all ranks. Each call may take `timeout` seconds; after one has failed, later ones fail at once."""
+    """All ranks. Each call may take `timeout` seconds of running time; once one has failed, later ones fail at once."""
 
     def __init__(self, group: HostGroup, timeout: float) -> None:
         self.rank = group.rank
@@ -31,9 +31,9 @@ class TimedGroup:
         self._broken: CheckpointError | None = None
 
     def all_gather(self, value: Any, what: str, board: StatusStore | None = None) -> list[Any]:
-        """The values of all ranks. `what` is its purpose, for errors; the board, if any, shows which ranks have joined.
+        """The values of all ranks. `what` is the purpose, for errors; the board, if any, shows which ranks have joined.
 
-        Raises CheckpointTimeout, which names the ranks that did not join, and CheckpointError where one is gone.
+        Raises CheckpointTimeout, which names the ranks that did not join, and CheckpointError if one is gone.
         """
         result = self._bounded(lambda: self.group.all_gather(value), what, board)
         assert isinstance(result, list)
@@ -69,7 +69,7 @@ class TimedGroup:
         timeout: float | None = None,
         absent: str = _ABSENT,
     ) -> Any:
-        """`absent` describes the ranks that do not join, where no board shows which they are."""
+        """`absent` describes the ranks that do not join, if no board shows which ones."""
         if self.size == 1:
             return collective()
         if self._broken is not None:
@@ -100,7 +100,7 @@ class TimedGroup:
         return f"{what}: {board.describe(missing)} did not join"
 
     def _missing_soon(self, what: str, board: StatusStore | None, absent: str) -> str:
-        """The same, with a deadline, since the board's file system may hang."""
+        """Like `_missing`, with a deadline, since the board's file system may hang."""
         place = "the folder" if board is None else board.folder.parent
         silent = f"{what}: {absent}, and {place} does not answer"
 

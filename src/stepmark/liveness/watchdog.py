@@ -1,11 +1,11 @@
-"""Deadlines that are enforced, so that nothing waits for ever.
+"""Enforced deadlines, so that nothing hangs indefinitely.
 
-An operation that may hang is registered with its deadline. Once that has passed, a thread that needs neither the device
-nor the stuck thread calls the operation's `expired`. Where even that thread cannot run, because something holds the
-interpreter's lock, another process (`external_watchdog.py`) lets this one print its stacks and ends it, EXTERNAL_DELAY
-seconds later.
+An operation that may hang is registered with a deadline. Once that has passed, a thread that needs neither the device
+nor the stuck thread calls the operation's `expired`. If that thread cannot run either, because something holds the
+interpreter's lock, another process (`external_watchdog.py`) makes this one print its stacks and kills it,
+EXTERNAL_DELAY seconds later.
 
-Deadlines are in `running_time`: a job that is suspended as a whole does not miss them.
+Deadlines are in `running_time`, so that a job that is suspended as a whole does not miss them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from stepmark.liveness.external_watchdog import BEAT, SAVE, ExternalWatchdog
 from stepmark.liveness.process_exit import end_process
 from stepmark.liveness.running_time import running_time
 
-# Seconds. A supervisor gives the other ranks five more, and all is to be over ten after the deadline.
-GRACE = 2.5  # that a process has to end by itself once a deadline has passed
+# Seconds. A supervisor gives the other ranks five more, and the job has to end within ten of the deadline.
+GRACE = 2.5  # in which a process can still exit on its own after a missed deadline
 EXTERNAL_DELAY = GRACE + 1.0
-_MARGIN = 0.5  # seconds that a wait with its own deadline has to raise by itself
-_FAR = 30 * 86400.0  # no deadline is further away: clocks and timers of the system take no infinity
+_MARGIN = 0.5  # seconds in which a wait with a deadline of its own raises first
+_FAR = 30 * 86400.0  # the latest deadline: the system's clocks and timers take no infinity
 
 
 @dataclass(eq=False)
 class Watch:
-    """Something that should have ended at `deadline` (running_time)."""
+    """An operation that has to end by `deadline` (in running_time)."""
 
     deadline: float
     expired: Callable[[], None]
 
 
 class Watchdog:
-    """The watches of this process, and the thread that keeps them."""
+    """The watched operations of this process, and the thread that watches them."""
 
     def __init__(self) -> None:
         self._watches: set[Watch] = set()
@@ -45,7 +45,7 @@ class Watchdog:
         self._external = ExternalWatchdog()
 
     def watch(self, deadline: float, expired: Callable[[], None]) -> Watch:
-        """Calls `expired` in another thread if the watch is not released by the deadline, and a little."""
+        """Calls `expired` in another thread unless the watch is released shortly after the deadline at the latest."""
         watch = Watch(min(deadline, running_time() + _FAR) + _MARGIN, expired)
         with self._changed:
             self._watches.add(watch)
@@ -57,14 +57,14 @@ class Watchdog:
         return watch
 
     def release(self, watch: Watch) -> None:
-        """It has ended."""
+        """The operation has ended."""
         with self._changed:
             if watch in self._watches:
                 self._watches.remove(watch)
                 self._arm()
 
     def stand_by(self, *countdown: Any) -> None:
-        """See `ExternalWatchdog.count_down`, with what follows the name."""
+        """`ExternalWatchdog.count_down` for heartbeats; takes the arguments after the name."""
         with self._changed:
             self._external.count_down(BEAT, *countdown)
 
@@ -84,13 +84,13 @@ class Watchdog:
                 assert first is not None
             try:
                 first.expired()
-            except Exception as error:  # nobody knows of the deadline, so nobody would end what is stuck
+            except Exception as error:  # nothing else would end the stuck operation
                 end_process(error, int(os.environ.get("RANK", "0")))
             finally:
-                self.release(first)  # only now: until then the external one stands by
+                self.release(first)  # only now: until then the external watchdog stands by
 
     def before_fork(self) -> None:
-        """Waits for other threads, so that the child does not inherit the lock while it is held."""
+        """Takes the lock, so that the child does not inherit it while another thread holds it."""
         self._changed.acquire()
 
     def after_fork(self) -> None:
@@ -108,16 +108,16 @@ os.register_at_fork(before=watchdog.before_fork, after_in_parent=watchdog.after_
 
 
 def end_unless(collected: threading.Event, error: BaseException, rank: int) -> None:
-    """Ends the process with exit code 1 and this error, unless somebody takes the error up within GRACE seconds.
+    """Ends the process with exit code 1 and this error, unless the program has received the error within GRACE seconds.
 
-    The program may be stuck where no exception can reach it, in a collective with a rank that is gone for example.
+    The program may be stuck where no exception can reach it, such as in a collective with a rank that is gone.
     """
 
     def wait_and_end() -> None:
         if not collected.wait(GRACE):
             end_process(error, rank)
 
-    waiting = threading.Thread(target=wait_and_end, name="stepmark-termination", daemon=True)
+    waiting = threading.Thread(target=wait_and_end, name="stepmark-ending", daemon=True)
     try:
         waiting.start()
     except RuntimeError:  # the limit of threads

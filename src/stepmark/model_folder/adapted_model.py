@@ -118,7 +118,7 @@ def _model_class(config: Mapping[str, Any], base: str, trust: bool) -> Any:
 
 def _digest(adapted: Any) -> str:
     from stepmark.parallel.model_digest import complete_digest
-    from stepmark.training.adapter_tensors import adapter_tensors, base_tensors
+    from stepmark.training.model_wrappers import adapter_tensors, base_tensors
 
     own = {full for full, _ in adapter_tensors(adapted, adapted.active_adapter).values()}
     return complete_digest(base_tensors(adapted, own))

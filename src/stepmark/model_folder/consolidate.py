@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from stepmark.checkpoint.coordination.leases import reading
-from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of, sync_tree
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
 from stepmark.checkpoint.format.integrity import check_integrity, check_size
 from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import (
@@ -35,10 +33,10 @@ from stepmark.checkpoint.format.manifest import (
 from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
-from stepmark.filesystem.sizes import distinct_sizes
 from stepmark.model_folder.gather import StoredShard
 from stepmark.model_folder.merge_adapter import Merge, merge_adapter
 from stepmark.model_folder.model_files import ModelFile, adapter_file, index_of, split_into_files
+from stepmark.model_folder.new_folder import WritingListener, check_out, check_room, writing
 from stepmark.model_folder.writers import THREADS, write_pytorch, write_safetensors
 
 UNLIMITED = 2**63  # bytes
@@ -48,10 +46,6 @@ Sources = dict[str, list[StoredShard]]
 
 # Files that say how training went on, and nothing of the model.
 _OF_A_RUN = {VALUES, "trainer_state.json", "used_recipe.yaml"}
-
-
-def _ignore(value: object) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -64,21 +58,12 @@ class Consolidated:
     size: int
 
 
-@dataclass(frozen=True)
-class ConsolidationListener:
-    """Progress callbacks: `begin` gets the bytes to write, `advance` the bytes written since, `warn` a warning."""
-
-    begin: Callable[[int], None] = _ignore
-    advance: Callable[[int], None] = _ignore
-    warn: Callable[[str], None] = _ignore
-
-
 def consolidate(
     source: Path,
     out: Path,
     form: str,
     max_shard_size: int,
-    listener: ConsolidationListener,
+    listener: WritingListener,
     merge: Merge | None = None,
 ) -> Consolidated:
     """Writes the model of a checkpoint as a plain Hugging Face folder; an adapter as peft's.
@@ -108,7 +93,7 @@ def consolidate(
     candidates = candidates or checkpoints(source)
     if not candidates or not source.is_dir():
         raise CheckpointNotFound(f"{source} is neither a checkpoint (it has no {MANIFEST}) nor a run with checkpoints")
-    final = _check_out(out, candidates)
+    final = check_out(out, *candidates)
     problems: list[str] = []
     for checkpoint in candidates:
         try:
@@ -126,25 +111,12 @@ def consolidate(
     )
 
 
-def _check_out(out: Path, candidates: list[Path]) -> Path:
-    """The path that is to be made. Raises UsageError where something is there, or where it would harm a checkpoint."""
-    final = out.resolve()
-    if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise UsageError(f"{out} exists and is not an empty folder; name another one, or move it away")
-    if os.path.ismount(final):  # it cannot be replaced, and its siblings are on another disk
-        raise UsageError(f"{out} is where a file system is mounted; name a folder in it, such as {out / 'model'}")
-    for checkpoint in candidates:
-        if final.is_relative_to(checkpoint.resolve()):
-            raise UsageError(f"{out} is inside {checkpoint}, and would be deleted with it; name another folder")
-    return final
-
-
 def _newest_save_of(
     checkpoint: Path,
     final: Path,
     form: str,
     max_size: int,
-    listener: ConsolidationListener,
+    listener: WritingListener,
     merge: Merge | None,
 ) -> Consolidated:
     """Consolidates it; starts over if a live run saves the step again in the meantime."""
@@ -162,7 +134,7 @@ def _consolidate_one(
     final: Path,
     form: str,
     max_size: int,
-    listener: ConsolidationListener,
+    listener: WritingListener,
     merge: Merge | None,
 ) -> Consolidated:
     manifest = read_manifest(checkpoint)
@@ -177,11 +149,8 @@ def _consolidate_one(
     if not any(entry.name == config for entry in others):
         listener.warn(f"{checkpoint} has no {config}; {reader} needs one beside the weights")
     size = sum(shard.size for shard in shards)
-    files.make_folder(final.parent)
-    _check_room(final.parent, size + sum(entry.size for entry in others))
-    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:12]}")
-    temporary.mkdir()
-    try:
+    check_room(final.parent, size + sum(entry.size for entry in others))
+    with writing(final, final) as temporary:
         listener.begin(size)
         for entry in others:
             _copy_file(checkpoint, entry, temporary)
@@ -197,12 +166,6 @@ def _consolidate_one(
         if evaluation := decode_plain(manifest.metadata).get(EVALUATION):
             files.write_file(temporary / EVALUATION_FILE, json.dumps(evaluation, indent=2).encode())
         written = [path for path in sorted(temporary.iterdir()) if path.suffix in (".safetensors", ".bin")]
-        sync_tree(temporary)
-        files.rename(temporary, final)
-    except BaseException:
-        files.remove_tree(temporary)
-        raise
-    files.sync_folder(final.parent)
     size = size if merge is None else sum((final / path.name).stat().st_size for path in written)
     return Consolidated(checkpoint, final, tuple(path.name for path in written), size)
 
@@ -246,15 +209,6 @@ def _belongs_to_model(entry: FileEntry) -> bool:
     return entry.header is None and entry.name not in _OF_A_RUN and not entry.name.endswith(".index.json")
 
 
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        wanted, there = distinct_sizes(needed, free)
-        raise CheckpointError(
-            f"{folder} has {there} free and the model needs {wanted}; free some space or name another folder"
-        )
-
-
 def _copy_file(checkpoint: Path, entry: FileEntry, folder: Path) -> None:
     """Copies a file without tensors. Raises CheckpointDamaged where it is not as it was written."""
     path, target = check_size(checkpoint, entry), folder / entry.name
@@ -270,9 +224,7 @@ def _copy_file(checkpoint: Path, entry: FileEntry, folder: Path) -> None:
         raise CheckpointDamaged(f"{path} does not match its checksum")
 
 
-def _write_safetensors(
-    folder: Path, shards: Sequence[ModelFile], sources: Sources, listener: ConsolidationListener
-) -> None:
+def _write_safetensors(folder: Path, shards: Sequence[ModelFile], sources: Sources, listener: WritingListener) -> None:
     """Writes the files one after the other, while those before are synced."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-consolidate") as pool:
         syncs = []
@@ -289,7 +241,7 @@ def _write_pytorch(
     checkpoint: Path,
     manifest: Manifest,
     group: str,
-    listener: ConsolidationListener,
+    listener: WritingListener,
 ) -> None:
     """Writes the files one after the other; the tensors of one are in memory at a time."""
     from stepmark.checkpoint.restore.tensor_reader import TensorReader

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import os
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, read_manifest
+from stepmark.config.data_arguments import STDLIB
 from stepmark.config.optimizers import check_optimizer
 from stepmark.config.recipe import Recipe
 from stepmark.data.sources.source_files import find_files
 from stepmark.errors import UsageError
-from stepmark.recipe.hub import check_hub_names
+from stepmark.liveness.bounded_call import within
 from stepmark.runtime.hardware import check_device_name
 from stepmark.trainer.run_folder.output_folder import check_named_checkpoint, check_no_earlier_run
 
@@ -65,8 +70,7 @@ def check_model_folder(name: str) -> None:
 
 
 def _check_format(folder: Path) -> None:
-    """Names the command that converts it, where the folder is another tool's checkpoint, or one of tensor parallel
-    ranks, each of which has written its shards."""
+    """Raises UsageError, which names the command that converts it, for a foreign checkpoint or one of shards."""
     if (folder / MANIFEST).is_file():
         weights = read_manifest(folder).tensors.get(MODEL, {})
         if any(len(weight.slices) > 1 for weight in weights.values()):
@@ -80,3 +84,97 @@ def _check_format(folder: Path) -> None:
     hint = None if has_weights(folder) else import_hint(folder, f"{folder.name}-model --model-only")
     if hint is not None:
         raise UsageError(f"model_name_or_path: {folder} is not a Hugging Face model folder; {hint}")
+
+
+ENDPOINT = "https://huggingface.co"
+SECONDS = 3.0  # that the hub has to answer in
+_PROBLEMS = {  # in the words of the errors that come later where the hub answers
+    "config_name": "{!r} is neither a folder with a config.json nor a model type such as gpt2, llama or qwen3",
+    "tokenizer_name": "no tokenizer could be loaded from {!r}",
+}
+
+
+def work_offline_without_hub(recipe: Recipe) -> bool:
+    """Uses only downloaded files where the recipe may name something on the hub, and the hub does not answer. Call it
+    before the hub's client is imported. Returns whether the hub was asked and did not answer."""
+    if not _names_of_hub(recipe) or _offline() or _hub_answers():
+        return False
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return True
+
+
+def check_hub_names(recipe: Recipe) -> None:
+    """Raises UsageError for a name that was never downloaded where the hub does not answer; imports no library."""
+    missing = [(field, name) for field, name in _names_of_hub(recipe) if not _downloaded(field, name)]
+    if not missing:
+        return
+    if not _offline() and _hub_answers():
+        return
+    (field, name), why = missing[0], "is not asked (HF_HUB_OFFLINE)" if _offline() else "does not answer"
+    lead = _PROBLEMS.get(field, "{!r} is not a folder here").format(name)
+    raise UsageError(
+        f"{field}: {lead}; it was not downloaded before, and the Hugging Face hub {why}: check the name and the "
+        "network, or give a folder"
+    )
+
+
+def _names_of_hub(recipe: Recipe) -> list[tuple[str, str]]:
+    """The names in the recipe that are neither built in nor local, each after its field."""
+    model = recipe.model
+    named = [
+        ("model_name_or_path", model.model_name_or_path),
+        ("tokenizer_name", model.tokenizer_name),
+        *(("dataset_name", data.dataset_name) for data in recipe.data.sources),
+    ]
+    if model.config_name is not None and not _is_model_type(model.config_name):
+        named.append(("config_name", model.config_name))
+    return [
+        (field, name)
+        for field, name in named
+        if name and name not in ("bytes", STDLIB) and not Path(name).expanduser().exists()
+    ]
+
+
+def _downloaded(field: str, name: str) -> bool:
+    """Whether the hub's client, or `datasets`, may have a copy of what a field names."""
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    kind = "datasets" if field == "dataset_name" else "models"
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub"
+    places = [Path(cache) / f"{kind}--{name.replace('/', '--')}"]
+    if kind == "datasets":
+        places.append(Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets") / name.replace("/", "___"))
+    return any(place.expanduser().exists() for place in places)
+
+
+def _is_model_type(name: str) -> bool:
+    """Whether transformers' lists of model types have the name; found without importing it, which takes seconds."""
+    package = importlib.util.find_spec("transformers")
+    folders = () if package is None else package.submodule_search_locations or ()
+    lists = (path for folder in folders for path in Path(folder).glob("models/auto/*.py"))
+    return "/" not in name and any(f'"{name}"' in path.read_text(encoding="utf-8") for path in lists)
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
+
+
+def _hub_answers() -> bool:
+    return _answers(os.environ.get("HF_ENDPOINT", ENDPOINT))
+
+
+@functools.cache
+def _answers(endpoint: str) -> bool:
+    """Whether there is any answer in time; resolving the name may take longer than a timeout of the connection."""
+
+    def ask() -> bool:
+        request = urllib.request.Request(endpoint, method="HEAD")
+        try:
+            urllib.request.urlopen(request, timeout=SECONDS).close()
+        except urllib.error.HTTPError:
+            pass  # an answer
+        except (OSError, ValueError) as error:
+            if "CERTIFICATE" not in str(error):  # the client may have certificates of its own
+                return False
+        return True
+
+    return within(SECONDS, ask, False)

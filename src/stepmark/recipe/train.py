@@ -13,8 +13,7 @@ from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import DataError, UsageError
 from stepmark.launch.imports import quick_imports
-from stepmark.recipe.early_checks import check_early, check_metrics
-from stepmark.recipe.hub import work_offline_without_hub
+from stepmark.recipe.early_checks import check_early, check_metrics, work_offline_without_hub
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment
 from stepmark.trainer.run import Run
@@ -201,7 +200,7 @@ def _check_vocabulary(model: Any, tokenizer: Any, recipe: Recipe) -> None:
     if recipe.model.model_name_or_path and recipe.model.tokenizer_name == "bytes" and embeddings >= 2 * len(tokenizer):
         raise UsageError(
             f"tokenizer_name: bytes has {len(tokenizer)} tokens and the pretrained model {embeddings} embeddings, "
-            "which another tokenizer gave their meaning; leave tokenizer_name out, or name the model's own"
+            "which belong to another tokenizer; leave tokenizer_name out, or name the model's own"
         )
 
 

@@ -42,8 +42,7 @@ def recipe_writer(recipe: Recipe) -> Any:
 
 
 def recipe_file_of(model: Path) -> Path | None:
-    """The recipe of the run that saved a checkpoint or model: in its folder, else in the folder around it; None where
-    there is none."""
+    """The recipe of the run that saved a checkpoint or model, in its folder or the one around it; None without."""
     candidates = (folder / USED_RECIPE for folder in (model, model.absolute().parent))
     return next((path for path in candidates if path.is_file()), None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from stepmark.report.history import KILLED, History, Line, number
+from stepmark.report.history import KILLED, History, Line, number, time_of
 from stepmark.trainer.run_folder.run_log import RESTARTING
 from stepmark.trainer.run_folder.status import ENDED, RUNNING, STUCK
 
@@ -29,7 +29,7 @@ def read_attempts(history: History) -> list[AttemptRow]:
     for event in history.of_kind("started", RESTARTING, *ENDED):
         if event["event"] == "started":
             found += _closed(current)
-            current = AttemptRow(_time(event), number(event.get("ranks")), number(event.get("step")))
+            current = AttemptRow(time_of(event), number(event.get("ranks")), number(event.get("step")))
             continue
         current = replace(current or AttemptRow(), last=_last(event), ended=_ending(event))
         if event["event"] == RESTARTING:
@@ -56,8 +56,3 @@ def _ending(event: Line) -> str:
 def _last(event: Line) -> int | None:
     """The step of an ending; 0 stands for none in what a supervisor writes."""
     return number(event.get("step")) or None
-
-
-def _time(event: Line) -> float | None:
-    time = event.get("time")
-    return float(time) if isinstance(time, (int, float)) else None

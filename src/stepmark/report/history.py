@@ -52,7 +52,11 @@ class Attempt:
     @property
     def origin(self) -> str:
         """What the run did when this process, not its first, began."""
-        return f"resumed from checkpoint-{self.resumed}" if self.resumed else "began again: there was no checkpoint"
+        return (
+            f"resumed from checkpoint-{self.resumed}"
+            if self.resumed
+            else "restarted from scratch, without a checkpoint"
+        )
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,8 @@ class History:
     def overdue(self) -> tuple[float, float] | None:
         """Of a run that is "running" and has written nothing for much longer than between its logs before: for how many
         seconds, and the longest time between two of the last logs; else None."""
-        lines, began = [self.started, *self.logs[-RECENT:]], _time_of(self.started) or 0.0
-        times = [at for line in lines if (at := _time_of(line)) is not None and at >= began]
+        lines, began = [self.started, *self.logs[-RECENT:]], time_of(self.started) or 0.0
+        times = [at for line in lines if (at := time_of(line)) is not None and at >= began]
         usual = max((after - before for before, after in pairwise(times)), default=0.0)
         age = time.time() - (self.last_update or math.inf)
         return (age, usual) if self.state == RUNNING and len(times) > 1 and age > max(3 * usual, FLOOR) else None
@@ -249,7 +253,7 @@ def _add_concurrent_evaluations(history: History, lines: Sequence[Line]) -> None
             continue
         setup = str(line.get("setup", ""))
         if line.get("status", "done") == "done" and values:
-            found[setup, step] = EvaluationPoint(step, _time_of(line), values, concurrent=True, setup=setup)
+            found[setup, step] = EvaluationPoint(step, time_of(line), values, concurrent=True, setup=setup)
             failed.pop(step, None)
         elif line.get("status") == "failed":
             failed[step] = line
@@ -262,7 +266,7 @@ KILLED = "ended without a status"
 
 def _attempts(history: History, resumptions: Sequence[tuple[Line, int | None, float | None]]) -> list[Attempt]:
     """The processes of the run, one more than there are resumptions; each ended before the next started."""
-    begins = [_first_time(history), *(_time_of(line) for line, _, _ in resumptions)]
+    begins = [_first_time(history), *(time_of(line) for line, _, _ in resumptions)]
     lasts = [*((last, time) for _, last, time in resumptions), (history.last_step, history.last_update)]
     ends = [*begins[1:], math.inf]
     found = []
@@ -275,23 +279,23 @@ def _attempts(history: History, resumptions: Sequence[tuple[Line, int | None, fl
     return found
 
 
-def _time_of(line: Line) -> float | None:
+def time_of(line: Line) -> float | None:
     time = line.get("time")
     return time if _is_number(time) else None
 
 
 def _first_time(history: History) -> float | None:
     lines = [*history.of_kind("started")[:1], *(history.lost[0][:1] if history.lost else []), *history.logs[:1]]
-    return min((time for line in lines if (time := _time_of(line)) is not None), default=None)
+    return min((time for line in lines if (time := time_of(line)) is not None), default=None)
 
 
 def _ending(history: History, began: float, until: float) -> str | None:
     """How a process that ran between these times reported its end."""
-    ends = [event for event in history.of_kind(*ENDED) if began <= (_time_of(event) or 0.0) <= until]
+    ends = [event for event in history.of_kind(*ENDED) if began <= (time_of(event) or 0.0) <= until]
     if not ends:
-        asked = [event for event in history.of_kind("stopping") if began <= (_time_of(event) or 0.0) <= until]
+        asked = [event for event in history.of_kind("stopping") if began <= (time_of(event) or 0.0) <= until]
         told = history.status.get("state") == INTERRUPTED or math.isfinite(until)
-        return f"interrupted: {asked[-1].get('reason')}, before it could stop by itself" if asked and told else None
+        return f"interrupted: {asked[-1].get('reason')}, before it stopped by itself" if asked and told else None
     reason = ends[-1].get("reason")
     return str(ends[-1]["event"]) + (f": {reason}" if reason else "")
 

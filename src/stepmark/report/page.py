@@ -12,34 +12,19 @@ from typing import Any
 import stepmark
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
-from stepmark.report.colors import color
-from stepmark.report.configuration import configuration_table
-from stepmark.report.figure_summary import summary_of
-from stepmark.report.figures import Figure, Mark, total_seconds
+from stepmark.report.figures import Figure, Mark, Series, total_seconds
 from stepmark.report.history import History, names
-from stepmark.report.samples import sample_table
+from stepmark.report.html_table import color
 from stepmark.report.summary import commands, header, tiles, trouble
-from stepmark.report.tables import attempt_table, checkpoint_table, event_table, run_table
+from stepmark.report.tables import (
+    attempt_table,
+    checkpoint_table,
+    configuration_table,
+    event_table,
+    run_table,
+    sample_table,
+)
 
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title} - stepmark report</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-<script type="application/json" id="data">{data}</script>
-<script>
-{script}</script>
-</body>
-</html>
-"""
 KEYS = {
     "resumed": ("var(--c2)", "resumed"),
     "lost": ("var(--bad)", "trained again"),
@@ -53,17 +38,6 @@ PARTS = {
     "evaluation": ("c3", "evaluation"),
     "again": ("c4", "steps trained again"),
 }
-
-
-SMOOTHING = (
-    '<label>smoothing<input type="range" id="smoothing" min="0" max="200" step="5" value="20"'
-    ' aria-label="smoothing of noisy curves"></label>'
-)
-ZOOM = (
-    '<span class="switch" role="group" aria-label="zoom"><button type="button" id="zoom-out" aria-label="zoom out">'
-    '\N{MINUS SIGN}</button><button type="button" id="zoom-in" aria-label="zoom in">+</button>'
-    '<button type="button" id="reset" disabled title="drag over a chart to zoom">show all</button></span>'
-)
 
 
 def render(
@@ -101,7 +75,7 @@ def render(
         "marks": [asdict(mark) for mark in marks],
         "live": live,
     }
-    return PAGE.format(
+    return _asset("page.html").format(
         title=escape(first.name),
         style=_asset("uplot.min.css") + _asset("page.css"),
         body="\n".join(part for part in body if part),
@@ -137,15 +111,10 @@ def _color_count(histories: Sequence[History], figures: Sequence[Figure]) -> int
 def _curves(figures: Sequence[Figure], marks: Sequence[Mark], runs: Sequence[str]) -> str:
     if not figures:
         return '<h2>Curves</h2><p class="soft">Nothing logged yet.</p>'
-    buttons = "".join(
-        f'<button data-axis="{axis}" aria-pressed="{pressed}">{name}</button>'
-        for axis, name, pressed in (("step", "steps", "true"), ("time", "time", "false"))
-    )
-    switch = f'<span class="switch" role="group" aria-label="axis">{buttons}</span>'
-    controls = f'<div class="controls">{SMOOTHING}{ZOOM}{switch}</div>'
     drawn = "".join(_figure(figure, runs, wide=index == 0) for index, figure in enumerate(figures))
     return (
-        f'<div class="curves-head"><h2>Curves</h2>{controls}</div>{_keys(marks)}<div class="charts">{drawn}</div>'
+        f'<div class="curves-head"><h2>Curves</h2>{_asset("controls.html")}</div>{_keys(marks)}'
+        f'<div class="charts">{drawn}</div>'
         "<noscript><p>The curves need JavaScript, which is off in this browser.</p></noscript>"
     )
 
@@ -186,3 +155,19 @@ def _time(history: History) -> str:
         f'<section id="time"><h2>Where {escape(text.seconds(total))} went</h2><div class="stack">{bar}</div>'
         f'<div class="keys below">{keys}</div></section>'
     )
+
+
+def summary_of(figure: Figure, runs: Sequence[str]) -> str:
+    """A hidden paragraph that names each curve with its first, last, lowest and highest value."""
+    told = "; ".join(_told(each, runs) for each in figure.series)
+    return f'<p class="sr" id="summary-{escape(figure.name)}">{escape(figure.title)}: {escape(told)}.</p>'
+
+
+def _told(series: Series, runs: Sequence[str]) -> str:
+    known = [(y, x) for x, y in zip(series.x, series.y, strict=True) if y is not None]
+    name = f"{runs[series.run]}, {series.name}" if len(runs) > 1 else series.name
+    if not known:
+        return f"{name}: no finite value"
+    (first, begin), (last, end) = known[0], known[-1]
+    values = f"{text.value(first)} at step {begin:,.0f}, {text.value(last)} at step {end:,.0f}"
+    return f"{name}: {values}, lowest {text.value(min(known)[0])}, highest {text.value(max(known)[0])}"

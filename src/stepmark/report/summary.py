@@ -70,7 +70,7 @@ def end_of_run(history: History, checkpoints: Sequence[Checkpoint]) -> list[tupl
         return [(STUCK, _stuck(history))]
     if history.overdue is not None:
         age, usual = map(text.seconds, history.overdue)
-        return [("overdue", f"nothing was recorded for {age}, and before that for {usual} at most: look at its output")]
+        return [("overdue", f"nothing recorded for {age} (so far at most {usual} apart): check the run's output")]
     if history.state != NOT_RUNNING or history.liveness is None:
         return []
     host = f" on {history.liveness.host}" if history.liveness.host else ""
@@ -79,7 +79,7 @@ def end_of_run(history: History, checkpoints: Sequence[Checkpoint]) -> list[tupl
     return [
         (
             "killed",
-            "the run ended without a status, as a killed process does: last heartbeat "
+            "the run ended without a status (killed?); last heartbeat "
             f"{text.moment(history.liveness.last_beat)}{host}{resume}",
         )
     ]

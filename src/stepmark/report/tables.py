@@ -1,17 +1,22 @@
-"""The tables of the page: compared runs, checkpoints, events."""
+"""The tables of the page: compared runs, their configuration, samples, checkpoints, events, attempts."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
+from typing import Any
 
+from stepmark.config.recipe import all_fields
+from stepmark.config.yaml_file import parse_yaml
+from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.report import text
 from stepmark.report.attempts import read_attempts
 from stepmark.report.checkpoints import Checkpoint
-from stepmark.report.colors import color
 from stepmark.report.figures import total_seconds
 from stepmark.report.history import KILLED, History, names
-from stepmark.report.html_table import sorted_by, table
+from stepmark.report.html_table import color, sorted_by, table
 from stepmark.report.summary import number, recent_median, speed
 
 CHECKPOINT_STATES = {
@@ -31,7 +36,7 @@ EVENT_NAMES = {
     "trouble": "trouble",
     "save_failed": "save failed",
     "stopping": "stop requested",
-    "restarting": "started again",
+    "restarting": "restarted",
     "interrupted": "interrupted",
     "failed": "failed",
     "done": "done",
@@ -149,3 +154,106 @@ def attempt_table(history: History) -> str:
 
 def _count(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else text.NOTHING
+
+
+SHOWN = 3  # evaluations; earlier ones are folded
+
+
+def sample_table(histories: Sequence[History]) -> str:
+    """The newest texts of all runs, and the earlier ones folded; nothing if there are none."""
+    rows = [
+        (step, name, prompt, written)
+        for name, history in zip(names(histories), histories, strict=True)
+        for step, prompt, written in _samples(history)
+    ]
+    if not rows:
+        return ""
+    rows.sort(key=lambda row: -row[0])
+    recent = sorted({row[0] for row in rows})[-SHOWN:]
+    several = len(histories) > 1
+    newest = _table("samples", [row for row in rows if row[0] in recent], several)
+    earlier = [row for row in rows if row[0] not in recent]
+    folded = ""
+    if earlier:
+        inner = _table("earlier-samples", earlier, several)
+        folded = f"<details><summary>{len(earlier):,} earlier samples</summary>{inner}</details>"
+    return f'<section id="written"><h2>Samples</h2>{newest}{folded}</section>'
+
+
+def _samples(history: History) -> list[tuple[int, str, str]]:
+    """Step, prompt and continuation; of a step that was evaluated again after a resumption, the last."""
+    found = {}
+    for event in history.of_kind("sample"):
+        step, prompt, written = (event.get(name) for name in ("step", "prompt", "text"))
+        if isinstance(step, int):
+            found[step, str(prompt)] = str(written)
+    return [(step, prompt, written) for (step, prompt), written in found.items()]
+
+
+def _table(name: str, rows: Sequence[tuple[int, str, str, str]], several: bool) -> str:
+    cells = [
+        [
+            f"{step:,}",
+            *([escape(run)] if several else []),
+            f'<span class="sample"><b>{escape(prompt)}</b>{escape(written)}</span>',
+        ]
+        for step, run, prompt, written in rows
+    ]
+    return table(name, ["#Step", *(["Run"] if several else []), "Text"], cells)
+
+
+OF_THE_FOLDER = ("output_dir", "run_name", "resume_from_checkpoint")  # differ between runs and say nothing about them
+FACTS = ("ranks", "mesh", "device", "device_model", "software")  # of the event "started"
+
+
+def read_configuration(folder: Path) -> dict[str, Any]:
+    """The recipe fields that a run was given; empty for a run without a recipe, as that of a custom Trainer."""
+    try:
+        content = parse_yaml((folder / USED_RECIPE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def configuration_table(histories: Sequence[History]) -> str:
+    """One run: what its recipe sets, folded. Several: one row for each field or fact that is not the same in all."""
+    if len(histories) == 1:
+        return _of_one(histories[0])
+    defaults = {name: field.default for name, field in all_fields().items()}
+    given = [{**_facts(history), **read_configuration(history.folder)} for history in histories]
+    fields = [name for name in dict.fromkeys(name for each in given for name in each) if name not in OF_THE_FOLDER]
+    rows = []
+    for name in fields:
+        values = [_shown(each.get(name, defaults.get(name))) for each in given]
+        if len(set(values)) > 1:
+            rows.append([f"<code>{escape(name)}</code>", *(f"<code>{escape(value)}</code>" for value in values)])
+    if not rows:
+        return '<h2>Differences</h2><p class="soft">All recorded settings of these runs are the same.</p>'
+    heads = ["Field", *names(histories)]
+    return f"<h2>Differences</h2>{table('differences', heads, rows)}"
+
+
+def _of_one(history: History) -> str:
+    given = read_configuration(history.folder)
+    if not given:
+        return ""
+    rows = [[f"<code>{escape(name)}</code>", f"<code>{escape(_shown(value))}</code>"] for name, value in given.items()]
+    inner = table("configuration", ["Field", "Value"], rows)
+    return (
+        f"<details><summary>Configuration: {text.plural(len(rows), 'field')} of its recipe</summary>{inner}</details>"
+    )
+
+
+def _facts(history: History) -> dict[str, Any]:
+    """Where the run trained; names of software as `software torch`."""
+    started = history.started
+    found = {name: started[name] for name in FACTS if name in started}
+    software = found.pop("software", None)
+    versions = software if isinstance(software, dict) else {}
+    return {**found, **{f"software {name}": version for name, version in versions.items()}}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return text.NOTHING if value is None else json.dumps(value, default=str)

@@ -64,7 +64,8 @@ class Runtime(Protocol):
         the same, and a lazy device compiles nothing."""
 
     def version(self, tensor: Tensor) -> object:
-        """What changes when the tensor is written; on an eager device not when that is by `tensor.data`."""
+        """A value that changes whenever the tensor is written; not for writes through `tensor.data` on an eager
+        device."""
 
     def to_host(self, tensors: Sequence[Tensor], *, copy: bool = True) -> list[Tensor]:
         """Copies tensors to the host, in their own dtypes. Waits for the device; call `step_boundary` first to include
@@ -72,14 +73,13 @@ class Runtime(Protocol):
         views of it, which are valid until the device runs anything else."""
 
     def step_boundary(self, *, wait: bool = False) -> None:
-        """Runs pending operations as one graph; does nothing on an eager device. With `wait`, returns when they are
-        done."""
+        """Runs pending operations as one graph; no-op on an eager device. With `wait`, returns once they are done."""
 
     def seed(self, value: int) -> None:
         """Seeds the generator of the device's random operations (dropout). `value` is in [0, 2**63)."""
 
     def current_seed(self) -> int:
-        """The seed that `seed` set, as long as nothing was drawn since."""
+        """The seed that `seed` has set, as long as no random number was drawn since."""
 
     def generator_state(self) -> Tensor:
         """The state of the generator of the device's random operations, on the host; int64 numbers or bytes. Waits for
@@ -89,7 +89,7 @@ class Runtime(Protocol):
         """Whether random numbers were drawn since `generator_state` returned this."""
 
     def set_generator_state(self, state: Tensor) -> None:
-        """Continues from what `generator_state` returned, on this rank or on another."""
+        """Restores a state that `generator_state` returned on this rank or another one."""
 
     def counters(self) -> GraphCounters | None:
         """Graphs compiled and executed so far, None on an eager device. Waits for the device first."""

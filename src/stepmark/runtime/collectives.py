@@ -57,7 +57,7 @@ class Collectives(Protocol):
 
 
 class Shares(Protocol):
-    """What each rank's tensor counts in a sum."""
+    """The weight of each rank's tensor in a sum."""
 
     def own(self) -> Tensor:
         """This rank's share: a 0-dim float32 tensor on the device."""
@@ -89,8 +89,8 @@ _abandoned: list[object] = []
 
 
 def keep_abandoned(transfers: object) -> None:
-    """Keeps what is under way, and its memory, for as long as the process lives: gloo reads nothing more from a
-    connection whose next message is for memory that is gone, and whoever waits for another one waits for ever."""
+    """Keeps pending transfers and their memory for the life of the process: gloo stops reading from a connection if the
+    memory for its next message is gone, and all later transfers on it would hang."""
     _abandoned.append(transfers)
 
 
@@ -183,7 +183,7 @@ class GroupCollectives:
         return finish
 
     def _add(self, own: Tensor, received: Mapping[int, Tensor], shares: Shares | None) -> Tensor:
-        """Adds what the other ranks have sent to this rank's own shard, in rank order."""
+        """Adds the shards that other ranks have sent to this rank's own, in rank order."""
         if shares is None:
             for part in received.values():
                 own.add_(part)

@@ -1,4 +1,4 @@
-"""Where a lazy device keeps its compiled graphs, so that a later process need not compile them again.
+"""Where a lazy device keeps its compiled graphs, so that later processes need not compile them.
 
 Neuron's compiler has a cache of its own, which is set by environment variables and may be in S3. Other devices use
 torch_xla's: one file per graph, named by a hash of the graph and of what it is compiled with. Ranks do not share its
@@ -31,7 +31,7 @@ logger = logging.getLogger("stepmark")
 
 
 def prepare_compile_cache(setting: Setting) -> None:
-    """Points Neuron's compiler to its cache; call it before the device is opened. Does nothing on other machines.
+    """Points Neuron's compiler to its cache; call it before the device is opened. No-op on other machines.
 
     Raises:
         UsageError: The setting contradicts `--cache_dir` in `NEURON_CC_FLAGS`, which Neuron's compiler prefers.
@@ -47,8 +47,8 @@ def prepare_compile_cache(setting: Setting) -> None:
 
 
 def neuron_place(setting: Setting) -> str | None:
-    """The folder or URL where Neuron's compiler will keep graphs; None where the setting switches it off. Raises
-    UsageError where the setting contradicts `--cache_dir` in `NEURON_CC_FLAGS`."""
+    """The folder or URL where Neuron's compiler will keep graphs; None if the setting disables the cache. Raises
+    UsageError if the setting contradicts `--cache_dir` in `NEURON_CC_FLAGS`."""
     given = _NEURON_OPTION.search(os.environ.get(NEURON_FLAGS, ""))
     if setting is False:
         return None
@@ -68,12 +68,12 @@ def _place(setting: str) -> str:
 
 
 def without_cache_folder(flags: str) -> str:
-    """The flags of Neuron's compiler, without the folder of its cache."""
+    """The flags of Neuron's compiler without `--cache_dir`."""
     return _NEURON_OPTION.sub("", flags).strip()
 
 
 def kept_in() -> str | None:
-    """The folder or URL of all ranks' compiled graphs, once the cache was opened; None without one."""
+    """The folder or URL of all ranks' compiled graphs, once the cache is open; None without a cache."""
     if neuron_device_present():
         flags = os.environ.get(NEURON_FLAGS, "")
         if _NO_CACHE in flags.split():
@@ -85,15 +85,15 @@ def kept_in() -> str | None:
 
 
 def switched_on(setting: Setting) -> Setting:
-    """The setting, but on in the default folder where it would be off by default; what variables say stays."""
+    """The setting, with the default folder instead of no cache, unless the setting or a variable chooses otherwise."""
     given = setting is not None or neuron_device_present() or XLA_FOLDER in os.environ
     return setting if given else True
 
 
 def open_compile_cache(runtime: Runtime, setting: Setting, world: World) -> None:
-    """Makes torch_xla keep this rank's compiled graphs, and on Neuron, whose compiler keeps them itself, counts those
-    that are there; call it before the device has run anything. Does nothing on eager devices, and where graphs are only
-    extracted: Neuron's tool compiles them.
+    """Makes torch_xla keep this rank's compiled graphs; on Neuron, whose compiler keeps them itself, counts cache hits.
+    Call it before the device has run anything. No-op on eager devices, and while graphs are only extracted, which
+    Neuron's tool compiles.
 
     By default the cache is on, except on XLA's CPU client, which writes compiled graphs and cannot read them back.
 
@@ -122,7 +122,7 @@ def open_compile_cache(runtime: Runtime, setting: Setting, world: World) -> None
 
 
 def _count_lookups(runtime: Runtime) -> None:
-    """Counts the graphs that Neuron's compiler finds in its cache, where that is on a file system."""
+    """Counts the graphs that Neuron's compiler finds in its cache, if that is on a file system."""
     folder = kept_in()
     if folder is None or "://" in folder or not _runs_on_neuron(runtime):
         return
@@ -133,5 +133,5 @@ def _count_lookups(runtime: Runtime) -> None:
 
 
 def _runs_on_neuron(runtime: Runtime) -> bool:
-    """Whether this process computes on the machine's Neuron device, not on its CPU as `PJRT_DEVICE=CPU` has it."""
+    """Whether this process computes on the machine's Neuron device, not on the CPU because of `PJRT_DEVICE=CPU`."""
     return not runtime.host_memory

@@ -17,7 +17,6 @@ from torch.distributed import distributed_c10d
 from stepmark.errors import LaunchError, PeerFailed
 from stepmark.launch.join_clock import JoinClock, join_timeout
 from stepmark.launch.joining import connect
-from stepmark.launch.roster import Roster
 from stepmark.launch.world import World
 from stepmark.liveness.bounded_call import within
 from stepmark.liveness.host_group import HostGroup, leave
@@ -51,8 +50,8 @@ class Context:
 
     @contextlib.contextmanager
     def leader_first(self, task: str) -> Iterator[bool]:
-        """Runs the body on one rank of each node first (it gets True), then on the node's other ranks, however long it
-        takes. `task` is a name that is unique within the run."""
+        """Runs the body on one rank of each node first, which gets True, and then on the node's other ranks, however
+        long that takes. `task` is a name that is unique within the run."""
         if self.store is None or self.world.local_size == 1:
             yield True
             return
@@ -76,8 +75,7 @@ WAIT_POLL_SECONDS = 0.2
 ANSWER_SECONDS = 3.0
 
 _started: dict[str, Context] = {}
-_joined: dict[str, dist.Store] = {}
-_roster: Roster | None = None
+_store: dist.Store | None = None  # of the ranks, once they have joined
 
 
 def start(device: str = "auto", timeout: float | None = None) -> Context:
@@ -97,12 +95,12 @@ def start(device: str = "auto", timeout: float | None = None) -> Context:
         if name == "xla" and neuron_device_present():
             set_rank_variables(world)
         runtime = create_runtime(name, world.local_rank, world.local_size)
-        if not _joined:
+        if _store is None:
             _connect(world, runtime, JoinClock(seconds))
         with quiet_stdout():
             host = HostGroup.of_processes(TIMEOUT)
         _check_devices(world, runtime)
-        _started[name] = Context(world, runtime, host, _joined.get("store"))
+        _started[name] = Context(world, runtime, host, _store)
     return _started[name]
 
 
@@ -115,16 +113,15 @@ def backend_for(runtime: Runtime) -> str:
 
 
 def _connect(world: World, runtime: Runtime, clock: JoinClock) -> None:
-    """Connects this rank to the others: by the process group that the script created, or by a new one."""
-    global _roster
+    """Connects this rank to the others, with the process group that the script has created, or a new one."""
+    global _store
     shares_default_group = dist.is_available() and dist.is_initialized()
     if shares_default_group:
         _check_default_group(world)
     if world.size == 1:
         return
     given = _default_group_store() if shares_default_group else None
-    store, _roster = connect(world, clock, given, None if shares_default_group else _group_maker(world, runtime))
-    _joined["store"] = store
+    _store = connect(world, clock, given, None if shares_default_group else _group_maker(world, runtime))
     atexit.register(leave)
 
 
@@ -150,7 +147,7 @@ def _check_default_group(world: World) -> None:
 
 
 def _default_group_store() -> dist.Store | None:
-    """The store of the script's process group; None if processes cannot share it, or if it lacks operations."""
+    """The store of the script's process group; None if it is not shared among processes, or lacks operations."""
     store = distributed_c10d._get_default_store()
     innermost = store
     while isinstance(innermost, dist.PrefixStore):
@@ -160,29 +157,29 @@ def _default_group_store() -> dist.Store | None:
 
 def first_to_fail() -> bool:
     """Whether this rank is the first to fail; called once, when the process ends."""
-    store = _joined.get("store")
-    return store is None or _ask_store(lambda: store.add("failed", 1) == 1, gone=False, silent=True)
+    return _ask_store(lambda store: store.add("failed", 1) == 1, alone=True, gone=False, silent=True)
 
 
 def a_rank_has_failed() -> bool:
     """Whether a rank has called `first_to_fail`; False for a single rank, or before the ranks have joined."""
-    store = _joined.get("store")
-    return store is not None and _ask_store(lambda: store.check(["failed"]), gone=True, silent=True)
+    return _ask_store(lambda store: store.check(["failed"]), alone=False, gone=True, silent=True)
 
 
 def store_answers() -> bool:
     """Whether the ranks' store still answers."""
-    store = _joined.get("store")
-    return store is not None and _ask_store(lambda: store.check(["failed"]) or True, gone=False, silent=False)
+    return _ask_store(lambda store: store.check(["failed"]) or True, alone=False, gone=False, silent=False)
 
 
-def _ask_store(ask: Callable[[], bool], *, gone: bool, silent: bool) -> bool:
-    """The store's answer: `gone` if the rank that serves it has ended, `silent` if it does not answer, because that
-    rank is stopped."""
+def _ask_store(ask: Callable[[dist.Store], bool], *, alone: bool, gone: bool, silent: bool) -> bool:
+    """The store's answer; `alone` without a store, `gone` if the rank that serves it has ended, `silent` if it does not
+    answer because that rank is stopped."""
+    store = _store
+    if store is None:
+        return alone
 
     def call() -> bool:
         try:
-            return ask()
+            return ask(store)
         except RuntimeError:
             return gone
 
@@ -191,7 +188,7 @@ def _ask_store(ask: Callable[[], bool], *, gone: bool, silent: bool) -> bool:
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """Silences standard output, where gloo logs every connection from C++."""
+    """Silences standard output, to which gloo logs every connection from C++."""
     sys.stdout.flush()
     saved = os.dup(1)
     with open(os.devnull, "w") as nowhere:
@@ -204,7 +201,7 @@ def quiet_stdout() -> Iterator[None]:
 
 
 def _check_devices(world: World, runtime: Runtime) -> None:
-    """Raises LaunchError where PJRT, which runs collectives in the graph, numbers the ranks differently."""
+    """Raises LaunchError if PJRT, which runs collectives in the graph, numbers the ranks differently."""
     if not getattr(runtime, "in_graph_collectives", False):
         return
     from stepmark.runtime.xla import graph_world

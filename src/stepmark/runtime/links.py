@@ -1,7 +1,7 @@
 """Point-to-point transfers among the ranks of one pipeline.
 
-Two ranks exchange: each posts what it sends and what it expects, in one operation, and goes on computing. Both have to
-hold their exchanges with each other in the same order. The caller keeps a sent tensor unchanged until `Exchange.left`.
+Two ranks exchange tensors: each posts its sends and receives in one operation and continues to compute. Both have to
+make their exchanges with each other in the same order. The caller keeps a sent tensor unchanged until `Exchange.left`.
 Here are the transfers of eager devices and of the host; lazy_links.py has those of lazy devices.
 """
 
@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class Form:
-    """The shape and dtype of a tensor that is expected."""
+    """The shape and dtype of an expected tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -47,7 +47,7 @@ ENCODED = Form((HEADER,), torch.int64)
 
 
 class Exchange:
-    """What two ranks give each other; `received` must not be read before `arrived`."""
+    """An exchange between two ranks; `received` must not be read before `arrived`."""
 
     def __init__(
         self,
@@ -68,18 +68,18 @@ class Exchange:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is on its way any more, as far as this side has waited."""
+        """Whether no transfer is pending, as far as this side has waited."""
         return not (self._sending or self._sent or self._receiving)
 
     def arrived(self) -> list[Tensor]:
-        """What the other rank has sent, when it is here; an accelerator's stream waits instead of the host."""
+        """Waits for the tensors of the other rank; on an accelerator its stream waits instead of the host."""
         for work in self._receiving:
             work.wait()
         self._receiving.clear()
         return self.received
 
     def left(self) -> None:
-        """Returns when everything has also left."""
+        """Returns once everything has been sent and received."""
         self.arrived()
         for work in self._sending:
             work.wait()

@@ -152,7 +152,7 @@ def _check_sizes(ranks: int, tensor: int, pipeline: int) -> None:
 
 
 def _share_graphs(context: Context, grid: RankGrid) -> None:
-    """From here on the ranks of a pipeline stage run the same graphs, and other stages run others."""
+    """From here on the ranks of one pipeline stage run the same graphs, which differ between stages."""
     if not getattr(context.runtime, "in_graph_collectives", False):
         return
     stage_size = grid.axes[DATA] * grid.axes[TENSOR]

@@ -1,4 +1,4 @@
-"""Moving a module to its device, with equal weights on all ranks."""
+"""Moves a module to its device, and makes weights equal on all ranks."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def fetch_module(module: nn.Module, runtime: Runtime) -> None:
-    """Moves to the host what is on a device of another type than the runtime's, such as a model that was on `xla` and
-    is trained on the CPU. Every Parameter stays the same object."""
+    """Moves tensors to the host that are on a device of another type than the runtime's, such as a model that was on
+    `xla` and is trained on the CPU. Every Parameter stays the same object."""
     elsewhere = [tensor for tensor in _tensors(module) if tensor.device.type not in _settled(runtime)]
     for device in {tensor.device for tensor in elsewhere}:
         runtime_for(device).step_boundary(wait=True)  # otherwise each pending tensor is computed by a graph of its own
@@ -54,12 +54,12 @@ def fetch_module(module: nn.Module, runtime: Runtime) -> None:
 
 
 def _settled(runtime: Runtime) -> tuple[str, ...]:
-    """Devices that a tensor needs not be fetched from; one on `meta` has no values."""
+    """Devices whose tensors need not be fetched; those on `meta` have no values."""
     return "cpu", "meta", runtime.device.type
 
 
 def _replace(tensor: Tensor, value: Tensor) -> None:
-    """Gives the tensor the value's device and memory. Raises UsageError where a reference from C++ forbids it."""
+    """Gives the tensor the value's device and memory. Raises UsageError if a reference from C++ prevents that."""
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         value.__dict__.update(tensor.__dict__)  # its layout and replication
@@ -75,7 +75,7 @@ def _replace(tensor: Tensor, value: Tensor) -> None:
 def agree_on_weights(
     module: nn.Module, runtime: Runtime, host: HostGroup, groups: Sequence[Sequence[int]] | None = None
 ) -> bool:
-    """Makes the module equal on all ranks: where tensors differ, those of a group's first rank are used. Collective.
+    """Makes the module equal on all ranks, or on those of each group; see `agree_on_tensors`. Collective.
 
     Args:
         module: The module, on the host or on the device.
@@ -86,11 +86,26 @@ def agree_on_weights(
     Returns:
         Whether any tensor differed.
     """
-    groups = groups or [list(range(host.size))]
+    return agree_on_tensors(list(_tensors(module)), groups or [range(host.size)], runtime, host)
+
+
+def agree_on_tensors(
+    tensors: Sequence[Tensor], groups: Sequence[Sequence[int]], runtime: Runtime, host: HostGroup
+) -> bool:
+    """Makes tensors equal on the ranks of each group: where they differ, those of its first rank are used. Collective.
+
+    Args:
+        tensors: Those that this rank holds, in the same order on all ranks of its group; empty where it is in none.
+        groups: Ranks that hold the same tensors, such as the two ends of a pipeline with tied embeddings.
+        runtime: The device.
+        host: All ranks.
+
+    Returns:
+        Whether any differed.
+    """
     if all(len(group) == 1 for group in groups):
         return False
-    checksums = host.all_gather([_checksum(value) for value in _on_host(_tensors(module), runtime)])
-    tensors, differ = list(_tensors(module)), False
+    checksums, differ = host.all_gather([_checksum(value) for value in _on_host(tensors, runtime)]), False
     for group in groups:
         held = [checksums[rank] for rank in group]
         if any(len(each) != len(held[0]) for each in held):
@@ -104,33 +119,8 @@ def agree_on_weights(
     return differ
 
 
-def agree_on_ties(tied: Sequence[Tensor], pairs: Sequence[tuple[int, int]], runtime: Runtime, host: HostGroup) -> bool:
-    """Makes tables equal that the two ends of a pipeline hold: where they differ, those of the first stage are used.
-    Collective.
-
-    Args:
-        tied: Those that this rank holds, in the same order on both; empty elsewhere.
-        pairs: The ranks of the first and of the last stage, for each pipeline.
-        runtime: The device.
-        host: All ranks.
-
-    Returns:
-        Whether any differed.
-    """
-    checksums, differ = host.all_gather([_checksum(value) for value in _on_host(tied, runtime)]), False
-    for first, last in pairs:
-        found = enumerate(zip(checksums[first], checksums[last], strict=True))
-        for index in (index for index, (ours, theirs) in found if ours != theirs):
-            differ = True
-            own = runtime.to_host([tied[index]])[0] if host.rank == first else None
-            value = host.broadcast(own, source=first)
-            if host.rank == last:
-                _assign(tied[index], value, runtime)
-    return differ
-
-
 def _on_host(tensors: Iterable[Tensor], runtime: Runtime) -> Iterator[Tensor]:
-    """One after the other, so that the host never holds a complete model."""
+    """Yields tensors one at a time, so that the host never holds a complete model."""
     for tensor in tensors:
         yield tensor.detach() if tensor.device.type == "cpu" else runtime.to_host([tensor])[0]
 

@@ -288,17 +288,6 @@ def _one(result: Any) -> Tensor:
     return result
 
 
-def spawn_replicas(replica: Callable[[Callable[[], None]], None]) -> None:
-    """Calls `replica(dispatch)` in one thread for each device of this process."""
-    pjrt._run_thread_per_device(0, 1, lambda: replica(lambda: torch_xla.sync(wait=False)), pjrt.initialize_multiprocess)
-
-
-def wait_for_own_device() -> None:
-    """Waits for this thread's device, and for no other replica's."""
-    own = torch_xla._XLAC._xla_real_devices([str(torch_xla.device())])
-    xm.wait_device_ops(own)
-
-
 def graph_world() -> tuple[int, int]:
     """This replica's number and the number of replicas, as PJRT counts them."""
     return xr.global_ordinal(), xr.world_size()

@@ -75,8 +75,7 @@ class RunCallbacks:
         self.best_step: int | None = None  # where the model has the weights of the best one
 
     def model_position(self) -> tuple[int, Any]:
-        """The step whose weights the model has, and its epoch: the last one, or that of the best model once it is
-        loaded."""
+        """Step and epoch of the model's weights: the last ones, or those of the best model once it is loaded."""
         if self.best_step is None:
             return self.state.global_step, self.state.epoch
         epochs = [log.get("epoch") for log in self.state.log_history if log.get("step") == self.best_step]

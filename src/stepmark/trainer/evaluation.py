@@ -20,7 +20,7 @@ from stepmark.evaluation.prompt_samples import PromptSampler
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.loaders import LoaderFactory
 from stepmark.trainer.training_arguments import TrainingArguments
-from stepmark.training.evaluation_paused import EvaluationPaused
+from stepmark.training.pipelined_forward import EvaluationPaused
 
 Metrics = dict[str, float]
 
@@ -156,7 +156,7 @@ class TrainerEvaluation:
             except Exception as error:
                 if self.evaluator.host.rank == 0:
                     told = f"{type(error).__name__}: {error}"
-                    logger.warning("compute_metrics fails with two samples (%s); it is tried with all", told)
+                    logger.warning("compute_metrics failed on two samples (%s); retrying with all of them", told)
                 attempt(dataset)
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from stepmark.config.training_fields import GROUP_BY_LENGTH, TrainingFields
-from stepmark.data.loader.collate import CollateFn, Collation, PadTo, is_padder, own_padding
+from stepmark.data.loader.collate import CollateFn, Collation, PadTo, is_padder, own_padding, sample_lengths
 from stepmark.data.loader.labels import LabelRule
-from stepmark.data.loader.length_groups import LengthGroups, sample_lengths
 from stepmark.data.loader.loader import DataLoader
+from stepmark.data.loader.order import LengthGroups
 from stepmark.data.loader.stream_loader import StreamLoader, check_readable_again, is_stream
 from stepmark.errors import UsageError
 from stepmark.runtime.mesh import Mesh
@@ -48,8 +48,8 @@ class LoaderFactory:
         if is_stream(dataset):
             if self.args.train_sampling_strategy == GROUP_BY_LENGTH:
                 raise UsageError(
-                    "train_sampling_strategy: samples that can only be iterated are not known before; choose random, "
-                    "or group them in the dataset"
+                    "train_sampling_strategy: an iterable dataset cannot be grouped by length; choose random, or group "
+                    "the samples in the dataset"
                 )
             drop_last = self.args.dataloader_drop_last
             return self._stream(dataset, self.args.per_device_train_batch_size, drop_last=drop_last)
@@ -119,8 +119,8 @@ class LoaderFactory:
     def _stream(self, dataset: Any, batch_size: int, *, drop_last: bool = False) -> StreamLoader:
         if self.args.dataloader_num_workers:
             raise UsageError(
-                "dataloader_num_workers: a dataset that can only be iterated is read by the training process; set it "
-                "to 0, or override get_train_dataloader and return a DataLoader with workers"
+                "dataloader_num_workers: an iterable dataset is read in the training process; set it to 0, or override "
+                "get_train_dataloader and return a DataLoader with workers"
             )
         return StreamLoader(
             dataset,

@@ -124,12 +124,12 @@ def _warn_of_another_batch(before: int | None, parts: RunParts) -> None:
     steps, rest = divmod(before, micro_batch)
     remedy = f"gradient_accumulation_steps: {steps}" if not rest else "per_device_train_batch_size"
     logger.warning(
-        "a step has %d samples (%d per device x %d data parallel x %d accumulated), and had %d before; for the same "
-        "batches as before set %s",
+        "the global batch was %d samples and is now %d (%d per device x %d data parallel x %d accumulated); to keep "
+        "it, set %s",
+        before,
         layout.global_batch,
         layout.batch_size,
         layout.world_size,
         layout.accumulation,
-        before,
         remedy,
     )

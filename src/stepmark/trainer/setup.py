@@ -20,14 +20,14 @@ from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
 from stepmark.config.training_fields import TrainingFields, check_reduce_dtype
 from stepmark.errors import UsageError
 from stepmark.evaluation.run_options import RunOptions
-from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.parallelize import ParallelizedModel, check_not_added_to, parallelize, parallelized
 from stepmark.parallel.pipeline.staged_model import complete_size, staged
 from stepmark.parallel.tensor.adapted_layers import check_adapters
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import PIPELINE, Mesh
 from stepmark.runtime.module_placement import (
-    agree_on_ties,
+    agree_on_tensors,
     agree_on_weights,
     cast_module,
     fetch_module,
@@ -43,9 +43,8 @@ from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import autocast_dtype
 from stepmark.training.model_options import check_bf16, check_fp16, enable_gradient_checkpointing
-from stepmark.training.optimizer import build_optimizer, wrap_optimizer
+from stepmark.training.optimizer import build_optimizer, decays_by_default, parameter_kinds, wrap_optimizer
 from stepmark.training.packed_samples import check_packing
-from stepmark.training.parameter_kinds import decays_by_default, parameter_kinds
 from stepmark.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class RunParts:
     model: nn.Module
     saved: nn.Module
     loader: TrainLoader
-    optimizer: StepOptimizer
+    optimizer: NamedOptimizer
     schedule: Any
     step: TrainStep
     total_steps: int
@@ -88,8 +87,7 @@ def count_epochs(args: TrainingFields, loader: TrainLoader) -> int:
 
 
 def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> Mesh:
-    """Moves the model to the device with the weights of rank 0, and shards it as the arguments say unless it is sharded
-    already. Returns its mesh. Collective."""
+    """Moves the model to the device with rank 0's weights, sharded as `args` says. Returns its mesh. Collective."""
     applied = parallelized(model)
     if applied is None:
         check_not_added_to(model)
@@ -114,7 +112,7 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     stages = staged(model)
     if stages is not None:
         ends = [(ranks[0], ranks[-1]) for ranks in mesh.grid.groups(PIPELINE)]
-        differ |= agree_on_ties(stages.tied_parameters(), ends, runtime, context.host)
+        differ |= agree_on_tensors(stages.tied_parameters(), ends, runtime, context.host)
     if differ and context.host.rank == 0:
         logger.warning("the ranks had different weights; all use those of rank 0")
     if not applied:
@@ -192,7 +190,7 @@ def step_optimizer(
     args: TrainingFields,
     mesh: Mesh,
     given: torch.optim.Optimizer | None = None,
-) -> StepOptimizer:
+) -> NamedOptimizer:
     """The optimizer that a step needs: around `given`, or the one that the arguments name."""
     if given is not None and args.zero_1:
         raise UsageError(
@@ -224,7 +222,7 @@ def step_optimizer(
 
 
 def make_step(
-    model: nn.Module, optimizer: StepOptimizer, loss: MicroBatchLoss, mesh: Mesh, args: TrainingFields
+    model: nn.Module, optimizer: NamedOptimizer, loss: MicroBatchLoss, mesh: Mesh, args: TrainingFields
 ) -> TrainStep:
     """The step that the arguments describe."""
     return TrainStep(
@@ -272,8 +270,7 @@ def make_checkpointer(folder: Path, args: TrainingFields, mesh: Mesh) -> Checkpo
 
 
 def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: Context, *, resumes: bool) -> None:
-    """Raises UsageError where the folder has checkpoints of another run, StepmarkError where the disk has no room for
-    one. Collective."""
+    """Raises an error where the folder has another run's checkpoints, or no room for one. Collective."""
     if args.save_strategy == "no":
         return
     check_no_earlier_run(folder, args, resumes=resumes)

@@ -33,7 +33,7 @@ from stepmark.evaluation.prompt_samples import PromptSampler
 from stepmark.evaluation.run_options import RunOptions, function_name
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.rank_heartbeats import PeerWatch
-from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.context import Context
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
@@ -71,8 +71,6 @@ from stepmark.trainer.run_folder.hub_uploads import CARD, HubCallback, HubUpload
 from stepmark.trainer.run_folder.model_export import SavedFiles, write_model, write_model_files
 from stepmark.trainer.run_folder.output_folder import (
     finished,
-    set_aside_earlier_attempt,
-    set_aside_finished_run,
 )
 from stepmark.trainer.run_folder.run_identity import identity
 from stepmark.trainer.run_folder.status import DONE
@@ -80,7 +78,6 @@ from stepmark.trainer.setup import (
     RunParts,
     align_special_tokens,
     check_packed,
-    check_start,
     compile_as_asked,
     count_steps,
     make_checkpointer,
@@ -209,7 +206,7 @@ class Trainer:
         self.compute_metrics = compute_metrics
         self.optimizer, self.lr_scheduler = optimizers
         self._made: tuple[Any, Any] = (None, None)  # the optimizer and the schedule of the run before
-        self._step_optimizer: StepOptimizer | None = None
+        self._step_optimizer: NamedOptimizer | None = None
         self._made_tensors: set[int] = set()  # that it updates
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.compute_loss_func = compute_loss_func
@@ -432,7 +429,7 @@ class Trainer:
             self.lr_scheduler = make_schedule(self.args, optimizer, num_training_steps)
         return self.lr_scheduler
 
-    def _make_optimizer_and_schedule(self, total_steps: int) -> tuple[StepOptimizer, Any]:
+    def _make_optimizer_and_schedule(self, total_steps: int) -> tuple[NamedOptimizer, Any]:
         """Those of a run. Made for an earlier run, they are made again; others stay."""
         if self.optimizer is not None and self.optimizer is self._made[0]:
             self.optimizer = None
@@ -579,15 +576,11 @@ class Trainer:
                 write_files=self._write_files,
                 before_save=self._collect_model_files,
             )
-            goes_on = bool(resume) or set_aside_finished_run(folder, self.context.host)
-            check_start(folder, self._saved, self.args, self.context, resumes=goes_on)
             evaluates = self.args.eval_strategy != "no"
             if evaluates:
                 self._eval_sets()
                 _ = self.prompt_sampler  # which says now what it cannot continue
-            if self.args.save_strategy != "no":
-                checkpointer.claim()
-                loop.withdraw_stop_request()
+            loop.take_folder(resumes=bool(resume))
             own = parts.loader  # callbacks get a second loader, whose position is not that of the run
             self._callbacks.show(parts, own.given if isinstance(own, GivenLoader) else own.again())
             try:
@@ -595,12 +588,8 @@ class Trainer:
                     if evaluates and not extracting_graphs() and not self._overridden("evaluate"):
                         sets = [dataset for _, dataset in self._eval_sets()]
                         self._own_evaluation.try_metrics(sets, self.get_eval_dataloader)
-                    restored = loop.resume(Path(resume) if isinstance(resume, str) else None) if resume else None
-                    if restored is None and not extracting_graphs():
-                        set_aside_earlier_attempt(
-                            folder, self.context.host, resumes=bool(resume), repeats=loop.record_resumption
-                        )
-                    metrics, steps = loop.train(restored)
+                    metrics, steps = loop.train(loop.restore(resume))
+                    self._hub_uploads.wait()
                     metrics = self._opened_run.write_training(metrics, steps, self.train_dataset)
                     self._save_state()
                 if save_model:
@@ -973,8 +962,7 @@ class Trainer:
 
     @property
     def label_smoother(self) -> Any:
-        """transformers' LabelSmoother where `label_smoothing_factor` asks for one, for a `compute_loss` of a subclass
-        that calls it; otherwise None."""
+        """transformers' LabelSmoother, for a `compute_loss` that calls it; None without `label_smoothing_factor`."""
         factor = self.args.label_smoothing_factor
         if not factor:
             return None

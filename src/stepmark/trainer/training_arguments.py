@@ -297,8 +297,7 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
         return self.per_device_eval_batch_size
 
     def get_process_log_level(self) -> int:
-        """The level of Python's logging for this rank: that of `log_level`, and WARNING on the ranks that do not log.
-        `passive` is the level that transformers has."""
+        """This rank's logging level: `log_level` (`passive`: transformers' own), or WARNING where it does not log."""
         import logging
 
         if not self.should_log:

@@ -25,13 +25,13 @@ from stepmark.trainer.evaluation import PausableEvaluation
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.stop_request import reason_to_stop, withdraw
 from stepmark.trainer.resume import restore_run
+from stepmark.trainer.run_folder.output_folder import set_aside_earlier_attempt, set_aside_finished_run
 from stepmark.trainer.run_folder.status import INTERRUPTED
-from stepmark.trainer.setup import RunParts
+from stepmark.trainer.setup import RunParts, check_start
 from stepmark.trainer.telemetry.banner import banner
 from stepmark.trainer.telemetry.loss_meter import LossMeter
 from stepmark.trainer.telemetry.monitor import Monitor
 from stepmark.trainer.telemetry.throughput import TotalFlos
-from stepmark.training.evaluation_paused import EvaluationPaused
 from stepmark.training.learning_rate_schedule import (
     advance,
     follows_metric,
@@ -39,8 +39,8 @@ from stepmark.training.learning_rate_schedule import (
     schedule_state,
     shows_rates,
 )
-from stepmark.training.model_options import set_training
-from stepmark.training.noisy_embeddings import noisy_embeddings
+from stepmark.training.model_options import noisy_embeddings, set_training
+from stepmark.training.pipelined_forward import EvaluationPaused
 from stepmark.training.step import StepHooks
 
 MAX_STEPS_WITHOUT_TARGETS = 100  # of a run in which no label was a target yet
@@ -81,8 +81,7 @@ class TrainingLoop:
         self._first_step: int | None = None  # before which this process began; None until it trains
         self._saved_step = 0  # 0: there is nothing to save yet
         self._learning_rate = 0.0  # of the last step
-        self._arrivals = parts.optimizer.arrivals
-        callbacks.before_hearing = self._arrivals.settle
+        callbacks.before_hearing = parts.optimizer.arrivals.settle
         self.stop_reason: str | None = None  # where the run was asked to stop from outside
 
     @property
@@ -130,15 +129,34 @@ class TrainingLoop:
         if self._parts.step.scaler is not None and state.get("loss_scaler") is not None:
             self._parts.step.scaler.load_state_dict(state["loss_scaler"])
 
-    def resume(self, checkpoint: Path | None) -> Path | None:
-        """Restores `checkpoint`, or the newest complete one. Returns what was restored, None where there is none.
+    def take_folder(self, *, resumes: bool) -> None:
+        """Checks that the output folder is free for this run, and claims it. Collective.
+
+        Raises UsageError or StepmarkError as `check_start`, and CheckpointBusy where another process has claimed it.
+        """
+        parts, folder = self._parts, Path(self._args.output_dir)
+        goes_on = resumes or set_aside_finished_run(folder, parts.context.host)
+        check_start(folder, parts.saved, self._args, parts.context, resumes=goes_on)
+        if self._args.save_strategy != "no":
+            self._checkpointer.claim()
+            self._withdraw_stop_request()
+
+    def restore(self, resume: bool | str | None) -> Path | None:
+        """Restores the checkpoint that `resume` names, or with True the newest complete one. Returns its path; None
+        where the run begins at its first step. Collective.
 
         Raises CheckpointError, before anything is trained, where this run cannot continue from any.
         """
-        path = restore_run(self.sections(), self._parts, self._callbacks, self._checkpointer, checkpoint)
+        path = None
+        if resume:
+            named = Path(resume) if isinstance(resume, str) else None
+            path = restore_run(self.sections(), self._parts, self._callbacks, self._checkpointer, named)
         if path is not None:
             self._saved_step = self._step
             self._monitor.restored(path, self._step, self._checkpointer.quarantined)
+        elif not extracting_graphs():
+            folder, host = Path(self._args.output_dir), self._parts.context.host
+            set_aside_earlier_attempt(folder, host, resumes=bool(resume), repeats=self._record_resumption)
         return path
 
     # The loop
@@ -146,7 +164,7 @@ class TrainingLoop:
     def train(self, restored: Path | None) -> tuple[dict[str, Any], int]:
         """Trains to the end of the run, and loads the best model where the arguments ask for it. Collective.
 
-        `restored` is what `resume` returned. Returns the values of train_results.json, and the number of steps that
+        `restored` is what `restore` returned. Returns the values of train_results.json, and the number of steps that
         this process has trained.
         """
         parts, callbacks, first, evaluating = self._parts, self._callbacks, self._step, self._unfinished is not None
@@ -178,8 +196,7 @@ class TrainingLoop:
         return {"epoch": callbacks.state.epoch, **metrics}, steps
 
     def _run(self, restored: Path | None) -> None:
-        """Trains to the last step, or until a callback stops it; returns when all ranks are there and all saves are on
-        disk."""
+        """Trains to the last step, or until a callback stops it; returns when all ranks and all saves are done."""
         for line in banner(self._parts, self._step) if self._callbacks.run_log.writes else ():
             self._callbacks.progress.line(line)
         if self._args.eval_on_start and restored is None:
@@ -196,6 +213,7 @@ class TrainingLoop:
             self._epoch_open = True
             self._train_epoch()
             self._end_epoch()
+        self._parts.optimizer.arrivals.settle()
         self._check_finite()
         self._checkpointer.wait()
         self._monitor.close()
@@ -208,12 +226,12 @@ class TrainingLoop:
         parts, callbacks = self._parts, self._callbacks
         self._monitor.started(parts, self._step, restored)
         if restored is not None:
-            self.record_resumption()
+            self._record_resumption()
         callbacks.begin(parts.total_steps)
         if restored is not None:
             callbacks.progress.line(f"resumed from {restored} at step {self._step}")
 
-    def record_resumption(self) -> None:
+    def _record_resumption(self) -> None:
         """Adds to the metrics that the steps after this one appear again."""
         run_log = self._callbacks.run_log
         run_log.metrics({"resumed": self._step, "attempt": run_log.attempts() + 1, "mesh": self._parts.mesh.shape})
@@ -241,7 +259,6 @@ class TrainingLoop:
                     return
 
     def _end_epoch(self) -> None:
-        self._arrivals.settle()
         self._epoch_open = False
         entering(BETWEEN)
         self._check_targets()
@@ -284,9 +301,6 @@ class TrainingLoop:
 
     def _follow_control(self) -> None:
         """Logs, evaluates and saves, in this order, as the control's flags say."""
-        control = self._callbacks.control
-        if control.should_log or control.should_evaluate or control.should_save:
-            self._arrivals.settle()
         self._skip_rest_of_epoch()
         if self._callbacks.control.should_log:
             self._log()
@@ -351,14 +365,13 @@ class TrainingLoop:
             raise TrainingDiverged(self._parts.context.host.broadcast(error))
 
     def _check_targets(self) -> None:
-        """Where no label was a target since the run began: says so, and raises DataError, on all ranks, at the end of
-        an epoch or the run, and after many steps."""
+        """Warns if no label was a target yet, and after an epoch, or many steps, raises DataError; on all ranks."""
         if self._first_step is None or extracting_graphs() or self._losses.any_targets():
             return
         message = (
-            f"train_dataset: no label was a target up to step {self._step}, so nothing is learned: all are "
-            f"{self._parts.step.loss.labels.ignored}, which losses ignore; look at what masks or cuts the labels, or "
-            "declare loss_averages_over for a loss that does not use them"
+            f"train_dataset: no label was a target up to step {self._step}: all are "
+            f"{self._parts.step.loss.labels.ignored}, which the loss ignores; check how labels are masked or "
+            "truncated, or set loss_averages_over for a loss without labels"
         )
         ended = self._step >= self._parts.total_steps or not self._parts.loader.state_dict()["samples"]
         if ended or self._step - self._first_step >= MAX_STEPS_WITHOUT_TARGETS:
@@ -513,7 +526,7 @@ class TrainingLoop:
             self._stop(self._preemption)
 
     def _stop(self, preemption: PreemptionCoordinator, where: str = "") -> NoReturn:
-        self._arrivals.settle()
+        self._parts.optimizer.arrivals.settle()
         saves = self._step != self._saved_step
         if saves:
             self._parts.context.runtime.step_boundary(wait=True)
@@ -529,7 +542,7 @@ class TrainingLoop:
             saved = "nothing is saved"
         raise RunInterrupted(f"{preemption.signal_name}: stopped {where}after step {self._step}, {saved}")
 
-    def withdraw_stop_request(self) -> None:
+    def _withdraw_stop_request(self) -> None:
         """Removes a request to stop: one made to an earlier run, or one that this run has followed."""
         if self._parts.context.host.rank == 0 and not extracting_graphs():
             withdraw(self._checkpointer.folder)
@@ -545,4 +558,4 @@ class TrainingLoop:
         self.stop_reason = f"stopped after step {self._step}: {reason}"
         self._callbacks.progress.line(self.stop_reason)
         self._callbacks.control.should_training_stop = True
-        self.withdraw_stop_request()
+        self._withdraw_stop_request()

@@ -55,7 +55,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class _Result:
-    """What a call has found: a mean over a micro-batch's targets, or with `is_sum` the sum over them; the outputs."""
+    """The result of a call: the mean over a micro-batch's targets, or with `is_sum` their sum, and the outputs."""
 
     loss: Tensor
     outputs: Any
@@ -133,7 +133,7 @@ class MicroBatchLoss:
         return self.causal_shift and not self.labels.by_sample
 
     def weighting(self, micro_batch: MicroBatch) -> str:
-        """How micro-batches like this one are weighted in a step's mean, for people."""
+        """Describes how micro-batches like this one are weighted in a step's mean."""
         if micro_batch.targets is None:
             return "a mean over samples"
         known = self._known and self.override is None and self._compute is None

@@ -1,18 +1,20 @@
-"""Model settings for training, applied before the model is moved to the device."""
+"""Model settings for training: activation checkpointing, precision, training mode, and noise on embeddings."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stepmark.config.activation_checkpointing import for_device
 from stepmark.errors import DeviceError, UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.training.lazy.transformers_forward import recorded_checkpoint
+from stepmark.training.model_labels import unwrapped
 
 # transformers' method and its argument; the second is older, deprecated, and the one that models of others have.
 CHECKPOINTING = {
@@ -89,3 +91,40 @@ def set_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _trains_as_torch(module: nn.Module) -> bool:
     return getattr(module.train, "__func__", None) is nn.Module.train
+
+
+@contextlib.contextmanager
+def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
+    """NEFTune (Jain et al. 2023, arXiv:2310.05914): inside the block, and in training mode, adds uniform noise of up to
+    alpha / sqrt(length * size) to the embeddings [rows, length, size], drawn from the generator of the micro-batch.
+    None: no noise.
+
+    Raises:
+        UsageError: The model does not say what its input embeddings are.
+    """
+    if alpha is None:
+        yield
+        return
+    hook = _input_embeddings(model).register_forward_hook(lambda module, _, output: _noisy(module, output, alpha))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _input_embeddings(model: nn.Module) -> nn.Module:
+    find: Any = getattr(unwrapped(model), "get_input_embeddings", None)
+    found = find() if callable(find) else None
+    if not isinstance(found, nn.Module):
+        raise UsageError(
+            f"neftune_noise_alpha: {type(model).__name__} has no method get_input_embeddings that returns a module; "
+            "add one, or leave the argument out"
+        )
+    return found
+
+
+def _noisy(module: nn.Module, output: Tensor, alpha: float) -> Tensor:
+    if not module.training:
+        return output
+    bound = alpha / (output.shape[-2] * output.shape[-1]) ** 0.5
+    return output + (2 * torch.rand_like(output) - 1) * bound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,17 +15,62 @@ from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
 from stepmark.parallel.optimizer.eight_bit import EIGHT_BITS, FULL_PRECISION, adamw_8bit_class
 from stepmark.parallel.optimizer.elementwise import sharding_unit, updates_elements
+from stepmark.parallel.optimizer.flat_shards import flat_shards
 from stepmark.parallel.optimizer.lazy_optimizers import LazyAdamW, LazySGD
 from stepmark.parallel.optimizer.muon import MUON as BY_MUON
 from stepmark.parallel.optimizer.muon import NOT_MUON, MuonAdamW
-from stepmark.parallel.optimizer.parameter_optimizer import ParameterOptimizer
-from stepmark.parallel.optimizer.protocols import StepOptimizer
-from stepmark.parallel.optimizer.sharded_optimizer import ShardedOptimizer
-from stepmark.parallel.optimizer.whole_parameter_optimizer import WholeParameterOptimizer
+from stepmark.parallel.optimizer.named import NamedOptimizer
+from stepmark.parallel.optimizer.replicated import Replicated, replicated_around
+from stepmark.parallel.optimizer.whole_parameters import whole_parameters, whole_parameters_around
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import layout_of
-from stepmark.training.parameter_kinds import ParameterKinds
+
+# Patterns of the names, in lower case, of modules and parameters without weight decay.
+NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+
+@dataclass(frozen=True)
+class ParameterKinds:
+    """Names of parameters.
+
+    Attributes:
+        embeddings: Tables of `nn.Embedding`, also those that are the head as well.
+        hidden_matrices: Parameters of two dims that are neither embeddings nor part of the head, which is what a model
+            of transformers has outside its base model.
+    """
+
+    embeddings: frozenset[str] = frozenset()
+    hidden_matrices: frozenset[str] = frozenset()
+
+
+def parameter_kinds(model: nn.Module) -> ParameterKinds:
+    """Finds the kinds of a model's parameters."""
+    tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    outside = tables | _head(model)
+    named = list(model.named_parameters())
+    return ParameterKinds(
+        embeddings=frozenset(name for name, p in named if id(p) in tables),
+        hidden_matrices=frozenset(name for name, p in named if p.dim() == 2 and id(p) not in outside),
+    )
+
+
+def _head(model: nn.Module) -> set[int]:
+    """The identities of the parameters of the head."""
+    base = getattr(model, getattr(model, "base_model_prefix", None) or "", None)
+    body = set(map(id, base.parameters())) if isinstance(base, nn.Module) else set(map(id, model.parameters()))
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    last = set(map(id, output.parameters())) if isinstance(output, nn.Module) else set()
+    return last | {id(parameter) for parameter in model.parameters() if id(parameter) not in body}
+
+
+def decays_by_default(model: nn.Module) -> Callable[[str], bool]:
+    """Returns whether weight decay applies to the parameter of a name, as in transformers' Trainer: to all but those
+    of `nn.LayerNorm`, and those whose name looks like a bias or a norm (NO_DECAY)."""
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    decayed = frozenset(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
+    return lambda name: name in decayed
 
 
 def build_optimizer(
@@ -43,7 +89,7 @@ def build_optimizer(
     stages: HostGroup | None = None,
     mesh: Mesh | None = None,
     bucket_elements: int | None = None,
-) -> StepOptimizer:
+) -> NamedOptimizer:
     """Creates an optimizer over the parameters that require gradients.
 
     Args:
@@ -101,7 +147,7 @@ def build_optimizer(
                 "build_optimizer(…, mesh=mesh)"
             )
         zero_1, by_element = sharded_over is not None, partial(updates_elements, kind)
-        return WholeParameterOptimizer(
+        return whole_parameters(
             used,
             make,
             mesh,
@@ -111,8 +157,9 @@ def build_optimizer(
             bucket_elements=bucket_elements,
         )
     if sharded_over is None:
-        return ParameterOptimizer(used, make, runtime, order=order, bucket_elements=bucket_elements)
-    return ShardedOptimizer(used, make, sharded_over, bucket_elements=bucket_elements)
+        distribution = Replicated(used, runtime, order=order, bucket_elements=bucket_elements)
+        return NamedOptimizer(distribution, used, make, runtime)
+    return flat_shards(used, make, sharded_over, bucket_elements=bucket_elements)
 
 
 def _maker(
@@ -130,7 +177,7 @@ def _maker(
 
 
 def _used_groups(groups: Sequence[dict[str, Any]], stages: HostGroup | None) -> list[dict[str, Any]]:
-    """Those that have a parameter, on this rank or with `stages` on any."""
+    """The groups that have a parameter on this rank, or with `stages` on any rank."""
     present = [bool(group["params"]) for group in groups]
     if stages is not None:
         present = [any(found) for found in zip(*stages.all_gather(present), strict=True)]
@@ -143,7 +190,7 @@ def wrap_optimizer(
     mesh: Mesh,
     *,
     bucket_elements: int | None = None,
-) -> ParameterOptimizer | WholeParameterOptimizer:
+) -> NamedOptimizer:
     """The step's optimizer around one that the user created over the model's parameters; `names` are the model's.
     `bucket_elements`: see `build_optimizer`. Collective.
 
@@ -154,13 +201,13 @@ def wrap_optimizer(
     kind = type(given)
     held = [names[each] for group in given.param_groups for each in group["params"] if layout_of(each) is not None]
     if not held or sharding_unit(kind, "tensor_parallel_size") == "element":
-        return ParameterOptimizer.around(given, names, mesh.runtime, bucket_elements=bucket_elements)
+        return replicated_around(given, names, mesh.runtime, bucket_elements=bucket_elements)
     if mesh.runtime.lazy:
         raise UsageError(
             f"optimizers: {kind.__name__} uses complete parameters, and tensor parallelism shards {held[0]}; on "
             f"{mesh.runtime.name} set tensor_parallel_size to 1, or choose an elementwise optimizer such as AdamW"
         )
-    return WholeParameterOptimizer.around(given, names, mesh, bucket_elements=bucket_elements)
+    return whole_parameters_around(given, names, mesh, bucket_elements=bucket_elements)
 
 
 def _by_kind(

@@ -14,10 +14,14 @@ from stepmark.parallel.pipeline.staged_model import StagedModel, staged
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
 from stepmark.runtime.links import Form
 from stepmark.runtime.mesh import Mesh
-from stepmark.training.evaluation_paused import EvaluationPaused
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating
+
+
+class EvaluationPaused(Exception):
+    """The run stops in the middle of an evaluation, on all ranks before the same batch."""
+
 
 Result = TypeVar("Result")
 FLAG = Form((1,), torch.int64)
@@ -38,7 +42,7 @@ class StageCalls:
             return self._stages.hidden_states(stage, received, lambda: self._stages.model(**inputs))
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
-        """What the model is called with."""
+        """The model's arguments."""
         inputs: Mapping[str, Any] = batch.inputs
         kept = {name: value for name, value in inputs.items() if name not in self._left_out}
         return {**kept, "use_cache": False}
@@ -106,7 +110,7 @@ class PipelinedForward:
         self._loss.decide(bool(self._from_last(None if found is None else torch.tensor([int(found)]))))
 
     def _from_last(self, value: Tensor | None) -> Tensor:
-        """What the last stage has, which is None elsewhere."""
+        """The value of the last stage, on all ranks; `value` is None on the others."""
         last = self._ranks - 1
         if self._rank < last:
             (told,) = self._links.exchange_on_host(last, [], [FLAG]).arrived()

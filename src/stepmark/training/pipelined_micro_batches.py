@@ -228,5 +228,5 @@ class _Step:
         return task.stage, shapes_of(self._parts.call.inputs(self._micro_batches[task.micro_batch]))
 
     def _form_of_gradient(self, task: Task) -> Form:
-        """Of the gradient that a later stage's backward pass sends: that of this rank's output."""
+        """The form of the gradient that a later stage sends back: that of this rank's output."""
         return self._kept[task.next_stage(), task.micro_batch].form

@@ -15,7 +15,7 @@ from stepmark.liveness.progress import PASSES, REDUCE, UPDATE, entering
 from stepmark.parallel.gradients.arithmetic import scale_to
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.optimizer.arrivals import of_known_libraries
-from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.parallelize import check_not_added_to
 from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B, check_micro_batches
 from stepmark.parallel.pipeline.staged_model import staged
@@ -28,7 +28,7 @@ from stepmark.training.pipelined_micro_batches import PipelinedSchedule
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """What a step measured, still on the device.
+    """Measurements of a step, still on the device.
 
     Attributes:
         step: The step's number, from 0.
@@ -88,7 +88,7 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: StepOptimizer,
+        optimizer: NamedOptimizer,
         loss: MicroBatchLoss,
         mesh: Mesh,
         *,
@@ -169,9 +169,9 @@ class TrainStep:
         self._gradients.close()
 
     def defer_arrivals(self) -> None:
-        """From now on, new values of parameters may arrive up to the next step's forward pass, where that can wait for
-        each of them: in models of known libraries, not in code of which nothing is known. Whoever uses the model in
-        between calls `optimizer.arrivals.settle()` before."""
+        """Lets the all-gather of updated parameters overlap with the next forward pass, in models of known libraries.
+        What uses a parameter in between waits for it; call `optimizer.arrivals.settle()` before reading its memory by
+        other means, and after the last step."""
         sequential = isinstance(self._schedule, SequentialSchedule)
         known = of_known_libraries(self.model) and not _is_compiled(self.model)
         self.optimizer.arrivals.defer = sequential and known

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,26 +139,31 @@ def _evaluate_one(
     request: Request, mesh: Any, functions: Any, path: Path
 ) -> tuple[dict[str | None, int], dict[str, float]]:
     """The number of samples of each set, and the metrics of one checkpoint. Collective."""
-    from stepmark.watcher.setup import EvaluationSetup
-
     lease = _try_lease(path) if mesh.context.host.rank == 0 else None
     try:
-        setup = EvaluationSetup.prepare(
-            mesh,
-            functions,
-            request.data,
-            _recipe_of(path),
-            path,
-            request.batch_size,
-            trust_remote_code=request.trust_remote_code,
-            base_model=request.base_model,
-        )
+        setup = _prepare(request, mesh, functions, _recipe_of(path), path)
         if mesh.context.host.rank == 0:
             _say(setup.summary(_origin(request, recipe_file_of(path), path, RunOptions.of_checkpoint(path))))
         return {name: len(each.blocks) for name, each in setup.sets.items()}, setup.evaluate(path)
     finally:
         if lease is not None:
             lease.release()
+
+
+def _prepare(request: Request, mesh: Any, functions: Any, recipe: Recipe | None, checkpoint: Path) -> Any:
+    """The setup by which this checkpoint, and others of its run, are evaluated."""
+    from stepmark.watcher.setup import EvaluationSetup
+
+    return EvaluationSetup.prepare(
+        mesh,
+        functions,
+        request.data,
+        recipe,
+        checkpoint,
+        request.batch_size,
+        trust_remote_code=request.trust_remote_code,
+        base_model=request.base_model,
+    )
 
 
 def _try_lease(path: Path) -> Lease | None:
@@ -203,7 +209,6 @@ def _origin(request: Request, recipe: Path | None, path: Path, options: RunOptio
 def _of_run(request: Request, mesh: Any, functions: Any) -> int:
     from stepmark.watcher.recorder import EvaluationListener
     from stepmark.watcher.scheduler import WatchOptions
-    from stepmark.watcher.setup import EvaluationSetup
     from stepmark.watcher.watcher import Watcher
 
     leads = mesh.context.host.rank == 0
@@ -211,16 +216,7 @@ def _of_run(request: Request, mesh: Any, functions: Any) -> int:
 
     def make_setup(checkpoint: Path) -> Any:
         recipe = read_used_recipe(request.path)
-        setup = EvaluationSetup.prepare(
-            mesh,
-            functions,
-            request.data,
-            recipe,
-            checkpoint,
-            request.batch_size,
-            trust_remote_code=request.trust_remote_code,
-            base_model=request.base_model,
-        )
+        setup = _prepare(request, mesh, functions, recipe, checkpoint)
         if leads:
             used = None if recipe is None else request.path / USED_RECIPE
             options = RunOptions.of_checkpoint(checkpoint)
@@ -261,8 +257,6 @@ def _best_metric(request: Request) -> tuple[str | None, bool | None]:
 
 
 def _wait_for_folder(request: Request, host: Any) -> None:
-    import time
-
     if host.rank == 0 and not request.path.is_dir():
         _say(f"waiting for {request.path} to appear")
     while not host.broadcast(request.path.is_dir()):

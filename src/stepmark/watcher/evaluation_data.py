@@ -72,7 +72,7 @@ class DataChoice:
             )
 
     def columns(self, recipe: Recipe | None) -> dict[str, Any]:
-        """What is read of a table's rows, and how: as in the run, unless a column is given."""
+        """Data fields for the columns of a table: those of the run, unless a column is given."""
         found = columns_of(recipe.data) if recipe is not None else {**(self.of_run or {})}
         if self.text_column is not None:
             found = {"text_column": self.text_column}
@@ -87,7 +87,7 @@ class DataChoice:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What is read: the validation part, and where there is none and `or_all`, what is there to train on."""
+    """Data to read: its validation part or, with `or_all` and without such a part, its training part."""
 
     config: DataArguments
     or_all: bool
@@ -141,7 +141,7 @@ def _block_size(choice: DataChoice, recipe: Recipe | None, tokenizer: Any, longe
 
 
 def _choose(choice: DataChoice, recipe: Recipe | None, block_size: int) -> dict[str | None, _Chosen]:
-    """What is read, by name."""
+    """The data to read, by name."""
     if choice.sources:
         return {
             name: _of_source(source, choice, recipe, block_size) for name, source in map(split_name, choice.sources)

@@ -31,7 +31,7 @@ def table_of_model(path: Path, samples: Samples, metrics: Mapping[str, float]) -
 
 
 def json_of_model(path: Path, samples: Samples, metrics: Mapping[str, float]) -> str:
-    """The same as one JSON object."""
+    """All numbers of one model as one JSON object."""
     named = {name or "": count for name, count in samples.items()}
     return json.dumps({"path": str(path), "step": step_of(path), "samples": named, **finite(metrics)})
 
@@ -53,7 +53,7 @@ def table_of_run(run: Path, lines: Lines, best: int | None) -> str:
 
 
 def json_of_run(run: Path, lines: Lines, best: int | None) -> str:
-    """The same as one JSON object."""
+    """All evaluations of a run as one JSON object."""
     return json.dumps({"path": str(run), "best": best, "evaluations": list(lines)})
 
 

@@ -84,34 +84,21 @@ class EvaluationContext:
         return self.mesh.runtime.device
 
 
+@dataclass(frozen=True)
 class EvaluationSetup:
     """Evaluates checkpoints, all in the same way. Create it with `prepare`, on all ranks.
 
-    `moves_best`: whether the run's `best` follows the results.
+    Attributes:
+        moves_best: Whether the run's `best` follows the results.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        functions: Functions,
-        sets: Mapping[str | None, EvaluationSet],
-        tokenizer: Any,
-        options: RunOptions,
-        batch_size: int | None,
-        *,
-        moves_best: bool = True,
-        trust_remote_code: bool = False,
-        base_model: str | None = None,
-    ) -> None:
-        self.mesh = mesh
-        self.sets = sets
-        self.moves_best = moves_best
-        self._functions = functions
-        self._tokenizer = tokenizer
-        self._reader = ModelReader(mesh.runtime, trust_remote_code=trust_remote_code, base_model=base_model)
-        self._bf16, self._fp16 = options.bf16, options.fp16
-        self._smoothing = options.label_smoothing_factor
-        self._batch_size = batch_size or options.per_device_eval_batch_size
+    mesh: Mesh
+    sets: Mapping[str | None, EvaluationSet]
+    functions: Functions
+    tokenizer: Any
+    options: RunOptions
+    reader: ModelReader
+    moves_best: bool
 
     @classmethod
     def prepare(
@@ -156,17 +143,9 @@ class EvaluationSetup:
                     logger.warning("the --evaluator gets no data: %s", error)  # it may not need data
         # Data of the run's own decide which of its checkpoints is the best, where there are such data.
         moves_best = choice.updates_best or not choice.sources or recipe is None
-        return cls(
-            mesh,
-            functions,
-            sets,
-            tokenizer,
-            options,
-            batch_size,
-            moves_best=moves_best,
-            trust_remote_code=trust_remote_code,
-            base_model=base_model,
-        )
+        reader = ModelReader(mesh.runtime, trust_remote_code=trust_remote_code, base_model=base_model)
+        options = replace(options, per_device_eval_batch_size=batch_size or options.per_device_eval_batch_size)
+        return cls(mesh, sets, functions, tokenizer, options, reader, moves_best)
 
     @property
     def identity(self) -> str:
@@ -177,11 +156,11 @@ class EvaluationSetup:
         """The identity as plain values."""
         return {
             "data": {name or "": each.content for name, each in self.sets.items()},
-            "metrics": self._functions.metrics,
-            "evaluator": self._functions.evaluator,
-            "bf16": self._bf16,
-            **({"fp16": True} if self._fp16 else {}),
-            "label_smoothing_factor": self._smoothing,
+            "metrics": self.functions.metrics,
+            "evaluator": self.functions.evaluator,
+            "bf16": self.options.bf16,
+            **({"fp16": True} if self.options.fp16 else {}),
+            "label_smoothing_factor": self.options.label_smoothing_factor,
         }
 
     def summary(self, origin: str) -> str:
@@ -191,10 +170,12 @@ class EvaluationSetup:
             f"{len(each.blocks)} samples of up to {each.blocks.block_size} tokens of {each.source}"
             for each in self.sets.values()
         ]
-        named = {"metrics": self._functions.metrics, "evaluator": self._functions.evaluator}
+        functions, run = self.functions, self.options
+        named = {"metrics": functions.metrics, "evaluator": functions.evaluator}
         options = [f"{name} {value}" for name, value in named.items() if value]
-        options += [name for name, on in (("bf16", self._bf16), ("fp16", self._fp16)) if on]
-        options += [f"label_smoothing_factor {self._smoothing:g}"] if self._smoothing else []
+        options += [name for name, on in (("bf16", run.bf16), ("fp16", run.fp16)) if on]
+        smoothing = run.label_smoothing_factor
+        options += [f"label_smoothing_factor {smoothing:g}"] if smoothing else []
         return "; ".join([f"evaluating {', '.join(sets) or 'without data'}", origin, *options])
 
     def evaluate(self, checkpoint: Path) -> dict[str, float]:
@@ -202,8 +183,8 @@ class EvaluationSetup:
 
         Raises CheckpointError where it cannot be read, MetricsError where a function of the user's fails.
         """
-        model = self._reader.read(checkpoint)
-        function = self._functions.loaded_evaluator
+        model = self.reader.read(checkpoint)
+        function = self.functions.loaded_evaluator
         if function is None:
             return self._standard(model)
         step = read_manifest(checkpoint).step if (checkpoint / MANIFEST).is_file() else None
@@ -211,21 +192,21 @@ class EvaluationSetup:
         context = EvaluationContext(checkpoint, step, self.mesh, blocks, lambda: self._standard(model))
         model.eval()
         with torch.no_grad():
-            found = function(model, self._tokenizer, context)
-        return with_prefix(plain_numbers(found, f"--evaluator {self._functions.evaluator}"), PREFIX)
+            found = function(model, self.tokenizer, context)
+        return with_prefix(plain_numbers(found, f"--evaluator {self.functions.evaluator}"), PREFIX)
 
     def _standard(self, model: nn.Module) -> dict[str, float]:
-        metrics = self._functions.loaded_metrics
+        metrics = self.functions.loaded_metrics
         sets = {name: each.blocks for name, each in self.sets.items()}
         check_packing(model, sets.values(), whole=False)
         return evaluate(
             model,
             sets.get(None, sets),
             mesh=self.mesh,
-            batch_size=self._batch_size,
-            bf16=self._bf16,
-            fp16=self._fp16,
-            label_smoothing_factor=self._smoothing,
+            batch_size=self.options.per_device_eval_batch_size,
+            bf16=self.options.bf16,
+            fp16=self.options.fp16,
+            label_smoothing_factor=self.options.label_smoothing_factor,
             compute_metrics=metrics.compute_metrics if metrics is not None else None,
             preprocess_logits_for_metrics=metrics.preprocess_logits_for_metrics if metrics is not None else None,
             metric_key_prefix=PREFIX,
@@ -248,7 +229,7 @@ def _what_to_pass(checkpoint: Path, options: RunOptions, choice: DataChoice, fun
 
 
 def options_of(recipe: Recipe | None, checkpoint: Path) -> RunOptions:
-    """How the run of a checkpoint evaluates: by its recipe, else by what the checkpoint says, else by the defaults."""
+    """Evaluation settings of a checkpoint's run: from its recipe, from the checkpoint, or the defaults."""
     if recipe is not None:
         return RunOptions.of_training(
             recipe.training, block_size=recipe.data.block_size, columns=columns_of(recipe.data)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from stepmark.data.loader.batch import StepBatch
-from stepmark.data.loader.collate import PadTo
-from stepmark.data.loader.length_groups import LengthGroups, sample_lengths
+from stepmark.data.loader.collate import PadTo, sample_lengths
 from stepmark.data.loader.loader import DataLoader
+from stepmark.data.loader.order import LengthGroups
 from stepmark.errors import CheckpointMismatch, UsageError
 
 SIZE = 203

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,27 @@ def test_a_list_of_many_parts_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     for number, text in enumerate((json.dumps(rows), json.dumps(rows, indent=2, ensure_ascii=False) + "\n \n")):
         (tmp_path / f"{number}.json").write_text(text)
         assert texts_of(tmp_path / f"{number}.json", validation_split_percentage=0)[0] == [r["text"] for r in rows]
+
+
+@pytest.mark.parametrize("extension", ["txt", "jsonl", "json"])
+@pytest.mark.parametrize("compression", ["", ".gz"])
+def test_files_are_read_a_part_at_a_time(tmp_path: Path, extension: str, compression: str) -> None:
+    """Also a list, or a text, of a single line."""
+    texts = [f"{number:06}{random.Random(number).randbytes(500).hex()}" for number in range(8000)]
+    written = {
+        "txt": " ".join(texts),
+        "jsonl": "\n".join(json.dumps({"text": text}) for text in texts),
+        "json": json.dumps([{"text": text} for text in texts]),
+    }[extension].encode()
+    path = tmp_path / f"rows.{extension}{compression}"
+    path.write_bytes(gzip.compress(written, compresslevel=1) if compression else written)
+    corpus = open_sources(DataArguments(train_file=str(path))).train
+    parts = corpus.read()
+    assert next(parts)
+    assert corpus.fraction is not None
+    assert 0 < corpus.fraction < 0.7
+    assert sum(1 for _ in parts) > 20
+    assert corpus.fraction == 1
 
 
 class TestSeveralFiles:

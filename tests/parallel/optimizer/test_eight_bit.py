@@ -14,10 +14,9 @@ from stepmark import Checkpointer, Trainer, TrainingArguments
 from stepmark.errors import UsageError
 from stepmark.parallel.optimizer.eight_bit import adamw_8bit_class
 from stepmark.parallel.optimizer.elementwise import sharding_unit
-from stepmark.parallel.optimizer.parameter_optimizer import ParameterOptimizer
+from stepmark.parallel.optimizer.replicated import Replicated
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.training.optimizer import build_optimizer
-from stepmark.training.parameter_kinds import ParameterKinds, parameter_kinds
+from stepmark.training.optimizer import ParameterKinds, build_optimizer, parameter_kinds
 from tests.support.programs import Blocks, tiny_model
 from tests.trainer.test_training_loop import StopsAt
 
@@ -76,7 +75,7 @@ def test_embeddings_keep_32_bits_as_in_transformers() -> None:
         options={"min_8bit_size": 512}, betas=(0.8, 0.9), epsilon=1e-5, weight_decay=0.3, learning_rate=0.1,
     )  # fmt: skip
     optimizer.ensure_state()
-    assert isinstance(optimizer, ParameterOptimizer)
+    assert isinstance(optimizer.distribution, Replicated)
     dtypes = {name: state["state1"].dtype for name, state in optimizer.named_state().items()}
     large = {name for name, each in model.named_parameters() if each.numel() >= 512}
     assert {name for name, dtype in dtypes.items() if dtype == UINT8} == large - {

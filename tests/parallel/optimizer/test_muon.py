@@ -20,8 +20,7 @@ from stepmark import Trainer, TrainingArguments
 from stepmark.errors import UsageError
 from stepmark.parallel.optimizer.muon import MuonAdamW
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.training.optimizer import build_optimizer
-from stepmark.training.parameter_kinds import decays_by_default, parameter_kinds
+from stepmark.training.optimizer import build_optimizer, decays_by_default, parameter_kinds
 from tests.support.programs import Blocks, tiny_model
 from tests.trainer.test_training_loop import StopsAt
 

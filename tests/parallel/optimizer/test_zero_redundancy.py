@@ -158,8 +158,8 @@ def test_the_norm_is_clipped_to_one_by_default_and_with_none() -> None:
 def test_the_smaller_cap_limits_a_bucket(caps: tuple[int, int]) -> None:
     net = nn.Sequential(*(nn.Linear(256, 512, bias=False) for _ in range(5)))  # 0.5 MiB each
     options = {"bucket_cap_mb_all_gather": caps[0], "bucket_cap_mb_reduce_scatter": caps[1]}
-    assert [bucket.numel for bucket in optimizer(net)._sharded.buckets] == [5 * 2**17]
-    assert [bucket.numel for bucket in optimizer(net, **options)._sharded.buckets] == [2**17, 2**18, 2**18]
+    assert [bucket.numel for bucket in optimizer(net)._sharded.distribution.buckets] == [5 * 2**17]
+    assert [bucket.numel for bucket in optimizer(net, **options)._sharded.distribution.buckets] == [2**17, 2**18, 2**18]
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,17 @@ import pytest
 from stepmark.cli.main import run
 from stepmark.config.recipe import read_recipe
 from stepmark.filesystem import files
-from stepmark.preflight.doctor import devices, machine, shared_folder
-from stepmark.preflight.doctor.devices import look_at_devices
+from stepmark.preflight.doctor import machine, shared_folder
 from stepmark.preflight.doctor.findings import Finding, Status
-from stepmark.preflight.doctor.graphs import look_at_graphs
-from stepmark.preflight.doctor.machine import look_at_compile_cache, look_at_launcher, look_at_machine
-from stepmark.preflight.doctor.recipe_fields import look_at_recipe
+from stepmark.preflight.doctor.machine import (
+    look_at_compile_cache,
+    look_at_devices,
+    look_at_launcher,
+    look_at_machine,
+    look_at_variables,
+)
+from stepmark.preflight.doctor.recipe import look_at_graphs, look_at_recipe
 from stepmark.preflight.doctor.shared_folder import file_system, look_at_folder
-from stepmark.preflight.doctor.variables import look_at_variables
 from tests.support.recipes import write_recipe
 
 REJECTED = "that a compiler for accelerators rejects"
@@ -117,9 +120,9 @@ def test_a_slow_or_small_folder_is_a_risk(tmp_path: Path, monkeypatch: pytest.Mo
 
 def on_neuron_host(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     """A host with one Neuron device, which this user can open, and with these packages installed."""
-    monkeypatch.setattr(devices.glob, "glob", lambda pattern: ["/dev/neuron0"] if "neuron" in pattern else [])
-    monkeypatch.setattr(devices.os, "access", lambda *_: True)
-    monkeypatch.setattr(devices, "installed_version", lambda name: "2.9.1" if name in packages else None)
+    monkeypatch.setattr(machine.glob, "glob", lambda pattern: ["/dev/neuron0"] if "neuron" in pattern else [])
+    monkeypatch.setattr(machine.os, "access", lambda *_: True)
+    monkeypatch.setattr(machine, "installed_version", lambda name: "2.9.1" if name in packages else None)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +148,7 @@ def test_a_neuron_host_without_its_packages_trains_nothing(
 def test_neuron_devices_that_cannot_be_opened_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     on_neuron_host(monkeypatch, "torch-neuronx", "neuronx-cc")
     for opens, expected in ((True, [Status.OK]), (False, [Status.OK, Status.FAILURE])):
-        monkeypatch.setattr(devices.os, "access", lambda *_, opens=opens: opens)
+        monkeypatch.setattr(machine.os, "access", lambda *_, opens=opens: opens)
         assert [each.status for each in look_at_devices("cpu") if each.name == "Neuron"] == expected
 
 

@@ -21,8 +21,7 @@ from stepmark.preflight.plan import plan as planning
 from stepmark.preflight.plan.candidates import neighbours, smaller
 from stepmark.preflight.plan.depth import trace_deep
 from stepmark.preflight.plan.from_recipe import plan_recipe
-from stepmark.preflight.plan.plan import CheckpointSize, Plan, RankMemory, saves
-from stepmark.preflight.plan.run_length import RunLength
+from stepmark.preflight.plan.plan import CheckpointSize, Plan, RankMemory, RunLength, saves
 from stepmark.preflight.plan.simulated_mesh import DEVICES
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_trace import trace_step

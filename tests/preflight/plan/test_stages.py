@@ -1,5 +1,5 @@
 """Plans of pipelines: every rank of one holds something else, and the one that needs the most counts. What is planned
-is compared with real runs in test_memory.py."""
+is compared with real runs in test_memory.py. Covers stage_trace.py, too."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from stepmark.errors import UsageError
 from stepmark.preflight.plan import depth, stages
 from stepmark.preflight.plan import plan as planning
 from stepmark.preflight.plan.candidates import neighbours
-from stepmark.preflight.plan.from_recipe import plan_recipe
-from stepmark.preflight.plan.run_length import run_length
+from stepmark.preflight.plan.from_recipe import plan_recipe, run_length
 from stepmark.preflight.plan.simulated_mesh import DEVICES
 from stepmark.preflight.plan.stages import trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup

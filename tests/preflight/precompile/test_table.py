@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from stepmark.preflight.precompile.graph import NEW, Graph
-from stepmark.preflight.precompile.graph_text import GraphText
+from stepmark.preflight.precompile.graph_text import NEW, Graph, GraphText
 from stepmark.preflight.precompile.table import describe
 
 STEP = Graph("step", GraphText(1200, 79), "a", 1.25, NEW)

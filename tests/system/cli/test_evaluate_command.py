@@ -1,4 +1,5 @@
-"""`stepmark evaluate` as a user calls it."""
+"""`stepmark evaluate` as a user calls it. Covers
+evaluation/run_options.py and watcher/formatting.py."""
 
 from __future__ import annotations
 

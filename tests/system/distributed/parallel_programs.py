@@ -200,7 +200,11 @@ def _pending(step: Any) -> dict[str, Any]:
     import torch_xla
 
     parameters = list(step.model.parameters())
-    live = [*parameters, *step.optimizer._shards, *[each.grad for each in parameters if each.grad is not None]]
+    live = [
+        *parameters,
+        *[held.tensor for held in step.optimizer.distribution.held],
+        *[each.grad for each in parameters if each.grad is not None],
+    ]
     text = torch_xla._XLAC._get_xla_tensors_hlo(live)
     kinds = {kind: text.count(f"{kind}(") for kind in ("all-reduce", "all-gather", "reduce-scatter")}
     return {"digest": xxhash.xxh3_64_hexdigest(text.encode()), **kinds}

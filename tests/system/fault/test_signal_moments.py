@@ -209,4 +209,4 @@ def test_a_watcher_ends_with_75_and_the_code_stands(tmp_path: Path) -> None:
         errors = process.communicate(timeout=180)[1]
     assert process.returncode == 75, errors
     (line,) = [line for line in errors.splitlines() if not line.startswith("waiting for")]
-    assert line == "interrupted by SIGTERM: not all is evaluated; the same command continues"
+    assert line == "interrupted by SIGTERM: evaluation is incomplete; run the same command to continue"

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from stepmark.model_folder.consolidate import ConsolidationListener, consolidate
+from stepmark.model_folder.consolidate import consolidate
+from stepmark.model_folder.new_folder import WritingListener
 from tests.support.mesh_checkpoints import STEPS, checksums
 from tests.support.ranks import Ranks
 from tests.system.parity.test_tensor_parallel import MODELS
@@ -107,7 +108,7 @@ def test_lazy_meshes(ranks: Ranks, tmp_path: Path) -> None:
     check_pairs(ranks, tmp_path, meshes, meshes, tolerance=1e-4, model=MODELS["gpt2"], device="xla")
 
 
-SILENT = ConsolidationListener(lambda size: None, lambda size: None, lambda problem: None)
+SILENT = WritingListener(lambda size: None, lambda size: None, lambda problem: None)
 
 
 @pytest.mark.parametrize(

@@ -221,10 +221,10 @@ def test_an_evaluation_of_the_best_model_is_one_of_its_step(tmp_path: Path) -> N
     [
         (
             {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
-            "a step has 4 samples (1 per device x",
+            "the global batch was 2 samples and is now 4 (1 per device x",
         ),
         ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}, "set gradient_accumulation_steps: 2"),
-        ({"per_device_train_batch_size": 3}, "and had 2 before; for the same batches as before set per_device_train"),
+        ({"per_device_train_batch_size": 3}, "to keep it, set per_device_train"),
         ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}, None),
     ],
 )
@@ -234,7 +234,7 @@ def test_steps_of_another_size_are_noticed(
     run(tmp_path, **steps("save", 4), max_steps=4)
     made, _ = trainer(tmp_path, max_steps=5, **options)
     made.train(resume_from_checkpoint=True)
-    assert warning in caplog.text if warning else "a step has" not in caplog.text
+    assert warning in caplog.text if warning else "the global batch was" not in caplog.text
 
 
 def test_early_stopping(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_failed_attempt_is_no_part_of_the_next_run(
     assert losses(earlier) == before
     assert (earlier / "used_recipe.yaml").is_file()
     assert read_history(earlier).state == "failed"
-    assert "from which nothing can be resumed; they are in earlier-run-1 now" in caplog.text
+    assert "saved no checkpoint, to earlier-run-1" in caplog.text
 
 
 def began_again(folder: Path) -> History:
@@ -90,7 +90,7 @@ def test_a_killed_attempt_of_the_same_run_is_shown_as_trained_again(tmp_path: Pa
     marker = read_metrics(tmp_path)[3]
     assert (marker["resumed"], marker["attempt"]) == (0, 1)
     labels = [mark.label for mark in marks([history])]
-    assert any("began again: there was no checkpoint" in label for label in labels)
+    assert any("restarted from scratch, without a checkpoint" in label for label in labels)
     assert not any("checkpoint-0" in text for text in (*labels, event_table(history)))
 
 

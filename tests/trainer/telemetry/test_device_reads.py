@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepmark.trainer.telemetry.device_reads import DeviceReadMonitor
+from stepmark.trainer.telemetry.lazy_device import DeviceReadMonitor
 
 TRANSFERS: list[int] = []
 

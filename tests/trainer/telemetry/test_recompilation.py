@@ -8,7 +8,7 @@ import torch
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.runtime.base import CacheCounters
-from stepmark.trainer.telemetry.recompilation import Compilation, RecompilationMonitor
+from stepmark.trainer.telemetry.lazy_device import Compilation, RecompilationMonitor
 
 
 class Device:

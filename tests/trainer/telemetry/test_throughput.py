@@ -15,10 +15,9 @@ from stepmark.runtime.base import DeviceMemory
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.hardware import host_memory
 from stepmark.sharding.layout import Layout, annotate
-from stepmark.trainer.telemetry import peak_flops as peaks
+from stepmark.trainer.telemetry import throughput as peaks
 from stepmark.trainer.telemetry import throughput as speed_module
-from stepmark.trainer.telemetry.peak_flops import peak_flops
-from stepmark.trainer.telemetry.throughput import Throughput, memory_fields, sequence_length
+from stepmark.trainer.telemetry.throughput import Throughput, memory_fields, peak_flops, sequence_length
 from stepmark.training.flops import flops_per_token, multiplied_parameters
 
 CPU = EagerRuntime(torch.device("cpu"))

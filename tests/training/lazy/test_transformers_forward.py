@@ -76,8 +76,7 @@ def test_only_lazy_tensors_in_lazy_forward_are_not_read(ranks: Ranks) -> None:
 def recorded_in_both_passes() -> list[bool]:
     """What `is_recorded` says in a layer's forward pass, and when the backward pass repeats it."""
     from stepmark.runtime.xla import XlaRuntime, checkpoint_function
-    from stepmark.training.lazy.recording import is_recorded
-    from stepmark.training.lazy.transformers_forward import recorded_checkpoint
+    from stepmark.training.lazy.transformers_forward import is_recorded, recorded_checkpoint
 
     said: list[bool] = []
 

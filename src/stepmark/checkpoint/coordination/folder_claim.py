@@ -1,4 +1,4 @@
-"""How a run claims a folder. Of all live runs, at most one owns it; run_ownership.py shares the claim among its ranks.
+"""How a run claims a folder. At most one live run owns it; run_ownership.py shares the claim among the run's ranks.
 
 On disk a claim is two folders in `.stepmark/`:
 
@@ -6,16 +6,16 @@ On disk a claim is two folders in `.stepmark/`:
 - `.owner.<term>/<run>`, which says that this run owns the folder in this term. The highest term counts.
 
 To claim a folder, a run
-1. finds the highest term, and makes sure that its run is dead or has given the folder back, as well as any other run
-   with a visible folder;
-2. makes its own folder under the hidden name `.<run>`, with a heartbeat that is locked already;
-3. renames a prepared folder to `.owner.<term + 1>`. A rename does not replace a folder that has something in it, so of
-   several runs one succeeds, and the others begin again;
-4. gives its own folder its visible name, and removes what dead runs left.
+1. finds the highest term, and makes sure that its run, and any other run with a visible folder, is dead or has released
+   the folder;
+2. creates its own folder under the hidden name `.<run>`, with a heartbeat that is already locked;
+3. renames a prepared folder to `.owner.<term + 1>`. A rename does not replace a folder that is not empty, so one of
+   several runs succeeds, and the others start over;
+4. gives its own folder its visible name, and removes the files of dead runs.
 
-The highest term is never removed, also when its run gives the folder back. So the numbers only grow, and a run that is
-slow to rename finds a higher term than its own, and gives way. Nothing depends on the clocks of two machines: a file's
-time is only compared with an earlier time of the same file.
+The highest term is never removed, even when its run releases the folder. So the numbers only grow, and a run that is
+slow to rename finds a higher term than its own, and gives way. Clocks of different machines are never compared: a
+file's time is only compared with an earlier time of the same file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from stepmark.runtime.xla_environment import extracting_graphs
 _POLL = 0.5  # seconds between two looks at the heartbeats of other runs
 _REPORT = 15.0  # seconds between two log lines while waiting
 _ATTEMPTS = 20  # terms that a run may lose to others before it gives up
-# How a rename to a term ends that another run has taken; ENOENT: that run has already removed what was to be renamed.
+# Errors of renaming to a term that another run has taken; ENOENT: that run has already removed the source.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 _TERM = re.compile(r"\.owner\.(\d+)\Z")
 
@@ -47,7 +47,7 @@ logger = logging.getLogger("stepmark")
 
 
 class FolderClaim:
-    """This run's claim on a folder. `folder` holds the files through which its ranks coordinate."""
+    """This run's claim on a folder. `folder` contains the files through which its ranks coordinate."""
 
     def __init__(
         self, identity: str, folder: Path, heartbeat: Heartbeat | None = None, term: int | None = None
@@ -59,10 +59,10 @@ class FolderClaim:
 
     @classmethod
     def claim(cls, folder: Path) -> FolderClaim:
-        """Claims the folder and removes what dead runs left; one rank does this for all.
+        """Claims the folder and removes the files of dead runs; called by one rank for all.
 
-        A claim of a dead run on another machine takes STALE seconds to be recognized as such. Raises CheckpointBusy
-        where another run is alive.
+        It takes STALE seconds to recognize that a run on another machine is dead. Raises CheckpointBusy if another run
+        is alive.
         """
         root = folder / COORDINATION
         monitor = HeartbeatMonitor()
@@ -83,7 +83,7 @@ class FolderClaim:
 
     @classmethod
     def join(cls, folder: Path, identity: str, rank: int, *, beat: bool) -> FolderClaim:
-        """Another rank's part in the claim; the first rank of each node has a heartbeat."""
+        """Another rank's share of the claim; the first rank of each node has a heartbeat."""
         own = cls(identity, folder / COORDINATION / identity)
         if beat:
             own._heartbeat = Heartbeat(own.folder / f"alive.{rank}")
@@ -92,7 +92,7 @@ class FolderClaim:
 
     @classmethod
     def _take_term(cls, root: Path, term: int) -> FolderClaim | None:
-        """Owns the folder from now on; None where another run has taken this term, or a later one."""
+        """Takes ownership of the folder; None if another run has taken this term, or a later one."""
         identity = secrets.token_hex(4)
         hidden, prepared, taken = root / f".{identity}", root / f".{identity}.term", root / f".owner.{term}"
         heartbeat: Heartbeat | None = None
@@ -115,8 +115,8 @@ class FolderClaim:
         return None
 
     def _remove_leftovers(self, folder: Path, dead: Iterable[Path]) -> None:
-        """Removes the claims of these dead runs, earlier terms, and attempts to claim the folder, whose runs then find
-        that it is taken; and what unfinished saves left."""
+        """Removes the claims of these dead runs, earlier terms, attempts to claim the folder (whose runs then find it
+        taken), and the files of unfinished saves."""
         assert self._term is not None
         self._check_ownership(folder)
         judged = set(dead)
@@ -141,7 +141,7 @@ class FolderClaim:
         return self._term is not None and _latest_term(self.folder.parent)[0] > self._term
 
     def release(self, *, entire: bool) -> None:
-        """Ends this rank's part of the claim, or with `entire` the complete claim."""
+        """Releases this rank's share of the claim, or with `entire` the whole claim."""
         if self._heartbeat is not None:
             self._heartbeat.stop()
             files.remove_file(self._heartbeat.path)
@@ -153,8 +153,8 @@ class FolderClaim:
 def held_by_another(folder: Path, *, watch: float = 0.0) -> bool:
     """Whether another run owns the folder.
 
-    A run on another machine counts as alive, unless it is watched for `watch` seconds in which its heartbeats do not
-    change.
+    A run on another machine counts as alive, unless its heartbeats do not change in the `watch` seconds for which they
+    are observed.
     """
     monitor, until = HeartbeatMonitor(), running_time() + watch
     while True:
@@ -185,7 +185,7 @@ def _term_of(path: Path) -> int | None:
 
 
 def _wait_for_death(folder: Path, owner: str | None, monitor: HeartbeatMonitor) -> list[Path]:
-    """The claims of other runs, all of which are dead. Raises CheckpointBusy as soon as one is seen to be alive."""
+    """The claims of other runs, once all of them are known to be dead. Raises CheckpointBusy if one is alive."""
     began, reported = running_time(), -_REPORT
     while True:
         claims, undecided = [], None
@@ -214,8 +214,8 @@ def _wait_for_death(folder: Path, owner: str | None, monitor: HeartbeatMonitor) 
 
 
 def _claims(root: Path, owner: str | None) -> Iterator[Path]:
-    """The folders of other runs' claims. The owner's is looked at under its hidden name first, and looked for under its
-    visible name after that, since it may be renamed meanwhile."""
+    """The folders of other runs' claims. The owner's is looked for under its hidden name first, and then under its
+    visible name, since it may be renamed meanwhile."""
     if owner is not None:
         yield root / f".{owner}"
         yield root / owner
@@ -229,7 +229,7 @@ def _heartbeats(claim: Path) -> list[Path]:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """The names in a folder, in order; none where it has gone, since another run may remove or rename it."""
+    """The names in a folder, sorted; none if it is gone, since another run may remove or rename it."""
     try:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -244,8 +244,8 @@ def _discard(heartbeat: Heartbeat | None, *folders: Path) -> None:
 
 
 def _remove(claim: Path) -> None:
-    """Removes a dead run's claim. What cannot be deleted yet is hidden at least, so that its run sees that it has lost
-    the folder if it is alive after all."""
+    """Removes a dead run's claim. If it cannot be deleted yet, it is at least hidden, so that its run notices the loss
+    if it is alive after all."""
     try:
         files.remove_tree(claim)
     except OSError as error:

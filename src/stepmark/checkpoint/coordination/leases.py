@@ -1,11 +1,11 @@
 """Leases: which checkpoints are being read, so that a live run does not delete them.
 
-A reader creates a file `.stepmark/lease.checkpoint-N.<label>.<random id>` beside the checkpoints, with a
-heartbeat. Retention does not delete a checkpoint while there is such a file. The lease of a reader that died expires:
-at once on the same machine, else when its heartbeat has not changed for STALE seconds.
+A reader creates a file `.stepmark/lease.checkpoint-N.<label>.<random id>` next to the checkpoints, with a heartbeat.
+Retention does not delete a checkpoint while there is such a file. The lease of a dead reader expires: immediately on
+the same machine, otherwise once its heartbeat has not changed for STALE seconds.
 
 A reader creates its file before it looks for the checkpoint; retention renames the checkpoint before it looks for
-leases, and undoes the renaming where it finds one. So one of the two sees the other, whatever the timing.
+leases, and undoes that if it finds one. So one of the two sees the other, whatever the timing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Lease:
     """Protects a checkpoint from deletion until `release`, or until this process dies."""
 
     def __init__(self, checkpoint: Path, label: str) -> None:
-        """`label`, without dots, is the purpose. Raises OSError where the run's folder cannot be written to."""
+        """`label`, without dots, is the purpose. Raises OSError if the run's folder cannot be written to."""
         assert "." not in label
         root = checkpoint.parent / COORDINATION
         files.make_folder(root)
@@ -41,7 +41,7 @@ class Lease:
 
     @classmethod
     def take(cls, checkpoint: Path, label: str) -> Lease | None:
-        """A lease on a checkpoint; None where it is gone. Raises OSError as the constructor does."""
+        """A lease on a checkpoint; None if the checkpoint is gone. Raises OSError like the constructor."""
         lease = cls(checkpoint, label)
         if checkpoint.is_dir():
             return lease
@@ -59,9 +59,9 @@ class Lease:
 
 @contextmanager
 def reading(checkpoint: Path, label: str) -> Iterator[bool]:
-    """Keeps a checkpoint of a live run from being deleted in the meantime; yields whether it exists.
+    """Protects a checkpoint of a live run from deletion inside the block; yields whether it exists.
 
-    Where no run owns the folder nothing is written to it, and where a lease cannot be created it is read without one.
+    Nothing is written to a folder that no run owns, and a checkpoint is read without a lease if none can be created.
     """
     lease = None
     real = checkpoint.resolve()  # retention knows the checkpoint by its name in the run's folder
@@ -94,7 +94,7 @@ class Leases:
     def held(self, checkpoint: Path, label: str | None = None, but: Lease | None = None) -> bool:
         """Whether a live reader has a lease on the checkpoint: any, or one with this label; `but` does not count.
 
-        Files that dead readers have left are removed.
+        Removes the leases of dead readers.
         """
         found = False
         for path in sorted(self._folder.glob(f"lease.{checkpoint.name}.{label or '*'}.*")):

@@ -14,7 +14,7 @@ from stepmark.liveness.timed_collectives import TimedGroup
 
 logger = logging.getLogger("stepmark")
 
-CLAIMING = 3 * STALE  # seconds that rank 0 may take to find out whether another run is alive
+CLAIMING = 3 * STALE  # seconds for rank 0 to find out whether another run is alive
 
 
 class RunOwnership:
@@ -30,7 +30,7 @@ class RunOwnership:
     def join(cls, folder: Path, meeting: TimedGroup, timeout: float) -> RunOwnership:
         """Rank 0 claims the folder for all ranks; collective.
 
-        Raises CheckpointBusy where another live run owns it, and CheckpointError where it cannot be written to.
+        Raises CheckpointBusy if another live run owns it, and CheckpointError if it cannot be written to.
         """
         own: FolderClaim | None = None
 
@@ -60,7 +60,7 @@ class RunOwnership:
         return self._owner.lost()
 
     def release(self) -> None:
-        """Ends this rank's part of the claim, on rank 0 all of it. The next owner removes what remains."""
+        """Releases this rank's share of the claim, on rank 0 the whole claim. The next owner removes any remains."""
         try:
             self._owner.release(entire=self._meeting.rank == 0)
         except OSError as error:  # all that was saved is safe

@@ -31,7 +31,7 @@ _UNREAD_OF_MESSAGES = dict.fromkeys(("train", "training", "trainable", "loss", "
 @dataclass(frozen=True)
 class Chat:
     """A conversation: its messages, the tools that they may call, variables for the template, the numbers of messages
-    that no loss is on, and the columns of the row that nothing reads."""
+    without loss, and the columns of the row that are not read."""
 
     messages: list[Message]
     tools: list[Any] | None = None
@@ -43,7 +43,7 @@ class Chat:
 def read_chat(row: Any, column: str, where: str, answers_alone: bool) -> Chat:
     """The conversation in a row. With `answers_alone` there is no loss on answers in a `prompt`.
 
-    Raises DataError, which begins with `where`, where there is none, or the row has what is not used.
+    Raises DataError, which begins with `where`, for a row without a conversation, or with a field that is not used.
     """
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: should be an object with columns, and is a {type(row).__name__}")
@@ -68,7 +68,7 @@ def read_chat(row: Any, column: str, where: str, answers_alone: bool) -> Chat:
 
 
 def _instruction(row: Mapping[str, Any], column: str, where: str) -> tuple[list[Any], int]:
-    """Messages of a question and its answer, each a text or messages; and how many of them are the question."""
+    """The messages of a question and its answer, each a text or messages; and the number of those of the question."""
     for question, more, answer in INSTRUCTIONS:
         asked, said = row.get(question), row.get(answer)
         if not isinstance(asked, (str, list)) or not isinstance(said, (str, list)):
@@ -85,7 +85,7 @@ def _instruction(row: Mapping[str, Any], column: str, where: str) -> tuple[list[
 
 
 def _message(given: Any, where: str) -> Message:
-    """A message with `role` and `content`, without what is null. Raises DataError for one that says nothing."""
+    """A message with `role` and `content`, without null values. Raises DataError for one without content."""
     if not isinstance(given, Mapping) or not isinstance(given.get("role", given.get("from")), str):
         raise DataError(f"{where}: should have role and content (or from and value)")
     message = {key: value for key, value in given.items() if value is not None and key not in ("from", "value")}

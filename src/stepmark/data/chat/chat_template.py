@@ -1,4 +1,4 @@
-"""Rows of chat data as token ids, by the tokenizer's chat template, and which of them are targets."""
+"""Rows of chat data → token ids by the tokenizer's chat template, and which of them are targets."""
 
 from __future__ import annotations
 
@@ -20,15 +20,11 @@ _REMEDY = "change the row, leave it out, or set chat_template_path to a template
 
 
 class ChatTokenizer:
-    """Makes token ids of rows, and says which of them are targets.
+    """Converts rows to token ids, and says which of them are targets.
 
-    A row has a list of messages, each with `role` and `content` (or ShareGPT's `from` and `value`), in
-    `messages_column` or `conversations`; or an instruction, as `prompt` and `completion`, `instruction`, `input` and
-    `output`, or `question`, `context` and `answer`. Its `tools` and `chat_template_kwargs` are passed to the template.
-
-    With `assistant_only_loss` the targets are what the assistant says, with its end of turn: what the template's
-    generation marks enclose, else what the template writes for the message, without what it writes as the prompt for
-    an answer. A message whose `weight` is 0 has no targets.
+    The forms of rows are those of `Conversations`. With `assistant_only_loss` the targets are the assistant's messages,
+    including the end of turn: what the template's `generation` blocks enclose, else what the template writes for the
+    message, without the generation prompt. A message with `weight: 0` has no targets.
 
     Raises UsageError for a tokenizer without a chat template that can be read.
     """
@@ -50,10 +46,10 @@ class ChatTokenizer:
             raise UsageError(f"tokenizer: its chat template cannot be used ({line}); set chat_template_path") from error
 
     def __call__(self, row: Any, where: str) -> tuple[list[int], list[bool]]:
-        """The token ids of a row, and which are targets. `where` names the row.
+        """The token ids of a row, and which of them are targets. `where` names the row in messages.
 
         Raises:
-            DataError: The row is not a conversation, the template does not take it, or leaves out some of it.
+            DataError: The row is not a conversation, or the template rejects it or leaves out some of it.
             UsageError: The template does not show which tokens are the assistant's.
         """
         chat = read_chat(row, self._column, where, self._answers_alone)
@@ -91,12 +87,12 @@ class ChatTokenizer:
         return [bool(each) for each in found["assistant_masks"]]
 
     def _answer(self, shown: _Shown, template: MarkedTemplate, number: int, where: str) -> Spans:
-        """What the template writes for an answer, without what it writes as the prompt for it."""
+        """Where the template writes an answer, without the generation prompt."""
         said, prompt = shown.of(number), self._prompt(shown.chat, template, number)
         head = prompt
         if prompt is None or not said.startswith(prompt):
-            # Some write more as the prompt than before an answer of an earlier turn, such as the begin of thinking, and
-            # some write the begin of the text with its first message.
+            # Some prompts are longer than what precedes an answer of an earlier turn (they open a thinking block), and
+            # some templates write the beginning of the text with its first message.
             messages = [*shown.chat.messages]
             messages[number] = {**messages[number], "content": PROBE}
             probed = self._marked(replace(shown.chat, messages=messages), template).of(number)
@@ -112,7 +108,7 @@ class ChatTokenizer:
         return spans
 
     def _prompt(self, chat: Chat, template: MarkedTemplate, number: int) -> str | None:
-        """What the template writes after the messages before an answer to ask for it; None where it is not clear."""
+        """The generation prompt that the template writes before an answer; None where it is not clear."""
         before = chat.messages[:number]
         for messages in (before, [*before, {"role": "user", "content": "."}]):
             if messages:  # a template may write the first ones elsewhere
@@ -140,7 +136,7 @@ class ChatTokenizer:
 
 @dataclass(frozen=True)
 class _Shown:
-    """A conversation as a template writes it: the text, and its parts with the number of the message of each."""
+    """A conversation as a template renders it: the text, and its parts, each with the number of its message."""
 
     chat: Chat
     text: str
@@ -195,7 +191,7 @@ class _Tokens:
 
 @contextmanager
 def _errors_of(chat: Chat, where: str) -> Iterator[None]:
-    """What a template raises, as an error that names the row."""
+    """Raises a template's errors as one that names the row."""
     try:
         yield
     except StepmarkError:
@@ -212,24 +208,20 @@ def _check_variables(chat: Chat, template: MarkedTemplate, special: Any, where: 
     variables = template.variables - {*special}
     if chat.tools and "tools" not in variables:
         raise DataError(f"{where}: tools: the chat template does not use them; {_REMEDY}")
-    for name in chat.variables:
-        if name not in variables - {"tools"}:
-            raise DataError(
-                f"{where}: chat_template_kwargs: {name!r} is no variable of the chat template; leave it out"
-            )
-    for name in chat.unread:
-        if name in variables:
-            raise DataError(
-                f"{where}: column {name!r} is a variable of the chat template, and is not passed to it; move it into "
-                "chat_template_kwargs, or rename it"
-            )
+    for name in sorted({*chat.variables} - (variables - {"tools"})):
+        raise DataError(f"{where}: chat_template_kwargs: {name!r} is no variable of the chat template; leave it out")
+    for name in sorted(variables.intersection(chat.unread)):
+        raise DataError(
+            f"{where}: column {name!r} is a variable of the chat template, and is not passed to it; move it into "
+            "chat_template_kwargs, or rename it"
+        )
     for number, message in enumerate(chat.messages, 1):
+        here = f"{where}, message {number}"
         if message["role"] not in {*ROLES, *template.strings}:
-            known = ", ".join(ROLES[:5])
-            raise DataError(f"{where}, message {number}: role {message['role']!r} is unknown; roles are {known}")
+            raise DataError(f"{here}: role {message['role']!r} is unknown; roles are {', '.join(ROLES[:5])}")
         for name in _SAID:
             if message.get(name) and not template.names(name):
-                raise DataError(f"{where}, message {number}: {name}: the chat template does not use it; {_REMEDY}")
+                raise DataError(f"{here}: {name}: the chat template does not use it; {_REMEDY}")
 
 
 def _check_shown(shown: _Shown, where: str) -> None:
@@ -237,27 +229,23 @@ def _check_shown(shown: _Shown, where: str) -> None:
     if not any(owner is not None for _, _, owner in shown.parts):
         return
     for number, message in enumerate(shown.chat.messages):
-        content, role, place = message["content"], message["role"], shown.of(number)
+        content, place, here = message["content"], shown.of(number), f"{where}, message {number + 1}"
         texts = [content] if isinstance(content, str) else [*_texts_in(content)]
         # A text that has its place may be changed on purpose, such as thinking that is left out.
         unsure = not place or not isinstance(content, str)
         if unsure and any(each.strip() not in (place or shown.text) for each in texts):
-            raise DataError(
-                f"{where}, message {number + 1}: the chat template leaves out what the {role} says; {_REMEDY}"
-            )
+            raise DataError(f"{here}: the chat template leaves out what the {message['role']} says; {_REMEDY}")
         if isinstance(content, (list, dict)) and str(content) in shown.text:
-            raise DataError(
-                f"{where}, message {number + 1}: the chat template does not take parts; make content a text"
-            )
+            raise DataError(f"{here}: the chat template does not take parts; make content a text")
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
             if str(function.get("name")) not in place:
-                raise DataError(f"{where}, message {number + 1}: the chat template leaves out tool_calls; {_REMEDY}")
+                raise DataError(f"{here}: the chat template leaves out tool_calls; {_REMEDY}")
             given = function.get("arguments")
             if isinstance(given, str) and '"' in given and json.dumps(given, ensure_ascii=False)[1:-1] in place:
                 raise DataError(
-                    f"{where}, message {number + 1}: arguments of tool_calls are JSON, which the chat template "
-                    "writes as a string; make them an object"
+                    f"{here}: arguments of tool_calls are JSON, which the chat template writes as a string; make them"
+                    " an object"
                 )
 
 

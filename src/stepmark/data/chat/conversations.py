@@ -1,4 +1,4 @@
-"""Conversations and instructions as training samples, padded or packed, with loss on the answers alone."""
+"""Conversations and instructions as training samples, padded or packed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,36 +31,36 @@ logger = logging.getLogger("stepmark")
 class Conversations(Dataset[dict[str, Tensor]]):
     """Samples of conversations, tokenized by the tokenizer's chat template: `input_ids` and `labels` [tokens].
 
-    Of a JSON-lines file, or of rows such as those of `datasets`. A row has a list of messages, each with `role` and
+    Rows come from a JSON Lines file, a list or a `datasets.Dataset`. A row has a list of messages, each with `role` and
     `content` (or ShareGPT's `from` and `value`), in `messages_column` or `conversations`; or an instruction, as
     `prompt` and `completion`, `instruction`, `input` and `output`, or `question`, `context` and `answer`, which becomes
     a user's message and an answer. Its `tools` and `chat_template_kwargs` are passed to the template. A message with
     `weight: 0` has no loss.
 
-    Samples that are longer than `max_length` are cut at their end. Their number, and that of the rows of which no
-    target is left, which are left out, is logged and kept.
+    Samples longer than `max_length` are truncated, and rows without a remaining target are left out; both are counted
+    and logged.
 
-    With `packing` a sample is a block of `max_length` tokens that holds several conversations, none of which sees
-    another: `position_ids` [tokens] begin anew with each, `attention_mask` bool [1, tokens, tokens] is true where a
-    token sees another one, and the first token of each is no target. The model has to run with PyTorch's
+    With `packing` a sample is a block of `max_length` tokens that holds several conversations, without attention
+    across them: `position_ids` [tokens] restart at 0 in each, `attention_mask` (bool, [1, tokens, tokens]) is true
+    where a token attends to another, and the first token of each is no target. The model must use PyTorch's
     scaled_dot_product_attention, which the Trainer checks.
 
     Args:
         source: The path of a `.jsonl` or `.json` file, also compressed, or rows.
         tokenizer: A tokenizer with a chat template.
-        max_length: Tokens of a sample at most; None: any number.
-        assistant_only_loss: Only what the assistant says is a target, its end of turn included. Default: False, every
-            token is one.
+        max_length: Maximum number of tokens of a sample. Default: None, no limit.
+        assistant_only_loss: Computes the loss on assistant messages only, including their end of turn. Default:
+            False, on all tokens.
         messages_column: The column with the messages. Default: `messages`.
-        packing: Put several conversations into one sample, which needs `max_length`. Default: False.
+        packing: Packs several conversations into one sample, which needs `max_length`. Default: False.
 
     Attributes:
-        truncated: Samples that were cut.
-        tokens_left_out: Tokens that were cut off.
-        rows_left_out: Rows without a target within `max_length`.
+        truncated: Number of truncated conversations.
+        tokens_left_out: Number of tokens cut off.
+        rows_left_out: Number of rows without a target within `max_length`.
         packed: Whether conversations are packed.
-        block_size: `max_length`, else tokens of the longest.
-        conversations: How many there are in all samples.
+        block_size: `max_length`, else the length of the longest.
+        conversations: Number of conversations in all samples.
         fingerprint: Identifies the samples; a resumed run must have the same ones.
         sample_columns: How rows become samples, for evaluations elsewhere.
 
@@ -91,12 +92,10 @@ class Conversations(Dataset[dict[str, Tensor]]):
         self._report()
 
     @classmethod
-    def of_rows(
-        cls, rows: TokenizedRows, max_length: int, *, packing: bool, filler: int, max_samples: int | None = None
-    ) -> Conversations:
-        """Samples of rows that are tokenized; blocks end with the token `filler`, and the first `max_samples` stay."""
+    def of_rows(cls, *args: Any) -> Conversations:
+        """Samples of tokenized rows; see `_take`."""
         made = cls.__new__(cls)
-        made._take(rows, max_length, packing, filler, max_samples)
+        made._take(*args)
         return made
 
     def _take(
@@ -107,6 +106,7 @@ class Conversations(Dataset[dict[str, Tensor]]):
         filler: int,
         max_samples: int | None = None,
     ) -> None:
+        """The first `max_samples` samples of `rows`; packed blocks are filled with the token `filler`."""
         self._source, self._length, self._filler, self.packed = rows, max_length, filler, packing
         self.block_size = longest = rows.longest if max_length is None else max_length
         lengths = rows.lengths
@@ -135,9 +135,8 @@ class Conversations(Dataset[dict[str, Tensor]]):
     def _hashed(self, rows: TokenizedRows) -> str:
         hashed = xxhash.xxh3_128()
         for sample in self._samples:
-            for row in sample:
-                for array in self._row(rows, row):
-                    hashed.update(array.astype(np.int32).tobytes())
+            for array in chain.from_iterable(self._row(rows, row) for row in sample):
+                hashed.update(array.astype(np.int32).tobytes())
             if self.packed:
                 hashed.update(b"|")
         return hashed.hexdigest()
@@ -173,7 +172,7 @@ class Conversations(Dataset[dict[str, Tensor]]):
 def block_of(
     parts: Sequence[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]], length: int, filler: int
 ) -> dict[str, Tensor]:
-    """Ids and labels of conversations as one block of `length` tokens; what is left of it is one more, of fillers."""
+    """Conversations, as ids and labels, in one block of `length` tokens; the rest of it is padding."""
     missing = length - sum(len(ids) for ids, _ in parts)
     padding = [(np.full(missing, filler), np.full(missing, IGNORED))] if missing else []
     pieces = [*parts, *padding]
@@ -193,8 +192,8 @@ def block_of(
 
 
 def tokenized(rows: Iterable[tuple[str, Any]], chat: ChatTokenizer) -> Iterator[tuple[list[int], list[bool]]]:
-    """The rows' ids and targets; long work is logged every ten seconds."""
-    said, number = time.monotonic(), 0
+    """The rows' ids and targets; progress is logged every ten seconds."""
+    said = time.monotonic()
     for number, (where, row) in enumerate(rows, start=1):
         if time.monotonic() - said > SECONDS_A_LINE:
             said = time.monotonic()
@@ -203,7 +202,7 @@ def tokenized(rows: Iterable[tuple[str, Any]], chat: ChatTokenizer) -> Iterator[
 
 
 def filler_of(tokenizer: Any) -> int:
-    """The token that fills blocks."""
+    """The token that pads blocks."""
     found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return 0 if found is None else int(found)
 
@@ -211,9 +210,8 @@ def filler_of(tokenizer: Any) -> int:
 def _rows(source: Any) -> Iterator[tuple[str, Any]]:
     """Every row with its name for messages."""
     if not isinstance(source, (str, os.PathLike)):
-        of_table = hasattr(source, "features")
-        for number, row in enumerate(source, start=1):
-            yield f"row {number}", without_fillings(row) if of_table else row
+        rows = map(without_fillings, source) if hasattr(source, "features") else source
+        yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
         return
     path = Path(source)
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Where each message of a conversation is in the text that a chat template makes of it.
+"""Where each message of a conversation is in the text that a chat template renders.
 
 A copy of the template writes marks around its loops over messages. They are noncharacters of Unicode, which no text
 has, and the number of a message is a key of it, so that a template may reorder, leave out or change messages.

@@ -13,7 +13,7 @@ from stepmark.config.data_arguments import DataArguments
 from stepmark.data.chat.chat_template import ChatTokenizer
 from stepmark.data.chat.conversations import Conversations, filler_of, tokenized
 from stepmark.data.sources.corpus import Corpus
-from stepmark.data.sources.sources import Sources
+from stepmark.data.sources.sources import Splits
 from stepmark.data.tokenize.encoding import TextEncoder
 from stepmark.data.tokenize.token_cache import find_or_write
 from stepmark.data.tokenize.tokenized_rows import TokenizedRows, write_rows
@@ -22,7 +22,7 @@ FORMAT = 2  # of a cache entry; a new number invalidates all entries
 
 
 def prepare_conversations(
-    config: DataArguments, sources: Sources, tokenizer: Any, block_size: int, root: Path, say: Callable[[str], None]
+    config: DataArguments, splits: Splits, tokenizer: Any, block_size: int, root: Path, say: Callable[[str], None]
 ) -> tuple[Conversations, Conversations | None, bool]:
     """Training and validation samples of at most `block_size` tokens, and whether the cache in `root` had them.
 
@@ -33,7 +33,7 @@ def prepare_conversations(
     """
     assert config.messages_column is not None
     chat = ChatTokenizer(tokenizer, config.messages_column, config.assistant_only_loss)
-    train, validation = sources.divided()
+    train, validation = splits.divided()
     sets = {"train": train, **({} if validation is None else {"validation": validation})}
     for name, rows in sets.items():
         say(f"{name} data: conversations of {rows.where}")
@@ -42,13 +42,8 @@ def prepare_conversations(
     limits = {"train": config.max_train_samples, "validation": config.max_eval_samples}
 
     def samples(name: str) -> Conversations:
-        made = Conversations.of_rows(
-            TokenizedRows(entry, prefix=f"{name}-"),
-            block_size,
-            packing=config.packing,
-            filler=filler_of(tokenizer),
-            max_samples=limits[name],
-        )
+        rows = TokenizedRows(entry, prefix=f"{name}-")
+        made = Conversations.of_rows(rows, block_size, config.packing, filler_of(tokenizer), limits[name])
         say(_described(name, made, block_size, cached=cached))
         return made
 

@@ -13,11 +13,13 @@ from torch import Tensor
 class MicroBatch:
     """One forward and backward pass of one rank.
 
-    `inputs` is the collator's output, usually a dict of tensors [rows, …], of `rows` samples. Where it is `filled`, the
-    rows after the first `rows`, all if it is 0, are filler that keeps the shape: their integer labels are -100.
-    Otherwise a collator may have made another number of rows of the samples. `targets` is the number of labels in the
-    loss, None if samples are counted instead. Until it is known whether the model shifts its labels, `targets` includes
-    `first_targets`, the first labels of the rows; see `MicroBatchLoss.count`.
+    Attributes:
+        inputs: The collator's output, usually a dict of tensors [rows, …].
+        rows: Number of samples in it. A collator may have made another number of rows of them.
+        targets: Number of labels in the loss; None: samples are counted instead.
+        first_targets: How many of `targets` are first labels of rows, which are no targets if the model shifts its
+            labels; 0 once that is known. See `MicroBatchLoss.count`.
+        filled: The rows after the first `rows` (all if it is 0) are filler that keeps the shape, with labels -100.
     """
 
     inputs: Any
@@ -31,8 +33,10 @@ class MicroBatch:
 class StepBatch:
     """One optimizer step of one rank.
 
-    `samples` is the number of samples in it over all ranks, `epoch` the position after it in epochs, and `state` the
-    loader's state after it, for `DataLoader.load_state_dict`.
+    Attributes:
+        samples: Number of samples in it, over all ranks.
+        epoch: The position after it, in epochs.
+        state: The loader's state after it, for `DataLoader.load_state_dict`.
     """
 
     micro_batches: list[MicroBatch]
@@ -56,7 +60,7 @@ class StepBatch:
 
 
 def rows_of(inputs: Any) -> int:
-    """The rows of a batch: those of its first tensor that has any, otherwise 1."""
+    """The number of rows of a batch: that of its first tensor with dimensions, else 1."""
     values = inputs.values() if isinstance(inputs, Mapping) else inputs
     values = [values] if isinstance(values, Tensor) else values
     return next((len(each) for each in values if isinstance(each, Tensor) and each.ndim), 1)

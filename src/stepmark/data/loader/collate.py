@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -51,8 +52,8 @@ class PadTo:
     side: str | None = None
 
     def checked_lengths(self) -> tuple[int, ...]:
-        """The lengths, ascending; none for the longest of a batch. Raises UsageError where they are not positive, for
-        an empty list of them, and for another side."""
+        """The lengths, ascending; none for the longest of a batch. Raises UsageError for lengths that are not positive,
+        an empty list, or an unknown side."""
         if self.side not in (None, "right", "left") or isinstance(self.collate_fn, PadTo):
             raise UsageError(f"{self}: its side should be right or left, and its collate_fn a function")
         if self.lengths is None:
@@ -102,8 +103,8 @@ class Collation:
         labels: LabelRule,
         pad_token_id: int = 0,
     ) -> Collation:
-        """`collator`: default None, what a dataset of Stepmark's declares, else as described. Raises UsageError for a
-        `PadTo` that states no lengths, or other than positive ones."""
+        """`collator`: None for what a dataset of Stepmark's declares, else as described. Raises UsageError for an
+        invalid `PadTo`."""
         chosen = own_padding(dataset, fixed=not free) if collator is None else collator
         pads = isinstance(chosen, PadTo)
         stated = chosen if isinstance(chosen, PadTo) else PadTo(collate_fn=chosen)
@@ -267,6 +268,43 @@ def sample_length(sample: Any) -> int:
         return 0
     known = [torch.as_tensor(value) for name, value in sample.items() if name in SEQUENCES and value is not None]
     return max((row.shape[0] for row in known if row.ndim and not row.is_floating_point()), default=0)
+
+
+def sample_lengths(dataset: Any, column: str, feature: str) -> np.ndarray:
+    """The length of each sample, int64: from a column of lengths, or by reading all samples.
+
+    Args:
+        dataset: Has `__len__` and `__getitem__`.
+        column: The column that holds lengths, of a `datasets.Dataset` that has it.
+        feature: The entry of each sample whose length counts otherwise.
+
+    Raises:
+        UsageError: A sample has no such entry, or the column does not hold lengths.
+    """
+    columns = getattr(dataset, "column_names", None) or ()
+    if column in columns:
+        return _of_column(column, dataset[column])
+    if feature in columns:
+        return np.fromiter((len(value) for value in dataset[feature]), dtype=np.int64, count=len(dataset))
+    return np.fromiter((_length(dataset[index], feature) for index in range(len(dataset))), np.int64, len(dataset))
+
+
+def _of_column(name: str, values: Sequence[Any]) -> np.ndarray:
+    found = np.asarray(list(values))
+    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        raise UsageError(
+            f"length_column_name: the column {name!r} should hold whole numbers, and has {found.dtype}; name another"
+        )
+    return found.astype(np.int64)
+
+
+def _length(sample: Any, feature: str) -> int:
+    if not isinstance(sample, Mapping) or feature not in sample:
+        raise UsageError(
+            f"train_sampling_strategy: group_by_length needs samples with {feature!r}, whose length counts, or a "
+            "column of lengths that length_column_name names; add one of them, or choose random"
+        )
+    return len(sample[feature])
 
 
 def _tensors(features: Mapping[str, list[Any]], indices: Sequence[int]) -> Columns:

@@ -24,10 +24,10 @@ from stepmark.errors import DataError, StepmarkError
 @dataclass(frozen=True)
 class MicroTask:
     """What to fetch: the samples of the first `rows` rows, then `filler` rows that repeat the last of `indices`, unless
-    the labels cannot say that these do not count.
+    the labels cannot mark these as ignored.
 
-    `indices` has one sample even if `rows` is 0. `key` seeds random numbers: seed, epoch and position
-    in the epoch. `length` is the length of sequences if all ranks must agree on it.
+    `indices` has one sample even if `rows` is 0. `key` (seed, epoch, position in the epoch) seeds random numbers;
+    `length` is that of sequences if all ranks must agree on it.
     """
 
     indices: tuple[int, ...]

@@ -33,10 +33,9 @@ class LabelRule:
             None: unknown until a call has shown it (`MicroBatchLoss.call_first`).
         ignored: the label that is not a target.
         by_sample: the loss is a mean over samples, even where a sample has many labels (CTC).
-        skips_ignored: a row whose labels are all `ignored` adds nothing to the loss, nor to what else the model learns
-            from a batch.
-        own_sequence: labels are a sequence of their own, that of a decoder beside an encoder. Otherwise labels of which
-            a sample has several are those of its tokens, or of several tasks.
+        skips_ignored: a row whose labels are all `ignored` contributes nothing, to the loss or to other state.
+        own_sequence: labels are a separate sequence, as in encoder-decoder models. Otherwise several labels of a sample
+            are those of its tokens, or of several tasks.
         vocabulary: number of tokens that `input_ids` may name. None: unknown.
     """
 
@@ -62,7 +61,7 @@ class LabelRule:
         return {name: inputs[name] for name in names if _is_integer(inputs.get(name))}
 
     def count(self, inputs: Any) -> TargetCount | None:
-        """The targets among the labels; None where samples are counted. DataError for tokens the model lacks."""
+        """The targets among the labels; None where samples are counted. DataError for tokens that the model lacks."""
         self._check_tokens(inputs)
         if self.by_sample:
             return None
@@ -99,8 +98,8 @@ class LabelRule:
         return TargetCount(inside.numel(), 0)
 
     def can_ignore_rows(self, inputs: Any, rows: int) -> bool:
-        """Whether `without` leaves nothing of the rows: not where labels are not integers, or there are none, or a
-        collator has not made one row of each of the `rows` samples."""
+        """Whether `without` can exclude rows from the loss: only where all labels are integers, and the batch has one
+        row for each of the `rows` samples."""
         if not self.skips_ignored or self.by_sample:
             return False
         integers = self.integers(inputs)

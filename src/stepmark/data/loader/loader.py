@@ -22,9 +22,8 @@ from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.data.loader.collate import FIXED_SHAPES, CollateFn, Collation, PadTo, sample_length
 from stepmark.data.loader.fetcher import Fetcher, MicroTask, WorkerFailure
 from stepmark.data.loader.labels import LabelRule
-from stepmark.data.loader.length_groups import LengthGroups
 from stepmark.data.loader.mixture import MixtureOrder
-from stepmark.data.loader.order import BatchLayout, Epoch, Position, sample_order
+from stepmark.data.loader.order import BatchLayout, Epoch, LengthGroups, Position, sample_order
 from stepmark.errors import CheckpointMismatch, DataError, DataWorkerLost, UsageError
 from stepmark.filesystem.error_advice import with_advice
 from stepmark.launch.signal_handlers import STOPPING
@@ -39,31 +38,31 @@ class DataLoader:
 
     A step takes `batch_size * world_size * accumulation` samples, the same ones on every mesh for which that product is
     the same. Iterating runs from the current position to the end of its epoch; iterating again starts the next epoch.
-    The order is a function of (seed, epoch), and so are the random numbers that a collator draws from Python's,
-    numpy's or PyTorch's CPU generator, for any `num_workers`; the caller's generators are restored.
+    The order depends on (seed, epoch) only, for any `num_workers`, and so do the random numbers that a collator draws
+    from Python's, numpy's or PyTorch's CPU generator. The caller's generators are restored.
 
     Args:
         dataset: has `__len__` and `__getitem__`.
-        batch_size: samples of a micro-batch of one rank.
+        batch_size: samples per micro-batch and rank.
         rank: this rank's data parallel coordinate, from 0 (default).
         world_size: data parallel ranks, default 1.
-        accumulation: micro-batches of a step, default 1.
-        seed: of the order and of what collators draw, at least 0 (default).
+        accumulation: micro-batches per step, default 1.
+        seed: seeds the order and what collators draw; at least 0 (default).
         shuffle: a random order in every epoch (default), or the dataset's own.
-        drop_last: leave out the last step of an epoch if it has fewer samples; default False.
-        collate_fn: makes a batch of a list of samples, or `PadTo`. Default: they are padded by `processing_class`, as
-            transformers' DataCollatorWithPadding pads them, else stacked; Stepmark's own datasets pad as they need.
+        drop_last: leave out an incomplete last step of an epoch; default False.
+        collate_fn: makes a batch of a list of samples, or `PadTo`. Default: samples are padded by `processing_class`,
+            like transformers' DataCollatorWithPadding, else stacked; Stepmark's own datasets pad as they need.
         num_workers: worker processes, default 0: the calling process fetches.
         fixed_shape: fill incomplete micro-batches with rows that are not in the loss, as lazy devices need; see
-            `MicroBatch`. A batch whose labels cannot say which rows count stays as it is. Default False: only a rank
+            `MicroBatch`. A batch whose labels cannot mark rows as ignored stays as it is. Default False: only a rank
             without samples in a step gets such rows.
         pad_to: one length in tokens for all sequences, or several, of which the smallest that fits is used. With
-            `fixed_shape` and several ranks, all ranks use the same one, for which every sample is read once at the
-            start. Default None: they are not padded by the loader.
+            `fixed_shape` and several ranks, all ranks use the same length, so every sample is read once at the start.
+            Default None: the loader pads nothing.
         pad_token_id: pads `input_ids`, default 0, where there is no tokenizer.
         processing_class: a tokenizer or feature extractor. Default: None.
-        lengths: of every sample by its index, int64: then samples of about the same length come together, see
-            `LengthGroups`. Default None: the order does not depend on lengths.
+        lengths: int64 [samples]: batches then hold samples of about the same length, see `LengthGroups`. Default None:
+            the order does not depend on lengths.
         labels: how the model's loss uses labels, `MicroBatchLoss(model).labels`; default: an argument `labels`, of
             which -100 is ignored.
 
@@ -187,8 +186,8 @@ class DataLoader:
         return other
 
     def state_after(self, steps: int, epoch: float) -> dict[str, Any]:
-        """The position of a run that another tool trained for `steps` steps, `epoch` passes over the data: that of as
-        many steps here if they are as many passes, else the same part of the data."""
+        """The position of a run that another tool trained for `steps` steps, or `epoch` passes over the data: the same
+        number of steps if they are as many passes here, else the same fraction of the data."""
         passes, rest = divmod(steps, self.steps_per_epoch)
         if abs(steps / self.steps_per_epoch - epoch) * self.steps_per_epoch < 1 or not epoch:
             return self._state(Position(passes, min(rest * self.layout.global_batch, self._epoch.size)))
@@ -322,8 +321,8 @@ def _checked(results: Iterator[Any]) -> Iterator[MicroBatch]:
 
 
 def _ignore_signals(_: int) -> None:
-    """In a worker: ignores the signals that a launcher sends to all processes of a job, because the rank still needs it
-    to finish a step. A worker ends when its rank ends it, or has exited."""
+    """In a worker: ignores the signals that a launcher sends to all processes of a job, because the rank needs the
+    worker to finish its step. A worker ends when its rank ends it or exits."""
     signal.set_wakeup_fd(-1)  # shared with the rank, which would see the worker's signals as its own
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)

@@ -1,10 +1,9 @@
 """Samples of several sources, each with its share: in which order, and as one dataset.
 
-The dataset is all samples of the first source, then those of the second, and so on. An epoch has as many samples as
-there are, of which each source gets its share: a source whose share is larger than its part of the data is read more
-than once, another is read on in the next epoch. Every sample of a source is drawn once before any is drawn again, also
-across epochs. All of it is a function of (sizes, shares, seed, epoch), so a position in the data means the same as
-without a mixture, on any number of ranks.
+The dataset is the concatenation of the sources. An epoch has as many samples as the dataset, of which each source gets
+its share: a source whose share exceeds its part of the data is read more than once, any other continues in the next
+epoch. Every sample of a source is drawn once before any is drawn again, also across epochs. The order depends on
+(sizes, shares, seed, epoch) only, so a position means the same as without a mixture, on any number of ranks.
 """
 
 from __future__ import annotations

@@ -7,13 +7,18 @@ and a number of samples, and it means the same whatever the mesh, before and aft
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 
 from stepmark.errors import UsageError
+
+STEPS_OF_GROUP = 50  # at most
+LEAST_GROUPS = 4  # of an epoch that is grouped by length
 
 
 class Stream(IntEnum):
@@ -102,3 +107,38 @@ def sample_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 def generator(stream: Stream, *key: int) -> np.random.Philox:
     """A generator that depends only on its stream and on a few non-negative numbers."""
     return np.random.Philox(np.random.SeedSequence((stream, *key)))
+
+
+@dataclass(frozen=True)
+class LengthGroups:
+    """Groups of `size` samples, sorted by `lengths` (int64 [samples]): batches hold samples of about the same length.
+
+    An epoch is shuffled, cut into groups of up to 50 steps, and each group sorted by length, the longest first. So a
+    step's samples have about the same length on all ranks, with little padding. The longest sample comes first, so that
+    a run that needs too much memory fails in its first step. This is the order of transformers' `LengthGroupedSampler`,
+    but with groups of complete steps of all ranks.
+    """
+
+    lengths: np.ndarray
+    size: int
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, global_batch: int) -> LengthGroups:
+        """Groups of up to 50 complete steps, at least four in an epoch."""
+        steps = min(len(lengths) // (global_batch * LEAST_GROUPS), STEPS_OF_GROUP)
+        return cls(lengths, max(1, steps) * global_batch)
+
+    @cached_property
+    def digest(self) -> str:
+        """Identifies the lengths."""
+        return hashlib.blake2b(np.ascontiguousarray(self.lengths, dtype="<i8").tobytes(), digest_size=8).hexdigest()
+
+    def order(self, shuffled: np.ndarray) -> np.ndarray:
+        """An epoch's samples by index, grouped. `shuffled`: the same in random order."""
+        if not len(shuffled):
+            return shuffled
+        parts = [shuffled[start : start + self.size] for start in range(0, len(shuffled), self.size)]
+        grouped = np.concatenate([part[np.argsort(-self.lengths[part], kind="stable")] for part in parts])
+        longest = int(np.argmax(self.lengths[grouped]))
+        grouped[[0, longest]] = grouped[[longest, 0]]
+        return grouped

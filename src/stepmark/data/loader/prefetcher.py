@@ -52,26 +52,19 @@ class DevicePrefetcher:
     def _moved_ahead(self, source: Iterator[Any]) -> Iterator[Any]:
         ready: deque[Future[Any]] = deque()
         mover = ThreadPoolExecutor(1, thread_name_prefix="stepmark-prefetcher")
+        end: Exception | None = None
         try:
-            exhausted = False
             while True:
-                while not exhausted and len(ready) <= self.lookahead:
+                while end is None and len(ready) <= self.lookahead:
                     try:
                         # The first fetch comes before the thread: a worker process is best forked from one thread.
                         ready.append(mover.submit(self._move, next(source)))
-                    except StopIteration:
-                        exhausted = True
                     except Exception as error:
-                        ready.append(_failed(error))
-                        exhausted = True
+                        end = error
                 if not ready:
-                    return
+                    break
                 yield ready.popleft().result()
         finally:
             mover.shutdown(cancel_futures=True)
-
-
-def _failed(error: Exception) -> Future[StepBatch]:
-    future: Future[StepBatch] = Future()
-    future.set_exception(error)
-    return future
+        if end is not None and not isinstance(end, StopIteration):
+            raise end

@@ -1,4 +1,4 @@
-"""Batches of a dataset that can only be iterated, such as a stream."""
+"""Batches of a dataset that can be iterated, but not indexed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_readable_again(name: str, dataset: Any) -> None:
     if hasattr(dataset, "__next__") and not hasattr(dataset, "__getitem__"):
         raise UsageError(
             f"{name}: an iterator ({type(dataset).__name__}) can be read only once, not for another epoch or "
-            "evaluation, nor to resume; pass an object whose __iter__ begins anew, such as an IterableDataset"
+            "evaluation, nor to resume; pass an object whose __iter__ starts again, such as an IterableDataset"
         )
 
 
@@ -86,7 +86,7 @@ class StreamLoader:
 
 
 class StreamIterator:
-    """One epoch of a stream, from a position on; with one of its own."""
+    """One epoch of a stream from a position on. It has its own position."""
 
     def __init__(self, loader: StreamLoader, start: Mapping[str, Any] | None) -> None:
         self._loader = loader
@@ -118,7 +118,7 @@ class StreamIterator:
 
 
 def random_states() -> tuple[Any, ...]:
-    """Of the global generators of Python, numpy and PyTorch on the CPU."""
+    """States of the global CPU generators of Python, numpy and PyTorch."""
     numpy_state: Any = np.random.get_state()
     return random.getstate()[1], *numpy_state[1:3], torch.default_generator.get_state()
 

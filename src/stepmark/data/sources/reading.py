@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from stepmark.config.data_arguments import COMPRESSED, uncompressed_suffix
+from stepmark.config.data_arguments import COMPRESSED
 from stepmark.errors import DataError
-
-__all__ = ["READ_ERRORS", "ReadMeter", "named_read_errors", "open_bytes", "open_text", "uncompressed_suffix"]
 
 BUFFER = 1 << 20
 # What opening, decompressing and parsing raise; pyarrow's errors are among these classes.

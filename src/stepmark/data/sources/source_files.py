@@ -84,8 +84,7 @@ def describe_counts(counts: Counter[str]) -> str:
 
 
 def _named_files(field: str, name: str, path: Path, extensions: Collection[str]) -> tuple[list[Path], list[Path]]:
-    """The file, or the files that match a pattern, and those of them that are left out: empty ones of source code,
-    which are common."""
+    """The file, or the files that match a pattern, and those left out: empty ones, which source code often has."""
     if path.exists():
         _check_kind(field, path, extensions)
         return [path], []
@@ -96,21 +95,18 @@ def _named_files(field: str, name: str, path: Path, extensions: Collection[str])
         raise UsageError(f"{field}: no file matches {name}; give the path of an existing file, a folder or a pattern")
     for match in matches:
         _check_kind(field, match, extensions)
-    empty = [match for match in matches if not _has_reader(match, extensions) and not match.stat().st_size]
-    if len(empty) == len(matches):
+    chosen = [match for match in matches if _has_reader(match, extensions) or match.stat().st_size]
+    if not chosen:
         raise DataError(f"{field}: all files that match {name} are empty; give files with text")
-    left_out = set(empty)
-    return [match for match in matches if match not in left_out], empty
+    return chosen, list({*matches} - {*chosen})
 
 
 def _files_of_folder(field: str, folder: Path, extensions: Collection[str]) -> tuple[list[Path], list[Path]]:
     """The files of a folder that are read, and the others."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and not _hidden(file.relative_to(folder)))
     known = [file for file in files if _has_reader(file, extensions)]
-    other_text: list[Path] = []
-    if TEXT in extensions:
-        candidates = [file for file in files if not _has_reader(file, extensions) and _is_text_kind(file)]
-        other_text = [file for file in candidates if file.stat().st_size and b"\0" not in _beginning(file)]
+    others = [file for file in files if not _has_reader(file, extensions)] if TEXT in extensions else []
+    other_text = [file for file in others if _is_text_kind(file) and file.stat().st_size and not _is_binary(file)]
     if len(other_text) > len(known) > 0:
         kinds = describe_counts(extension_counts([*known, *other_text]))
         suffix = extension_counts(other_text).most_common(1)[0][0]
@@ -119,11 +115,11 @@ def _files_of_folder(field: str, folder: Path, extensions: Collection[str]) -> t
             f"such as {folder}/**/*{suffix if suffix.startswith('.') else ''}"
         )
     chosen = known or other_text
-    for file in chosen if not known else ():
-        _check_not_a_table(field, file)
     if not chosen:
         more = ", and no other text" if TEXT in extensions else ""
         raise DataError(f"{field}: folder {folder} has no file that ends with {', '.join(extensions)}{more}")
+    for file in chosen:
+        _check_kind(field, file, extensions)
     return chosen, list({*files} - {*chosen})
 
 
@@ -150,7 +146,7 @@ def _check_kind(field: str, path: Path, extensions: Collection[str]) -> None:
             f"{field}: {path} has a format that is not read; supported are {', '.join(extensions)}{text}, and all but "
             ".parquet also compressed: .gz, .bz2, .xz, .zst"
         )
-    if b"\0" in _beginning(path):
+    if _is_binary(path):
         raise UsageError(
             f"{field}: {path} is a binary file, not text; name a file with text, or a pattern that matches text alone"
         )
@@ -173,6 +169,10 @@ def _check_not_a_table(field: str, path: Path) -> None:
             f"{field}: {path} holds JSON lines, and its extension does not say so; rename it to .jsonl to train on a "
             "column, or to .txt to train on the file as it is"
         )
+
+
+def _is_binary(path: Path) -> bool:
+    return b"\0" in _beginning(path)
 
 
 def _beginning(path: Path) -> bytes:

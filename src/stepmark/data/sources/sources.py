@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from stepmark.config.data_arguments import STDLIB, TABLES, DataArguments
+from stepmark.config.data_arguments import STDLIB, TABLES, DataArguments, uncompressed_suffix
 from stepmark.data.sources.corpus import Corpus, Source
-from stepmark.data.sources.reading import ReadMeter, named_read_errors, open_text, uncompressed_suffix
+from stepmark.data.sources.reading import ReadMeter, named_read_errors, open_text
 from stepmark.data.sources.source_files import CHAT_EXTENSIONS, EXTENSIONS, extension, find_files
 from stepmark.data.sources.stdlib import stdlib_texts
 from stepmark.data.sources.tables import (
@@ -33,7 +33,7 @@ LONGEST_LINE = 1 << 18  # characters; a longer one is read in parts
 
 
 @dataclass(frozen=True)
-class Sources:
+class Splits:
     """The texts of a run. Without validation texts, `held_out` percent of the training texts become the validation
     set; 0 if there is no validation, or it has separate texts."""
 
@@ -52,7 +52,7 @@ class Sources:
         return self.train.split(self.held_out) if self.held_out else (self.train, self.validation)
 
 
-def open_sources(config: DataArguments) -> Sources:
+def open_sources(config: DataArguments) -> Splits:
     """Finds the texts that `config` names, or with `messages_column` the rows of chat data; files are read only to
     compute their checksums.
 
@@ -77,7 +77,7 @@ def open_sources(config: DataArguments) -> Sources:
         files = train.where if given is None else f"{train.where} and {given.where}"
         raise UsageError(f"text_column is given, but the data has no columns ({files} are plain text); remove it")
     validation = given or validation
-    return Sources(train, validation, 0 if validation is not None else percentage)
+    return Splits(train, validation, 0 if validation is not None else percentage)
 
 
 def _file_corpus(field: str, given: str | Sequence[str], config: DataArguments) -> Corpus:

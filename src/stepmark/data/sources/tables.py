@@ -15,7 +15,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
-from stepmark.data.sources.reading import ReadMeter, named_read_errors, open_bytes, open_text, uncompressed_suffix
+from stepmark.config.data_arguments import uncompressed_suffix
+from stepmark.data.sources.reading import ReadMeter, named_read_errors, open_bytes, open_text
 from stepmark.errors import DataError, UsageError
 
 ARROW = (".csv", ".parquet")
@@ -131,7 +132,10 @@ def _parquet_batches(table: Any, column: str | None, meter: ReadMeter) -> Iterat
 def _arrow_rows(path: Path, column: str | None, meter: ReadMeter | None) -> Iterator[Any]:
     with _arrow_table(path, column, meter) as (_, batches):
         for batch in batches:
-            yield from map(without_fillings, batch.to_pylist())
+            if column is None:
+                yield from map(without_fillings, batch.to_pylist())
+            else:
+                yield from ({column: value} for value in batch.column(0).to_pylist())
 
 
 def without_fillings(row: Any) -> Any:

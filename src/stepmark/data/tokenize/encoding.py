@@ -167,16 +167,12 @@ def segment_batches(corpus: Corpus, tally: Tally) -> Iterator[list[Segment]]:
 
 def joined(batch: Iterable[Segment]) -> list[Segment]:
     """The batch with consecutive segments of one document as one."""
-    texts: list[list[str]] = []
-    edges: list[tuple[bool, bool]] = []
-    for text, starts, ends in batch:
-        if starts or not texts:
-            texts.append([text])
-            edges.append((starts, ends))
-        else:
-            texts[-1].append(text)
-            edges[-1] = (edges[-1][0], ends)
-    return [Segment("".join(parts), *edge) for parts, edge in zip(texts, edges, strict=True)]
+    documents: list[list[Segment]] = []
+    for segment in batch:
+        if segment.starts or not documents:
+            documents.append([])
+        documents[-1].append(segment)
+    return [Segment("".join(each.text for each in parts), parts[0].starts, parts[-1].ends) for parts in documents]
 
 
 def _segments(corpus: Corpus, tally: Tally) -> Iterator[Segment]:
@@ -194,17 +190,15 @@ def _segments(corpus: Corpus, tally: Tally) -> Iterator[Segment]:
                 tally.without_text += 1
 
 
-def _document(pieces: Iterable[str]) -> Iterator[Segment]:
-    """The pieces of one document, the first and the last of which are marked."""
-    waiting: str | None = None
-    starts = True
+def _document(pieces: Iterator[str]) -> Iterator[Segment]:
+    """The pieces of one document, of which the first and the last are marked."""
+    waiting, starts = next(pieces, None), True
+    if waiting is None:
+        return
     for piece in pieces:
-        if waiting is not None:
-            yield Segment(waiting, starts, False)
-            starts = False
-        waiting = piece
-    if waiting is not None:
-        yield Segment(waiting, starts, True)
+        yield Segment(waiting, starts, False)
+        waiting, starts = piece, False
+    yield Segment(waiting, starts, True)
 
 
 def cut(text: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Tokenized rows of different lengths: ids and targets one after the other, in memory or in a folder of the cache."""
+"""Tokenized rows of different lengths, concatenated, in memory or in a cache entry."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _TYPES: dict[str, np.dtype[Any]] = {IDS: np.dtype("<u4"), TARGETS: np.dtype("u1"
 
 
 class TokenizedRows:
-    """Rows of token ids, each with a truth value that says whether it is a target.
+    """Rows of token ids, each id with a flag: whether it is a target.
 
-    `folder`: where `write_rows` has put them; they are mapped into memory when a row is first read, and again in a
-    process that receives a pickled copy.
+    `folder`: where `write_rows` has put them. The files are mapped into memory when a row is first read, and again in
+    a process that receives a pickled copy.
     """
 
     def __init__(self, folder: Path | None, arrays: dict[str, Array] | None = None, prefix: str = "") -> None:
@@ -50,13 +50,13 @@ class TokenizedRows:
         return int(self.lengths.max(initial=0))
 
     def row(self, number: int) -> tuple[Array, Array]:
-        """The ids of a row, and their truth values."""
+        """The ids of a row, and their flags."""
         start = int(self._begins[number])
         stop = start + int(self.lengths[number])
         return self._array(IDS)[start:stop], self._array(TARGETS)[start:stop] != 0
 
     def with_targets(self, longest: int) -> Array:
-        """The numbers of the rows with a target among their first `longest` tokens; the first is not predicted."""
+        """The indices of the rows with a target among their first `longest` tokens; the first one is not predicted."""
         counts = np.concatenate([[0], np.cumsum(self._array(TARGETS), dtype=np.int64)])
         begins = self._begins + 1
         ends = np.maximum(self._begins + np.minimum(self.lengths, longest), begins)
@@ -80,7 +80,7 @@ class TokenizedRows:
 
 
 def write_rows(folder: Path, prefix: str, rows: Iterable[tuple[list[int], list[bool]]]) -> dict[str, dict[str, Any]]:
-    """Writes the rows into files of `folder` that begin with `prefix`; the files' entries for `meta.json`."""
+    """Writes the rows into files of `folder` whose names begin with `prefix`; returns their entries for `meta.json`."""
     files = {name: TokenFile(folder / f"{prefix}{name}", kind) for name, kind in _TYPES.items()}
     with files[IDS], files[TARGETS], files[LENGTHS]:
         for part in _parts(rows):

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: bytes, or one of Hugging Face's."""
+"""The tokenizer of a run: the built-in one of bytes, or one of Hugging Face's."""
 
 from __future__ import annotations
 
@@ -76,8 +76,10 @@ def check_own_code(error: Exception, field: str, name: str) -> None:
 
 
 def _byte_characters() -> list[str]:
-    """The byte-level format's character for each byte: the byte's own if it is visible, else one from U+0100 on, in
-    order."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return [chr(byte) if byte in visible else chr(0x100 + hidden.index(byte)) for byte in range(256)]
+    """The byte-level format's character for each byte: the byte's own if it is visible, else the next one from U+0100
+    on."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    others = (character for character in alphabet if character > "\xff")
+    return [chr(byte) if chr(byte) in alphabet else next(others) for byte in range(256)]

@@ -16,7 +16,6 @@ from stepmark.interchange.neuron.stages import Stage, model_of
 from stepmark.interchange.sources.finish import config_path, finish
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.resharding import slice_of
 from stepmark.interchange.tensors.source_files import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -143,7 +142,7 @@ def _part(stage: Stage, name: str, dim: int, rank: int) -> ForeignTensor:
     size, remainder = divmod(own.shape[dim], count)
     if remainder:
         raise CheckpointMismatch(f"{own.where} is {list(own.shape)}, which {count} ranks do not divide")
-    part, again = (slice_of(tensor, dim, rank * size, size) for tensor in (own, first))
+    part, again = (tensor.narrow(dim, rank * size, size) for tensor in (own, first))
     return replace(part, replicas=again.pieces if rank else ())
 
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.neuron.head_layout import BLOCKED, NATURAL, TILED, WIDE, HeadLayout, moves_of
 from stepmark.interchange.neuron.unsharding import shared_value, unsharded
 from stepmark.interchange.sources.foreign import ForeignOptimizer
-from stepmark.interchange.tensors.array_reader import ArrayReader
+from stepmark.interchange.tensors.array_reader import ArrayReader, Part
 from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
 from stepmark.interchange.tensors.saved_file import Missing
 from stepmark.sharding.layout import Shape
@@ -212,8 +213,7 @@ def _arranged(stage: Stage, prefix: str, heads: HeadLayout, arrangement: str) ->
     for name, locals_ in stored.items():
         found |= _unsharded(stage, name, [local for local in locals_ if isinstance(local, ForeignTensor)], wide)
     pairs = [tensor for name, tensor in found.items() if ".k_proj." in name or ".v_proj." in name]
-    with ArrayReader() as reader:
-        rows = [_head_bytes(reader, tensor, heads) for tensor in pairs]
+    rows = [_head_bytes(tensor, heads) for tensor in pairs]
     if all(one[p] == one[p % heads.keys] for one in rows for p in range(len(one))):
         return NATURAL if arrangement == NATURAL else TILED
     if all(one[p] == one[p // heads.copies * heads.copies] for one in rows for p in range(len(one))):
@@ -225,7 +225,7 @@ def _arranged(stage: Stage, prefix: str, heads: HeadLayout, arrangement: str) ->
     )
 
 
-def _head_bytes(reader: ArrayReader, tensor: ForeignTensor, heads: HeadLayout) -> list[int]:
+def _head_bytes(tensor: ForeignTensor, heads: HeadLayout) -> list[int]:
     """A checksum of each stored head."""
     import math
 
@@ -233,4 +233,9 @@ def _head_bytes(reader: ArrayReader, tensor: ForeignTensor, heads: HeadLayout) -
 
     elements = heads.size * math.prod(tensor.shape[1:])
     count = math.prod(tensor.shape) // elements
-    return [xxhash.xxh3_64_intdigest(reader.window(tensor, p * elements, (p + 1) * elements)) for p in range(count)]
+    reader, found = ArrayReader(), []
+    for p in range(count):
+        part = Part(tensor, p * elements, (p + 1) * elements, reader.memory(elements * item_size(tensor.dtype)))
+        reader.fill([part])
+        found.append(xxhash.xxh3_64_intdigest(part.memory.data))
+    return found

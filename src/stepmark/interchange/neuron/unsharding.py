@@ -8,7 +8,6 @@ from typing import Any
 
 from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.neuron.head_layout import Move
-from stepmark.interchange.tensors.array_reader import part_of
 from stepmark.interchange.tensors.foreign_tensor import ForeignTensor, Piece
 from stepmark.sharding.layout import Box
 
@@ -65,7 +64,7 @@ def _moved(pieces: Sequence[Piece], local: ForeignTensor, move: Move) -> list[Pi
         if common is not None:
             at = list(common.offsets)
             at[move.dim] += move.at - move.start
-            found.append(Piece(part_of(piece, common), tuple(at)))
+            found.append(Piece(piece.part(common), tuple(at)))
     return found
 
 
@@ -92,7 +91,7 @@ def row_chunks(name: str, chunks: Sequence[ForeignTensor], shape: Sequence[int])
             common = piece.box.intersect(whole)
             if common is not None:
                 at = (common.offsets[0] + number * size, *common.offsets[1:])
-                pieces.append(Piece(part_of(piece, common), at))
+                pieces.append(Piece(piece.part(common), at))
     return ForeignTensor(name, first.dtype, tuple(shape), tuple(pieces))
 
 

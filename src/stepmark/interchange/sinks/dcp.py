@@ -21,7 +21,6 @@ from stepmark.interchange.sources.dcp_store import METADATA
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
 from stepmark.interchange.tensors.pickle_writer import Call, Global, Instance, dumps
-from stepmark.interchange.tensors.resharding import rows_of
 from stepmark.interchange.tensors.torch_writer import Reshaped, TorchArchive
 from stepmark.sharding.layout import Shape
 
@@ -165,7 +164,7 @@ def _chunks(tensor: ForeignTensor, shape: Shape) -> Iterator[tuple[int, int, For
     count = max(1, CHUNK // row)
     for start in range(0, tensor.shape[0], count):
         length = min(count, tensor.shape[0] - start)
-        yield start * group, length * group, rows_of(tensor, start, length)
+        yield start * group, length * group, tensor.narrow(0, start, length)
 
 
 def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +15,12 @@ from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.interchange.tensors.array_reader import ArrayReader
 from stepmark.interchange.tensors.file_output import FileOutput
 from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.streaming import write_tensors
+from stepmark.interchange.tensors.records import RecordChecks
+from stepmark.interchange.tensors.streaming import Place, write_jobs
 from stepmark.interchange.tensors.torch_writer import TorchArchive
-from stepmark.interchange.tensors.verification import RecordChecks
-from stepmark.model_folder.model_files import index_of, split_into_files
-from stepmark.model_folder.writers import Advance, make_header, run_jobs
+from stepmark.model_folder.model_files import ModelFile, index_of, split_into_files
+from stepmark.model_folder.new_folder import WritingListener, check_room, writing
+from stepmark.model_folder.writers import THREADS, Advance, make_header, run_jobs
 from stepmark.sharding.layout import TensorSlice
 
 MAX_SHARD = 5_000_000_000
@@ -30,7 +31,6 @@ class Streams:
     """What writing takes: who reads and verifies the source, the threads, and whom to tell of bytes written."""
 
     reader: ArrayReader
-    checks: RecordChecks
     pool: ThreadPoolExecutor
     advance: Advance
 
@@ -101,8 +101,8 @@ class ArchivesFile:
     def write(self, path: Path, streams: Streams) -> None:
         with FileOutput(path, self.length) as output:
             placed = list(zip(self.archives, self.offsets, strict=True))
-            jobs = (job for archive, at in placed for job in archive.jobs(streams.reader, streams.checks, output, at))
-            run_jobs(streams.pool, jobs, streams.advance)
+            places = [place for archive, at in placed for place in archive.places(at)]
+            run_jobs(streams.pool, write_jobs(places, streams.reader, output), streams.advance)
             for archive, at in placed:
                 archive.finish(output, at)
 
@@ -116,32 +116,42 @@ def torch_file(name: str, value: Any) -> ArchivesFile:
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """A file of tensors."""
+    """A file of tensors, some of those that are given."""
 
-    name: str
+    file: ModelFile
     tensors: dict[str, ForeignTensor]
-    entries: dict[str, TensorEntry]
-    size: int
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+    @property
+    def size(self) -> int:
+        return self.file.size
 
     def write(self, path: Path, streams: Streams) -> None:
-        places = make_header(path, self.entries)
-        targets = [(self.tensors[name], places[name]) for name in self.entries]
+        places = [Place(self.tensors[name], at) for name, at in make_header(path, self.file.tensors).items()]
         with FileOutput(path, path.stat().st_size) as output:
-            run_jobs(streams.pool, write_tensors(output, streams.reader, streams.checks, targets), streams.advance)
+            run_jobs(streams.pool, write_jobs(places, streams.reader, output), streams.advance)
 
 
-def model_files(tensors: dict[str, ForeignTensor]) -> list[OutputFile]:
+def model_files(tensors: dict[str, ForeignTensor], max_shard: int = MAX_SHARD) -> list[OutputFile]:
     """The model as transformers has it: model.safetensors, or several files with an index."""
-    entries = {
+    shards = split_into_files(_entries(tensors), "safetensors", max_shard)
+    found: list[OutputFile] = [SafetensorsFile(shard, tensors) for shard in shards]
+    return [*found, DataFile(*index_of(shards, "safetensors"))] if len(shards) > 1 else found
+
+
+def safetensors_file(name: str, tensors: dict[str, ForeignTensor]) -> SafetensorsFile:
+    """A file of complete tensors."""
+    return SafetensorsFile(ModelFile(name, _entries(tensors)), tensors)
+
+
+def _entries(tensors: dict[str, ForeignTensor]) -> dict[str, TensorEntry]:
+    return {
         name: TensorEntry(tensor.dtype, tensor.shape, ((0, TensorSlice.full(tensor.shape)),))
         for name, tensor in tensors.items()
     }
-    shards = split_into_files(entries, "safetensors", MAX_SHARD)
-    found: list[OutputFile] = [
-        SafetensorsFile(shard.name, {name: tensors[name] for name in shard.tensors}, dict(shard.tensors), shard.size)
-        for shard in shards
-    ]
-    return [*found, DataFile(*index_of(shards, "safetensors"))] if len(shards) > 1 else found
 
 
 def copied_files(source: ForeignCheckpoint, without: Iterable[str] = ()) -> list[OutputFile]:
@@ -149,13 +159,22 @@ def copied_files(source: ForeignCheckpoint, without: Iterable[str] = ()) -> list
     return [CopiedFile(name, path) for name, path in source.files.items() if name not in set(without)]
 
 
-def write_files(folder: Path, planned: Sequence[OutputFile], streams: Streams, begin: Callable[[int], None]) -> int:
-    """Writes all files into a folder, and verifies the source; returns the bytes of tensors."""
+def write_folder(
+    source: ForeignCheckpoint, planned: Sequence[OutputFile], final: Path, out: Path, listener: WritingListener
+) -> int:
+    """Writes the files into a new folder, and verifies the source; returns the bytes of tensors.
+
+    Raises CheckpointDamaged where the source is corrupted, and CheckpointError where `out` cannot be written. Nothing
+    is left there after an error.
+    """
     total = sum(file.size for file in planned)
-    begin(total)
-    for file in planned:
-        path = folder / file.name
-        files.make_folder(path.parent)
-        file.write(path, streams)
-    run_jobs(streams.pool, streams.checks.rest(), streams.advance)
+    check_room(final.parent, total)
+    reader = ArrayReader(RecordChecks(source.records))
+    with writing(final, out) as folder, ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-export") as pool:
+        listener.begin(total)
+        for file in planned:
+            path = folder / file.name
+            files.make_folder(path.parent)
+            file.write(path, Streams(reader, pool, listener.advance))
+        run_jobs(pool, reader.checks.rest(), listener.advance)
     return total

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import step_of
-from stepmark.checkpoint.format.checksums import bytes_checksum
+from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum, bytes_checksum, checksum_blocks
 from stepmark.checkpoint.format.json_values import encode_plain
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, Manifest
 from stepmark.checkpoint.format.rows import Row
@@ -27,12 +27,13 @@ from stepmark.errors import UsageError
 from stepmark.filesystem import files
 from stepmark.interchange.sinks.imported_state import run_values, trainer_state_bytes
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
+from stepmark.interchange.tensors.array_reader import ArrayReader
+from stepmark.interchange.tensors.file_output import FileOutput
 from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.records import Record
-from stepmark.interchange.tensors.streaming import write_tensor_files
-from stepmark.interchange.tensors.verification import RecordChecks
-from stepmark.model_folder.new_folder import check_out, check_room, writing
-from stepmark.model_folder.writers import THREADS
+from stepmark.interchange.tensors.records import Record, RecordChecks
+from stepmark.interchange.tensors.streaming import Place, write_jobs
+from stepmark.model_folder.new_folder import WritingListener, check_out, check_room, writing
+from stepmark.model_folder.writers import THREADS, run_jobs
 from stepmark.runtime.versions import software_versions
 from stepmark.sharding.layout import TensorSlice
 
@@ -41,15 +42,7 @@ GROUP = f"{OPTIMIZER}/{SECTION}"
 TRAINER_STATE = "trainer_state.json"
 
 
-@dataclass(frozen=True)
-class ImportListener:
-    """Progress callbacks: `begin` gets the bytes to write, `advance` the bytes written since."""
-
-    begin: Callable[[int], None]
-    advance: Callable[[int], None]
-
-
-def write_checkpoint(source: ForeignCheckpoint, out: Path, listener: ImportListener) -> int:
+def write_checkpoint(source: ForeignCheckpoint, out: Path, listener: WritingListener) -> int:
     """Writes the checkpoint; returns the bytes of its files.
 
     Args:
@@ -90,18 +83,37 @@ def _write_files(
     records: Iterable[Record],
     step: int,
     save: str,
-    listener: ImportListener,
+    listener: WritingListener,
 ) -> dict[int, str]:
     """Writes the tensor files; returns the checksums of their headers."""
+    reader = ArrayReader(RecordChecks(records))
+    headers = {}
     with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-import") as pool:
-        checks = RecordChecks(records)
-        checksums = write_tensor_files(
-            folder, plan, lambda group, name: tensors[group, name], checks, pool, listener.advance
-        )
-        headers = {}
         for index, file in enumerate(plan.files):
-            headers[index] = bytes_checksum(write_header(folder, file, step, save, checksums[index]))
+            path = folder / file.name
+            files.make_folder(path.parent)
+            checksums: dict[str, dict[int, str]] = {stored.name: {} for stored in file.tensors}
+            places = [
+                Place(
+                    tensors[file.group, stored.name],
+                    file.header_size + stored.begin,
+                    partial(_add_checksums, checksums[stored.name], stored.begin),
+                )
+                for stored in file.tensors
+            ]
+            with FileOutput(path, file.size) as output:
+                run_jobs(pool, write_jobs(places, reader, output, file.header_size), listener.advance)
+            headers[index] = bytes_checksum(write_header(folder, file, step, save, checksums))
+        run_jobs(pool, reader.checks.rest(), listener.advance)
     return headers
+
+
+def _add_checksums(found: dict[int, str], origin: int, begin: int, data: memoryview | None) -> None:
+    """The checksums of the blocks of a tensor that begins at byte `origin` of the file's data."""
+    if data is not None:
+        first = origin // CHECKSUM_BLOCK
+        for low, high in checksum_blocks(origin + begin, origin + begin + len(data)):
+            found[low // CHECKSUM_BLOCK - first] = block_checksum(data[low - origin - begin : high - origin - begin])
 
 
 def _tensors(source: ForeignCheckpoint) -> dict[tuple[str, str], ForeignTensor]:

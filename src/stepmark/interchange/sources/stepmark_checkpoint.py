@@ -6,7 +6,6 @@ records, and read when they are written elsewhere.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNot
 from stepmark.interchange.sources.finish import files_beside
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
 from stepmark.interchange.tensors.foreign_tensor import ForeignTensor, Piece
-from stepmark.interchange.tensors.records import Record, RecordParts
+from stepmark.interchange.tensors.records import Record
 from stepmark.interchange.tensors.source_files import read_json
 from stepmark.interchange.tensors.stored_array import StoredArray
 
@@ -43,42 +42,16 @@ class StoredShardRecord(Record):
     file: VerifiedFile
     stored: StoredTensor
 
-    def check(self) -> int:
-        """Reads all of it; returns its bytes. Raises CheckpointDamaged where it does not match its checksums."""
-        for begin, end in byte_blocks(self.stored.begin, self.stored.end):
-            self.file.read(self.stored, begin, end)
+    def check(self, data: memoryview | None = None) -> int:
+        """Verifies all of it; returns its bytes. Raises CheckpointDamaged where it does not match its checksums."""
+        begin = self.stored.begin
+        if data is None:
+            for low, high in byte_blocks(begin, self.stored.end):
+                self.file.read(self.stored, low, high)
+            return self.size
+        for number, (low, high) in enumerate(self.stored.checksum_blocks()):
+            self.file.compare(self.stored, number, data[low - begin : high - begin])
         return self.size
-
-    @property
-    def grid(self) -> int:
-        return self.file.header.size
-
-    def parts(self) -> RecordParts:
-        return _BlockParts(self)
-
-
-class _BlockParts:
-    """The checksum blocks of a shard that were read as a whole, and are verified."""
-
-    def __init__(self, record: StoredShardRecord) -> None:
-        self._record = record
-        self._blocks = record.stored.checksum_blocks()
-        self._begins = [begin for begin, _ in self._blocks]
-        self._verified: set[int] = set()
-
-    def add(self, begin: int, data: memoryview) -> None:
-        begin += self._record.stored.begin
-        for number in range(bisect_left(self._begins, begin), len(self._blocks)):
-            first, last = self._blocks[number]
-            if last > begin + len(data):
-                return
-            self._record.file.compare(self._record.stored, number, data[first - begin : last - begin])
-            self._verified.add(number)
-
-    def finish(self) -> None:
-        for number, (first, last) in enumerate(self._blocks):
-            if number not in self._verified:
-                self._record.file.read(self._record.stored, first, last)
 
 
 def find_checkpoint(source: Path) -> Path:

@@ -50,8 +50,7 @@ def scalar(array: StoredArray, where: str) -> int | float:
     """The number in a tensor of one element."""
     if array.numel != 1:
         raise CheckpointMismatch(f"{where}: a tensor of shape {list(array.shape)} stands where a number is expected")
-    with ArrayReader() as reader:
-        bits = reader.array(array)
+    bits = ArrayReader().array(array)
     found = number(bits.tobytes(), array.dtype)
     if found is None:
         raise CheckpointMismatch(f"{where}: a tensor of type {array.dtype} stands where a number is expected")

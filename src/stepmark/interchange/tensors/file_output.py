@@ -37,11 +37,12 @@ class FileOutput:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def write(self, data: memoryview, offset: int) -> None:
-        """Writes bytes at `offset`: past the cache if memory and file have their pages at the same places."""
+    def write(self, data: memoryview, offset: int, *, alone: bool = True) -> None:
+        """Writes bytes at `offset`: past the cache if memory and file have their pages at the same places, and `alone`
+        no other write is to any of them."""
         head = -offset % PAGE
         middle = (len(data) - head) // PAGE * PAGE
-        if self._direct is None or middle < _DIRECT or (_address(data) + head) % PAGE:
+        if self._direct is None or not alone or middle < _DIRECT or (_address(data) + head) % PAGE:
             files.write_at(self._descriptor, data, offset)
             return
         try:

@@ -40,13 +40,3 @@ class FileWindow(io.RawIOBase):
         data = self._file.read(wanted)
         self._position += len(data)
         return data
-
-    def readline(self, size: int | None = -1) -> bytes:
-        start = self._position
-        limit = self.size if size is None or size < 0 else size
-        data = self.read(min(limit, 1 << 12))
-        while b"\n" not in data and len(data) < limit and (more := self.read(1 << 12)):
-            data += more
-        line = data[: data.index(b"\n") + 1] if b"\n" in data else data
-        self._position = start + len(line)
-        return line

@@ -7,6 +7,7 @@ they are read.
 from __future__ import annotations
 
 import io
+import os
 import struct
 import zipfile
 from collections.abc import Iterator
@@ -105,16 +106,13 @@ def _read_archive(path: Path, file: BinaryIO, begin: int, window: FileWindow) ->
     pickle.check()
     data = io.BytesIO(_bytes_of(file, pickle, _LARGEST_PICKLE))
 
-    def storage(identity: Any) -> PickledStorage:
-        return _storage_of(identity)
-
     def locate(found: PickledStorage) -> tuple[int, int]:
         record = records.get(f"{prefix}data/{found.key}")
         if record is None:
             raise CheckpointDamaged(f"its record data/{found.key[:40]} is missing")
         return record.begin, record.size
 
-    value = _Resolver(path, locate, len(data.getbuffer())).resolve(read_pickle(data, storage))
+    value = _Resolver(path, locate, len(data.getbuffer())).resolve(read_pickle(data, _storage_of))
     return TorchFile(value, tuple(records.values()))
 
 
@@ -138,9 +136,7 @@ def _records(path: Path, file: BinaryIO, begin: int, window: FileWindow) -> dict
 
 def _data_begin(file: BinaryIO, begin: int, size: int, entry: zipfile.ZipInfo) -> int:
     """The byte of the file at which a record's data begin."""
-    file.seek(begin + entry.header_offset)
-    header = file.read(_LOCAL_HEADER.size)
-    fields = _LOCAL_HEADER.unpack(header)
+    fields = _LOCAL_HEADER.unpack(os.pread(file.fileno(), _LOCAL_HEADER.size, begin + entry.header_offset))
     start = entry.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
     if fields[0] != b"PK\x03\x04" or start + entry.file_size > size:
         raise CheckpointDamaged(f"its record {entry.filename[:80]!r} is incomplete")

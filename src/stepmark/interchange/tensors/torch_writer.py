@@ -1,7 +1,7 @@
 """Writes files of `torch.save` with tensors that are streamed from other files: memory does not grow with them.
 
-The archive is planned first: the pickle is made, and every record gets its place. Then the tensors are written, in any
-order and from several threads, and at last the records' headers, with checksums, and the directory.
+The archive is planned first: the pickle is made, and every record gets its place. Then the tensors are written, from
+several threads, and at last the records' headers, with checksums, and the directory.
 """
 
 from __future__ import annotations
@@ -10,22 +10,19 @@ import io
 import math
 import pickle
 import struct
+import threading
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.tensors.array_reader import ArrayReader
-from stepmark.interchange.tensors.crc32 import PartialChecksums
 from stepmark.interchange.tensors.file_output import FileOutput
 from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
 from stepmark.interchange.tensors.pickle_writer import Call, Global, StandInPickler
 from stepmark.interchange.tensors.stored_array import row_major_strides
-from stepmark.interchange.tensors.streaming import source_windows
-from stepmark.interchange.tensors.verification import RecordChecks
+from stepmark.interchange.tensors.streaming import Place
 from stepmark.sharding.layout import Shape
 
 _ALIGNMENT = 64  # bytes: where torch lets a record's data begin
@@ -97,6 +94,23 @@ class _Pickler(StandInPickler):
         return Call(Global("torch._utils", "_rebuild_tensor_v3"), (storage, *view, Global("torch", name)))
 
 
+class _RunningChecksum:
+    """The checksum of bytes that several threads have the parts of: each waits for the one before."""
+
+    def __init__(self) -> None:
+        self.crc = 0
+        self._end: float = 0
+        self._turn = threading.Condition()
+
+    def add(self, begin: int, data: memoryview | None) -> None:
+        """The bytes from `begin` on. After None no thread waits: there will be no file."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._end >= begin)
+            self.crc = zlib.crc32(data or b"", self.crc)
+            self._end = max(self._end, math.inf if data is None else begin + len(data))
+            self._turn.notify_all()
+
+
 @dataclass
 class _Record:
     """A record: `begin` is where its header begins, `start` its data, counted from the archive's first byte."""
@@ -107,8 +121,11 @@ class _Record:
     start: int
     data: bytes | None = None
     tensor: ForeignTensor | None = None
-    crc: int = 0
-    checksums: PartialChecksums = field(default_factory=PartialChecksums)
+    checksum: _RunningChecksum = field(default_factory=_RunningChecksum)
+
+    @property
+    def crc(self) -> int:
+        return self.checksum.crc
 
 
 @dataclass
@@ -152,24 +169,20 @@ class TorchArchive:
         """Bytes of its tensors."""
         return sum(record.size for record in self._records if record.tensor is not None)
 
-    def jobs(
-        self, reader: ArrayReader, checks: RecordChecks, output: FileOutput, base: int = 0
-    ) -> Iterator[Callable[[], int]]:
-        """The jobs that write the tensors into an open file in which the archive begins at byte `base`."""
-        for record in self._records:
-            if record.tensor is not None:
-                for begin, end in source_windows(record.tensor, checks):
-                    yield partial(_write_window, record, record.tensor, reader, output, base + record.start, begin, end)
+    def places(self, base: int = 0) -> list[Place]:
+        """Where its tensors go in a file in which the archive begins at byte `base`."""
+        return [
+            Place(record.tensor, base + record.start, record.checksum.add)
+            for record in self._records
+            if record.tensor is not None
+        ]
 
     def finish(self, output: FileOutput, base: int = 0) -> None:
-        """Writes everything else, after all jobs are done."""
+        """Writes everything else, after the tensors."""
         for record in self._records:
             if record.data is not None:
-                record.checksums.add(0, memoryview(record.data))
+                record.checksum.add(0, memoryview(record.data))
                 output.write(memoryview(record.data), base + record.start)
-            crc = record.checksums.total(record.size)
-            assert crc is not None
-            record.crc = crc
             output.write(memoryview(_local_header(record)), base + record.begin)
         directory = self._directory()
         output.write(memoryview(directory), base + self.size - len(directory))
@@ -186,16 +199,6 @@ class TorchArchive:
         short = min(count, _MANY)
         last = struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, short, short, _short(size), _short(begin), 0)
         return entries + large + last
-
-
-def _write_window(
-    record: _Record, tensor: ForeignTensor, reader: ArrayReader, output: FileOutput, start: int, begin: int, end: int
-) -> int:
-    item = item_size(tensor.dtype)
-    data = reader.window(tensor, begin // item, end // item, start + begin)
-    record.checksums.add(begin, data)
-    output.write(data, start + begin)
-    return end - begin
 
 
 def _short(number: int) -> int:

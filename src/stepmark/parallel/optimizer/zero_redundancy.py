@@ -8,23 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from stepmark.config.training_fields import DEVICES
 from stepmark.errors import UsageError
 from stepmark.parallel.gradients.arithmetic import scale_to
 from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.optimizer.elementwise import sharding_unit, updates_elements
-from stepmark.parallel.optimizer.fused import fused_unless_chosen
+from stepmark.parallel.optimizer.flat_shards import flat_shards
 from stepmark.parallel.optimizer.lazy_optimizers import lazy_class
-from stepmark.parallel.optimizer.sharded_optimizer import ShardedOptimizer
-from stepmark.parallel.optimizer.whole_parameter_optimizer import WholeParameterOptimizer
+from stepmark.parallel.optimizer.named import NamedOptimizer
+from stepmark.parallel.optimizer.whole_parameters import whole_parameters
 from stepmark.runtime.mesh import DATA, TENSOR, Mesh
 
 DEFAULT_MAX_NORM = 1.0
 _MIB = 2**20
 _FLOAT32_BYTES = 4
-
-Divided = ShardedOptimizer | WholeParameterOptimizer
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_WAYS_TO_COMPUTE = ("fused", "foreach", "differentiable", "capturable")
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
@@ -114,7 +115,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._max_norm = float(max_norm) if grad_clipping else 0.0
         self._accumulate_in_fp32 = use_grad_acc_hook
         self._reduce_in_fp32 = higher_cc_precision or use_grad_acc_hook
-        self._live: tuple[Divided, GradientReducer, Mesh] | None = None
+        self._live: tuple[NamedOptimizer, GradientReducer, Mesh] | None = None
         self.grad_norm: Tensor | None = None
         try:
             super().__init__(_groups(params), defaults)
@@ -151,25 +152,26 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         groups: Sequence[Mapping[str, Any]],
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         mesh: Mesh,
-    ) -> tuple[Divided, GradientReducer]:
-        arriving: dict[str, Any] = {"accumulation": 1}
-        if self._accumulate_in_fp32:
-            arriving = {"accumulation": 2, "on_arrival": True}
+    ) -> tuple[NamedOptimizer, GradientReducer]:
+        limit = self._bucket_elements
         if self._unit == "parameter":
             by_element = partial(updates_elements, self._optimizer_class)
-            divided = WholeParameterOptimizer(
-                groups, make, mesh, elementwise_group=by_element, bucket_elements=self._bucket_elements
+            divided = whole_parameters(
+                groups, make, mesh, elementwise_group=by_element, bucket_elements=limit, given=True
             )
-            return divided, divided.gradients(mesh, **arriving)
-        sharded = ShardedOptimizer(groups, make, mesh, bucket_elements=self._bucket_elements)
-        return sharded, sharded.gradients(
-            mesh, reduce_dtype=torch.float32 if self._reduce_in_fp32 else None, **arriving
+            dtype: torch.dtype | None = torch.float32
+        else:
+            divided = flat_shards(groups, make, mesh, bucket_elements=limit, given=True)
+            dtype = torch.float32 if self._reduce_in_fp32 else None
+        accumulation = 2 if self._accumulate_in_fp32 else 1
+        return divided, divided.gradients(
+            mesh, accumulation=accumulation, reduce_dtype=dtype, on_arrival=self._accumulate_in_fp32
         )
 
     def _maker(
         self, kind: Callable[..., torch.optim.Optimizer], device: torch.device
     ) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-        arguments = fused_unless_chosen(kind, device, self._arguments)
+        arguments = _fused_unless_chosen(kind, device, self._arguments)
 
         def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
             try:
@@ -197,14 +199,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     @property
-    def _sharded(self) -> Divided:
+    def _sharded(self) -> NamedOptimizer:
         return self._initialized()[0]
 
     @property
     def _gradients(self) -> GradientReducer:
         return self._initialized()[1]
 
-    def _initialized(self) -> tuple[Divided, GradientReducer, Mesh]:
+    def _initialized(self) -> tuple[NamedOptimizer, GradientReducer, Mesh]:
         if self._live is None:
             raise UsageError("ZeroRedundancyOptimizer: lazy_init=True was given; call init_zero() first")
         return self._live
@@ -299,11 +301,20 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
         """Restores the groups' saved values, for `Checkpointer`."""
-        self._sharded.load_named_groups(groups, complete=True)
+        self._sharded.load_named_groups(groups)
 
     def load_named_values(self, name: str, values: Mapping[str, Any]) -> None:
         """Restores what the state of a parameter has besides tensors, for `Checkpointer`."""
         self._sharded.load_named_values(name, values)
+
+
+def _fused_unless_chosen(kind: Any, device: torch.device, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's arguments, with `fused=True` where this class has a fused kernel on the device and the arguments
+    say nothing about how to compute. Results differ from those of the other ways by rounding."""
+    supported = device.type in _get_fused_kernels_supported_devices()
+    if kind in _FUSED and supported and not any(arguments.get(choice) is not None for choice in _WAYS_TO_COMPUTE):
+        return {**arguments, "fused": True}
+    return dict(arguments)
 
 
 def _bucket_elements(*caps: float) -> int | None:

@@ -11,14 +11,18 @@ from typing import Any
 from stepmark.config.recipe import Recipe
 from stepmark.errors import LaunchError
 from stepmark.launch.world import World
-from stepmark.preflight.doctor.devices import look_at_devices, neuron_driver
 from stepmark.preflight.doctor.findings import Finding, Status
-from stepmark.preflight.doctor.graphs import fewest_ranks, look_at_graphs
 from stepmark.preflight.doctor.known_versions import judge_versions
-from stepmark.preflight.doctor.machine import look_at_compile_cache, look_at_launcher, look_at_machine
-from stepmark.preflight.doctor.recipe_fields import look_at_recipe
+from stepmark.preflight.doctor.machine import (
+    look_at_compile_cache,
+    look_at_devices,
+    look_at_launcher,
+    look_at_machine,
+    look_at_variables,
+    neuron_driver,
+)
+from stepmark.preflight.doctor.recipe import fewest_ranks, look_at_graphs, look_at_recipe
 from stepmark.preflight.doctor.shared_folder import look_at_folder
-from stepmark.preflight.doctor.variables import look_at_variables
 from stepmark.runtime.versions import PACKAGES, refused_peft, software_versions
 
 MARKS = {Status.OK: " ", Status.WARNING: "?", Status.FAILURE: "!"}

@@ -2,7 +2,7 @@
 
 As of 2026-11-22. Sources: PyTorch/XLA's README and the metadata of its packages (a torch_xla is built against the torch
 of the same minor version); AWS Neuron's page "Release Content" of each release, for Trn1: what was shipped together.
-Versions that are not in the table may work; nobody has said that they do.
+Versions that are not in the table may work, but no source says so.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LAST_LAZY = (2, 9)  # torch-neuronx up to this version builds on torch_xla; late
 
 
 def judge_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
-    """What is known of the installed versions together; `runtime` and `driver` are those of Neuron."""
+    """Findings on how the installed versions go together; `runtime` and `driver` are Neuron's."""
     conflict = _torch_neuronx(versions) if "torch" in versions and "torch-neuronx" in versions else None
     if conflict is not None:
         yield Finding(TOPIC, "torch-neuronx", conflict, Status.FAILURE)
@@ -56,7 +56,7 @@ def judge_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _torch_neuronx(versions: Mapping[str, str]) -> str | None:
-    """What contradicts the installed torch-neuronx; None where nothing does."""
+    """The conflict of the installed torch-neuronx with torch or torch_xla; None without one."""
     torch, neuronx = _minor(versions["torch"]), versions["torch-neuronx"]
     native = tuple(map(int, _minor(neuronx).split("."))) > LAST_LAZY
     if native and "torch_xla" in versions:

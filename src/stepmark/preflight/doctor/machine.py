@@ -1,23 +1,30 @@
-"""Memory, ports, the launcher's variables and the place of compiled graphs of this machine."""
+"""This machine: memory, ports, the launcher, the folder of compiled graphs, environment variables and devices."""
 
 from __future__ import annotations
 
 import errno
+import glob
 import os
+import re
 import resource
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from stepmark.errors import LaunchError, UsageError
+import torch
+
+from stepmark.errors import LaunchError, StepmarkError, UsageError
 from stepmark.filesystem.cache_folder import GRAPHS, cache_root
 from stepmark.launch.world import World
 from stepmark.preflight.doctor.findings import Finding, Status
 from stepmark.runtime.compile_cache import NEURON_FLAGS, NEURON_URL, Setting, neuron_place
-from stepmark.runtime.hardware import neuron_device_present
+from stepmark.runtime.device import choose_device
+from stepmark.runtime.hardware import neuron_device_present, tpu_present
 from stepmark.runtime.neuron.neuron_environment import CORES, visible_cores
+from stepmark.runtime.versions import installed_version
+from stepmark.runtime.xla_environment import TYPE_OVERRIDES, is_on
 
 TOPIC = "machine"
 SHARED_MEMORY = Path("/dev/shm")
@@ -165,3 +172,118 @@ def _written(name: str, folder: Path) -> Finding:
     except OSError as error:
         return Finding(TOPIC, name, f"cannot write to {folder}: {error.strerror}; name another folder", Status.FAILURE)
     return Finding(TOPIC, name, f"{folder} can be written")
+
+
+ENVIRONMENT = "environment"
+SHOWN = (
+    "PJRT_DEVICE",
+    "XLA_FLAGS",
+    "NEURON_CC_FLAGS",
+    "NEURON_COMPILE_CACHE_URL",
+    "NEURON_RT_VISIBLE_CORES",
+    "NEURON_RT_NUM_CORES",
+    "NEURON_LOGICAL_NC_CONFIG",
+    "NEURON_RT_ROOT_COMM_ID",
+    "FI_PROVIDER",
+    "FI_EFA_USE_DEVICE_RDMA",
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "STEPMARK_CACHE",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "TMPDIR",
+)
+# What slows a run down, or changes what it leaves, without a sign of it.
+HARMFUL = {
+    "NEURON_EXTRACT_GRAPHS_ONLY": "graphs are extracted and values are made up, so nothing is saved",
+    "XLA_IR_DEBUG": "every operation records where it comes from, which slows each step",
+    "XLA_HLO_DEBUG": "every operation records where it comes from, which slows each step",
+    "PT_XLA_DEBUG": "every graph is analysed, which slows each step",
+    "PT_XLA_DEBUG_LEVEL": "every graph is analysed, which slows each step",
+    "CUDA_LAUNCH_BLOCKING": "every operation waits for the device",
+    "TORCH_SHOW_CPP_STACKTRACES": "errors are hidden among frames of C++",
+}
+
+
+def look_at_variables(device: str, environment: Mapping[str, str] | None = None) -> Iterator[Finding]:
+    """`device`: the device type of the run."""
+    found = os.environ if environment is None else environment
+    for name in SHOWN:
+        if name in found:
+            yield Finding(ENVIRONMENT, name, found[name], values={"value": found[name]})
+    for name, remedy in TYPE_OVERRIDES.items():
+        if is_on(name, found):
+            text = f"{found[name]}: torch_xla stores tensors in a narrower type than their dtype; {remedy}"
+            yield Finding(ENVIRONMENT, name, text, Status.FAILURE if device == "xla" else Status.WARNING)
+    for name, effect in HARMFUL.items():
+        if is_on(name, found):
+            yield Finding(ENVIRONMENT, name, f"{found[name]}: {effect}; unset it", Status.WARNING)
+    if found.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
+        text = "DETAIL: every collective is checked with another one; unset it"
+        yield Finding(ENVIRONMENT, "TORCH_DISTRIBUTED_DEBUG", text, Status.WARNING)
+
+
+DEVICES = "devices"
+NEURON_DRIVER = Path("/sys/module/neuron/version")
+# A Neuron device needs all packages of one of these: a native device, or a lazy one.
+NEURON_PACKAGES = (("torch-neuronx", "neuronx-cc"), ("torch_xla", "libneuronxla", "neuronx-cc"))
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def look_at_devices(wish: str) -> Iterator[Finding]:
+    """`wish`: the recipe's `device`."""
+    cores = os.cpu_count() or 1
+    yield Finding(DEVICES, "CPU", f"{cores} cores", values={"cores": cores})
+    yield from _neuron(wish)
+    yield from _cuda()
+    if tpu_present():
+        yield Finding(DEVICES, "TPU", f"{len(glob.glob('/dev/accel[0-9]*'))} devices")
+    try:
+        chosen = choose_device(wish)
+    except StepmarkError as error:
+        yield Finding(DEVICES, f"device: {wish}", str(error), Status.FAILURE)
+        return
+    yield Finding(DEVICES, f"device: {wish}", f"trains on {chosen}", values={"device": chosen})
+    if chosen == "xla" and neuron_device_present() and os.environ.get("PJRT_DEVICE", "NEURON") != "NEURON":
+        text = f"{os.environ['PJRT_DEVICE']} on a machine with Neuron devices; unset it to train on them"
+        yield Finding(DEVICES, "PJRT_DEVICE", text, Status.WARNING)
+
+
+def _neuron(wish: str) -> Iterator[Finding]:
+    devices = glob.glob("/dev/neuron[0-9]*")
+    if not devices:
+        return
+    driver = neuron_driver()
+    yield Finding(DEVICES, "Neuron", f"{len(devices)} devices, driver {driver or 'unknown'}")
+    blocked = [device for device in devices if not os.access(device, os.R_OK | os.W_OK)]
+    if blocked:
+        text = f"{blocked[0]} cannot be opened by this user; add it to the device's group"
+        yield Finding(DEVICES, "Neuron", text, Status.FAILURE)
+    missing = [[name for name in names if installed_version(name) is None] for names in NEURON_PACKAGES]
+    if all(missing):
+        lacks = " or ".join(map(" and ".join, missing))
+        text = f"nothing trains on its devices: {lacks} not installed; install AWS's packages (docs/trainium.md)"
+        yield Finding(DEVICES, "Neuron", text, Status.WARNING if wish == "cpu" else Status.FAILURE)
+
+
+def neuron_driver() -> str | None:
+    """The version of the loaded kernel module."""
+    return NEURON_DRIVER.read_text().strip() if NEURON_DRIVER.is_file() else None
+
+
+def _cuda() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        if NVIDIA_DRIVER.is_file():
+            text = f"the driver is loaded, but torch {torch.__version__} cannot use it; install a torch for CUDA"
+            yield Finding(DEVICES, "CUDA", text, Status.WARNING)
+        return
+    found = (
+        re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", NVIDIA_DRIVER.read_text()) if NVIDIA_DRIVER.is_file() else None
+    )
+    driver = found[1] if found else "unknown"
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        text = f"{properties.name}, {properties.total_memory / 1e9:.1f} GB; CUDA {torch.version.cuda}, driver {driver}"
+        yield Finding(DEVICES, f"CUDA {index}", text, values={"memory": properties.total_memory})

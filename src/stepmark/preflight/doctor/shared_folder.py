@@ -62,7 +62,7 @@ def _try(trial: Path) -> Iterator[Finding]:
 
 
 def _rename(trial: Path) -> Finding:
-    """Of a folder with a file, as a checkpoint is committed, and of a file over another."""
+    """Renames a folder that has a file, as a commit of a checkpoint does, and a file over another one."""
     (trial / "before").mkdir()
     files.write_file(trial / "before" / "one", b"1")
     files.rename(trial / "before", trial / "after")
@@ -114,7 +114,7 @@ def _sync(trial: Path) -> Finding:
 
 
 def _throughput(trial: Path) -> Iterator[Finding]:
-    """Of writing a large file, and whether renaming it copies it."""
+    """Measures writing a large file, and whether renaming copies it."""
     data = memoryview(os.urandom(1 << 20))
     descriptor = files.open_for_writing(trial / "large")
     try:

@@ -1,8 +1,8 @@
 """Counts the memory of tensors that a program allocates, without any of them being real.
 
-Under torch's FakeTensorMode every operation of a real step runs, and its results have shapes, types and storages but no
-memory. The tracker sees each new storage and each one that is released, so at any time it knows what would be
-allocated. What a kernel allocates for itself and releases before it returns is not seen.
+Under torch's FakeTensorMode every operation of a real step runs, and its results have shapes, dtypes and storages but
+no memory. The tracker sees each storage that is created or released, so it knows at any time what would be allocated.
+Workspace that a kernel releases before it returns is not counted.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ class AllocationTracker(TorchDispatchMode):
         self._record(~number)
         if number == self._summed and self._window is not None:
             log = self._log[self._window]
-            log[-2:] = reversed(log[-2:])  # nobody else held it, so autograd adds real gradients in place
+            log[-2:] = reversed(log[-2:])  # no other reference: autograd would add in place
 
     def _record(self, event: int) -> None:
         if self._window is not None:
             self._log[self._window].append(event)
 
     def enter(self, window: str, category: str) -> None:
-        """From now on, allocations belong to `window`, a part of the step, and to `category` unless `assign` says
+        """Attributes the following allocations to `window`, a part of the step, and to `category` unless `assign` says
         otherwise."""
         self._window, self._category = window, category
         if window not in self._log:
@@ -98,7 +98,7 @@ class AllocationTracker(TorchDispatchMode):
 
     @contextmanager
     def within(self, category: str) -> Iterator[None]:
-        """What is allocated in the block belongs to `category`."""
+        """Attributes allocations in the block to `category`."""
         before, self._category = self._category, category
         try:
             yield
@@ -114,21 +114,21 @@ class AllocationTracker(TorchDispatchMode):
                     self._categories[number] = category
 
     def count(self, kind: str) -> int:
-        """How many windows there have been whose names begin with `kind`."""
+        """Number of windows so far whose names begin with `kind`."""
         return sum(window.startswith(kind) for window in self._log)
 
     def forget(self) -> None:
-        """Drops the windows, not what is allocated: a later step is to be seen instead of this one."""
+        """Drops the windows, but not what is allocated, so that the next step is recorded instead."""
         self._window, self._summed = None, None
         self._log, self._at_start = {}, {}
 
     def allocated(self) -> dict[str, int]:
-        """What is allocated now, by category."""
+        """Bytes allocated now, by category."""
         return self._usage(self._numbers.values())
 
     def peaks(self) -> dict[str, dict[str, int]]:
-        """What is allocated when most is, by window. A backward pass is two windows, its halves, in which the peaks
-        have other causes: activations that are still held, and gradients that are there already."""
+        """Bytes by category at the peak of each window. A backward pass has two, one for each half, whose peaks have
+        different causes: activations still held, and gradients already computed."""
         found = {}
         for window, log in self._log.items():
             middle = len(log) // 2 if window.startswith("backward") else len(log)
@@ -160,9 +160,9 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def _accumulates(function: Any) -> bool:
-    """Whether autograd adds gradients up: those that a tensor gets from its several uses, or the parts of one. It does
-    so in place where nobody else holds the sum, but never with fake tensors. Checkpointed forward passes, which run
-    within a backward pass, record gradients."""
+    """Whether autograd accumulates gradients: of several uses of a tensor, or of its parts. It does so in place if it
+    holds the only reference to the sum, but never with fake tensors. Checkpointed forward passes, which run within a
+    backward pass, record gradients."""
     in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
     return in_backward and function in ACCUMULATING
 

@@ -55,9 +55,9 @@ def _one_row(args: TrainingFields) -> dict[str, Any]:
 
 
 def _changed(args: TrainingFields, ranks: int, **changes: Any) -> Iterator[TrainingFields]:
-    """With the same number of samples in a step, as near as accumulation allows: fewer data parallel ranks have more
-    micro-batches each. Nothing where these cannot go through a pipeline of so many ranks, or other settings of the
-    recipe exclude the changes."""
+    """With the same number of samples per step, as far as accumulation allows: fewer data parallel ranks run more
+    micro-batches each. Nothing if these are too few for the pipeline, or the recipe's other settings exclude the
+    changes."""
     tensor = changes.get("tensor_parallel_size", args.tensor_parallel_size)
     stages = changes.get("pipeline_parallel_size", args.pipeline_parallel_size)
     if tensor == 1:
@@ -73,7 +73,7 @@ def _changed(args: TrainingFields, ranks: int, **changes: Any) -> Iterator[Train
     micro_batches = max(1, round(micro_batches * tensor * stages / shared))
     in_groups = args.pipeline_schedule == INTERLEAVED and stages > 1
     if micro_batches >= stages and not (in_groups and micro_batches % stages):
-        with contextlib.suppress(UsageError):  # what the recipe asks for besides excludes them
+        with contextlib.suppress(UsageError):  # other settings of the recipe exclude them
             yield dataclasses.replace(args, **{**changes, "gradient_accumulation_steps": micro_batches})
 
 

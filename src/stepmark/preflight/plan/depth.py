@@ -19,37 +19,26 @@ SHALLOW = 3  # layers of the smaller model, at least: the first and the last may
 
 
 def trace_deep(setup: StepSetup) -> StepTrace:
-    """Like `trace_step`, in a time that does not grow with the model's depth where its layers repeat."""
-    depth = getattr(setup.config, "num_hidden_layers", None)
-    period = period_of(setup.config)
-    if depth is None or period is None:
-        return trace_step(setup)
-    low = depth % period + period * -(-SHALLOW // period)
-    high = low + 2 * period
-    if depth <= max(TRACED, high):
-        return trace_step(setup)
-    shallow, deep = (trace_step(with_depth(setup, layers)) for layers in (low, high))
-    steps = (depth - high) / (high - low)
-    return dataclasses.replace(deep, peaks=extrapolated(shallow.peaks, deep.peaks, steps))
+    """Like `trace_step`, in a time that does not grow with the model's depth where its layers repeat.
 
-
-def trace_deep_stage(setup: StepSetup) -> StepTrace:
-    """The same for a rank of a pipeline, whose stages have `pipeline_layers`. Its own stages are shortened alike, and
-    those of other ranks as far as kinds of layers allow."""
+    A rank of a pipeline has its own stages shortened alike, and those of other ranks as far as kinds of layers allow.
+    """
     args, period = setup.args, period_of(setup.config)
-    sizes = args.pipeline_layers
+    if period is None:
+        return trace_step(setup)
+    sizes = args.pipeline_layers if setup.staged else [setup.config.num_hidden_layers]
     assert sizes is not None
     own = range(setup.stage, len(sizes), args.pipeline_parallel_size)
-    removed = 0 if period is None else (min(sizes[stage] for stage in own) - SHALLOW) // period - 2  # periods
-    if period is None or removed < 1 or max(sizes[stage] for stage in own) <= TRACED:
+    removed = (min(sizes[stage] for stage in own) - SHALLOW) // period - 2  # periods
+    if removed < 1 or max(sizes[stage] for stage in own) <= TRACED:
         return trace_step(setup)
 
     def shortened(periods: int) -> StepSetup:
         changed = [
             size - periods * period if stage in own else (size - 1) % period + 1 for stage, size in enumerate(sizes)
         ]
-        cut = dataclasses.replace(args, pipeline_layers=changed)
-        return with_depth(dataclasses.replace(setup, args=cut), sum(changed))
+        cut = dataclasses.replace(args, pipeline_layers=changed) if setup.staged else args
+        return _with_depth(dataclasses.replace(setup, args=cut), sum(changed))
 
     shallow, deep = trace_step(shortened(removed + 2)), trace_step(shortened(removed))
     return dataclasses.replace(deep, peaks=extrapolated(shallow.peaks, deep.peaks, removed / 2))
@@ -63,19 +52,14 @@ def extrapolated(low: Peaks, high: Peaks, steps: float) -> Peaks:
     }
 
 
-def with_depth(setup: StepSetup, layers: int) -> StepSetup:
-    """The same for a model with fewer layers: the first ones."""
-    values = setup.config.to_dict()
-    depth = setup.config.num_hidden_layers
+def _with_depth(setup: StepSetup, layers: int) -> StepSetup:
+    """The setup for a model with only the first `layers` layers."""
+    values, depth = setup.config.to_dict(), setup.config.num_hidden_layers
     changed = {name: value[:layers] for name, value in values.items() if _is_by_layer(value, depth)}
-    config = type(setup.config)(**{**values, **changed, "num_hidden_layers": layers, _depth_name(setup.config): layers})
+    own_name = setup.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")  # GPT-2's is another one
+    config = type(setup.config)(**{**values, **changed, "num_hidden_layers": layers, own_name: layers})
     config.name_or_path = setup.config.name_or_path  # where code that comes with the model is looked for
     return dataclasses.replace(setup, config=config)
-
-
-def _depth_name(config: Any) -> str:
-    """GPT-2's configuration, for one, has another name for it."""
-    return str(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
 
 
 def _is_by_layer(value: Any, depth: int) -> bool:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from stepmark.config.optimizers import check_optimizer
 from stepmark.config.quiet_libraries import quiet_libraries
 from stepmark.config.recipe import Recipe
+from stepmark.data.loader.order import BatchLayout
+from stepmark.data.prepared_data import choose_block_size, prepare
 from stepmark.data.tokenize.tokenizer import check_own_code
 from stepmark.errors import UsageError
-from stepmark.preflight.plan.plan import Plan, check_mesh, make_plan
-from stepmark.preflight.plan.run_length import run_length
+from stepmark.preflight.plan.plan import Plan, RunLength, check_mesh, make_plan
 from stepmark.recipe.model import build_config, build_tokenizer
 from stepmark.runtime.device import choose_device
 
@@ -36,6 +39,27 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
         notes.append("A mixture of experts is planned as if every expert saw every token: an upper bound.")
     device = _device(recipe, notes)
     return make_plan(recipe, config, ranks, length, device, device_memory, notes)
+
+
+def run_length(
+    recipe: Recipe, tokenizer: Any | None, ranks: int, *, count_data: bool, progress: Callable[[str], None]
+) -> RunLength:
+    """The length of a run of the recipe. Without `max_steps`, `count_data` tokenizes the data to count samples, into
+    the cache of the run.
+
+    Raises DataError or UsageError for data that cannot be read.
+    """
+    args = recipe.training
+    longest = getattr(tokenizer, "model_max_length", 2**62)
+    block_size = choose_block_size(recipe.data.block_size, longest)
+    replicas = ranks // (args.tensor_parallel_size * args.pipeline_parallel_size)
+    layout = BatchLayout(args.per_device_train_batch_size, replicas, args.gradient_accumulation_steps)
+    steps: int | None = args.max_steps if args.max_steps > 0 else None
+    if steps is None and count_data and tokenizer is not None:
+        samples = len(prepare(recipe.data, tokenizer, progress=progress).train)
+        whole = samples // layout.global_batch if args.dataloader_drop_last else -(-samples // layout.global_batch)
+        steps = math.ceil(args.num_train_epochs * whole)
+    return RunLength(block_size, layout.global_batch, steps)
 
 
 def _tokenizer(recipe: Recipe, notes: list[str]) -> Any | None:

@@ -1,4 +1,4 @@
-"""What a recipe needs on a number of ranks: memory a rank, for its mesh and those near it, and the run's length."""
+"""Plans a recipe on a number of ranks: memory per rank, on its own mesh and on similar ones, and the run's length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.preflight.plan.candidates import neighbours, smaller
 from stepmark.preflight.plan.depth import trace_deep
-from stepmark.preflight.plan.run_length import RunLength
 from stepmark.preflight.plan.simulated_mesh import DEVICES, PlannedDevice
 from stepmark.preflight.plan.stages import StageTrace, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
@@ -27,27 +26,27 @@ HEADROOM = 0.9  # of a device's memory: the rest is for the runtime, its librari
 
 
 @dataclass(frozen=True)
-class StageMemory:
-    """Memory of the ranks of a pipeline that have the same stages.
+class RunLength:
+    """Length of a run.
 
     Attributes:
-        rank: Their coordinate on the pipeline's axis.
-        layers: The first and the last layer of each of their stages.
-        in_flight: The most forward passes whose activations they keep.
-        peak_of: The part of the step in which most is allocated.
-        usage: Bytes by category at that peak.
+        block_size: Tokens in a sample.
+        samples_per_step: Over all ranks.
+        steps: Of the complete run; None if that depends on data that was not counted.
     """
 
-    rank: int
-    layers: tuple[tuple[int, int], ...]
-    in_flight: int
-    peak_of: str
-    usage: dict[str, int]
+    block_size: int
+    samples_per_step: int
+    steps: int | None
 
     @property
-    def peak(self) -> int:
-        """Bytes."""
-        return sum(self.usage.values())
+    def tokens_per_step(self) -> int:
+        return self.samples_per_step * self.block_size
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the complete run; an upper bound where an epoch's last step is not full."""
+        return None if self.steps is None else self.steps * self.tokens_per_step
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,11 @@ class RankMemory:
     usage: dict[str, int] | None = None
     checkpointed: float = 0.0
     impossible: str | None = None
-    stages: tuple[StageMemory, ...] = ()
+    stages: tuple[StageTrace, ...] = ()
 
     @property
-    def worst(self) -> StageMemory | None:
-        """Of a pipeline's ranks the one that needs the most; None without a pipeline."""
+    def worst(self) -> StageTrace | None:
+        """The rank of the pipeline with the highest peak; None without a pipeline."""
         return max(self.stages, key=lambda stage: stage.peak, default=None)
 
     @property
@@ -231,27 +230,13 @@ def _measure(setup: StepSetup, args: TrainingFields, *, own: bool = False) -> Ra
     changed = replace(setup, args=args)
     try:
         if changed.staged:
-            return _of_stages(args, trace_stages(changed, every=own))
+            stages = tuple(trace_stages(changed, every=own))
+            worst = max(stages, key=lambda stage: stage.peak)
+            return RankMemory(args, worst.peak_of, worst.usage, worst.trace.saved_per_element, stages=stages)
         trace = trace_deep(changed)
     except UsageError as error:
         return RankMemory(args, impossible=str(error))
-    window, usage = trace.highest
-    return RankMemory(args, _part(window), usage, trace.saved_per_element)
-
-
-def _of_stages(args: TrainingFields, traced: Sequence[StageTrace]) -> RankMemory:
-    stages = []
-    for each in traced:
-        window, usage = each.trace.highest
-        stages.append(StageMemory(each.rank, each.layers, each.in_flight, _part(window), usage))
-    worst = max(stages, key=lambda stage: stage.peak)
-    return RankMemory(args, worst.peak_of, worst.usage, traced[0].trace.saved_per_element, stages=tuple(stages))
-
-
-def _part(window: str) -> str:
-    """`backward pass 1, first half` without the number of the pass and the half."""
-    words = window.removesuffix(" first half").removesuffix(" second half").removesuffix(",").split()
-    return " ".join(word for word in words if not word.isdigit())
+    return RankMemory(args, trace.peak_of, trace.usage, trace.saved_per_element)
 
 
 def saves(plan: Plan) -> int | None:

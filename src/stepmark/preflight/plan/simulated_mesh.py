@@ -156,7 +156,7 @@ class SimulatedLinks:
         return Exchange.done(headers)
 
     def expect_rows(self, rows: int) -> None:
-        """From now on, batches have so many rows."""
+        """Sets the number of rows of the following batches."""
         self._arriving = [Form((rows, *form.shape[1:]), form.dtype) for form in self._arriving]
         self._told = 0
 

@@ -12,7 +12,7 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.parallel.pipeline.balance import bounds_of
 from stepmark.parallel.pipeline.schedules import GPIPE, make_schedule
 from stepmark.parallel.pipeline.stage_plan import plan_stages
-from stepmark.preflight.plan.depth import extrapolated, period_of, trace_deep_stage
+from stepmark.preflight.plan.depth import extrapolated, period_of, trace_deep
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_trace import Peaks, StepTrace, meta_model, train_like
 
@@ -22,7 +22,7 @@ TRACED = 6  # micro-batches of gpipe up to which all are traced
 
 @dataclass(frozen=True)
 class StageTrace:
-    """What one rank of a pipeline allocates.
+    """Memory of one rank of a pipeline.
 
     Attributes:
         rank: Its coordinate on the pipeline's axis.
@@ -35,6 +35,20 @@ class StageTrace:
     layers: tuple[tuple[int, int], ...]
     in_flight: int
     trace: StepTrace
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Bytes by category at the highest peak, which is in the part `peak_of` of the step."""
+        return self.trace.usage
+
+    @property
+    def peak_of(self) -> str:
+        return self.trace.peak_of
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return sum(self.usage.values())
 
 
 def trace_stages(setup: StepSetup, *, every: bool) -> list[StageTrace]:
@@ -95,8 +109,8 @@ def _trace(setup: StepSetup) -> StepTrace:
     """One rank's step. With gpipe the peaks grow with every micro-batch by the same, so two small numbers suffice."""
     count = setup.args.gradient_accumulation_steps
     if setup.args.pipeline_schedule != GPIPE or count <= TRACED:
-        return trace_deep_stage(setup)
-    few, more = (trace_deep_stage(dataclasses.replace(setup, micro_batches=number)) for number in (FEW, MORE))
+        return trace_deep(setup)
+    few, more = (trace_deep(dataclasses.replace(setup, micro_batches=number)) for number in (FEW, MORE))
     peaks = extrapolated(_by_part(few.peaks), _by_part(more.peaks), (count - MORE) / (MORE - FEW))
     return dataclasses.replace(more, peaks=peaks)
 

@@ -1,4 +1,4 @@
-"""What decides the memory of a rank over a training step."""
+"""The settings that determine the memory of a rank over a training step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stepmark.training.micro_batches import autocast_dtype
 
 @dataclass(frozen=True)
 class StepSetup:
-    """What decides a rank's memory.
+    """The settings that determine a rank's memory.
 
     Attributes:
         config: The model's configuration, of transformers.
@@ -61,7 +61,7 @@ class StepSetup:
         return autocast_dtype(bf16=self.args.bf16, fp16=self.args.fp16)
 
     def traced_micro_batches(self) -> list[MicroBatch]:
-        """Of one step, as many as it takes until what is allocated repeats."""
+        """The first micro-batches of a step, up to the point where allocations repeat."""
         args, rows = self.args, self.args.per_device_train_batch_size
         count = self.micro_batches or min(args.gradient_accumulation_steps, _until_they_repeat(args))
         return [self.micro_batch(rows) for _ in range(count)]

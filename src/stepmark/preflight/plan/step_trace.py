@@ -7,13 +7,13 @@ tensors are fake and the other ranks are missing. So no formula has to know what
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -24,11 +24,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.batch import StepBatch
 from stepmark.errors import UsageError
-from stepmark.parallel.optimizer.protocols import StepOptimizer
+from stepmark.parallel.gradients.reduced import ReducedGradients
+from stepmark.parallel.gradients.reducer import GradientReducer
+from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.tensor.adapted_layers import check_adapters
 from stepmark.preflight.plan.allocations import (
     ACTIVATIONS,
+    COMMUNICATION,
     GRADIENTS,
     MASTER_WEIGHTS,
     OPTIMIZER,
@@ -38,8 +41,9 @@ from stepmark.preflight.plan.allocations import (
 from stepmark.preflight.plan.simulated_mesh import PlannedDevice, SimulatedMesh
 from stepmark.preflight.plan.stage_trace import evaluate_stages, stage_inputs, watch_stage
 from stepmark.preflight.plan.step_setup import StepSetup
-from stepmark.preflight.plan.step_windows import WatchedLoss, WatchedOptimizer
 from stepmark.recipe.model import with_adapter
+from stepmark.runtime.eager import EagerRuntime
+from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import cast_module
 from stepmark.trainer.setup import sharding_options, step_optimizer
 from stepmark.training.loss import MicroBatchLoss, Weight
@@ -55,23 +59,36 @@ Peaks = dict[str, dict[str, int]]  # window of the step to bytes by category
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What a step allocates.
+    """Memory of a rank over a step.
 
     Attributes:
         peaks: For each part of the step, bytes by category when most is allocated.
         saved_per_element: Bytes of optimizer state that a checkpoint holds for an element of a parameter, master
             weights included.
-        largest: Bytes of the largest tensor that a checkpoint holds.
     """
 
     peaks: Peaks
     saved_per_element: float
-    largest: int
 
     @property
     def highest(self) -> tuple[str, dict[str, int]]:
-        """The part with the highest peak, and what is allocated then."""
+        """The window with the highest peak, and bytes by category at that peak."""
         return max(self.peaks.items(), key=lambda item: sum(item[1].values()))
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Bytes by category at the highest peak."""
+        return self.highest[1]
+
+    @property
+    def peak_of(self) -> str:
+        """The part of the step with the highest peak: its window without the number of the pass and the half."""
+        return part_of(self.highest[0])
+
+
+def part_of(window: str) -> str:
+    """`backward pass` for the window `backward pass 1, first half`."""
+    return " ".join(word for word in window.partition(",")[0].split() if not word.isdigit())
 
 
 def trace_step(setup: StepSetup) -> StepTrace:
@@ -114,10 +131,8 @@ def _trace(setup: StepSetup) -> StepTrace:
             evaluation(setup, model, loss, mesh)
         usage = tracker.allocated()
         updated = sum(tensor.numel() for group in optimizer.inner.param_groups for tensor in group["params"])
-        saved = [parameter for parameter in parameters if setup.adapter is None or parameter.requires_grad]
-        largest = max(parameter.numel() for parameter in saved) * torch.float32.itemsize
     masters = 0 if setup.args.dtype == "float32" else torch.float32.itemsize
-    return StepTrace(tracker.peaks(), usage[OPTIMIZER] / max(updated, 1) + masters, largest)
+    return StepTrace(tracker.peaks(), usage[OPTIMIZER] / max(updated, 1) + masters)
 
 
 def _loss(setup: StepSetup, model: nn.Module, tracker: AllocationTracker) -> MicroBatchLoss:
@@ -184,17 +199,11 @@ def train_like(model: nn.Module, args: TrainingFields) -> nn.Module:
     """The model with the gradient checkpointing that the arguments ask for."""
     if args.gradient_checkpointing:
         # Lazy devices have a function of their own; what it keeps is the same.
-        enable_gradient_checkpointing(model, _eager_runtime(), args.checkpointing_options)
+        enable_gradient_checkpointing(model, EagerRuntime(torch.device("cpu")), args.checkpointing_options)
     return model
 
 
-def _eager_runtime() -> Any:
-    from stepmark.runtime.eager import EagerRuntime
-
-    return EagerRuntime(torch.device("cpu"))
-
-
-def _assign_state(model: nn.Module, optimizer: StepOptimizer, tracker: AllocationTracker) -> None:
+def _assign_state(model: nn.Module, optimizer: NamedOptimizer, tracker: AllocationTracker) -> None:
     """Master weights may be views of the parameters, which are named last for that."""
     for state in optimizer.inner.state.values():
         tracker.assign(state.values(), OPTIMIZER)
@@ -216,7 +225,7 @@ def _train(
     args = setup.args
     step = TrainStep(
         model,
-        optimizer,
+        cast(NamedOptimizer, optimizer),
         loss,
         mesh,
         accumulation=args.gradient_accumulation_steps,
@@ -239,3 +248,59 @@ def _evaluate(setup: StepSetup, model: nn.Module, loss: MicroBatchLoss, mesh: Si
     one = torch.ones(())
     with evaluating(model), torch.no_grad(), autocast(mesh.runtime, setup.autocast):
         MicroBatchLoss.__call__(loss, model, inputs, Weight(one, one))
+
+
+class WatchedLoss(MicroBatchLoss):
+    """A loss whose forward passes, and what follows them, are windows of the tracker."""
+
+    def __init__(self, model: nn.Module, tracker: AllocationTracker, *, label_smoothing: float) -> None:
+        super().__init__(model, label_smoothing=label_smoothing, lazy=True)  # reads no values
+        self._tracker = tracker
+
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
+        number = self._tracker.count("forward pass")
+        self._tracker.enter(f"forward pass {number}", ACTIVATIONS)
+        result = super().__call__(model, inputs, weight)
+        self._tracker.enter(f"backward pass {number}", ACTIVATIONS)
+        return result
+
+
+class WatchedOptimizer:
+    """A `NamedOptimizer` whose gradients and update are windows of the tracker."""
+
+    def __init__(self, optimizer: NamedOptimizer, parameters: Iterable[nn.Parameter], tracker: AllocationTracker):
+        self._optimizer, self._parameters, self._tracker = optimizer, list(parameters), tracker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def gradients(self, mesh: Mesh, **options: Any) -> GradientReducer:
+        with self._tracker.within(GRADIENTS):
+            reducer = self._optimizer.gradients(mesh, **options)
+        return cast(GradientReducer, WatchedGradients(reducer, self._parameters, self._tracker))
+
+    def step(self) -> None:
+        self._tracker.enter("update", COMMUNICATION)
+        self._optimizer.step()
+
+
+class WatchedGradients:
+    """A `GradientReducer` that tells the tracker which memory holds gradients."""
+
+    def __init__(self, reducer: GradientReducer, parameters: list[nn.Parameter], tracker: AllocationTracker) -> None:
+        self._reducer, self._parameters, self._tracker = reducer, parameters, tracker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def collect(self) -> None:
+        self._assign()
+        self._reducer.collect()
+
+    def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
+        self._assign()
+        self._tracker.enter("gradient reduction", COMMUNICATION)
+        return self._reducer.reduce(loss, tokens)
+
+    def _assign(self) -> None:
+        self._tracker.assign((parameter.grad for parameter in self._parameters), GRADIENTS)

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stepmark.preflight.plan.allocations import CATEGORIES
-from stepmark.preflight.plan.plan import HEADROOM, Plan, RankMemory, StageMemory, saves
+from stepmark.preflight.plan.plan import HEADROOM, Plan, RankMemory, saves
+from stepmark.preflight.plan.stages import StageTrace
 
 GIGABYTE = 10**9
 COLUMNS = ("mesh", "zero_1", "sequence", "checkpointing", "rows x micro", *CATEGORIES, "peak")
@@ -63,7 +64,7 @@ def _own(plan: Plan) -> Iterator[str]:
         yield from _aligned(rows)
 
 
-def _stage_row(plan: Plan, stage: StageMemory) -> tuple[str, ...]:
+def _stage_row(plan: Plan, stage: StageTrace) -> tuple[str, ...]:
     unit, _ = _unit(plan)
     usage = (f"{stage.usage[category] / unit:.2f}" for category in CATEGORIES)
     return (str(stage.rank), _layers(stage), str(stage.in_flight), *usage, f"{stage.peak / unit:.2f}")
@@ -75,7 +76,7 @@ def _unit(plan: Plan) -> tuple[int, str]:
     return (GIGABYTE, "GB") if largest >= GIGABYTE / 10 else (10**6, "MB")
 
 
-def _layers(stage: StageMemory) -> str:
+def _layers(stage: StageTrace) -> str:
     """From 0: `0-5`; with chunks `0-2 + 6-8`."""
     return " + ".join(f"{first}-{last}" if last > first else str(first) for first, last in stage.layers)
 
@@ -146,7 +147,7 @@ def _conclusion(plan: Plan) -> Iterator[str]:
 
 
 def flags(own: RankMemory, other: RankMemory) -> list[str]:
-    """What to add to the command to get the other settings."""
+    """Command line flags that turn the recipe's own settings into the other ones."""
     before, after = own.args.to_dict(), other.args.to_dict()
     changed = {name: value for name, value in after.items() if value != before[name]}
     return [f"--{name} {'null' if value is None else str(value).lower()}" for name, value in changed.items()]
@@ -171,7 +172,7 @@ def _gb(size: int) -> str:
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """The same as plain values, sizes in bytes."""
+    """The plan as plain values, sizes in bytes."""
     return {
         "model": plan.model_class,
         "parameters": plan.parameters,
@@ -210,7 +211,7 @@ def _option_to_json(plan: Plan, option: RankMemory) -> dict[str, Any]:
     }
 
 
-def _stage_to_json(stage: StageMemory) -> dict[str, Any]:
+def _stage_to_json(stage: StageTrace) -> dict[str, Any]:
     return {
         "rank": stage.rank,
         "layers": [list(each) for each in stage.layers],

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from stepmark.preflight.precompile.graph import CACHED, EXTRACTED, NEW, UNKNOWN, Graph
-from stepmark.preflight.precompile.graph_text import GraphText
+from stepmark.preflight.precompile.graph_text import CACHED, EXTRACTED, NEW, UNKNOWN, Graph, GraphText
 from stepmark.runtime.xla import GraphCounts, XlaRuntime, graph_counts, host_operations, pending_graph
 
 BETWEEN = "between step boundaries"

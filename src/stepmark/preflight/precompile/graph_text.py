@@ -1,12 +1,17 @@
-"""A graph as StableHLO text: how large it is, and what in it does not suit a compiler for accelerators."""
+"""A graph as StableHLO text: how large it is, and what in it does not suit a compiler for accelerators.
+
+Neuron's operators are as of 2026-11-23. Sources: the table "Supported XLA Operators", last changed in 2023
+(awsdocs-neuron.readthedocs-hosted.com, release-notes/archive/neuron-cc/neuron-cc-ops/neuron-cc-ops-xla.html), and the
+compiler's error codes NCC_EVRF001, NCC_EVRF004 and NCC_EVRF005 (compiler/error-codes). What the table lacks may work:
+AWS's own examples use reduce-scatter.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-from stepmark.preflight.precompile.neuron_operators import rejected, unlisted
 
 LARGE_CONSTANT = 2**20  # bytes
 _BITS = re.compile(r"[a-z]+(\d+)")
@@ -21,7 +26,7 @@ _NO_OPERATIONS = ("constant", "return")
 
 @dataclass(frozen=True)
 class GraphText:
-    """What is read from a graph's text.
+    """The size and the problems of a graph, read from its text.
 
     Attributes:
         operations: Number of operations, constants apart.
@@ -75,3 +80,50 @@ def _elements(kind: str) -> int:
 def _bytes(kind: str) -> int:
     bits = _BITS.fullmatch(kind.split("x")[-1])
     return _elements(kind) * (int(bits.group(1)) if bits else 32) // 8
+
+
+ASK = "neuronx-cc list-operators --framework XLA"
+_TABLE = """
+abs add all_gather all_reduce and atan2 batch_norm_grad batch_norm_inference batch_norm_training bitcast_convert
+broadcast broadcast_in_dim ceil clamp compare concatenate constant convert cosine custom_call divide dot dot_general
+dynamic_update_slice exponential floor gather get_tuple_element iota log maximum minimum multiply negate not pad power
+reduce reshape return reverse rng rng_bit_generator rsqrt scatter select select_and_scatter shift_right_logical sign
+sine slice sqrt subtract tanh transpose tuple
+"""
+LISTED = frozenset(_TABLE.split())  # by their names in StableHLO
+REJECTED = frozenset({"triangular_solve"})
+REJECTED_TYPES = ("complex<", "f8E4M3FNUZ", "f8E4M3B11FNUZ", "f8E5M2FNUZ")
+
+
+def unlisted(operations: Iterable[str]) -> tuple[str, ...]:
+    """The operations that the published table lacks."""
+    return tuple(sorted(set(operations) - LISTED - REJECTED))
+
+
+def rejected(text: str, operations: Iterable[str]) -> list[str]:
+    """The parts of a graph that Neuron's compiler is known to reject, in words."""
+    named = [f"an operation that Neuron's compiler rejects ({name})" for name in sorted(REJECTED & set(operations))]
+    types = [kind.rstrip("<") for kind in REJECTED_TYPES if kind in text]
+    return named + [f"a type that Neuron's compiler rejects ({kind})" for kind in types]
+
+
+NEW, CACHED, EXTRACTED, UNKNOWN = "new", "in the cache", "extracted", "compiled"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One graph of a run.
+
+    Attributes:
+        part: Of the run, such as "micro-step".
+        content: Its size and problems.
+        key: Hash of its text, which is the same on all ranks.
+        seconds: Time to compile it, or to read it from the cache.
+        state: One of the constants above.
+    """
+
+    part: str
+    content: GraphText
+    key: str
+    seconds: float
+    state: str

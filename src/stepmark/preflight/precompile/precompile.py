@@ -8,12 +8,18 @@ every graph of training, since the micro-batches between the first and the last 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
+from stepmark.data.loader.collate import PadTo
+from stepmark.data.prepared_data import choose_block_size
 from stepmark.errors import UsageError
-from stepmark.preflight.precompile.stand_in_data import stand_in_data
 from stepmark.preflight.precompile.table import describe
 from stepmark.recipe.train import begin, build_trainer
 from stepmark.runtime.compile_cache import kept_in, switched_on
@@ -96,41 +102,28 @@ def record_graphs(trainer: Trainer) -> GraphRecorder:
 
 
 def _train(parts: RunParts, recorder: GraphRecorder) -> None:
+    """Trains all steps; the recorder knows from the step's hooks which part of a step is in progress."""
     from stepmark.data.loader.prefetcher import DevicePrefetcher
     from stepmark.training.learning_rate_schedule import advance
+    from stepmark.training.step import StepHooks
 
-    follow = PartsOfStep(recorder, parts.args.gradient_accumulation_steps)
-    runtime = parts.context.runtime
+    runtime, count, done = parts.context.runtime, parts.args.gradient_accumulation_steps, 0
+
+    def micro_step_done() -> None:
+        """Called before the boundary that runs a micro-step which is not the last."""
+        nonlocal done
+        done += 1
+        recorder.after_boundary = "last micro-step" if done == count - 1 else "micro-step"
+
+    def update_begins() -> None:
+        recorder.part = "step" if count == 1 else "update"
+
+    hooks = StepHooks(after_micro_step=micro_step_done, before_update=update_begins)
     for number, batch in enumerate(DevicePrefetcher(parts.loader, runtime)):
-        follow.begin()
-        statistics = parts.step(number, batch, follow.hooks)
+        done, recorder.part = 0, "step" if count == 1 else "micro-step"
+        statistics = parts.step(number, batch, hooks)
         runtime.to_host([statistics.values])
         advance(parts.schedule)
-
-
-class PartsOfStep:
-    """Tells the recorder which part of a step is in progress, by the step's own hooks."""
-
-    def __init__(self, recorder: GraphRecorder, micro_batches: int) -> None:
-        from stepmark.training.step import StepHooks
-
-        self._recorder = recorder
-        self._micro_batches = micro_batches
-        self._done = 0
-        self.hooks = StepHooks(after_micro_step=self._micro_step_done, before_update=self._update_begins)
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._done = 0
-        self._recorder.part = "step" if self._micro_batches == 1 else "micro-step"
-
-    def _micro_step_done(self) -> None:
-        """Called before the boundary that runs a micro-step which is not the last."""
-        self._done += 1
-        self._recorder.after_boundary = "last micro-step" if self._done == self._micro_batches - 1 else "micro-step"
-
-    def _update_begins(self) -> None:
-        self._recorder.part = "step" if self._micro_batches == 1 else "update"
 
 
 def _shortened(recipe: Recipe) -> Recipe:
@@ -151,6 +144,60 @@ def _shortened(recipe: Recipe) -> Recipe:
 
 
 def _micro_batches(training: TrainingFields) -> int:
-    """As few as make every graph: a multiple of a pipeline's ranks makes those of every schedule."""
+    """The fewest that produce every graph: in a pipeline a multiple of its ranks, for any schedule."""
     ranks = training.pipeline_parallel_size
     return min(training.gradient_accumulation_steps, 2 * ranks if ranks > 1 else MICRO_BATCHES)
+
+
+FINGERPRINT = "stand-in"
+
+
+@dataclass(frozen=True)
+class StandInData:
+    """Takes the place of `Prepared` in training and evaluation. `validation` is None without evaluation."""
+
+    train: StandInBlocks
+    validation: StandInBlocks | None
+    fingerprint: str = FINGERPRINT
+
+
+class StandInBlocks(Dataset[dict[str, Tensor]]):
+    """Blocks as those of `PackedBlocks`, or `Conversations`, padded or packed: every token is the same, and every label
+    counts."""
+
+    def __init__(self, samples: int, block_size: int, packed: bool = False, padded: bool = False) -> None:
+        self.block_size = block_size
+        self.packed = packed
+        self._padded = padded
+        self.fingerprint = FINGERPRINT
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.zeros(self.block_size, dtype=torch.int64)
+        sample = {"input_ids": tokens, "labels": tokens.clone()}
+        if self.packed:
+            sees = torch.ones(1, self.block_size, self.block_size, dtype=torch.bool)
+            sample |= {"position_ids": tokens.clone(), "attention_mask": sees}
+        return sample
+
+    def own_padding(self, *, fixed: bool) -> PadTo:
+        """Padding of the data set that these blocks stand for."""
+        return PadTo(self.block_size if fixed and self._padded else None, side="right")
+
+
+def stand_in_data(recipe: Recipe, tokenizer: Any, data_parallel_size: int, steps: int) -> StandInData:
+    """Enough samples for `steps` steps of an epoch, the last of which lacks some, and two batches of an evaluation."""
+    block_size = choose_block_size(recipe.data.block_size, tokenizer.model_max_length)
+    training = recipe.training
+    per_batch = training.per_device_train_batch_size * training.gradient_accumulation_steps * data_parallel_size
+    ragged = 0 if training.dataloader_drop_last else (per_batch - 1) // 2
+    kind = {
+        "packed": recipe.data.packing,
+        "padded": recipe.data.messages_column is not None and not recipe.data.packing,
+    }
+    train = StandInBlocks(per_batch * steps - ragged, block_size, **kind)
+    validation = StandInBlocks(training.per_device_eval_batch_size * data_parallel_size + 1, block_size, **kind)
+    return StandInData(train, validation if training.eval_strategy != "no" else None)

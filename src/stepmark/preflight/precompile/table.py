@@ -1,14 +1,14 @@
-"""What `stepmark precompile` prints."""
+"""The output of `stepmark precompile`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from stepmark.preflight.precompile.neuron_operators import ASK
+from stepmark.preflight.precompile.graph_text import ASK
 
 if TYPE_CHECKING:
-    from stepmark.preflight.precompile.graph import Graph
+    from stepmark.preflight.precompile.graph_text import Graph
 
 HEAD = ("graph", "operations", "parameters", "seconds", "state")
 
@@ -69,7 +69,7 @@ def _sizes(graph: Graph) -> tuple[str, str]:
 
 
 def _differences(by_rank: Sequence[Sequence[Graph]], ranks: Sequence[int]) -> list[str]:
-    """Ranks that run different graphs wait for each other in collectives for ever."""
+    """A warning where ranks of a stage have different graphs, with which collectives in the graph would hang."""
     keys = {rank: [graph.key for graph in by_rank[rank]] for rank in ranks}
     first = ranks[0]
     other = next((rank for rank, each in keys.items() if each != keys[first]), None)

@@ -192,8 +192,7 @@ class GivenLoader:
             yield dict(inputs) if isinstance(inputs, Mapping) else inputs
 
     def _mine(self, group: list[Any]) -> list[MicroBatch]:
-        """This rank's micro-batches of a step. Where there are too few, the last batch fills the place, with weight
-        0."""
+        """This rank's micro-batches of a step; the last batch, with weight 0, replaces missing ones."""
         places = [step * self._size + self._rank for step in range(self.layout.accumulation)]
         return [
             self._micro_batch(group[place]) if place < len(group) else self._micro_batch(group[-1], empty=True)
@@ -293,8 +292,8 @@ def _check_samplers(loader: Any, rank: int, world_size: int) -> None:
     """Raises UsageError where ranks that need the same batches would get different ones."""
     if world_size > 1 and whole(getattr(loader, "dataset", None)) is not getattr(loader, "dataset", None):
         raise UsageError(
-            "split_dataset_by_node: all ranks read a loader's batches and take them in turn, and of this dataset each "
-            "would read another part; leave the split out"
+            "split_dataset_by_node: every rank iterates the whole loader and takes its batches in turn, so a split "
+            "would drop data; remove it"
         )
     for sampler in _samplers(loader):
         parts, part = getattr(sampler, "num_replicas", None) or 1, getattr(sampler, "rank", rank)

@@ -52,8 +52,7 @@ def check_assignment(trainer: Any, name: str, value: Any) -> None:
 
 
 def check_pipeline(name: str, stages: int) -> None:
-    """Raises UsageError for a method in `NEED_COMPLETE_MODEL` that is replaced, where each rank has one of several
-    stages."""
+    """Raises UsageError for a replaced method of `NEED_COMPLETE_MODEL` where there are several pipeline stages."""
     if stages > 1:
         raise UsageError(
             f"{name} and pipeline_parallel_size: a {name} of your own calls the complete model, and each rank has "

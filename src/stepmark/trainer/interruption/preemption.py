@@ -1,22 +1,22 @@
 """Stopping at a signal: all ranks at the same place, with a checkpoint if there is time for one.
 
-A run can stop before each step and before each batch of an evaluation, which may take longer than the grace period.
+A run can stop before each step, and before each batch of an evaluation, which may take longer than the grace period.
 These are its stop points; every rank reaches the same ones and counts them. A thread of each rank watches the ranks'
 key-value store, so that neither a compilation nor a collective in the main thread keeps a rank from answering.
 
-1. request   A rank that gets a signal posts it in the store. Every thread sees the request, notes which stop point its
-             main thread has passed, keeps it from passing a later one before the decision, and posts the number.
-2. decision  Rank 0 posts the largest of these: all ranks continue up to the stop point after it. No rank waits for
-             another's main thread to get there, so a rank that is in a collective with a stopped one cannot occur.
-3. verdict   Once there, rank 0 decides whether the time left suffices for a save, and either all ranks save or none.
-             Where a step and a save cannot fit, or a step takes too long, its thread decides before that.
+1. request   A rank that receives a signal posts it in the store. Every thread sees the request, notes which stop point
+             its main thread has passed, holds it at the next one until there is a decision, and posts the number.
+2. decision  Rank 0 posts the largest number: all ranks continue up to the stop point after it. No rank waits for
+             another's main thread to get there, so no rank can be left in a collective with one that has stopped.
+3. verdict   At that point, rank 0 decides whether there is time for a save, and either all ranks save or none. If a
+             step and a save cannot fit, or the step takes too long, its thread decides earlier.
 4. end       At the end of the grace period every thread ends its process, whatever the main thread is doing.
              Checkpoints are complete or absent, so the last committed one remains. The reason says where each rank is:
              a run that hangs would otherwise look like one without time for a save, and be requeued forever.
 
-A second signal changes nothing: launchers often send several, and the grace period is the bound. A second Ctrl-C ends
-the process at once (`launch/signal_listener.py`). The thread acts first and records after that, and does not wait long:
-the main thread may hang in a file system, with the log's lock.
+A second signal is ignored: launchers often send several, and the grace period is the limit. A second Ctrl-C ends the
+process at once (`launch/signal_listener.py`). The thread acts first, then records the reason, and limits the time for
+that: the main thread may hang in a file system while it holds the log's lock.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class PreemptionCoordinator:
 
     def __enter__(self) -> PreemptionCoordinator:
         if not self._listening.enter_context(listening(self._hear)):
-            logger.warning("save_on_signal: signals to this rank are not heard: training is not in the main thread")
+            logger.warning(
+                "save_on_signal: this rank cannot handle signals, because training is not in the main thread"
+            )
         self._thread.start()
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -35,8 +36,7 @@ logger = logging.getLogger("stepmark")
 
 @contextlib.contextmanager
 def ending_outside_training(folder: Path) -> Iterator[None]:
-    """Inside the block, before training and after it, a signal ends the process with 75. Once the run is done, a signal
-    changes nothing."""
+    """Inside the block, before and after training, a signal ends the process with 75; nothing once the run is done."""
     began = time.time()
 
     def record(reason: str) -> None:
@@ -58,9 +58,9 @@ def record_interruption(folder: Path, reason: str, began: float) -> None:
     """Sets the status of the run in `folder` to `interrupted`, on rank 0, for a process that began at `began` (seconds
     since the Unix epoch).
 
-    Nothing is written where the run is done, where this process has already recorded how it ended, where another run
-    holds the folder, where a rank has failed and the launcher ends the others (there the failure counts), or while only
-    graphs are extracted.
+    Nothing is written if the run is done, if this process has already recorded its end, if another run owns the folder,
+    if a rank has failed and the launcher ends the others (then the failure counts), or while only graphs are
+    extracted.
     """
     if World.from_environment().rank != 0 or _a_rank_has_failed() or extracting_graphs():
         return
@@ -75,7 +75,13 @@ def record_interruption(folder: Path, reason: str, began: float) -> None:
 
 
 def record_supervised_end(
-    folder: Path, state: str, reason: str, *, began: float, prometheus_file: str | None = None, first: bool = False
+    folder: Path,
+    state: str,
+    reason: str,
+    *,
+    began: float = math.inf,
+    prometheus_file: str | None = None,
+    first: bool = False,
 ) -> None:
     """Sets the status of the run in `folder`, whose ranks ended without recording it, if it is still running, or with
     `first` if it has none.

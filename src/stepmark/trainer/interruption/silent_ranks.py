@@ -1,4 +1,4 @@
-"""Names a rank that the others wait for, and ends a run that makes no progress or has a silent rank."""
+"""Names a rank that keeps the others waiting, and ends a run that hangs, or one of whose ranks is silent."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from stepmark.trainer.run_folder.status import STUCK
 
 
 def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:
-    """A watch that names a rank which stays in a phase of training for too long, and fails the run after
-    `step_timeout`, or where a rank has had no heartbeat for `save_timeout` seconds."""
+    """Inside the block, a rank that stays in a phase of training for too long is named, and after `step_timeout` ends
+    the run as a failed one; so does a rank without a heartbeat for `save_timeout` seconds."""
     context, args, run_log = mesh.context, callbacks.args, callbacks.run_log
-    alive = weakref.ref(callbacks)  # its threads keep no Trainer that is not used any more
+    alive = weakref.ref(callbacks)  # its threads must not keep an unused Trainer alive
 
     def step() -> int:
         run = alive()

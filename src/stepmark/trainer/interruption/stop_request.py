@@ -1,6 +1,6 @@
 """Requests to stop a run from outside: a file in its coordination folder, which rank 0 reads after every save.
 
-All ranks stop after that save, from which the run can be resumed.
+The run stops at that checkpoint, on all ranks after the same step, and can be resumed from there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ REQUEST = "stop.json"
 
 
 def ask_to_stop(run: Path, reason: str) -> None:
-    """Asks the run in this folder to stop after its next save. Raises OSError where the folder cannot be written."""
+    """Asks the run in this folder to stop after its next save. Raises OSError if the folder cannot be written to."""
     folder = run / COORDINATION
     files.make_folder(folder)
     files.replace_file(folder / REQUEST, json.dumps({"reason": reason, "time": time.time()}).encode())

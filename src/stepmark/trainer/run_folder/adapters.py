@@ -16,7 +16,7 @@ from stepmark.errors import UsageError
 from stepmark.model_folder.adapted_model import BASE_DIGEST
 from stepmark.parallel.model_digest import mesh_digest
 from stepmark.runtime.mesh import Mesh
-from stepmark.training.adapter_tensors import adapter_tensors, base_tensors
+from stepmark.training.model_wrappers import adapter_tensors, base_tensors
 
 MAY_DIFFER = ("inference_mode", "base_model_name_or_path", "revision", "peft_version")
 
@@ -70,8 +70,7 @@ class Adapter(nn.Module):
         config.save_pretrained(str(folder))
 
     def identity(self, mesh: Mesh) -> dict[str, Any]:
-        """The base model's checksum, the same on any mesh, and the adapter's configuration, as plain values.
-        Collective."""
+        """The base model's checksum, equal on any mesh, and the adapter's configuration. Collective."""
         digest = mesh_digest(base_tensors(self.model, set(self._names.values())), mesh)
         config = {name: value for name, value in self.config.to_dict().items() if name not in MAY_DIFFER}
         return {BASE_DIGEST: digest, "adapter": _plain(config)}

@@ -139,10 +139,6 @@ class HubCallback(TrainerCallback):
         uploads += [] if complete is None else [(complete, [])]
         repository.upload_in_background(staged, f"Training in progress, step {state.global_step}", uploads)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self._repository is not None:
-            self._repository.wait()
-
 
 def _linked(folder: Path, copied: Path) -> Path:
     """A copy of a checkpoint, in hard links where the file system has them, that outlives the checkpoint."""
@@ -159,8 +155,7 @@ def _link(source: str, target: str) -> None:
 
 
 def check_hub(args: TrainingArguments, shards: int) -> None:
-    """Raises UsageError for an unknown `hub_strategy`, and for one that uploads checkpoints of which no file is a
-    complete model."""
+    """Raises UsageError for an unknown `hub_strategy`, or one that would upload checkpoints of shards."""
     if args.hub_strategy not in STRATEGIES:
         raise UsageError(f"hub_strategy: {args.hub_strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
     if args.push_to_hub and shards > 1 and args.hub_strategy != "end":
@@ -211,6 +206,11 @@ class HubUploads:
     def exists(self) -> bool:
         """Whether rank 0 has a repository. Collective."""
         return bool(self._host.broadcast(self.repository is not None))
+
+    def wait(self) -> None:
+        """Waits for uploads in the background; one that has failed is a warning."""
+        if self.repository is not None:
+            self.repository.wait()
 
     def push(self, args: TrainingArguments, message: str | None, blocking: bool, revision: str | None) -> Any:
         """Uploads the run's folder, when earlier uploads are complete; see `Trainer.push_to_hub`."""

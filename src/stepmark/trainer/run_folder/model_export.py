@@ -18,7 +18,8 @@ from stepmark.errors import StepmarkError
 from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import with_advice
 from stepmark.liveness.host_group import HostGroup
-from stepmark.model_folder.consolidate import UNLIMITED, ConsolidationListener, consolidate
+from stepmark.model_folder.consolidate import UNLIMITED, consolidate
+from stepmark.model_folder.new_folder import WritingListener
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.trainer.compat.overrides import accepts
@@ -27,7 +28,7 @@ from stepmark.trainer.run_folder.output_folder import on_rank_0
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes
 _STAGING = ".model"  # in the folder: files that are not complete yet
-_SILENT = ConsolidationListener(lambda size: None, lambda size: None, lambda text: None)
+_SILENT = WritingListener(lambda size: None, lambda size: None, lambda text: None)
 _INDEX = "model.safetensors.index.json"
 
 

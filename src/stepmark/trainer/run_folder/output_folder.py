@@ -56,8 +56,7 @@ _FINISHED: set[Path] = set()  # folders in which this process has trained a run 
 
 
 def on_rank_0(host: HostGroup, work: Callable[[], object], explain: Callable[[Exception], StepmarkError]) -> None:
-    """Calls `work` on rank 0. Where it fails, all ranks raise the error that `explain` makes of the exception.
-    Collective."""
+    """Calls `work` on rank 0. If it fails, all ranks raise what `explain` makes of the exception. Collective."""
     problem: StepmarkError | None = None
     cause: Exception | None = None
     if host.rank == 0:
@@ -187,7 +186,7 @@ def set_aside_finished_run(folder: Path, host: HostGroup) -> bool:
             return
         _FINISHED.discard(folder)
         target = move_to_earlier_run(folder, [*checkpoints(folder), *(folder / name for name in RECORDS)])
-        logger.warning("the run that this process finished in %s was moved to %s", folder, target.name)
+        logger.warning("moved the run that this process finished in %s to %s", folder, target.name)
 
     on_rank_0(host, move, lambda error: _cannot_move("earlier run", folder, error))
     return False
@@ -211,9 +210,7 @@ def set_aside_earlier_attempt(folder: Path, host: HostGroup, *, resumes: bool, r
             return
         target = move_to_earlier_run(folder, [folder / name for name in RECORDS])
         logger.warning(
-            "%s has the records of an earlier attempt, from which nothing can be resumed; they are in %s now",
-            folder,
-            target.name,
+            "moved the records of an earlier attempt in %s, which saved no checkpoint, to %s", folder, target.name
         )
 
     on_rank_0(host, separate, lambda error: _cannot_move("records of an earlier attempt", folder, error))

@@ -48,8 +48,7 @@ class PrometheusFile:
             self._gauges["unsaved_since"] = event.get("time")
 
     def write(self, status: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-        """Writes the numbers of the newest log and of the status. A file that cannot be written does not end the
-        run."""
+        """Writes the newest log and the status. A file that cannot be written does not end the run."""
         counts = {**self._counts, "tokens": metrics.get("target_tokens"), "restarts": max(self._starts - 1, 0)}
         numbers = {**metrics, **status, **self._gauges, **{f"{name}_total": count for name, count in counts.items()}}
         shown = {f"stepmark_{_INVALID.sub('_', name)}": value for name, value in numbers.items() if _is_number(value)}

@@ -35,8 +35,7 @@ def identity(model: nn.Module, processing_class: Any, dataset: Any, seed: int, d
 def check_same_run(
     saved: Mapping[str, Any], current: Mapping[str, Any], where: str, changes: str | None = None
 ) -> None:
-    """Raises CheckpointMismatch, which names the first difference, where the identities differ. `changes`: what is
-    known of changes of the data."""
+    """Raises CheckpointMismatch for the first difference. `changes`: what is known of changes of the data."""
     for key, value in current.items():
         difference = _difference(key, saved.get(key), value)
         if difference is not None:
@@ -62,8 +61,7 @@ def _in_words(name: str, before: Any, now: Any, changes: str | None) -> str:
 
 
 def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any] | None:
-    """The first difference by name. Only common fields of transformers' configurations are compared, since versions
-    differ in their fields."""
+    """The first difference by name; only fields that both versions of a transformers configuration have count."""
     if not isinstance(before, dict) or not isinstance(now, dict):
         return None if before == now else (name, before, now)
     of_transformers = "model_type" in before and "model_type" in now

@@ -62,8 +62,7 @@ class RunLog:
         self._append(METRICS, values)
 
     def event(self, event: str, step: int, /, **values: Any) -> None:
-        """Appends one line to events.jsonl: something has happened at this step. An event that cannot be written does
-        not end the run."""
+        """Appends a line to events.jsonl. An event that cannot be written does not end the run."""
         try:
             self._append(EVENTS, {"event": event, "step": step, **values})
             if self.prometheus is not None:
@@ -109,8 +108,7 @@ class RunLog:
         return {"state": state, "step": step, "time": time.time(), "reason": reason, **details_in(state, details)}
 
     def failure(self, step: int, *, final: bool, **details: Any) -> tuple[str, dict[str, Any]] | None:
-        """The path and content of the status that the watchdog process writes if this one fails and cannot; None before
-        the first status."""
+        """Path and content of the status that the watchdog process writes if this one cannot; None before the first."""
         if self._last is None:
             return None
         content = self._content(FAILED if final else RUNNING, step, None)
@@ -135,8 +133,7 @@ class RunLog:
             logger.warning("cannot write the run's status: %s", error)
 
     def stopping(self, step: int, reason: str) -> None:
-        """Records a request to stop: the status is interrupted unless the run completes, since the launcher may end the
-        process at any moment."""
+        """Records a request to stop. The status is interrupted unless the run completes: the launcher may end it."""
         self._stopping, end = reason, self._end
         self.event("stopping", step, reason=reason)
         with _lock:
@@ -149,8 +146,7 @@ class RunLog:
         return self._stopping
 
     def failed(self, step: int, reason: str, *, final: bool = True) -> None:
-        """Records that training has failed. Not `final`: a supervisor decides whether the run has failed or is
-        restarted, and until then it counts as running."""
+        """Records a failure. Not `final`: the run counts as running until a supervisor fails or restarts it."""
         self.try_status(FAILED if final or self._stopping is not None else RUNNING, step, reason)
 
     def results(self, split: str, values: dict[str, Any], *, combined: bool = True) -> None:

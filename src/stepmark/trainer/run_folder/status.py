@@ -29,8 +29,7 @@ _KNOWN = ("state", "step", "time", "reason")
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The content of status.json, which is empty where there is none or it cannot be read. `time` is in seconds since
-    the Unix epoch."""
+    """The content of status.json, empty where none can be read. `time` is in seconds since the Unix epoch."""
 
     content: dict[str, Any] = field(default_factory=dict)
 

@@ -53,8 +53,7 @@ class AnomalyDetector:
         self._rates[step] = rate
 
     def look(self, step: int, loss: float, tokens: float, norm: float, updated: bool = True) -> None:
-        """Takes the numbers of a step once they are on the host, in the order of steps. `updated`: it changed
-        weights."""
+        """Takes the numbers of a step, in order, once they are on the host. `updated`: it changed the weights."""
         rate = self._rates.pop(step, 0.0)
         if not tokens:
             return
@@ -84,8 +83,7 @@ class AnomalyDetector:
             self._diverged = self._first, self._message
 
     def diverged(self, *, ended: bool = False) -> str | None:
-        """The error message of a run that has diverged, else None. A run that has `ended` with the weights of a step
-        that is not finite has diverged too."""
+        """The error of a diverged run, else None. `ended`: one step that is not finite suffices if it is the last."""
         if self._diverged is None and not (ended and self._streak and self._limit):
             return None
         first, message = self._diverged or (self._first, self._message)

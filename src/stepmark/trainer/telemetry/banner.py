@@ -10,7 +10,7 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.parallel.pipeline.staged_model import complete_size, staged
 from stepmark.trainer.setup import RunParts
-from stepmark.trainer.telemetry.peak_flops import device_model
+from stepmark.trainer.telemetry.throughput import device_model
 
 
 def banner(parts: RunParts, step: int) -> list[str]:

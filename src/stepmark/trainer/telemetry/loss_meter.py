@@ -19,8 +19,7 @@ class LossMeter:
     """
 
     def __init__(self, runtime: Runtime, look: Callable[[int, float, float, float, bool], None] | None = None) -> None:
-        """`look(step, loss, tokens, gradient norm, updated)` is called for each step, counted from 1, once its numbers
-        are on the host."""
+        """`look(step, loss, tokens, gradient norm, updated)` is called once the numbers of a step are on the host."""
         self._runtime = runtime
         self._look = look
         self._pending: list[StepStatistics] = []

@@ -30,12 +30,10 @@ from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.setup import RunParts
 from stepmark.trainer.telemetry.anomalies import Anomaly, AnomalyDetector
-from stepmark.trainer.telemetry.device_reads import DeviceReadMonitor
-from stepmark.trainer.telemetry.peak_flops import device_model
-from stepmark.trainer.telemetry.recompilation import Compilation, RecompilationMonitor
+from stepmark.trainer.telemetry.lazy_device import Compilation, DeviceReadMonitor, RecompilationMonitor
 from stepmark.trainer.telemetry.save_history import SaveHistory
 from stepmark.trainer.telemetry.system_samples import SystemSampler
-from stepmark.trainer.telemetry.throughput import RunTimers, Throughput, memory_fields
+from stepmark.trainer.telemetry.throughput import RunTimers, Throughput, device_model, memory_fields
 
 logger = logging.getLogger("stepmark")
 MAX_COMPILATIONS = 100  # events of one process

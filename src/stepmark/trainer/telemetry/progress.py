@@ -57,8 +57,7 @@ class ProgressDisplay:
         return self._shows and time.monotonic() - self._last >= wait
 
     def seconds_left(self, step: int) -> float | None:
-        """Estimated seconds to the last step, from the pace of this process with saves and evaluations; None before its
-        first step."""
+        """Seconds to the last step at this process's pace, saves and evaluations included; None before a step."""
         trained = step - self._first
         return (time.monotonic() - self._began) / trained * max(self._total - step, 0) if trained > 0 else None
 

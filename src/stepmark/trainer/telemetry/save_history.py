@@ -90,8 +90,7 @@ class SaveHistory:
 
 
 def weights_fingerprint(checkpoint: Path) -> str | None:
-    """A checksum over the checksums of all model tensors and their sharding; None where the checkpoint is corrupted or
-    was deleted."""
+    """A checksum over those of all model tensors; None where the checkpoint is corrupted or was deleted."""
     hashed = xxhash.xxh3_128()
     try:
         manifest = read_manifest(checkpoint)

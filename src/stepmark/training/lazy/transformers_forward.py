@@ -2,8 +2,9 @@
 
 Models read tensors on the host to choose a path, to warn or to check. On a lazy device each read ends the graph and
 waits for the device; and where ranks read different values, their graphs differ and the next collective hangs.
-transformers leaves such reads out while a graph is traced, which `is_tracing` says. A forward pass on a lazy device is
-such a trace.
+transformers leaves such reads out while a graph is traced, which `is_tracing` says; a forward pass on a lazy device is
+such a trace. Attention masks depend on which inputs a batch has, not on their values: there is a mask whenever an
+attention mask is given, and rows are separate sequences whenever positions are given.
 
 transformers' functions are replaced once per process, in every module that has imported them. The replacements differ
 only inside `lazy_forward`, and only for lazy tensors: other users of transformers in the process see no change.
@@ -13,22 +14,60 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from stepmark.training.lazy.attention_masks import masks_by_shape
-from stepmark.training.lazy.experts import replace_experts_function
-from stepmark.training.lazy.recording import is_recorded, is_recording, recording, replace_everywhere
+DEFAULT_EXPERTS = "grouped_mm"  # transformers' default implementation of experts
+_recording: ContextVar[bool] = ContextVar("recording", default=False)
+_positions_given: ContextVar[bool] = ContextVar("positions_given", default=True)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Around a forward pass on a lazy device, or one that is traced without values."""
+    token = _recording.set(True)
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
+def is_recording() -> bool:
+    """Whether this thread is in such a forward pass."""
+    return _recording.get()
+
+
+def is_recorded(value: Any) -> bool:
+    """Whether `value` is a tensor without values, lazy or fake, in such a forward pass."""
+    if not is_recording() or not isinstance(value, Tensor):
+        return False
+    return value.device.type == "xla" or isinstance(value, FakeTensor)
+
+
+def replace_everywhere(name: str, original: Any, replacement: Any) -> None:
+    """Sets `name` in every loaded module of transformers that holds `original`; modules loaded later import it from
+    one of these."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("transformers") and vars(module).get(name) is original:
+            setattr(module, name, replacement)
 
 
 @contextlib.contextmanager
 def lazy_forward(inputs: Mapping[str, Any]) -> Iterator[None]:
     """Around a forward pass with `inputs` on a lazy device."""
     _replace_reads()
-    with recording(), masks_by_shape(inputs):
-        yield
+    token = _positions_given.set("position_ids" in inputs)
+    try:
+        with recording():
+            yield
+    finally:
+        _positions_given.reset(token)
 
 
 def recorded_checkpoint(
@@ -65,6 +104,7 @@ def _with_gradient(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @functools.cache
 def _replace_reads() -> None:
+    from transformers import masking_utils
     from transformers.utils import import_utils
 
     is_tracing = import_utils.is_tracing
@@ -81,6 +121,56 @@ def _replace_reads() -> None:
         if not is_recorded(cond):
             check(cond, *args, **options)
 
+    find_packed = masking_utils.find_packed_sequence_indices
+
+    def find_packed_if_given(position_ids: Tensor) -> Tensor | None:
+        if is_recorded(position_ids) and not _positions_given.get():
+            return None
+        return find_packed(position_ids)
+
     replace_everywhere("is_tracing", is_tracing, is_tracing_or_recorded)
     replace_everywhere("torch_compilable_check", check, check_unless_recorded)
-    replace_experts_function()
+    replace_everywhere("find_packed_sequence_indices", find_packed, find_packed_if_given)
+    _replace_experts_function()
+
+
+def _replace_experts_function() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    original: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS[DEFAULT_EXPERTS]
+
+    def grouped_or_all(experts: nn.Module, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+        forward = all_experts_forward if is_recorded(hidden_states) else original
+        return forward(experts, hidden_states, *args, **options)
+
+    ALL_EXPERTS_FUNCTIONS.register(DEFAULT_EXPERTS, grouped_or_all)
+
+
+def all_experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The weighted sum of the chosen experts' outputs, (tokens, hidden), where every expert sees every token.
+
+    transformers groups tokens by expert, and the sizes of the groups are values. Here no shape depends on the routing:
+    outputs that the router did not choose have weight 0. It takes (experts / experts per token) times the arithmetic.
+
+    Args:
+        experts: a module of transformers with the weights of all experts, (experts, out, in), or (experts, in, out)
+            where `experts.is_transposed`.
+        hidden_states: (tokens, hidden).
+        top_k_index: (tokens, k), the chosen experts.
+        top_k_weights: (tokens, k), their weights.
+    """
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    projected = _linear(experts, name, hidden_states)  # (experts, tokens, out)
+    activated = experts._apply_gate(projected) if experts.has_gate else experts.act_fn(projected)
+    outputs = _linear(experts, "down_proj", activated)  # (experts, tokens, hidden)
+    if experts.has_post_expert_norm:
+        outputs = experts.post_expert_norm(outputs)
+    chosen = top_k_index[..., None] == torch.arange(experts.num_experts, device=top_k_index.device)
+    weights = (chosen * top_k_weights[..., None]).sum(1)  # (tokens, experts)
+    return (outputs * weights.T[..., None]).sum(0).to(hidden_states.dtype)
+
+
+def _linear(experts: Any, name: str, inputs: Tensor) -> Tensor:
+    weight = getattr(experts, name)
+    outputs = torch.matmul(inputs, weight if experts.is_transposed else weight.transpose(-2, -1))
+    return outputs + getattr(experts, f"{name}_bias")[:, None] if experts.has_bias else outputs

@@ -1,4 +1,4 @@
-"""Serializes calls of the engine: one thread at a time, in one process."""
+"""Serializes the calls of a Checkpointer: one thread at a time, in one process."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class CallGuard:
         self._process = 0
 
     def bind(self) -> None:
-        """From now on only this process may call; see `elsewhere`."""
+        """From now on, only this process may call."""
         self._process = os.getpid()
 
     def elsewhere(self) -> bool:
-        """Whether this process was forked from the one that may call, whose threads it does not have."""
+        """Whether this process was forked from the one that may call, and so lacks its threads."""
         return self._process not in (0, os.getpid())
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """One call. New tensors are made for training, also where the caller is in torch's inference mode.
+        """One call, outside of torch's inference mode, so that new tensors can be trained.
 
         Raises UsageError in a forked process.
         """

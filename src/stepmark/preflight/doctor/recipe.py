@@ -1,4 +1,4 @@
-"""The graphs of a recipe's run, made with stand-in data: what in them a compiler for accelerators rejects."""
+"""Whether a run of the recipe would be refused, and what in its graphs a compiler for accelerators rejects."""
 
 from __future__ import annotations
 
@@ -8,11 +8,35 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
+from stepmark.errors import StepmarkError
 from stepmark.preflight.doctor.findings import Finding, Status
 from stepmark.runtime.compile_cache import NEURON_FLAGS, without_cache_folder
 
-TOPIC = "graphs"
+RECIPE = "recipe"
+
+
+def look_at_recipe(path: str, recipe: Recipe, device: str) -> Iterator[Finding]:
+    """Checks the recipe in the file `path` as a run on `device` does, before it reads data; the first fault counts."""
+    before = os.environ.get("USE_TORCH_XLA")
+    quiet_libraries()
+    if device != "xla":
+        leave_out_torch_xla()
+    try:
+        from stepmark.recipe.train import check_recipe
+
+        check_recipe(recipe)
+    except StepmarkError as error:
+        yield Finding(RECIPE, path, str(error), Status.FAILURE)
+    else:
+        yield Finding(RECIPE, path, "its fields, the files that they name and the model are in order")
+    finally:
+        if before is None:
+            os.environ.pop("USE_TORCH_XLA", None)
+
+
+GRAPHS = "graphs"
 PROBLEM = "warning: "
 
 
@@ -30,17 +54,17 @@ def look_at_graphs(path: str, recipe: Recipe) -> Iterator[Finding]:
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         text = errors[-1].removeprefix("error: ") if errors else f"could not be made (exit code {done.returncode})"
-        yield Finding(TOPIC, name, text, Status.FAILURE)
+        yield Finding(GRAPHS, name, text, Status.FAILURE)
         return
     lines = done.stdout.splitlines()
     problems = [line.removeprefix(PROBLEM) for line in lines if line.startswith(PROBLEM)]
-    yield from (Finding(TOPIC, name, problem, Status.WARNING) for problem in problems)
+    yield from (Finding(GRAPHS, name, problem, Status.WARNING) for problem in problems)
     if not problems:
-        yield Finding(TOPIC, name, "nothing in them that a compiler for accelerators rejects")
+        yield Finding(GRAPHS, name, "nothing in them that a compiler for accelerators rejects")
 
 
 def fewest_ranks(recipe: Recipe) -> int:
-    """How many ranks the recipe's mesh has at least."""
+    """The smallest number of ranks that the recipe's mesh allows."""
     training = recipe.training
     replicas = 2 if training.zero_1 else 1
     return training.tensor_parallel_size * training.pipeline_parallel_size * replicas

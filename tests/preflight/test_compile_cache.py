@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from stepmark.cli.main import run
-from stepmark.preflight.compile_cache.cache_entries import find_entries
-from stepmark.preflight.compile_cache.cache_trimming import delete
+from stepmark.preflight.compile_cache import delete, find_entries
 
 DAY = 86400.0
 VERSION = "neuronxcc-2.21.1+abc"

@@ -1,0 +1,178 @@
+"""ZeRO-1: every data parallel rank keeps the optimizer state of one shard of the parameters, and updates that shard.
+
+Rajbhandari et al. 2020, stage 1. The parameters of a group are concatenated in buckets, each sharded evenly over the
+ranks. The optimizer works on this rank's shard of each bucket, a flat tensor, so it can be any elementwise optimizer.
+Per bucket and step there is one reduce-scatter of gradients and one all-gather of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepmark.errors import UsageError
+from stepmark.parallel.buckets import Bucket, complete_on_host, make_buckets
+from stepmark.parallel.gradients.reducer import GradientReducer, sharded_gradients
+from stepmark.parallel.optimizer.arrivals import Arrivals
+from stepmark.parallel.optimizer.elementwise import check_elementwise
+from stepmark.parallel.optimizer.master_weights import WrittenParameters, follow
+from stepmark.parallel.optimizer.named import Groups, Held, Make, NamedOptimizer
+from stepmark.runtime.collectives import start_gather_in_place
+from stepmark.runtime.mesh import Mesh
+from stepmark.sharding.layout import Layout
+
+
+class FlatShards:
+    """This rank's shard of each bucket; see `Distribution`. Where parameters are not fp32, the shards are fp32 master
+    weights, which are saved. The complete state is never materialized.
+
+    Args:
+        groups: The optimizer's groups.
+        mesh: The mesh.
+        bucket_elements: Size limit of a bucket; None: by the device.
+    """
+
+    divided, separate = True, False
+
+    def __init__(self, groups: Groups, mesh: Mesh, *, bucket_elements: int | None = None) -> None:
+        self._runtime = mesh.runtime
+        self._axis = mesh.data_parallel
+        named = [group["params"] for group in groups]
+        self.buckets = make_buckets(named, self._axis, mesh.tensor_parallel.size, self._runtime, bucket_elements)
+        self.names = [member.name for bucket in self.buckets for member in bucket.members]
+        self.parameters = [member.parameter for bucket in self.buckets for member in bucket.members]
+        self.groups = [
+            [member.name for bucket in self.buckets if bucket.group == number for member in bucket.members]
+            for number in range(len(groups))
+        ]
+        if not self._runtime.lazy:
+            _check_memory(self.names, self.parameters)
+        self._flat = [self._lay_out(bucket) for bucket in self.buckets]
+        self.held = [self._hold(number, bucket) for number, bucket in enumerate(self.buckets)]
+        members = [[member.parameter for member in bucket.members] for bucket in self.buckets]
+        self._written = [WrittenParameters(parameters, self._runtime) for parameters in members]
+        self.arrivals = Arrivals(members)
+        self.place = {
+            "mesh": mesh.shape,
+            "rank": mesh.context.world.rank,
+            "buckets": [[member.name for member in bucket.members] for bucket in self.buckets],
+            "shard_sizes": [bucket.shard_size for bucket in self.buckets],
+        }
+
+    @torch.no_grad()
+    def _lay_out(self, bucket: Bucket) -> Tensor | None:
+        """On an eager device, makes the parameters views of one flat tensor, so that shards are sent and received
+        without a copy. Every Parameter stays the same object. One whose elements have another order in the bucket keeps
+        its own memory."""
+        if self._runtime.lazy:
+            return None
+        flat = torch.zeros(bucket.padded, dtype=bucket.dtype, device=self._runtime.device)
+        for member in bucket.members:
+            member.write_to(flat)
+            if member.in_order:
+                member.parameter.data = member.places_in(flat)[0]
+        return flat
+
+    def _hold(self, number: int, bucket: Bucket) -> Held:
+        """The rank's shard: fp32, `bucket.shard_size` elements."""
+        flat, begin = self._flat[number], self._axis.rank * bucket.shard_size
+        if flat is not None and bucket.dtype == torch.float32:
+            shard = flat[begin : begin + bucket.shard_size]
+        else:
+            shard = complete_on_host(bucket, self._runtime)[begin : begin + bucket.shard_size].clone()
+            shard = self._runtime.place(shard)
+        here = {id(member): layout for member, layout in bucket.local_layouts()}
+        members = tuple((m.name, here.get(id(m), Layout(tuple(m.parameter.shape), ()))) for m in bucket.members)
+        return Held(nn.Parameter(shard), bucket.group, members, bucket.dtype != torch.float32, key=number)
+
+    def gradients(self, mesh: Mesh, **options: Any) -> GradientReducer:
+        return sharded_gradients(self.buckets, mesh, **options)
+
+    def assigned(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """`gradients`: fp32, of each bucket's shard."""
+        return list(gradients)
+
+    def follow(self) -> None:
+        """Shards that have memory of their own get the values of parameters that the script has written."""
+        for held, bucket, flat, written in zip(self.held, self.buckets, self._flat, self._written, strict=True):
+            shard = held.tensor
+            if flat is not None:
+                _attach(bucket, flat)
+                if flat.dtype != shard.dtype:
+                    follow(shard, self._axis.own_shard(flat))
+            elif written.found():
+                values = complete_on_host(bucket, self._runtime)[bucket.begin : bucket.begin + bucket.shard_size]
+                (own,) = self._runtime.to_host([shard])
+                self._runtime.write(shard, follow(own, values.to(bucket.dtype)))
+
+    def publish(self) -> None:
+        """All-gathers the shards. On an eager device in place, in the flat tensors of which the parameters are views:
+        all of them are on their way at once, the first layer's first."""
+        pairs = list(zip(self.buckets, self.held, strict=True))
+        if self._runtime.lazy:
+            sent = [held.tensor.detach().to(bucket.dtype) for bucket, held in pairs]
+            for bucket, flat, written in zip(self.buckets, self._axis.all_gather(sent), self._written, strict=True):
+                for member in bucket.members:
+                    member.read_from(flat)
+                written.forget()
+            return
+        complete = [flat for flat in self._flat if flat is not None]
+        for flat, held in zip(complete, self.held, strict=True):
+            if held.master:
+                self._axis.own_shard(flat).copy_(held.tensor)
+        started = [start_gather_in_place(self._axis, flat) for flat in complete]
+        self.arrivals.start({number: partial(self._arrived, number, wait) for number, wait in enumerate(started)})
+
+    def _arrived(self, number: int, wait: Callable[[], Tensor]) -> None:
+        flat = wait()
+        for member in self.buckets[number].members:
+            if not member.in_order:
+                member.read_from(flat)
+
+
+def flat_shards(
+    groups: Groups, make: Make, mesh: Mesh, *, bucket_elements: int | None = None, given: bool = False
+) -> NamedOptimizer:
+    """An elementwise optimizer over this rank's shards; for the arguments see `FlatShards` and `NamedOptimizer`.
+
+    Raises:
+        UsageError: The optimizer uses complete parameters.
+    """
+    distribution = FlatShards(groups, mesh, bucket_elements=bucket_elements)
+    made = NamedOptimizer(distribution, groups, make, mesh.runtime, given=given)
+    check_elementwise(type(made.inner))
+    return made
+
+
+def _check_memory(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+    """Raises UsageError where two parameters have the same memory, which the buckets would part."""
+    seen: dict[Any, str] = {}
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.numel():
+            first = seen.setdefault((parameter.untyped_storage()._cdata, parameter.storage_offset()), name)
+            if first != name:
+                raise UsageError(
+                    f"zero_1: {first} and {name} are two parameters in the same memory, which it would part; tie them "
+                    "as one parameter (head.weight = table.weight)"
+                )
+
+
+def _attach(bucket: Bucket, flat: Tensor) -> None:
+    """Makes the parameters views of the bucket's flat tensor again where the script has given one other memory, such as
+    by `parameter.data = …`."""
+    memory = flat.untyped_storage()._cdata
+    for member in bucket.members:
+        if not member.in_order:
+            member.write_to(flat)  # it always has memory of its own
+        elif member.parameter.untyped_storage()._cdata != memory or not _is_place(member.parameter, flat, member.begin):
+            (place,) = member.places_in(flat)
+            place.copy_(member.parameter.detach().clone())  # it may be another view of the same memory
+            member.parameter.data = place
+
+
+def _is_place(tensor: Tensor, flat: Tensor, begin: int) -> bool:
+    return tensor.storage_offset() == flat.storage_offset() + begin and tensor.is_contiguous()

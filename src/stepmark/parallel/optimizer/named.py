@@ -1,0 +1,309 @@
+"""A `torch.optim` optimizer whose state is keyed by parameter names, whichever slices of parameters a rank updates.
+
+It updates tensors, each of which holds named slices of parameters (`Held`). A `Distribution` says which ones: all
+parameters (`Replicated`), this rank's flat shards of buckets (`FlatShards`), or some of the parameters, each of them
+whole (`WholeParameters`). The last two are ZeRO-1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from stepmark.checkpoint.format.rows import MASTER
+from stepmark.errors import UsageError
+from stepmark.parallel.gradients.reducer import GradientReducer
+from stepmark.parallel.optimizer.arrivals import Arrivals
+from stepmark.parallel.optimizer.wrapped import (
+    load_hyperparameters,
+    load_learning_rates,
+    load_plain_values,
+    plain,
+    take_empty_step,
+)
+from stepmark.runtime.base import Runtime
+from stepmark.runtime.mesh import Mesh
+from stepmark.sharding.layout import Layout, Shard
+
+Groups = Sequence[Mapping[str, Any]]  # as for `torch.optim`, but "params" is a list of (name, parameter)
+Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # from groups with the tensors to update
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that the optimizer updates on this rank.
+
+    Attributes:
+        tensor: A parameter, or float32 elements of parameters.
+        group: The number of its optimizer group.
+        members: The parameters of which it has elements, or belongs to the same bucket: the name, and which slices of
+            the global tensor are where in `tensor`; None: all of an unsharded parameter.
+        master: Whether it is a float32 copy of parameters of another dtype, or a shard of one.
+        key: What it is called in this rank's own state.
+    """
+
+    tensor: nn.Parameter
+    group: int
+    members: tuple[tuple[str, Layout | None], ...]
+    master: bool
+    key: str | int
+
+    def named(self, value: Any) -> Iterator[tuple[str, Any]]:
+        """A value of its state, by parameter name; slices carry their layout."""
+        for name, layout in self.members:
+            if not isinstance(value, Tensor) or layout is None:
+                yield name, value
+            elif value.shape == self.tensor.shape:
+                if layout.parts:
+                    yield name, Shard(value, layout)
+            elif layout == Layout.full(layout.shape):
+                yield name, Shard(value, Layout.full(tuple(value.shape)))
+            else:
+                yield name, value
+
+
+class Distribution(Protocol):
+    """Which tensors this rank updates, and how ranks share gradients and new values.
+
+    Attributes:
+        names: Of all parameters, in the model's order.
+        parameters: All parameters, in the same order.
+        groups: The names of each optimizer group.
+        held: What this rank updates, in the groups' order.
+        divided: Whether ranks update different elements (ZeRO-1).
+        separate: Whether each of `held` has one parameter, so that states come and go with parameters.
+        arrivals: What `publish` has left to wait for.
+        place: What this rank's own state fits, in plain values.
+    """
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    groups: list[list[str]]
+    held: list[Held]
+    divided: bool
+    separate: bool
+    arrivals: Arrivals
+    place: dict[str, Any]
+
+    def gradients(self, mesh: Mesh, **options: Any) -> GradientReducer:
+        """Makes the reducer whose gradients `assigned` takes; see `mean_gradients` for the options."""
+
+    def assigned(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradient of each of `held`. Collective unless all are None."""
+
+    def follow(self) -> None:
+        """Takes over what a script has written to parameters since the last update."""
+
+    def publish(self) -> None:
+        """Gives all ranks their new values."""
+
+
+class NamedOptimizer:
+    """The optimizer of a training step.
+
+    Args:
+        distribution: What this rank updates.
+        groups: The hyperparameters of each group; "params" is ignored.
+        make: Makes the optimizer from groups with this rank's tensors; some may be empty.
+        runtime: The device.
+        given: Whether the user has made the optimizer, or chosen its class: then its groups are restored completely,
+            and those of one that training arguments describe keep the arguments' values.
+
+    Attributes:
+        inner: The `torch.optim` optimizer that computes the update. Learning rate schedules and callbacks work on its
+            parameter groups.
+        arrivals: What `step` has left to wait for.
+    """
+
+    def __init__(
+        self, distribution: Distribution, groups: Groups, make: Make, runtime: Runtime, *, given: bool = False
+    ) -> None:
+        self.distribution = distribution
+        self.names, self.parameters = distribution.names, distribution.parameters
+        self.arrivals = distribution.arrivals
+        self.given = given
+        self._runtime = runtime
+        self._held = distribution.held
+        tensors = [[held.tensor for held in self._held if held.group == number] for number in range(len(groups))]
+        self.inner = make([{**group, "params": own} for group, own in zip(groups, tensors, strict=True)])
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    def gradients(
+        self,
+        mesh: Mesh,
+        *,
+        accumulation: int,
+        reduce_dtype: torch.dtype | None = torch.float32,
+        on_arrival: bool = False,
+    ) -> GradientReducer:
+        """Makes the reducer of the gradients that `set_gradients` takes: only the optimizer knows which tensors it
+        updates. `accumulation` is the number of micro-batches in a step, `reduce_dtype` the type in which data parallel
+        ranks of an eager device send each other gradients. `on_arrival`: see `mean_gradients`."""
+        return self.distribution.gradients(
+            mesh, accumulation=accumulation, reduce_dtype=reduce_dtype, on_arrival=on_arrival
+        )
+
+    @torch.no_grad()
+    def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Sets the reduced gradients, or clears them with None. Separate from `step`, so that callbacks can read them
+        before the update. Collective where tensor parallelism has sharded whole parameters."""
+        for held, gradient in zip(self._held, self.distribution.assigned(gradients), strict=True):
+            same = gradient is None or gradient.dtype == held.tensor.dtype
+            held.tensor.grad = gradient if same or gradient is None else gradient.to(held.tensor.dtype)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Updates the parameters on all ranks. Collective. With `arrivals.defer`, new values may arrive later. What the
+        script has written to parameters since the last step is kept.
+
+        Raises:
+            UsageError: A parameter of ZeRO-1 has been frozen since: its momentum and weight decay would go on.
+        """
+        self._check_none_is_frozen()
+        self.arrivals.settle()
+        self.distribution.follow()
+        self.inner.step()
+        self.distribution.publish()
+
+    def _check_none_is_frozen(self) -> None:
+        pairs = zip(self.names, self.parameters, strict=True) if self.distribution.divided else ()
+        frozen = next((name for name, parameter in pairs if not parameter.requires_grad), None)
+        if frozen is not None:
+            raise UsageError(
+                f"zero_1: {frozen} was frozen (requires_grad) after the optimizer was made, whose momentum and weight "
+                "decay would go on; freeze parameters before that"
+            )
+
+    def ensure_state(self) -> None:
+        """Creates the state that the first step would create, so that it can be restored in place.
+
+        Takes a step with zero gradients and learning rate 0, and restores the parameters afterwards. The state's values
+        are meaningless: call it only when they are about to be replaced. Existing states and gradients are kept.
+        """
+        missing = [held.tensor for held in self._held if held.tensor not in self.inner.state]
+        if not missing:
+            return
+        gradients = [held.tensor.grad for held in self._held]
+        for held in self._held:
+            held.tensor.grad = None
+        saved = self._runtime.to_host(missing)
+        take_empty_step(self.inner, missing, self._runtime)
+        for tensor, value in zip(missing, saved, strict=True):
+            self._runtime.write(tensor, value)
+        for held, gradient in zip(self._held, gradients, strict=True):
+            held.tensor.grad = gradient
+
+    def forget_state(self, names: Sequence[str]) -> bool:
+        """Removes the state of these parameters, as before their first gradient.
+
+        Returns False, and removes nothing, where the optimizer needs its state from the start (lazy devices), or a
+        state is that of several parameters.
+        """
+        if self._runtime.lazy or not self.distribution.separate:
+            return False
+        for held in self._having(names):
+            self.inner.state.pop(held.tensor, None)
+        return True
+
+    def _having(self, names: Sequence[str]) -> list[Held]:
+        wanted = set(names)
+        return [held for held in self._held if any(name in wanted for name, _ in held.members)]
+
+    # What is saved
+
+    def _state_of(self, held: Held) -> dict[str, Any]:
+        """The live state of a tensor, and `master` where it is master weights."""
+        return {**self.inner.state.get(held.tensor, {}), **({MASTER: held.tensor} if held.master else {})}
+
+    def named_state(self) -> dict[str, dict[str, Any]]:
+        """Parameter name to state: what this rank holds of the live tensors, values that apply to the complete
+        parameter, and `master` where there are master weights."""
+        states: dict[str, dict[str, Any]] = {name: {} for held in self._held for name, _ in held.members}
+        for held in self._held:
+            for key, value in self._state_of(held).items():
+                for name, named in held.named(value):
+                    states[name][key] = named
+        return states
+
+    def named_groups(self) -> list[dict[str, Any]]:
+        """The groups' plain hyperparameters, with the names of all their parameters instead of tensors."""
+        return [
+            {key: list(names) if key == "params" else plain(value) for key, value in group.items()}
+            for group, names in zip(self.param_groups, self.distribution.groups, strict=True)
+        ]
+
+    def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Restores the saved learning rates, or all values of the groups of an optimizer that was given."""
+        load = load_hyperparameters if self.given else load_learning_rates
+        load(self.inner, groups, self._runtime)
+
+    def load_named_values(self, name: str, values: Mapping[str, Any]) -> None:
+        """Restores what the state of a parameter has besides tensors, such as a count of steps."""
+        for held in self._having([name]):
+            load_plain_values(self.inner.state[held.tensor], values)
+
+    # What this rank alone holds
+
+    def local_state(self) -> dict[str, Any]:
+        """The state of this rank's tensors, in the form of `torch.optim`'s state dicts. It fits this rank of this mesh
+        only; "zero_1" names both. Tensors are references."""
+        states = {
+            held.key: {k: v.detach() if isinstance(v, Tensor) else v for k, v in self._state_of(held).items()}
+            for held in self._held
+        }
+        groups = [{key: plain(value) for key, value in group.items()} for group in self.param_groups]
+        for number, group in enumerate(groups):
+            group["params"] = [held.key for held in self._held if held.group == number]
+        return {"state": states, "param_groups": groups, "zero_1": self.distribution.place}
+
+    @torch.no_grad()
+    def load_local_state(self, saved: Mapping[str, Any]) -> None:
+        """Restores in place what `local_state` returned.
+
+        Raises:
+            UsageError: It belongs to another rank, another mesh, or other parameters.
+        """
+        self._check_place(saved.get("zero_1"))
+        self.load_named_groups(saved["param_groups"])
+        if any(state.keys() - {MASTER} for state in saved["state"].values()):
+            self.ensure_state()
+        for held in self._held:
+            state = saved["state"][held.key]
+            if not state.keys() - {MASTER} and self.distribution.separate:
+                self.inner.state.pop(held.tensor, None)
+            live = self._state_of(held)
+            for key, value in state.items():
+                self._restore(live.get(key), value, held.tensor, key)
+
+    def _check_place(self, found: Any) -> None:
+        own = self.distribution.place
+        if found == own:
+            return
+        if not isinstance(found, Mapping):
+            raise UsageError("state_dict: not made by ZeroRedundancyOptimizer; pass what its state_dict returned")
+        differing = next((key for key in own if found.get(key) != own[key]), "zero_1")
+        raise UsageError(
+            f"state_dict: its {differing} is {found.get(differing)}, and here it is {own.get(differing)}; a state dict "
+            "is one rank's shard; save and restore with stepmark.Checkpointer, which fits any mesh"
+        )
+
+    def _restore(self, live: Any, value: Any, tensor: Tensor, key: str) -> None:
+        """Sets one value of a state; tensors stay the same objects, on their devices."""
+        if not isinstance(live, Tensor) or not isinstance(value, Tensor):
+            load_plain_values(self.inner.state[tensor], {key: value})
+        elif live.device.type == "cpu":
+            live.copy_(value)
+        else:
+            self._runtime.write(live, value.to("cpu"))
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state that this rank holds, master weights included."""
+        values = [value for held in self._held for value in self._state_of(held).values()]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))

@@ -1,1 +1,0 @@
-"""`stepmark cache`: lists and trims the caches of compiled graphs."""

@@ -1,0 +1,79 @@
+"""A run is opened once, by a recipe or by its Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepmark import Trainer, TrainingArguments
+from stepmark.errors import StepmarkError
+from stepmark.trainer import run as run_module
+from stepmark.trainer.run import Run
+from tests.support.programs import Blocks, tiny_model
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders that were prepared."""
+    found: list[Path] = []
+    original = run_module.prepare_output_folder
+
+    def note(folder: Path, host: object) -> None:
+        found.append(folder)
+        original(folder, host)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_module, "prepare_output_folder", note)
+    return found
+
+
+def arguments(folder: Path) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(folder), device="cpu", max_steps=1, save_strategy="no", disable_tqdm=True)
+
+
+def test_an_opened_run_is_not_opened_again(
+    tmp_path: Path, prepared: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(tmp_path / "out")
+    run = Run.open(args)
+    run.prepare_folder()
+    monkeypatch.setattr(run_module, "start", lambda *_: pytest.fail("opened twice"))
+    trainer = Trainer(tiny_model(), args, train_dataset=Blocks(8), run=run)
+    assert trainer.context is run.context
+    trainer.train()
+    assert prepared == [tmp_path / "out"]
+    trainer.train()  # much later, perhaps, in a notebook
+    assert prepared == 2 * [tmp_path / "out"]
+
+
+def test_a_trainer_of_a_script_opens_its_own(tmp_path: Path, prepared: list[Path]) -> None:
+    trainer = Trainer(tiny_model(), arguments(tmp_path / "first"), train_dataset=Blocks(8))
+    assert prepared == []
+    trainer.train()
+    trainer.args.output_dir = str(tmp_path / "second")
+    trainer.train()
+    assert prepared == [tmp_path / "first", tmp_path / "second"]
+
+
+def test_results_that_cannot_be_written_are_an_error_with_advice(tmp_path: Path) -> None:
+    run = Run.open(arguments(tmp_path))
+    (tmp_path / "train_results.json").mkdir()
+    with pytest.raises(StepmarkError, match="results cannot be written"):
+        run.write_results("train", {"train_loss": 1.0}, [[1, 2]])
+
+
+def test_the_number_of_samples_is_among_the_results_where_it_is_known(tmp_path: Path) -> None:
+    run = Run.open(arguments(tmp_path))
+    run.write_results("eval", {"eval_loss": 1.0}, [[1, 2], [3]])
+    assert run.log.read_results("eval") == {"eval_loss": 1.0, "eval_samples": 3}
+    run.write_results("eval", {"eval_loss": 1.0}, [iter([1])])
+    assert run.log.read_results("eval") == {"eval_loss": 1.0}
+
+
+def test_a_process_that_trained_no_step_keeps_the_results(tmp_path: Path) -> None:
+    run = Run.open(arguments(tmp_path))
+    first = {"epoch": 1.0, "train_loss": 2.0}
+    assert run.write_training(first, 3, [1]) == first
+    assert run.write_training({"epoch": 1.0, "train_loss": 0.0}, 0, [1]) == first
+    again = {"epoch": 2.0, "train_loss": 0.0}  # more epochs were asked for, and a callback has stopped it
+    assert run.write_training(again, 0, [1]) == again
