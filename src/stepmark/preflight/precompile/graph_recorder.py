@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from stepmark.preflight.precompile.graph_text import CACHED, EXTRACTED, NEW, UNKNOWN, Graph, GraphText
 from stepmark.runtime.xla import GraphCounts, XlaRuntime, graph_counts, host_operations, pending_graph
@@ -37,6 +38,13 @@ class GraphRecorder:
         with self._runtime.dispatching(self._dispatch):
             yield
         self._note_between(graph_counts())
+
+    def name_reads(self, lines: Sequence[str]) -> None:
+        """Adds the lines that read a value within a step to the first graph that ran between boundaries."""
+        at = next((number for number, graph in enumerate(self.graphs) if graph.part.endswith(BETWEEN)), 0)
+        content = self.graphs[at].content
+        reads = tuple(f"a value that is read within the step, in every step: {line}" for line in lines)
+        self.graphs[at] = replace(self.graphs[at], content=replace(content, problems=(*content.problems, *reads)))
 
     def _dispatch(self, run: Callable[[], None]) -> None:
         before = graph_counts()

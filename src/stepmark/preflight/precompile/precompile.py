@@ -27,6 +27,7 @@ from stepmark.runtime.hardware import neuron_device_present
 from stepmark.runtime.xla_environment import extracting_graphs
 
 if TYPE_CHECKING:
+    from stepmark.data.loader.batch import StepBatch
     from stepmark.preflight.precompile.graph_recorder import GraphRecorder
     from stepmark.runtime.context import Context
     from stepmark.trainer.setup import RunParts
@@ -102,8 +103,10 @@ def record_graphs(trainer: Trainer) -> GraphRecorder:
 
 
 def _train(parts: RunParts, recorder: GraphRecorder) -> None:
-    """Trains all steps; the recorder knows from the step's hooks which part of a step is in progress."""
+    """Trains all steps; the recorder knows from the step's hooks which part of a step is in progress. Where a line
+    reads a value, later steps are traced as in the run; steps without a trace follow, since theirs are other graphs."""
     from stepmark.data.loader.prefetcher import DevicePrefetcher
+    from stepmark.trainer.telemetry.lazy_device import DeviceReadMonitor
     from stepmark.training.learning_rate_schedule import advance
     from stepmark.training.step import StepHooks
 
@@ -119,11 +122,23 @@ def _train(parts: RunParts, recorder: GraphRecorder) -> None:
         recorder.part = "step" if count == 1 else "update"
 
     hooks = StepHooks(after_micro_step=micro_step_done, before_update=update_begins)
-    for number, batch in enumerate(DevicePrefetcher(parts.loader, runtime)):
+    lines: list[str] = []
+    reads = DeviceReadMonitor(runtime, lines.extend)
+
+    def take(number: int, batch: StepBatch) -> None:
+        nonlocal done
         done, recorder.part = 0, "step" if count == 1 else "micro-step"
-        statistics = parts.step(number, batch, hooks)
+        with reads.within_step():
+            statistics = parts.step(number, batch, hooks)
         runtime.to_host([statistics.values])
         advance(parts.schedule)
+
+    for number, batch in enumerate(DevicePrefetcher(parts.loader, runtime)):
+        take(number, batch)
+    if lines:
+        for extra in (1, 2):
+            take(number + extra, batch)
+        recorder.name_reads(lines)
 
 
 def _shortened(recipe: Recipe) -> Recipe:
