@@ -109,7 +109,9 @@ def test_an_earlier_reader_of_the_descriptor_still_reads_it() -> None:
     try:
         with listening(lambda _: None):
             os.kill(os.getpid(), TERM)
-            assert reader.recv(1) == bytes([TERM])
+            while (read := reader.recv(1)) == bytes([signal.SIGCHLD]):
+                pass  # a child that another test has left
+            assert read == bytes([TERM])
         assert signal.set_wakeup_fd(before) == writer.fileno()
     finally:
         signal.set_wakeup_fd(before)
