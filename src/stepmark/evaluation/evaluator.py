@@ -29,10 +29,10 @@ from stepmark.evaluation.predictions import (
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.progress import EVALUATION, entering, staying
 from stepmark.runtime.base import Runtime
-from stepmark.training.lazy.transformers_forward import lazy_forward
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating, unwrapped
+from stepmark.training.one_graph_per_step.transformers_forward import lazy_forward
 from stepmark.training.pipelined_forward import PipelinedForward
 
 BatchResult = tuple[Tensor | None, Any, Any]

@@ -61,8 +61,8 @@ from stepmark.trainer.evaluation import (
     make_prompt_sampler,
     sample_prompts,
 )
+from stepmark.trainer.interruption.peer_watch import watch_peers
 from stepmark.trainer.interruption.run_end import record_end
-from stepmark.trainer.interruption.silent_ranks import watch_peers
 from stepmark.trainer.loaders import LoaderFactory, default_collator
 from stepmark.trainer.resume import TRAINER_STATE
 from stepmark.trainer.run import Run

@@ -23,7 +23,6 @@ from stepmark.data.loader.labels import LabelRule
 from stepmark.data.tokenize.packing import IGNORED
 from stepmark.errors import UsageError
 from stepmark.training.alternatives import Alternatives, Others
-from stepmark.training.lazy.transformers_forward import lazy_forward
 from stepmark.training.model_labels import (
     averages_samples,
     counts_first_label,
@@ -34,6 +33,7 @@ from stepmark.training.model_labels import (
     sums_samples,
     unwrapped,
 )
+from stepmark.training.one_graph_per_step.transformers_forward import lazy_forward
 
 LossFunction = Callable[..., Tensor]
 Override = Callable[[nn.Module, Any, Tensor], tuple[Tensor, Any]]

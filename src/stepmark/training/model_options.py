@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from stepmark.config.activation_checkpointing import for_device
 from stepmark.errors import DeviceError, UsageError
 from stepmark.runtime.base import Runtime
-from stepmark.training.lazy.transformers_forward import recorded_checkpoint
 from stepmark.training.model_labels import unwrapped
+from stepmark.training.one_graph_per_step.transformers_forward import recorded_checkpoint
 
 # transformers' method and its argument; the second is older, deprecated, and the one that models of others have.
 CHECKPOINTING = {

@@ -15,13 +15,13 @@ from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
 from stepmark.parallel.optimizer.eight_bit import EIGHT_BITS, FULL_PRECISION, adamw_8bit_class
 from stepmark.parallel.optimizer.elementwise import sharding_unit, updates_elements
-from stepmark.parallel.optimizer.flat_shards import flat_shards
 from stepmark.parallel.optimizer.lazy_optimizers import LazyAdamW, LazySGD
 from stepmark.parallel.optimizer.muon import MUON as BY_MUON
 from stepmark.parallel.optimizer.muon import NOT_MUON, MuonAdamW
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.optimizer.replicated import Replicated, replicated_around
 from stepmark.parallel.optimizer.whole_parameters import whole_parameters, whole_parameters_around
+from stepmark.parallel.optimizer.zero1_shards import flat_shards
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import layout_of

@@ -25,10 +25,10 @@ from stepmark.parallel.tensor.dropout import begin_regions
 from stepmark.runtime.links import Form
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed
-from stepmark.training.lazy.saved_weights import weights_made_again
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import TokenCounts, autocast
+from stepmark.training.one_graph_per_step.saved_weights import weights_made_again
 from stepmark.training.pipelined_forward import PipelinedForward, StageCalls
 
 

@@ -15,10 +15,10 @@ from stepmark.errors import UsageError
 from stepmark.parallel.gradients.arithmetic import scale_to
 from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.optimizer.elementwise import sharding_unit, updates_elements
-from stepmark.parallel.optimizer.flat_shards import flat_shards
 from stepmark.parallel.optimizer.lazy_optimizers import lazy_class
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.optimizer.whole_parameters import whole_parameters
+from stepmark.parallel.optimizer.zero1_shards import flat_shards
 from stepmark.runtime.mesh import DATA, TENSOR, Mesh
 
 DEFAULT_MAX_NORM = 1.0

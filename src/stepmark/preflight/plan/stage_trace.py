@@ -18,10 +18,10 @@ from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.links import Form
 from stepmark.runtime.mesh import TENSOR
-from stepmark.training.lazy.transformers_forward import lazy_forward
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating
+from stepmark.training.one_graph_per_step.transformers_forward import lazy_forward
 from stepmark.training.pipelined_forward import PipelinedForward
 
 

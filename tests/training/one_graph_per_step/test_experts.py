@@ -11,7 +11,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
-from stepmark.training.lazy.transformers_forward import all_experts_forward
+from stepmark.training.one_graph_per_step.transformers_forward import all_experts_forward
 
 TOKENS, HIDDEN, EXPERTS = 6, 8, 4
 SMALL = {"hidden_size": HIDDEN, "intermediate_size": 12, "num_local_experts": EXPERTS}

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.ranks import Ranks
 
-HERE = "tests.training.lazy.test_transformers_forward"
+HERE = "tests.training.one_graph_per_step.test_transformers_forward"
 
 
 def model_of(pad_token: int) -> Any:
@@ -27,7 +27,7 @@ def reads_inside_and_outside() -> dict[str, Any]:
     from transformers.utils import import_utils
 
     from stepmark.runtime.xla import XlaRuntime
-    from stepmark.training.lazy.transformers_forward import lazy_forward
+    from stepmark.training.one_graph_per_step.transformers_forward import lazy_forward
 
     runtime = XlaRuntime()
     model = model_of(pad_token=0).to(runtime.device)
@@ -76,7 +76,7 @@ def test_only_lazy_tensors_in_lazy_forward_are_not_read(ranks: Ranks) -> None:
 def recorded_in_both_passes() -> list[bool]:
     """What `is_recorded` says in a layer's forward pass, and when the backward pass repeats it."""
     from stepmark.runtime.xla import XlaRuntime, checkpoint_function
-    from stepmark.training.lazy.transformers_forward import is_recorded, recorded_checkpoint
+    from stepmark.training.one_graph_per_step.transformers_forward import is_recorded, recorded_checkpoint
 
     said: list[bool] = []
 

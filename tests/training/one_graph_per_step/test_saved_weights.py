@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepmark.training.lazy import saved_weights
-from stepmark.training.lazy.saved_weights import weights_made_again
+from stepmark.training.one_graph_per_step import saved_weights
+from stepmark.training.one_graph_per_step.saved_weights import weights_made_again
 from tests.support.ranks import Ranks
 
-HERE = "tests.training.lazy.test_saved_weights"
+HERE = "tests.training.one_graph_per_step.test_saved_weights"
 
 
 class _Products(nn.Module):
@@ -80,7 +80,7 @@ def weights_kept(kind: str) -> dict[str, int]:
     parameters, that autograd saves in a forward pass, alone and inside `weights_made_again`."""
     from stepmark.runtime.module_placement import place_module
     from stepmark.runtime.xla import XlaRuntime
-    from stepmark.training.lazy.transformers_forward import lazy_forward
+    from stepmark.training.one_graph_per_step.transformers_forward import lazy_forward
     from tests.support.models import build
 
     runtime, model = XlaRuntime(), build(kind, hidden_size=48)

@@ -45,7 +45,7 @@ def test_a_slow_callback_is_named_in_the_status_until_it_goes_on(
     slow = Slow(tmp_path)
     trainer(tmp_path, slow, save_strategy="no").train()
     assert (slow.seen["rank"], slow.seen["step"], slow.seen["phase"]) == (0, 3, BETWEEN)
-    assert slow.seen["where"].startswith("on_step_end (test_silent_ranks.py, line ")
+    assert slow.seen["where"].startswith("on_step_end (test_peer_watch.py, line ")
     assert read_status(tmp_path)["stuck"] is None
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     told = [event for event in events if event["event"] in ("stuck", "unstuck")]
