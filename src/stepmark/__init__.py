@@ -87,9 +87,9 @@ def __getattr__(name: str) -> Any:
         if message is not None:
             raise ImportError(message)
         raise AttributeError(f"module 'stepmark' has no attribute {name!r}")
-    from stepmark.launch.imports import without_collections
+    from stepmark.liveness.collection import without_collection
 
-    with without_collections():
+    with without_collection():
         module = importlib.import_module(_MODULES[name])
     return getattr(module, _RENAMED.get(name, name))
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepmark.cli.cycles import without_collection
+from stepmark.liveness.collection import without_collection
 
 if TYPE_CHECKING:
     from stepmark.interchange.sources.foreign import ForeignCheckpoint

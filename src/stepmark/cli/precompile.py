@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from stepmark.cli.recipe_fields import add_recipe_arguments, add_run_arguments, explain_unknown_argument, recipe_of
-from stepmark.launch.imports import quick_imports
 from stepmark.launch.supervisor import start_ranks
+from stepmark.liveness.collection import quick_imports
 
 HELP = "compile every graph of a recipe's run ahead of time, without data or weights; nothing of the run is saved"
 

@@ -16,11 +16,11 @@ from stepmark.cli.recipe_fields import (
 from stepmark.config.recipe import Recipe, kept_text
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import StepmarkError
-from stepmark.launch.imports import quick_imports
 from stepmark.launch.restarts import check_restarts
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 from stepmark.launch.supervisor import follow_supervisor, rank_command, start_ranks
 from stepmark.launch.world import World
+from stepmark.liveness.collection import quick_imports
 from stepmark.liveness.failure_report import REPORTS, FailureReport, keep_failure
 
 HELP = "train a model from a recipe"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-_collecting = threading.RLock()  # of a thread that a signal's handler interrupts, too
+from stepmark.liveness.collection import without_collection
+
 _PACKAGE = Path(__file__).parents[1]
 _COMPILERS = ("_compile", "compile_fx_inner")  # of torch._dynamo and torch._inductor, while they compile
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
@@ -26,7 +24,7 @@ def frame_of(thread: int) -> FrameType | None:
     `threading.local` waits for: the process would hang forever (CPython issue 106883). So no garbage is collected
     meanwhile.
     """
-    with _no_collection():
+    with without_collection():
         frame = sys._current_frames().get(thread)
     return frame.f_back if frame is not None and thread == threading.get_ident() else frame
 
@@ -71,23 +69,11 @@ def outwards(frame: FrameType | None) -> list[FrameType]:
     frame's own thread return from it first: what is read then is freed memory. So no garbage is collected meanwhile.
     """
     found = []
-    with _no_collection():
+    with without_collection():
         while frame is not None:
             found.append(frame)
             frame = frame.f_back
     return found
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    with _collecting:
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if enabled:
-                gc.enable()
 
 
 def _is_library(frame: FrameType) -> bool:

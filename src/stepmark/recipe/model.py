@@ -16,7 +16,7 @@ from stepmark.config.yaml_file import parse_options
 from stepmark.data.prepared_data import choose_block_size
 from stepmark.data.tokenize.tokenizer import check_own_code, load_tokenizer
 from stepmark.errors import DataError, StepmarkError, UsageError
-from stepmark.launch.imports import quick_imports
+from stepmark.liveness.collection import quick_imports
 from stepmark.parallel.loading.load import ModelFactory, load_model, new_model
 from stepmark.recipe.early_checks import check_model_folder
 from stepmark.runtime.module_placement import cast_module

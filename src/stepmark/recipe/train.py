@@ -12,7 +12,7 @@ from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import DataError, UsageError
-from stepmark.launch.imports import quick_imports
+from stepmark.liveness.collection import quick_imports
 from stepmark.recipe.early_checks import check_early, check_metrics, work_offline_without_hub
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment

@@ -17,7 +17,7 @@ from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointNotFound, UsageError
 from stepmark.evaluation.run_options import RunOptions
-from stepmark.launch.imports import quick_imports
+from stepmark.liveness.collection import quick_imports
 from stepmark.recipe.used_recipe import USED_RECIPE, read_used_recipe, recipe_file_of
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment, warn_not_saved
 from stepmark.watcher.evaluation_data import MODEL_CONFIGS, DataChoice
