@@ -5,13 +5,13 @@ Memory is bounded by the number of threads, not by the model.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -226,12 +226,15 @@ def make_header(path: Path, tensors: Mapping[str, GlobalTensor]) -> dict[str, in
     Larger elements come first, and the data begin at a page, so that every tensor is aligned to its elements.
     """
     places, position = {}, 0
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries = ['"__metadata__":{"format":"pt"}']
     for name, tensor in sorted(tensors.items(), key=lambda item: -item_size(item[1].dtype)):
         end = position + tensor.nbytes
-        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [position, end]}
+        shape = ",".join(map(str, tensor.shape))
+        entries.append(
+            f'{dumps(name)}:{{"dtype":"{tensor.dtype}","shape":[{shape}],"data_offsets":[{position},{end}]}}'
+        )
         places[name], position = position, end
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = f"{{{','.join(entries)}}}".encode()
     size = (8 + len(text) + PAGE - 1) // PAGE * PAGE
     files.write_file(path, struct.pack("<Q", size - 8) + text.ljust(size - 8), durable=False)
     os.truncate(path, size + position)

@@ -107,7 +107,7 @@ class StorageBytes(NamedTuple):
     dtype: str | None
 
 
-_REBUILD, _ORDERED = f"{_PREFIX}tensor_v2", Global("collections.OrderedDict")
+_REBUILD = f"{_PREFIX}tensor_v2"
 Locate = Callable[[str, str | None], StorageBytes]
 
 
@@ -213,11 +213,12 @@ class _Machine(pickle._Unpickler):
         word, kind, length, name, first, device, numel, offset, sizes, steps, empty, last = found.groups()
         word, kind, device, empty = memo.get(word[0]), memo.get(kind[0]), memo.get(device[0]), memo.get(empty[0])
         at = _integer(first)
-        if type(stack[-1]) is not Global or stack[-1].name != _REBUILD or empty != _ORDERED or type(kind) is not Global:
+        if stack[-1] is not _known(_REBUILD) or empty is not _known("collections.OrderedDict"):
             return False
         if word != "storage" or len(name) != length[0] or _integer(last) != at + 6:
             return False
-        key, shape, strides, none = name.decode(), _integers(sizes), _integers(steps), dict[Any, Any]()
+        key, shape, strides = name.decode(), _integers(sizes), _integers(steps)
+        none: dict[Any, Any] = {}
         storage = self._storage(kind, key)
         if storage.dtype is None or len(shape) != len(strides):
             return False
@@ -320,6 +321,7 @@ def _key(value: Any, depth: int = 0) -> Any:
     raise CheckpointError(f"its pickle has a {kind.__name__} as a key, which no known format has")
 
 
+@cache
 def _known(name: str) -> Global:
     """Raises CheckpointError, which names the class, for one that no known format has."""
     short = name.rpartition(".")[2]
