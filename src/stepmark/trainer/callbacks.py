@@ -21,6 +21,7 @@ from transformers.trainer_callback import (
 )
 
 from stepmark.config.training_fields import TrainingFields
+from stepmark.errors import UsageError
 from stepmark.liveness import console
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.run_log import RunLog
@@ -32,7 +33,10 @@ from stepmark.trainer.training_arguments import TrainingArguments
 Metrics = dict[str, float]
 
 logger = logging.getLogger("stepmark")
+TRAINER_STATE = "trainer_state.json"
 SHOWN = 100  # characters of a sample on the terminal
+_INTEGRATIONS = "transformers.integrations"
+_NOT_LISTED = ("flyte", "azure_ml")  # transformers does not say whether these are installed
 _OWN_STATES = ("TrainerControl",)  # in checkpoints of transformers' Trainer; not restored
 
 
@@ -57,7 +61,8 @@ class RunCallbacks:
     ) -> None:
         self.args = args
         self.run_log = run_log
-        self.handler: Any = CallbackHandler([StrategyCallback, *callbacks], model, processing_class, None, None)
+        called = [StrategyCallback, *filter(takes_part, (*reporters(args), *callbacks))]
+        self.handler: Any = CallbackHandler(called, model, processing_class, None, None)
         self.before_hearing: Callable[[], None] = lambda: None
         self.last_evaluation: tuple[int, Metrics] | None = None
         self._leads_node = leads_node
@@ -65,6 +70,11 @@ class RunCallbacks:
         self._machine: Metrics = {}
         self._position: tuple[int, Any] | None = None  # of the evaluated model, while that is logged
         self.reset()
+
+    def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Adds one, unless it takes no part."""
+        if takes_part(callback):
+            self.handler.add_callback(callback)
 
     def reset(self) -> None:
         """Starts over for a new run."""
@@ -176,10 +186,10 @@ class RunCallbacks:
 
     # State
 
-    def exportable_state(self) -> TrainerState:
-        """The state, with that of the callbacks which have one."""
+    def write_state(self, folder: Path) -> None:
+        """Writes the state to trainer_state.json, with that of the callbacks which have one."""
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=self._exportable()).stateful_callbacks
-        return self.state
+        self.state.save_to_json(str(folder / TRAINER_STATE))
 
     def restore_state(self, saved: TrainerState) -> None:
         """Restores the history, the best model and the callbacks' states from `saved`: their counters, and with
@@ -207,6 +217,28 @@ class RunCallbacks:
 def _defines(callback: TrainerCallback, event: str) -> bool:
     method = getattr(callback, event)
     return getattr(method, "__func__", method) is not getattr(TrainerCallback, event)
+
+
+def reporters(args: TrainingFields) -> list[type[TrainerCallback]]:
+    """transformers' callbacks for the `report_to` names. Raises UsageError where a package is not installed."""
+    from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
+
+    installed = get_available_reporting_integrations()
+    names = installed if args.reporters == ["all"] else args.reporters
+    try:
+        found = get_reporting_integration_callbacks(names)
+    except ValueError as error:
+        raise UsageError(f"report_to: {error}") from error
+    if absent := [name for name in names if name not in (*installed, *_NOT_LISTED)]:
+        raise UsageError(f"report_to: {absent[0]} is not installed; install its package, or leave it out of report_to")
+    return found
+
+
+def takes_part(callback: TrainerCallback | type[TrainerCallback]) -> bool:
+    """Whether a callback is called. Reporters of transformers, such as TensorBoard's, and what is derived from one are
+    not while the values are placeholders."""
+    kind = callback if isinstance(callback, type) else type(callback)
+    return not (extracting_graphs() and any(each.__module__.startswith(_INTEGRATIONS) for each in kind.__mro__))
 
 
 class StrategyCallback(DefaultFlowCallback):

@@ -14,12 +14,10 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, check
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.liveness.host_group import HostGroup
-from stepmark.trainer.callbacks import RunCallbacks
+from stepmark.trainer.callbacks import TRAINER_STATE, RunCallbacks
 from stepmark.trainer.run_folder.output_folder import check_named_checkpoint
 from stepmark.trainer.run_folder.run_identity import changes_of_data, check_same_run
 from stepmark.trainer.setup import RunParts
-
-TRAINER_STATE = "trainer_state.json"
 
 logger = logging.getLogger("stepmark")
 
