@@ -45,7 +45,8 @@ class RunCallbacks:
 
     `before_hearing` is called before an event that a user's callback handles. `last_evaluation` is the step of the last
     evaluation of the Trainer's own data, with its metrics. `begun` is set once training has begun: from then on the end
-    of the process is the end of the run. `log` is the Trainer's, which a subclass may override; it calls `record`.
+    of the process is the end of the run. `training` is set until it has ended. `log` is the Trainer's, which a subclass
+    may override; it calls `record`.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class RunCallbacks:
         self.state = TrainerState(is_local_process_zero=self._leads_node, is_world_process_zero=self.run_log.writes)
         self.control = TrainerControl()
         self.progress = ProgressDisplay(shows=False, total=0, done=0)
-        self.begun = self._training = False
+        self.begun = self.training = False
         self.best_step: int | None = None  # where the model has the weights of the best one
 
     def model_position(self) -> tuple[int, Any]:
@@ -119,16 +120,11 @@ class RunCallbacks:
         finished = self.state.global_step >= total_steps
         self.run_log.stays_done = finished and RunStatus.read(self.run_log.folder).state == DONE
         self.run_log.status(RUNNING, self.state.global_step)
-        self.begun = self._training = True
-
-    @property
-    def training(self) -> bool:
-        """Whether training has begun and not ended."""
-        return self._training
+        self.begun = self.training = True
 
     def close(self) -> None:
         """Training has ended, in one way or another."""
-        self._training = False
+        self.training = False
         self.progress.close()
 
     # Events
@@ -139,13 +135,12 @@ class RunCallbacks:
             self.before_hearing()
         self.control = getattr(self.handler, name)(self.args, self.state, self.control, *values)
 
-    def has(self, name: str) -> bool:
-        """Whether a callback defines the event `name`, rather than inheriting the empty method of its base class."""
-        return any(_defines(callback, name) for callback in self.handler.callbacks)
-
     def hears(self, name: str) -> bool:
-        """Whether a callback that is not the run's own defines the event `name`."""
-        return any(type(each) is not StrategyCallback and _defines(each, name) for each in self.handler.callbacks)
+        """Whether a callback that is not the run's own defines the event `name`, rather than inheriting the empty
+        method of its base class."""
+        others = (each for each in self.handler.callbacks if type(each) is not StrategyCallback)
+        methods = (getattr(each, name) for each in others)
+        return any(getattr(each, "__func__", each) is not getattr(TrainerCallback, name) for each in methods)
 
     def evaluated(self, metrics: Metrics, prefix: str) -> None:
         """Logs the metrics of one set, whose keys begin with `prefix`, and calls `on_evaluate`."""
@@ -178,7 +173,7 @@ class RunCallbacks:
         self.state.log_history.append({**logs, "epoch": epoch, "step": step})
         logs = {**logs, **machine}
         self.run_log.metrics({"step": step, "epoch": epoch, **logs})
-        if self._training:
+        if self.training:
             best = {} if self.state.best_metric is None else {"best_metric": self.state.best_metric}
             self.run_log.describe(eta_seconds=self.progress.seconds_left(step), **best)
             self.run_log.status(RUNNING, step)
@@ -212,11 +207,6 @@ class RunCallbacks:
 
     def _exportable(self) -> list[Any]:
         return [callback for callback in self.handler.callbacks if isinstance(callback, ExportableState)]
-
-
-def _defines(callback: TrainerCallback, event: str) -> bool:
-    method = getattr(callback, event)
-    return getattr(method, "__func__", method) is not getattr(TrainerCallback, event)
 
 
 def reporters(args: TrainingFields) -> list[type[TrainerCallback]]:

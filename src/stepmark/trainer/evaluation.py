@@ -140,7 +140,8 @@ class TrainerEvaluation:
 
     def prompt_sampler(self) -> PromptSampler | None:
         """Continues `sample_prompts`; None without any. Raises UsageError where it cannot."""
-        prompts, model = sample_prompts(self.args), self.evaluator.model
+        given, model = self.args.sample_prompts, self.evaluator.model
+        prompts = [given] if isinstance(given, str) else list(given or [])
         if not prompts:
             return None
         config = getattr(model, "config", None)
@@ -152,12 +153,12 @@ class TrainerEvaluation:
         positions = getattr(config, "max_position_embeddings", None)
         return PromptSampler(self.loaders.processing_class, prompts, self.args.sample_tokens, positions)
 
-    def sample_texts(self) -> list[str]:
-        """The model's continuations of `sample_prompts`; on ranks other than 0, or without prompts, an empty list."""
+    def sample_texts(self) -> list[tuple[str, str]]:
+        """`sample_prompts` with the model's continuations; on ranks other than 0, or without prompts, an empty list."""
         each, sampler = self.evaluator, self.prompt_sampler()
         if sampler is None or each.host.rank != 0:
             return []
-        return sampler.texts(each.model, each.runtime, each.autocast_dtype)
+        return list(zip(sampler.prompts, sampler.texts(each.model, each.runtime, each.autocast_dtype), strict=True))
 
     def try_metrics(self, datasets: Iterable[Any], batches: Callable[[Any], Any]) -> None:
         """Calls `compute_metrics` with two samples of each dataset, so that one that fails does so before training and
@@ -208,9 +209,3 @@ def logged_evaluation(
             return None
         metrics |= {name: value for name, value in log.items() if name != "step"}
     return metrics
-
-
-def sample_prompts(args: TrainingArguments) -> list[str]:
-    """`sample_prompts` as a list."""
-    given = args.sample_prompts
-    return [given] if isinstance(given, str) else list(given or [])

@@ -53,7 +53,6 @@ from stepmark.trainer.evaluation import (
     TrainerEvaluation,
     evaluation_sets,
     logged_evaluation,
-    sample_prompts,
 )
 from stepmark.trainer.interruption.peer_watch import PeerWatches
 from stepmark.trainer.loaders import LoaderFactory, default_collator
@@ -637,7 +636,7 @@ class Trainer:
         with evaluation.running():
             metrics = self.evaluate()
         self._callbacks.last_evaluation = (self.state.global_step, metrics)
-        for prompt, written in zip(sample_prompts(self.args), self.evaluation.sample_texts(), strict=False):
+        for prompt, written in self.evaluation.sample_texts():
             self._callbacks.sampled(prompt, written)
         return metrics
 

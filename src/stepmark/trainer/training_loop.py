@@ -453,7 +453,7 @@ class TrainingLoop:
         with self._monitor.within("save", self._step):
             self._begin_save()
             self._callbacks.progress.line(f"{'saving' if self._args.async_save else 'saved'} checkpoint-{self._step}")
-            if self._callbacks.has("on_save"):
+            if self._callbacks.hears("on_save"):
                 self._checkpointer.wait()  # a callback may read the checkpoint, or add files to it
             self._callbacks.event("on_save")
 

@@ -27,7 +27,7 @@ from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.runtime.mesh import Mesh
 from stepmark.trainer.run_folder.run_identity import tokenizer_digest
 from stepmark.training.packed_samples import check_packing
-from stepmark.watcher.evaluation_data import MODEL_CONFIGS, DataChoice, EvaluationSet, prepare_sets
+from stepmark.watcher.evaluation_data import MODEL_CONFIGS, DataChoice, EvaluationSet, Request, prepare_sets
 
 logger = logging.getLogger("stepmark")
 
@@ -102,29 +102,20 @@ class EvaluationSetup:
 
     @classmethod
     def prepare(
-        cls,
-        mesh: Mesh,
-        functions: Functions,
-        choice: DataChoice,
-        recipe: Recipe | None,
-        checkpoint: Path,
-        batch_size: int | None,
-        *,
-        trust_remote_code: bool = False,
-        base_model: str | None = None,
+        cls, request: Request, mesh: Mesh, functions: Functions, recipe: Recipe | None, checkpoint: Path
     ) -> EvaluationSetup:
         """`checkpoint` is one of those to be evaluated; its tokenizer is used where no recipe names one. Python code
-        of its model and tokenizer is executed only with `trust_remote_code`, whatever its recipe says. `base_model`:
-        that of adapters, where it is not what they name.
+        of its model and tokenizer is executed only where the request trusts it, whatever its recipe says.
 
         Raises DataError or UsageError where there is nothing to evaluate on, and CheckpointNotFound, on all ranks,
         where the checkpoint has been deleted in the meantime.
         """
+        choice, base_model, trust = request.data, request.base_model, request.trust_remote_code
         if base_model is not None and not is_adapter(checkpoint):
             raise UsageError(f"--base-model: {checkpoint} holds a complete model and no adapter; leave it out")
         functions = functions.of_run(recipe)
         options = options_of(recipe, checkpoint)
-        tokenizer, longest = _read_what_texts_need(mesh, recipe, checkpoint, trust_remote_code, base_model)
+        tokenizer, longest = _read_what_texts_need(mesh, recipe, checkpoint, trust, base_model)
         sets: dict[str | None, EvaluationSet] = {}
         if recipe is None and not choice.sources and functions.evaluator is None:
             raise DataError(_what_to_pass(checkpoint, options, choice, functions))
@@ -143,8 +134,9 @@ class EvaluationSetup:
                     logger.warning("the --evaluator gets no data: %s", error)  # it may not need data
         # Data of the run's own decide which of its checkpoints is the best, where there are such data.
         moves_best = choice.updates_best or not choice.sources or recipe is None
-        reader = ModelReader(mesh.runtime, trust_remote_code=trust_remote_code, base_model=base_model)
-        options = replace(options, per_device_eval_batch_size=batch_size or options.per_device_eval_batch_size)
+        reader = ModelReader(mesh.runtime, trust_remote_code=trust, base_model=base_model)
+        batch_size = request.batch_size or options.per_device_eval_batch_size
+        options = replace(options, per_device_eval_batch_size=batch_size)
         return cls(mesh, sets, functions, tokenizer, options, reader, moves_best)
 
     @property
