@@ -119,6 +119,7 @@ class Trainer:
         loss_averages_over: What the loss is a mean over: `targets` (batches are weighted by their labels that are not
             -100), or `samples` although batches have labels that could be counted. Set it in a subclass with such a
             `compute_loss`. Default: that of `compute_loss_func` or of the model, else `targets`.
+        compute_loss_func: The argument of this name, which may be set.
         model_accepts_loss_kwargs: Ignored, since losses are always means. Some scripts set it.
         optimizer: The run's `torch.optim` optimizer; None before `create_optimizer`.
         lr_scheduler: The run's schedule; None before `create_scheduler`.
@@ -191,6 +192,7 @@ class Trainer:
         self._optimizers = RunOptimizer()
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.compute_loss_func = compute_loss_func
+        self._set_loss()
         self.checkpoint_files: list[Callable[[Path], None]] = []
         self._callbacks = RunCallbacks(
             self.args,
@@ -226,7 +228,7 @@ class Trainer:
         super().__setattr__(name, value)
         if name == "compute_loss" and "loss" in vars(self):
             self.loss.override = self._overridden_loss
-        elif name == "loss_averages_over" and "loss" in vars(self):
+        elif name in ("compute_loss_func", "loss_averages_over") and "loss" in vars(self):
             self._set_loss()
 
     def _overridden(self, name: str) -> bool:
@@ -441,16 +443,6 @@ class Trainer:
         return self.context.runtime.place(inputs)
 
     @property
-    def compute_loss_func(self) -> Callable[..., torch.Tensor] | None:
-        """The loss in place of the model's own; it may be set."""
-        return self._compute_loss_func
-
-    @compute_loss_func.setter
-    def compute_loss_func(self, function: Callable[..., torch.Tensor] | None) -> None:
-        self._compute_loss_func = function
-        self._set_loss()
-
-    @property
     def label_names(self) -> list[str]:
         """The names of the inputs that are labels; they may be set."""
         return list(self.loss.labels.names)
@@ -463,7 +455,7 @@ class Trainer:
     def _set_loss(self) -> None:
         self.loss = MicroBatchLoss(
             self.model,
-            compute_loss_func=self._compute_loss_func,
+            compute_loss_func=self.compute_loss_func,
             label_smoothing=self.args.label_smoothing_factor,
             label_names=self.args.label_names,
             lazy=self.context.runtime.lazy,
@@ -545,7 +537,7 @@ class Trainer:
         total_steps = count_steps(self.args, loader)
         optimizer, schedule = self._optimizers.for_run(self, total_steps)
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
-        own_loss = self.compute_loss if self._overridden("compute_loss") else self._compute_loss_func
+        own_loss = self.compute_loss if self._overridden("compute_loss") else self.compute_loss_func
         return RunParts(
             args=self.args,
             context=self.context,

@@ -32,9 +32,9 @@ def evaluate_command(request: Request) -> int:
         from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
         from stepmark.runtime.context import start
         from stepmark.runtime.mesh import Mesh
-        from stepmark.watcher.setup import Functions
+        from stepmark.watcher.setup import check_functions
 
-    functions = Functions.load(request.metrics, request.evaluator)
+    check_functions(request)
     cache = _compile_cache(request)
     prepare_compile_cache(cache)
     context = start(request.device)
@@ -42,11 +42,7 @@ def evaluate_command(request: Request) -> int:
     if not context.runtime.lazy:
         leave_out_torch_xla()
     mesh = Mesh.create(context=context)
-    if extracting_graphs():
-        return _extract(request, mesh, functions)
-    if request.is_run:
-        return _of_run(request, mesh, functions)
-    return _of_one(request, mesh, functions)
+    return _of_run(request, mesh) if request.is_run and not extracting_graphs() else _of_one(request, mesh)
 
 
 def _compile_cache(request: Request) -> bool | str | None:
@@ -54,15 +50,6 @@ def _compile_cache(request: Request) -> bool | str | None:
     run = request.path if request.is_run else request.path.absolute().parent
     recipe = read_used_recipe(run) or _recipe_of(request.path)
     return None if recipe is None else recipe.training.compile_cache
-
-
-def _extract(request: Request, mesh: Any, functions: Any) -> int:
-    """Evaluates one checkpoint for the graphs that this takes: of a run the newest. Nothing is recorded or printed,
-    since the values are placeholders."""
-    path = mesh.context.host.broadcast(_newest(request))
-    _evaluate_one(request, mesh, functions, path)
-    warn_not_saved(f"the evaluation of {path}")
-    return 0
 
 
 def _newest(request: Request) -> Path:
@@ -75,31 +62,27 @@ def _newest(request: Request) -> Path:
     return max(found, key=lambda path: step_of(path) or 0)
 
 
-def _of_one(request: Request, mesh: Any, functions: Any) -> int:
-    host = mesh.context.host
-    path = host.broadcast(resolve_link(request.path))
-    samples, metrics = _evaluate_one(request, mesh, functions, path)
-    if host.rank == 0:
-        show = json_of_model if request.as_json else table_of_model
-        print(show(path, samples, metrics))
-    return 0
-
-
-def _evaluate_one(
-    request: Request, mesh: Any, functions: Any, path: Path
-) -> tuple[dict[str | None, int], dict[str, float]]:
-    """The number of samples of each set, and the metrics of one checkpoint. Collective."""
+def _of_one(request: Request, mesh: Any) -> int:
+    """Evaluates one checkpoint or model. While graphs are extracted, nothing is printed: values are placeholders."""
     from stepmark.watcher.setup import EvaluationSetup
 
-    lease = _try_lease(path) if mesh.context.host.rank == 0 else None
+    leads = mesh.context.host.rank == 0
+    path = mesh.context.host.broadcast(_newest(request))
+    lease = _try_lease(path) if leads else None
     try:
-        setup = EvaluationSetup.prepare(request, mesh, functions, _recipe_of(path), path)
-        if mesh.context.host.rank == 0:
+        setup = EvaluationSetup.prepare(request, mesh, _recipe_of(path), path)
+        if leads:
             _say(setup.summary(_origin(request, recipe_file_of(path), path, RunOptions.of_checkpoint(path))))
-        return {name: len(each.blocks) for name, each in setup.sets.items()}, setup.evaluate(path)
+        metrics = setup.evaluate(path)
     finally:
         if lease is not None:
             lease.release()
+    if extracting_graphs():
+        warn_not_saved(f"the evaluation of {path}")
+    elif leads:
+        show = json_of_model if request.as_json else table_of_model
+        print(show(path, {name: len(each.blocks) for name, each in setup.sets.items()}, metrics))
+    return 0
 
 
 def _try_lease(path: Path) -> Lease | None:
@@ -142,7 +125,7 @@ def _origin(request: Request, recipe: Path | None, path: Path, options: RunOptio
     return "; ".join(notes)
 
 
-def _of_run(request: Request, mesh: Any, functions: Any) -> int:
+def _of_run(request: Request, mesh: Any) -> int:
     from stepmark.watcher.scheduler import WatchOptions
     from stepmark.watcher.setup import EvaluationSetup
     from stepmark.watcher.watcher import Watcher
@@ -152,7 +135,7 @@ def _of_run(request: Request, mesh: Any, functions: Any) -> int:
 
     def make_setup(checkpoint: Path) -> Any:
         recipe = read_used_recipe(request.path)
-        setup = EvaluationSetup.prepare(request, mesh, functions, recipe, checkpoint)
+        setup = EvaluationSetup.prepare(request, mesh, recipe, checkpoint)
         if leads:
             used = None if recipe is None else request.path / USED_RECIPE
             options = RunOptions.of_checkpoint(checkpoint)
