@@ -13,7 +13,7 @@ from stepmark.launch.world import World
 from stepmark.liveness.process_exit import say
 
 if TYPE_CHECKING:
-    from stepmark.watcher.command import Request
+    from stepmark.watcher.evaluation_data import Request
 
 HELP = "evaluate a checkpoint, or every checkpoint of a run as it is committed"
 ENDS_AT_SIGNALS = True  # with exit code 75, since the same command continues
@@ -72,8 +72,7 @@ def _say_interrupted(reason: str) -> None:
 
 
 def _request(parsed: argparse.Namespace) -> Request:
-    from stepmark.watcher.command import Request
-    from stepmark.watcher.evaluation_data import DataChoice
+    from stepmark.watcher.evaluation_data import DataChoice, Request
 
     def truth(given: str | None) -> bool | None:
         return None if given is None else given == "true"

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ from stepmark.evaluation.predictions import (
 )
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.progress import EVALUATION, entering, staying
+from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating, unwrapped
@@ -96,6 +98,15 @@ class Evaluator:
     reporting: Sequence[int] | None = None
     prediction_step: PredictionStep | None = None
     stages: PipelinedForward | None = None
+
+    @classmethod
+    def on_mesh(
+        cls, model: nn.Module, loss: MicroBatchLoss, mesh: Mesh, dtype: torch.dtype | None, **others: Any
+    ) -> Self:
+        """The evaluator of a model on a mesh, with autocast to `dtype` and `others` of the arguments."""
+        stages = None if staged(model) is None else PipelinedForward(model, loss, mesh, dtype)
+        reporting = mesh.reporting_ranks
+        return cls(model, loss, mesh.runtime, mesh.context.host, dtype, reporting=reporting, stages=stages, **others)
 
     def __call__(
         self,

@@ -96,8 +96,8 @@ def record_graphs(trainer: Trainer) -> GraphRecorder:
         _train(trainer.make_parts(), recorder)
         if trainer.args.eval_strategy != "no":
             recorder.part = "evaluation"
-            trainer.run_evaluation(trainer.get_eval_dataloader(), gather=trainer.compute_metrics is not None)
-            trainer.sample_texts()
+            trainer.evaluation.run(trainer.get_eval_dataloader(), gather=trainer.compute_metrics is not None)
+            trainer.evaluation.sample_texts()
         runtime.step_boundary(wait=True)
     return recorder
 
