@@ -20,7 +20,8 @@ from stepmark.filesystem.cache_folder import GRAPHS, cache_root
 from stepmark.launch.world import World
 from stepmark.preflight.doctor.findings import Finding, Status
 from stepmark.runtime.compile_cache import NEURON_FLAGS, NEURON_URL, Setting, neuron_place
-from stepmark.runtime.device import choose_device
+from stepmark.runtime.context import group_backend
+from stepmark.runtime.device import can_pin, choose_device
 from stepmark.runtime.hardware import neuron_device_present, tpu_present
 from stepmark.runtime.neuron.neuron_environment import CORES, visible_cores
 from stepmark.runtime.versions import installed_version
@@ -238,6 +239,7 @@ def look_at_devices(wish: str) -> Iterator[Finding]:
     yield Finding(DEVICES, "CPU", f"{cores} cores", values={"cores": cores})
     yield from _neuron(wish)
     yield from _cuda()
+    yield from _native()
     if tpu_present():
         yield Finding(DEVICES, "TPU", f"{len(glob.glob('/dev/accel[0-9]*'))} devices")
     try:
@@ -287,3 +289,43 @@ def _cuda() -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(index)
         text = f"{properties.name}, {properties.total_memory / 1e9:.1f} GB; CUDA {torch.version.cuda}, driver {driver}"
         yield Finding(DEVICES, f"CUDA {index}", text, values={"memory": properties.total_memory})
+
+
+def _native() -> Iterator[Finding]:
+    """The accelerator of torch's, where it is another one than CUDA, and what training on it needs of its package."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type == "cuda":
+        return
+    kind, count = accelerator.type, torch.accelerator.device_count()
+    values = {
+        "count": count,
+        "package": ", ".join(_packages_of(kind)),
+        "process_group": group_backend(kind),
+        "compilers": _compilers_for(kind),
+        "pinned_memory": can_pin(accelerator),
+    }
+    text = (
+        f"{count} devices of {values['package'] or f'torch {torch.__version__}'}; "
+        f"process group {values['process_group'] or 'none: one rank only'}; "
+        f"torch.compile by {', '.join(values['compilers']) or 'no backend'}; "
+        f"{'pinned' if values['pinned_memory'] else 'no pinned'} host memory"
+    )
+    yield Finding(DEVICES, kind, text, values=values)
+
+
+def _packages_of(kind: str) -> list[str]:
+    """The installed packages that torch loads as backends, with their versions: one has brought this device, unless
+    torch has it itself."""
+    if torch._C._get_privateuse1_backend_name() != kind:
+        return []
+    loaded = {point.dist for point in entry_points(group="torch.backends") if point.dist is not None}
+    return sorted(f"{each.name} {each.version}" for each in loaded)
+
+
+def _compilers_for(kind: str) -> list[str]:
+    """The backends of torch.compile for the device: inductor where it has code for it, and those of packages."""
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+
+    init_backend_registration()
+    inductor = ["inductor"] if get_scheduling_for_device(kind) is not None else []
+    return inductor + sorted({point.name for point in entry_points(group="torch_dynamo_backends")})

@@ -17,6 +17,7 @@ from stepmark.errors import UsageError
 from stepmark.preflight.plan.plan import Plan, RunLength, check_mesh, make_plan
 from stepmark.recipe.model import build_config, build_tokenizer
 from stepmark.runtime.device import choose_device
+from stepmark.runtime.hardware import check_device_name
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -96,6 +97,7 @@ def _check_block_size(config: Any, block_size: int) -> None:
 
 def _device(recipe: Recipe, notes: list[str]) -> str:
     wish = recipe.training.device_name
+    check_device_name(wish)
     if wish != "auto":
         return wish
     found = choose_device("auto")

@@ -16,7 +16,7 @@ from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.preflight.plan.candidates import neighbours, smaller
 from stepmark.preflight.plan.depth import trace_deep
-from stepmark.preflight.plan.simulated_mesh import DEVICES, PlannedDevice
+from stepmark.preflight.plan.simulated_mesh import PlannedDevice, planned_device
 from stepmark.preflight.plan.stages import StageTrace, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_trace import meta_model
@@ -158,7 +158,8 @@ def make_plan(
     check_mesh(args, ranks)
     trust = recipe.model.trust_remote_code
     adapter = None if recipe.model.peft is None else recipe.model
-    setup = StepSetup(config, args, ranks, length.block_size, DEVICES[device], trust, adapter)
+    planned = planned_device(device)
+    setup = StepSetup(config, args, ranks, length.block_size, planned, trust, adapter)
     model_class, parameters, trained, elements = _count(setup)
     measured = [_measure(setup, each, own=each is args) for each in neighbours(args, ranks)]
     if measured[0].impossible is not None:
@@ -173,7 +174,7 @@ def make_plan(
         model_class,
         parameters,
         ranks,
-        DEVICES[device],
+        planned,
         device_memory,
         length,
         measured,
