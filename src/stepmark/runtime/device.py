@@ -79,14 +79,3 @@ def runtime_for(device: torch.device) -> Runtime:
 
         return XlaRuntime()
     return EagerRuntime(device)
-
-
-@functools.cache
-def can_pin(device: torch.device) -> bool:
-    """Whether host memory can be page-locked for this device, so that copies to and from it need not wait: tried."""
-    if device.type in ("cpu", "xla", "mps"):  # mps: its memory is the host's, and pinning gives a tensor on it
-        return False
-    try:
-        return torch.empty(1, dtype=torch.uint8, pin_memory=True).is_pinned()
-    except (RuntimeError, NotImplementedError):
-        return False

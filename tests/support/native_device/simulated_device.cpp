@@ -493,11 +493,42 @@ int64_t attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const
                   bool, std::optional<double>, bool) {
   return 0;
 }  // composed of other operations
+using Sizes = c10::SymIntArrayRef;
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       Sizes stride, Sizes padding, Sizes dilation, bool transposed, Sizes output_padding,
+                       c10::SymInt groups) {
+  operate();
+  count(KERNELS);
+  spend();
+  Inside in;
+  const auto added = bias && bias->defined() ? std::optional<at::Tensor>(bias->cpu()) : std::nullopt;
+  return at::convolution_symint(input.cpu(), weight.cpu(), added, stride, padding, dilation, transposed, output_padding,
+                                groups)
+      .to(input.device());
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& gradient, const at::Tensor& input,
+                                                                    const at::Tensor& weight, Sizes stride,
+                                                                    Sizes padding, Sizes dilation, bool transposed,
+                                                                    Sizes output_padding, c10::SymInt groups,
+                                                                    std::array<bool, 3> mask) {
+  operate();
+  count(KERNELS);
+  spend();
+  Inside in;
+  const std::vector<c10::SymInt> bias = {transposed ? weight.sym_size(1) * groups : weight.sym_size(0)};
+  auto [first, second, third] =
+      at::convolution_backward_symint(gradient.cpu(), input.cpu(), weight.cpu(), Sizes(bias), stride, padding, dilation,
+                                      transposed, output_padding, groups, mask);
+  auto back = [&](const at::Tensor& each) { return each.defined() ? each.to(input.device()) : each; };
+  return {back(first), back(second), back(third)};
+}
+std::unordered_set<std::string> refused;  // operations that the device does not have
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   static const std::unordered_set<std::string> reads = {"aten::equal",    "aten::nonzero",    "aten::masked_select",
                                                         "aten::_unique2", "aten::unique_dim", "aten::is_nonzero",
                                                         "aten::bincount"};
   if (!inside) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!refused.count(op.schema().name()), op.schema().name(), " is not there");
     operate();
     count(KERNELS);
     spend();
@@ -524,6 +555,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Storage_storage_offset", set_all);
   m.impl("_fused_sdp_choice", attention);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
 }
 #define IN_LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define IN_FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
@@ -539,6 +572,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   if (auto operations = std::getenv("SIMULATED_DEVICE_LOST_AFTER")) left = std::atol(operations);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   m.def("set_lag", [](long us) { lag = us; });
+  m.def("refuse", [](const std::string& name) { refused.insert(name); });
   m.def("lose_after", [](long operations) { left = operations; });
   m.def("tell_of_waits", [](pybind11::object function) {
     told_of_waits = nullptr;

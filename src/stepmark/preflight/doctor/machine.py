@@ -11,6 +11,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import torch
@@ -21,7 +22,8 @@ from stepmark.launch.world import World
 from stepmark.preflight.doctor.findings import Finding, Status
 from stepmark.runtime.compile_cache import NEURON_FLAGS, NEURON_URL, Setting, neuron_place
 from stepmark.runtime.context import group_backend
-from stepmark.runtime.device import can_pin, choose_device
+from stepmark.runtime.device import choose_device
+from stepmark.runtime.eager import can_pin
 from stepmark.runtime.hardware import neuron_device_present, tpu_present
 from stepmark.runtime.neuron.neuron_environment import CORES, visible_cores
 from stepmark.runtime.versions import installed_version
@@ -297,19 +299,13 @@ def _native() -> Iterator[Finding]:
     if accelerator is None or accelerator.type == "cuda":
         return
     kind, count = accelerator.type, torch.accelerator.device_count()
-    values = {
-        "count": count,
-        "package": ", ".join(_packages_of(kind)),
-        "process_group": group_backend(kind),
-        "compilers": _compilers_for(kind),
-        "pinned_memory": can_pin(accelerator),
-    }
+    package = ", ".join(_packages_of(kind)) or f"torch {torch.__version__}"
+    group, compilers, pins = group_backend(kind), _compilers_for(kind), can_pin(accelerator)
     text = (
-        f"{count} devices of {values['package'] or f'torch {torch.__version__}'}; "
-        f"process group {values['process_group'] or 'none: one rank only'}; "
-        f"torch.compile by {', '.join(values['compilers']) or 'no backend'}; "
-        f"{'pinned' if values['pinned_memory'] else 'no pinned'} host memory"
+        f"{count} devices of {package}; process group {group or 'none: one rank only'}; torch.compile by "
+        f"{', '.join(compilers) or 'no backend'}; {'pinned' if pins else 'no pinned'} host memory"
     )
+    values = {"count": count, "package": package, "process_group": group, "compilers": compilers, "pinned_memory": pins}
     yield Finding(DEVICES, kind, text, values=values)
 
 
