@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--greater_is_better", choices=("true", "false"), help="whether greater values of that metric are better")
     moved = "update the run's `best` although --data is not the data of the run"
     add("--update_best", action="store_true", help=moved)
-    add("--device", default="auto", metavar="STR", help="auto, xla, cuda, neuron or cpu (default: auto)")
+    add("--device", default="auto", metavar="STR", help="auto, xla, cpu, or an accelerator of torch's (default: auto)")
     add("--trust_remote_code", action="store_true", help="execute Python code that came with the model")
     base = "base model of an adapter: a folder or a name of the hub (default: as in the adapter's configuration)"
     add("--base-model", "--base_model", metavar="MODEL", help=base)

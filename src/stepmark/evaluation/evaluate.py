@@ -51,7 +51,7 @@ def evaluate(
         dataset: has `__len__` and `__getitem__`; or a dict of such, whose names are added to the prefix.
         mesh: the ranks; default: those that the model was parallelized for, else all of them, data parallel, on
             `device`.
-        device: `auto` (default), `xla`, `cuda`, `neuron` or `cpu`; ignored with `mesh`.
+        device: `auto` (default), or as in a recipe; ignored with `mesh`.
         batch_size: samples of a batch of one rank, default 8.
         bf16: run under bfloat16 autocast; default False.
         fp16: run under float16 autocast; default False.

@@ -34,7 +34,7 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating, unwrapped
-from stepmark.training.one_graph_per_step.transformers_forward import lazy_forward
+from stepmark.training.one_graph_per_step.transformers_forward import forward_without_reads
 from stepmark.training.pipelined_forward import PipelinedForward
 
 BatchResult = tuple[Tensor | None, Any, Any]
@@ -235,11 +235,11 @@ class Evaluator:
     def _weight(self, micro_batch: MicroBatch) -> Weight:
         """The weight with which a mean over the batch's targets becomes their sum."""
         count = float(self.loss.count(micro_batch))
-        targets, one = self.runtime.place([torch.tensor([count]), torch.ones(1)])
+        targets, one = self.runtime.numbers([count]), self.runtime.numbers([1.0])
         return Weight(targets.reshape(()), one.reshape(()))
 
     def _on_device(self, inputs: Any) -> contextlib.AbstractContextManager[None]:
-        return lazy_forward(inputs) if self.runtime.lazy else contextlib.nullcontext()
+        return forward_without_reads(inputs, lazy=self.runtime.lazy)
 
     def _has_loss(self, inputs: Any) -> bool:
         asked = isinstance(inputs, Mapping) and inputs.get("return_loss") is True

@@ -22,12 +22,13 @@ from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.preflight.plan.candidates import neighbours, smaller
 from stepmark.preflight.plan.depth import trace_deep
-from stepmark.preflight.plan.simulated_mesh import DEVICES, PlannedDevice
+from stepmark.preflight.plan.simulated_mesh import PlannedDevice, planned_device
 from stepmark.preflight.plan.stages import StageTrace, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_trace import StepTrace, meta_model
 from stepmark.recipe.model import build_config, build_tokenizer
 from stepmark.runtime.device import choose_device
+from stepmark.runtime.hardware import check_device_name
 from stepmark.trainer.run_folder.adapters import adapter_of
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -150,7 +151,7 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     _check_block_size(config, length.block_size)
     if any(getattr(config, name, None) for name in EXPERTS):
         notes.append("A mixture of experts is planned as if every expert saw every token: an upper bound.")
-    device = DEVICES[_device(recipe, notes)]
+    device = planned_device(_device(recipe, notes))
     adapter = None if recipe.model.peft is None else recipe.model
     setup = StepSetup(config, args, ranks, length.block_size, device, recipe.model.trust_remote_code, adapter)
     model_class, parameters, trained, elements = _count(setup)
@@ -225,6 +226,7 @@ def _check_block_size(config: Any, block_size: int) -> None:
 
 def _device(recipe: Recipe, notes: list[str]) -> str:
     wish = recipe.training.device_name
+    check_device_name(wish)
     if wish != "auto":
         return wish
     found = choose_device("auto")
