@@ -61,6 +61,7 @@ from stepmark.liveness.status_store import StatusStore
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import runtime_for
+from stepmark.runtime.eager import can_pin
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 
 logger = logging.getLogger("stepmark")
@@ -261,7 +262,7 @@ class Checkpointer:
         runtime = self._runtime_of([entry.tensor for entry in entries.values()])
         if self._background.reads_memory:
             self._memory.release()  # the thread that still reads it keeps it
-        memory = self._memory.take(size, pinned=runtime.device.type == "cuda")
+        memory = self._memory.take(size, pinned=can_pin(runtime.device))
         phases.enter("copying")
         runtime.step_boundary(wait=True)
         copy_to_host(plan_copies(plan, extents, entries), memory, runtime, threads=self._threads)

@@ -37,7 +37,7 @@ def run(parsed: argparse.Namespace) -> int:
     quiet_libraries()
     work_offline_without_hub(recipe)
     with quick_imports():
-        from stepmark.preflight.plan.from_recipe import plan_recipe
+        from stepmark.preflight.plan.plan import plan_recipe
         from stepmark.preflight.plan.text import to_json, to_text
 
     plan = plan_recipe(recipe, parsed.nproc, memory, count_data=parsed.count_data)

@@ -35,7 +35,7 @@ from stepmark.errors import UsageError
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # lr_scheduler_types that follow evaluations
 GROUP_BY_LENGTH = "group_by_length"
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
-DEVICES = ("auto", "xla", "cuda", "neuron", "cpu")
+DEVICES = ("auto", "xla", "cuda", "neuron", "tpu", "xpu", "hpu", "mps", "cpu")  # and what else torch.accelerator has
 
 _STEPS = Values(lambda value: value >= 1 or value == -1, "at least 1, or -1 for num_train_epochs", {"minimum": -1})
 _SEED = Values(lambda value: 0 <= value < 2**63, "at least 0 and below 2**63", {"minimum": 0})

@@ -48,6 +48,7 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import agree_on_weights
 from stepmark.sharding.layout import Layout, Shape, annotate, layout_of
 from stepmark.sharding.replication import Replication, annotate_replication
+from stepmark.sharding.views import copy_slices
 
 logger = logging.getLogger("stepmark")
 
@@ -356,10 +357,5 @@ def _replace(parameter: nn.Parameter, placement: Placement) -> None:
 def local_shard(complete: Tensor, layout: Layout, shape: Shape) -> Tensor:
     """The local tensor of `shape` that `layout` describes, copied from the complete one; padding is zero."""
     local = torch.zeros(shape, dtype=complete.dtype)
-    for each in layout.parts:
-        box = each.slice.box
-        at = each.at if isinstance(each.at, tuple) else (0,) * local.dim()
-        target = tuple(slice(start, start + length) for start, length in zip(at, box.lengths, strict=True))
-        source = tuple(slice(start, start + length) for start, length in zip(box.offsets, box.lengths, strict=True))
-        local[target] = complete[source]
+    copy_slices(complete, local, layout)
     return local

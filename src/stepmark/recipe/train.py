@@ -181,7 +181,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
 def _check_names(args: TrainingFields) -> None:
     """Raises UsageError for an optimizer, schedule or reporter that does not exist, before anything is built."""
     from stepmark.config.optimizers import check_optimizer
-    from stepmark.trainer.setup import reporters
+    from stepmark.trainer.callbacks import reporters
     from stepmark.training.learning_rate_schedule import check_schedule
 
     check_optimizer(args.optim)

@@ -59,6 +59,10 @@ class Runtime(Protocol):
         """Copies every tensor in a nest of dicts, lists and tuples to the device. May be called from a background
         thread; runs no graph."""
 
+    def numbers(self, values: Sequence[float]) -> Tensor:
+        """A float32 vector of these values on the device, without waiting for it. On a lazy device they are data, not
+        constants of the graph."""
+
     def write(self, target: Tensor, value: Tensor) -> None:
         """Copies `value`, on the host, to `target`, on the device, of the same shape and dtype. The tensor object stays
         the same, and a lazy device compiles nothing."""
@@ -82,8 +86,8 @@ class Runtime(Protocol):
         """The seed that `seed` has set, as long as no random number was drawn since."""
 
     def generator_state(self) -> Tensor:
-        """The state of the generator of the device's random operations, on the host; int64 numbers or bytes. Waits for
-        nothing."""
+        """The state of the generator of the device's random operations, on the host; int64 numbers or bytes. On an
+        eager device also that of the host's generator. Waits for nothing."""
 
     def drew_since(self, state: Tensor) -> bool:
         """Whether random numbers were drawn since `generator_state` returned this."""

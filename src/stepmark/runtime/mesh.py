@@ -78,7 +78,7 @@ class Mesh:
         Args:
             tensor_parallel_size: Size of the "tp" axis.
             pipeline_parallel_size: Size of the "pp" axis. The "dp" axis gets the remaining factor.
-            device: "auto", "xla", "cuda", "neuron" or "cpu"; ignored where `context` is given.
+            device: As in `start`; ignored where `context` is given.
             context: What `start` returned, None to call it.
 
         Returns:

@@ -23,6 +23,7 @@ from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.callbacks import RunCallbacks, is_better
 from stepmark.trainer.evaluation import PausableEvaluation
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
+from stepmark.trainer.interruption.run_end import record_end
 from stepmark.trainer.interruption.stop_request import reason_to_stop, withdraw
 from stepmark.trainer.resume import restore_run
 from stepmark.trainer.run_folder.output_folder import set_aside_earlier_attempt, set_aside_finished_run
@@ -452,7 +453,7 @@ class TrainingLoop:
         with self._monitor.within("save", self._step):
             self._begin_save()
             self._callbacks.progress.line(f"{'saving' if self._args.async_save else 'saved'} checkpoint-{self._step}")
-            if self._callbacks.has("on_save"):
+            if self._callbacks.hears("on_save"):
                 self._checkpointer.wait()  # a callback may read the checkpoint, or add files to it
             self._callbacks.event("on_save")
 
@@ -487,6 +488,18 @@ class TrainingLoop:
         return {key: metrics[key]} if key is not None and step == self._step and key in metrics else {}
 
     # Signals, and requests to stop
+
+    @contextlib.contextmanager
+    def recording_end(self) -> Iterator[None]:
+        """Inside the block, what ends the run before its end is recorded. After it, the step is closed."""
+        try:
+            yield
+        except BaseException as error:
+            record_end(self._callbacks, error, self._parts.context.host)
+            raise
+        finally:
+            self._parts.step.close()
+            self._callbacks.close()
 
     @contextlib.contextmanager
     def stopping_at_signals(self) -> Iterator[None]:

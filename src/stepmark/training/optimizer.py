@@ -23,6 +23,7 @@ from stepmark.parallel.optimizer.replicated import Replicated, replicated_around
 from stepmark.parallel.optimizer.whole_parameters import whole_parameters, whole_parameters_around
 from stepmark.parallel.optimizer.zero1_shards import flat_shards
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.eager import has_fused_kernel
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import layout_of
 
@@ -253,6 +254,6 @@ def _class_of(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[tor
         return MuonAdamW
     if runtime.lazy:
         return LazyAdamW if name in ADAMW else LazySGD
-    if name == "adamw_torch_fused":
+    if name == "adamw_torch_fused" and has_fused_kernel(torch.optim.AdamW, runtime.device):
         keywords["fused"] = True
     return torch.optim.AdamW if name in ADAMW else torch.optim.SGD

@@ -20,11 +20,10 @@ from stepmark.errors import UsageError
 from stepmark.preflight.plan import plan as planning
 from stepmark.preflight.plan.candidates import neighbours, smaller
 from stepmark.preflight.plan.depth import trace_deep
-from stepmark.preflight.plan.from_recipe import plan_recipe
-from stepmark.preflight.plan.plan import CheckpointSize, Plan, RankMemory, RunLength, saves
+from stepmark.preflight.plan.plan import CheckpointSize, Plan, RankMemory, RunLength, plan_recipe, saves
 from stepmark.preflight.plan.simulated_mesh import DEVICES
 from stepmark.preflight.plan.step_setup import StepSetup
-from stepmark.preflight.plan.step_trace import trace_step
+from stepmark.preflight.plan.step_trace import StepTrace, trace_step
 from stepmark.preflight.plan.text import flags, to_text
 from tests.support.own_code import folder_with_own_code
 from tests.support.ranks import Ranks
@@ -90,15 +89,15 @@ def test_a_recipe_that_cannot_run_on_the_ranks_is_an_error(tmp_path: Path) -> No
 def test_settings_that_fit_are_found_and_given_as_flags(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path, per_device_train_batch_size=8)
     own = plan_own(recipe, 4).own
-    plan = plan_recipe(recipe, 4, int(own.peak * 0.9))
+    plan = plan_recipe(recipe, 4, int(own.trace.peak * 0.9))
     assert plan.chosen is not None
     assert plan.chosen is not plan.own
-    assert plan.chosen.peak < own.peak
+    assert plan.chosen.trace.peak < own.trace.peak
     line = to_text(plan).splitlines()[-1]
     assert line.endswith(" ".join(flags(plan.own, plan.chosen)))
     again = dict(flag.removeprefix("--").split() for flag in flags(plan.own, plan.chosen))
     changed = read_recipe(str(tmp_path / "recipe.yaml"), again)
-    assert plan_own(changed, 4).own.peak == plan.chosen.peak
+    assert plan_own(changed, 4).own.trace.peak == plan.chosen.trace.peak
 
 
 @pytest.mark.parametrize(
@@ -202,8 +201,8 @@ def test_planned_checkpoints_are_those_of_the_run(
 
 def test_a_setting_fits_with_room_for_what_is_not_counted() -> None:
     args = TrainingFields()
-    assert RankMemory(args, usage={"parameters": 90}).fits(100)
-    assert not RankMemory(args, usage={"parameters": 91}).fits(100)
+    assert RankMemory(args, StepTrace({"update": {"parameters": 90}}, 0.0)).fits(100)
+    assert not RankMemory(args, StepTrace({"update": {"parameters": 91}}, 0.0)).fits(100)
     assert not RankMemory(args, impossible="too many ranks").fits(100)
 
 
@@ -293,8 +292,8 @@ def test_an_adapter_alone_has_gradients_and_is_saved(tmp_path: Path) -> None:
     assert adapted.parameters == complete.parameters + added
     assert (adapted.checkpoint.model, complete.checkpoint.model) == (4 * added, 4 * complete.parameters)
     assert adapted.checkpoint.optimizer == pytest.approx(8 * added, rel=0.05)
-    assert adapted.own.usage is not None
-    assert adapted.own.usage["optimizer"] == pytest.approx(8 * added, rel=0.05)
+    assert adapted.own.trace.usage is not None
+    assert adapted.own.trace.usage["optimizer"] == pytest.approx(8 * added, rel=0.05)
     unknown = recipe_in(tmp_path, **base, peft="lora", lora_target_modules=["nothing"])
     with pytest.raises(UsageError, match="lora_target_modules: "):
         plan_recipe(unknown, 1)

@@ -59,7 +59,7 @@ class AllReduce:
     def reduced(self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor) -> ReducedGradients:
         flat = add_ends_of_buckets(means, sums.buckets, self._mesh)
         shards = [self._axis.own_shard(each) for each in flat]  # of which each rank computes the norm
-        used = self._mesh.runtime.place([torch.tensor(sums.got(), dtype=torch.float32)])[0]
+        used = self._mesh.runtime.numbers(sums.got())
         loss, square, head = totals(shards, sums.buckets, loss, tokens, self._mesh, used)
         return ReducedGradients(self._members_of(sums, flat, head[1:]), loss, head[0], square.sqrt())
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from stepmark.config.training_fields import DEVICES
 from stepmark.errors import UsageError
@@ -19,6 +18,7 @@ from stepmark.parallel.optimizer.lazy_optimizers import lazy_class
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.optimizer.whole_parameters import whole_parameters
 from stepmark.parallel.optimizer.zero1_shards import flat_shards
+from stepmark.runtime.eager import has_fused_kernel
 from stepmark.runtime.mesh import DATA, TENSOR, Mesh
 
 DEFAULT_MAX_NORM = 1.0
@@ -311,8 +311,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 def _fused_unless_chosen(kind: Any, device: torch.device, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's arguments, with `fused=True` where this class has a fused kernel on the device and the arguments
     say nothing about how to compute. Results differ from those of the other ways by rounding."""
-    supported = device.type in _get_fused_kernels_supported_devices()
-    if kind in _FUSED and supported and not any(arguments.get(choice) is not None for choice in _WAYS_TO_COMPUTE):
+    chosen = any(arguments.get(choice) is not None for choice in _WAYS_TO_COMPUTE)
+    if kind in _FUSED and not chosen and has_fused_kernel(kind, device):
         return {**arguments, "fused": True}
     return dict(arguments)
 

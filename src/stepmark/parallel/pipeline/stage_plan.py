@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from stepmark.errors import UsageError
-from stepmark.parallel.pipeline.architectures import PASSED, ROUTER_LOSSES
+from stepmark.parallel.architectures import ROUTER_LOSSES, STAGES
 from stepmark.parallel.pipeline.balance import (
     CHECKPOINTED,
     EXPERTS,
@@ -101,7 +101,7 @@ def _verified(model: Any) -> str:
         raise UsageError(
             f"pipeline_parallel_size: {kind} is an encoder-decoder, which cannot be cut into stages; set it to 1"
         )
-    if kind not in PASSED or type(model).__name__ != _causal_class(kind):
+    if kind not in STAGES or type(model).__name__ != _causal_class(kind):
         raise UsageError(
             f"pipeline_parallel_size: {type(model).__name__} is not among the models that were verified to compute the "
             "same in stages (docs/tables.md); set it to 1"
@@ -114,7 +114,7 @@ def _verified(model: Any) -> str:
                 f"them; set {name} to false in config_overrides"
             )
     _check_layers_are_called(config)
-    return PASSED[kind]
+    return STAGES[kind]
 
 
 def asked_of_all_layers(model: Any) -> tuple[str, ...]:

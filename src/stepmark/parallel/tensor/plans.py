@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepmark.errors import UsageError
-from stepmark.parallel.tensor.architectures import PASSED
+from stepmark.parallel.architectures import TENSOR_PARALLEL
 from stepmark.sharding.layout import Box, Layout, Shape
 
 COLUMN_STYLES = ("colwise", "colwise_gather_output", "packed_colwise")
@@ -96,7 +96,7 @@ def plan_of(model: Any, given: Mapping[str, str] | None = None) -> dict[str, Sty
             "for a layer's number"
         )
     kind = _model_type(model)
-    if given is None and kind not in PASSED:
+    if given is None and kind not in TENSOR_PARALLEL:
         raise UsageError(
             f"tensor_parallel_size: {kind} is not among the architectures that were verified against the unsharded "
             "model (docs/tables.md); compare the results yourself and pass parallelize(plan=...), with "

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from stepmark.config.optimizers import check_optimizer
+from stepmark.config.quiet_libraries import quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
+from stepmark.data.loader.order import BatchLayout, Epoch
+from stepmark.data.prepared_data import choose_block_size, prepare
+from stepmark.data.tokenize.tokenizer import check_own_code
 from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.preflight.plan.candidates import neighbours, smaller
 from stepmark.preflight.plan.depth import trace_deep
-from stepmark.preflight.plan.simulated_mesh import DEVICES, PlannedDevice
+from stepmark.preflight.plan.simulated_mesh import PlannedDevice, planned_device
 from stepmark.preflight.plan.stages import StageTrace, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
-from stepmark.preflight.plan.step_trace import meta_model
+from stepmark.preflight.plan.step_trace import StepTrace, meta_model
+from stepmark.recipe.model import build_config, build_tokenizer
+from stepmark.runtime.device import choose_device
+from stepmark.runtime.hardware import check_device_name
 from stepmark.trainer.run_folder.adapters import adapter_of
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 HEADROOM = 0.9  # of a device's memory: the rest is for the runtime, its libraries and fragmentation
+
+NOT_TRACED = StepTrace({"": {}}, 0.0)
 
 
 @dataclass(frozen=True)
@@ -51,21 +63,17 @@ class RunLength:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of a rank with some settings; in a pipeline, of the one that needs the most.
+    """Memory of a rank with some settings.
 
     Attributes:
         args: The settings.
-        peak_of: The part of the step in which most is allocated.
-        usage: Bytes by category at that peak.
-        checkpointed: Bytes of optimizer state and master weights for an element of a parameter, as they are saved.
+        trace: The traced step; in a pipeline that of the rank with the highest peak.
         impossible: Why these settings cannot be used; None if they can.
         stages: The ranks of a pipeline that were traced: with the recipe's own settings all of them.
     """
 
     args: TrainingFields
-    peak_of: str = ""
-    usage: dict[str, int] | None = None
-    checkpointed: float = 0.0
+    trace: StepTrace = NOT_TRACED
     impossible: str | None = None
     stages: tuple[StageTrace, ...] = ()
 
@@ -81,14 +89,9 @@ class RankMemory:
         args = self.args
         return ideal_idle_share(args.pipeline_parallel_size, args.gradient_accumulation_steps, args.pipeline_chunks)
 
-    @property
-    def peak(self) -> int:
-        """Bytes."""
-        return sum((self.usage or {}).values())
-
     def fits(self, device_memory: int) -> bool:
         """Whether it fits with some room for what is not counted."""
-        return self.impossible is None and self.peak <= HEADROOM * device_memory
+        return self.impossible is None and self.trace.peak <= HEADROOM * device_memory
 
 
 @dataclass(frozen=True)
@@ -131,55 +134,108 @@ class Plan:
         return next((option for option in self.options if option.fits(self.device_memory)), None)
 
 
-def make_plan(
-    recipe: Recipe,
-    config: Any,
-    ranks: int,
-    length: RunLength,
-    device: str,
-    device_memory: int | None = None,
-    notes: Sequence[str] = (),
-) -> Plan:
-    """Plans a recipe.
+def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *, count_data: bool = False) -> Plan:
+    """Plans a recipe for `ranks` ranks with `device_memory` bytes each; None: nothing is said about what fits. With
+    `count_data`, an epoch's steps are counted in the data, which is tokenized for that.
 
-    Args:
-        recipe: The recipe.
-        config: The model's configuration.
-        ranks: All ranks of the run.
-        length: Steps and tokens.
-        device: The device type to plan for.
-        device_memory: Bytes of a rank's device; default None: nothing is said about what fits.
-        notes: Lines that the reader of the plan should know.
+    Raises UsageError or DataError for what the recipe describes wrongly.
+    """
+    quiet_libraries()
+    args = recipe.training
+    check_optimizer(args.optim)
+    check_mesh(args, ranks)
+    notes: list[str] = []
+    tokenizer = _tokenizer(recipe, notes)
+    config = _config(recipe, tokenizer)
+    length = run_length(recipe, tokenizer, ranks, count_data=count_data, progress=_to_stderr)
+    _check_block_size(config, length.block_size)
+    if any(getattr(config, name, None) for name in EXPERTS):
+        notes.append("A mixture of experts is planned as if every expert saw every token: an upper bound.")
+    device = planned_device(_device(recipe, notes))
+    adapter = None if recipe.model.peft is None else recipe.model
+    setup = StepSetup(config, args, ranks, length.block_size, device, recipe.model.trust_remote_code, adapter)
+    model_class, parameters, trained, elements = _count(setup)
+    options = [_measure(setup, each, own=each is args) for each in neighbours(args, ranks)]
+    if options[0].impossible is not None:
+        raise UsageError(options[0].impossible)
+    if device_memory is not None and not any(each.fits(device_memory) for each in options):
+        tried = [one.args for one in options]
+        for settings in (each for each in smaller(args, ranks) if each not in tried):
+            options.append(_measure(setup, settings))
+            if options[-1].fits(device_memory):
+                break
+    size = torch.finfo(getattr(torch, args.dtype)).bits // 8
+    optimizer = 0 if args.save_only_model else round(trained * options[0].trace.saved_per_element)
+    total = elements * size + optimizer
+    checkpoint = CheckpointSize(elements * size, optimizer, -(-total // ranks))
+    return Plan(model_class, parameters, ranks, device, device_memory, length, options, checkpoint, notes)
 
-    Raises:
-        UsageError: The recipe's own settings cannot be used on these ranks.
+
+def run_length(
+    recipe: Recipe, tokenizer: Any | None, ranks: int, *, count_data: bool, progress: Callable[[str], None]
+) -> RunLength:
+    """The length of a run of the recipe. Without `max_steps`, `count_data` tokenizes the data to count samples, into
+    the cache of the run.
+
+    Raises DataError or UsageError for data that cannot be read.
     """
     args = recipe.training
-    check_mesh(args, ranks)
-    trust = recipe.model.trust_remote_code
-    adapter = None if recipe.model.peft is None else recipe.model
-    setup = StepSetup(config, args, ranks, length.block_size, DEVICES[device], trust, adapter)
-    model_class, parameters, trained, elements = _count(setup)
-    measured = [_measure(setup, each, own=each is args) for each in neighbours(args, ranks)]
-    if measured[0].impossible is not None:
-        raise UsageError(measured[0].impossible)
-    if device_memory is not None and not any(each.fits(device_memory) for each in measured):
-        others = [each for each in smaller(args, ranks) if each not in [one.args for one in measured]]
-        measured += _until_one_fits(setup, others, device_memory)
-    size = torch.finfo(getattr(torch, args.dtype)).bits // 8
-    optimizer = 0 if args.save_only_model else round(trained * measured[0].checkpointed)
-    total = elements * size + optimizer
-    return Plan(
-        model_class,
-        parameters,
-        ranks,
-        DEVICES[device],
-        device_memory,
-        length,
-        measured,
-        CheckpointSize(elements * size, optimizer, -(-total // ranks)),
-        notes,
-    )
+    longest = getattr(tokenizer, "model_max_length", 2**62)
+    block_size = choose_block_size(recipe.data.block_size, longest)
+    replicas = ranks // (args.tensor_parallel_size * args.pipeline_parallel_size)
+    layout = BatchLayout(args.per_device_train_batch_size, replicas, args.gradient_accumulation_steps)
+    steps: int | None = args.max_steps if args.max_steps > 0 else None
+    if steps is None and count_data and tokenizer is not None:
+        samples = len(prepare(recipe.data, tokenizer, progress=progress).train)
+        epoch = Epoch(samples, layout.global_batch, args.dataloader_drop_last)
+        steps = math.ceil(args.num_train_epochs * epoch.steps())
+    return RunLength(block_size, layout.global_batch, steps)
+
+
+def _tokenizer(recipe: Recipe, notes: list[str]) -> Any | None:
+    try:
+        return build_tokenizer(recipe.model)
+    except UsageError as error:
+        notes.append(f"Planned with the configuration's own vocabulary: {error}")
+        return None
+
+
+def _config(recipe: Recipe, tokenizer: Any | None) -> Any:
+    name = recipe.model.model_name_or_path
+    if name is None:
+        return build_config(recipe.model, tokenizer)
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        check_own_code(error, "model_name_or_path", name)
+        raise UsageError(
+            f"model_name_or_path: {name} has no readable config.json; a plan needs it, but no weights"
+        ) from error
+
+
+def _check_block_size(config: Any, block_size: int) -> None:
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and block_size > longest:
+        raise UsageError(
+            f"block_size: {block_size} tokens are more than the model's {longest} positions; lower block_size, or "
+            "raise the positions in config_overrides"
+        )
+
+
+def _device(recipe: Recipe, notes: list[str]) -> str:
+    wish = recipe.training.device_name
+    check_device_name(wish)
+    if wish != "auto":
+        return wish
+    found = choose_device("auto")
+    notes.append(f"device: auto is {found} on this machine; --device xla or --device cuda plans for another one.")
+    return found
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def check_mesh(args: TrainingFields, ranks: int) -> None:
@@ -213,15 +269,6 @@ def _count(setup: StepSetup) -> tuple[str, int, int, int]:
         return type(model if inner is None else inner.model).__name__, parameters, trained, sum(saved.values())
 
 
-def _until_one_fits(setup: StepSetup, tried: Sequence[TrainingFields], device_memory: int) -> list[RankMemory]:
-    found: list[RankMemory] = []
-    for settings in tried:
-        found.append(_measure(setup, settings))
-        if found[-1].fits(device_memory):
-            break
-    return found
-
-
 def _measure(setup: StepSetup, args: TrainingFields, *, own: bool = False) -> RankMemory:
     """The memory with other arguments than the setup's. `own`: they are the recipe's."""
     if args.sequence_parallel and setup.length % args.tensor_parallel_size:
@@ -231,12 +278,10 @@ def _measure(setup: StepSetup, args: TrainingFields, *, own: bool = False) -> Ra
     try:
         if changed.staged:
             stages = tuple(trace_stages(changed, every=own))
-            worst = max(stages, key=lambda stage: stage.peak)
-            return RankMemory(args, worst.peak_of, worst.usage, worst.trace.saved_per_element, stages=stages)
-        trace = trace_deep(changed)
+            return RankMemory(args, max(stages, key=lambda stage: stage.peak), stages=stages)
+        return RankMemory(args, trace_deep(changed))
     except UsageError as error:
         return RankMemory(args, impossible=str(error))
-    return RankMemory(args, trace.peak_of, trace.usage, trace.saved_per_element)
 
 
 def saves(plan: Plan) -> int | None:

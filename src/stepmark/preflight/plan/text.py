@@ -8,6 +8,7 @@ from typing import Any
 from stepmark.preflight.plan.allocations import CATEGORIES
 from stepmark.preflight.plan.plan import HEADROOM, Plan, RankMemory, saves
 from stepmark.preflight.plan.stages import StageTrace
+from stepmark.preflight.plan.step_trace import StepTrace
 
 GIGABYTE = 10**9
 COLUMNS = ("mesh", "zero_1", "sequence", "checkpointing", "rows x micro", *CATEGORIES, "peak")
@@ -51,11 +52,10 @@ def _pipeline(own: RankMemory) -> str:
 def _own(plan: Plan) -> Iterator[str]:
     own = plan.own
     where = "" if own.worst is None else f" of pipeline rank {own.worst.rank}, which needs the most"
-    yield f"memory a rank at the peak, in the {own.peak_of}{where}:"
-    usage = own.usage or {}
+    yield f"memory a rank at the peak, in the {own.trace.peak_of}{where}:"
     for category in CATEGORIES:
-        yield f"  {category:<16}{_gb(usage[category]):>12}"
-    yield f"  {'sum':<16}{_gb(own.peak):>12}"
+        yield f"  {category:<16}{_gb(own.trace.usage[category]):>12}"
+    yield f"  {'sum':<16}{_gb(own.trace.peak):>12}"
     if own.stages:
         yield ""
         kept = "`kept`: forward passes whose activations a rank keeps at a time"
@@ -65,14 +65,17 @@ def _own(plan: Plan) -> Iterator[str]:
 
 
 def _stage_row(plan: Plan, stage: StageTrace) -> tuple[str, ...]:
-    unit, _ = _unit(plan)
-    usage = (f"{stage.usage[category] / unit:.2f}" for category in CATEGORIES)
-    return (str(stage.rank), _layers(stage), str(stage.in_flight), *usage, f"{stage.peak / unit:.2f}")
+    return (str(stage.rank), _layers(stage), str(stage.in_flight), *_sizes(plan, stage))
+
+
+def _sizes(plan: Plan, trace: StepTrace) -> list[str]:
+    """The cells of its memory."""
+    return [f"{size / _unit(plan)[0]:.2f}" for size in (*map(trace.usage.__getitem__, CATEGORIES), trace.peak)]
 
 
 def _unit(plan: Plan) -> tuple[int, str]:
     """Bytes and name of the unit of the tables: small models have nothing to show in GB."""
-    largest = max(option.peak for option in (plan.own, *plan.options) if option.impossible is None)
+    largest = max(option.trace.peak for option in plan.options if option.impossible is None)
     return (GIGABYTE, "GB") if largest >= GIGABYTE / 10 else (10**6, "MB")
 
 
@@ -101,15 +104,14 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def _row(plan: Plan, option: RankMemory, piped: bool) -> tuple[str, ...]:
     """`piped`: with the columns of pipelines."""
-    args, usage, (unit, _) = option.args, option.usage or {}, _unit(plan)
+    args = option.args
     cells = [
         _mesh(plan, option),
         _yes(args.zero_1),
         _yes(args.sequence_parallel),
         _yes(args.gradient_checkpointing),
         f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps}",
-        *(f"{usage[category] / unit:.2f}" for category in CATEGORIES),
-        f"{option.peak / unit:.2f}",
+        *_sizes(plan, option.trace),
     ]
     if piped:
         worst = option.worst
@@ -121,7 +123,7 @@ def _verdict(plan: Plan, option: RankMemory) -> str:
     assert plan.device_memory is not None
     if option.fits(plan.device_memory):
         return "yes"
-    return "tight" if option.peak <= plan.device_memory else "no"
+    return "tight" if option.trace.peak <= plan.device_memory else "no"
 
 
 def _conclusion(plan: Plan) -> Iterator[str]:
@@ -196,27 +198,24 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _option_to_json(plan: Plan, option: RankMemory) -> dict[str, Any]:
-    worst = option.worst
+    worst, possible = option.worst, option.impossible is None
+    traced = _trace_to_json(option.trace) if possible else {"peak": None, "peak_in": "", "memory": None}
     return {
         "mesh": _axes(plan, option),
         "changes": flags(plan.own, option),
-        "peak": option.peak if option.impossible is None else None,
-        "peak_in": option.peak_of,
-        "memory": option.usage,
+        **traced,
         "fits": None if plan.device_memory is None else option.fits(plan.device_memory),
         "impossible": option.impossible,
-        "bubble": option.bubble if option.impossible is None else None,
+        "bubble": option.bubble if possible else None,
         "largest": None if worst is None else worst.rank,
         "stages": [_stage_to_json(stage) for stage in option.stages],
     }
 
 
 def _stage_to_json(stage: StageTrace) -> dict[str, Any]:
-    return {
-        "rank": stage.rank,
-        "layers": [list(each) for each in stage.layers],
-        "in_flight": stage.in_flight,
-        "peak": stage.peak,
-        "peak_in": stage.peak_of,
-        "memory": stage.usage,
-    }
+    layers = [list(each) for each in stage.layers]
+    return {"rank": stage.rank, "layers": layers, "in_flight": stage.in_flight, **_trace_to_json(stage)}
+
+
+def _trace_to_json(trace: StepTrace) -> dict[str, Any]:
+    return {"peak": trace.peak, "peak_in": trace.peak_of, "memory": trace.usage}
