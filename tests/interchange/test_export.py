@@ -25,7 +25,7 @@ from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
 from stepmark.interchange.sources.foreign import ImportOptions
 from stepmark.model_folder.checkpoint_tensors import ChecksumBlock
 from stepmark.model_folder.new_folder import WritingListener
-from stepmark.model_folder.output_files import torch_file
+from stepmark.model_folder.output_files import torch_file, write_files
 from stepmark.tensor_files import streaming, torch_writer
 from stepmark.tensor_files.array_reader import ArrayReader
 from stepmark.tensor_files.file_output import FileOutput
@@ -232,10 +232,6 @@ def test_master_weights_go_into_the_model(tmp_path: Path) -> None:
 
 def test_archives_of_more_than_four_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fields for large sizes and positions, where small ones count as large."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from stepmark.model_folder.output_files import Streams
-
     data = torch.arange(3000, dtype=torch.bfloat16)
     (tmp_path / "data").write_bytes(data.view(torch.uint8).numpy().tobytes())
     tensor = GlobalTensor.whole("x", StoredArray.contiguous(tmp_path / "data", 0, "BF16", (30, 100)))
@@ -243,8 +239,7 @@ def test_archives_of_more_than_four_gigabytes(tmp_path: Path, monkeypatch: pytes
     for large in (0xFFFFFFFF, 1000):
         monkeypatch.setattr(torch_writer, "_LARGE", large)
         path = tmp_path / f"{large}.pt"
-        with ThreadPoolExecutor(2) as pool:
-            torch_file(path.name, value).write(path, Streams(ArrayReader(), pool, lambda size: None))
+        write_files(tmp_path, [torch_file(path.name, value)], (), WritingListener())
         found = torch.load(path, weights_only=True)
         assert torch.equal(found["a"], data.view(30, 100))
         assert found["b"] == [1, (2.5, None)]

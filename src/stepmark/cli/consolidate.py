@@ -30,8 +30,8 @@ def run(parsed: argparse.Namespace) -> int:
     one that it belongs to."""
     from stepmark.cli.foreign_checkpoints import consolidate_foreign, is_foreign
     from stepmark.cli.progress import BytesProgress
+    from stepmark.model_folder.adapted_model import Merge
     from stepmark.model_folder.consolidate import consolidate
-    from stepmark.model_folder.merge_adapter import Merge
     from stepmark.model_folder.model_files import parse_size
     from stepmark.model_folder.new_folder import WritingListener
 

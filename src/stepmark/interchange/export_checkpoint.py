@@ -13,14 +13,14 @@ from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.errors import UsageError
 from stepmark.interchange.sinks import dcp, hf_trainer
-from stepmark.interchange.sinks.export_plan import ExportFormat, ExportOptions
+from stepmark.interchange.sinks.export_plan import ExportOptions
 from stepmark.interchange.sources.stepmark_checkpoint import find_checkpoint, open_stepmark
 from stepmark.model_folder.consolidate import consolidate
 from stepmark.model_folder.new_folder import WritingListener, check_out
 from stepmark.model_folder.output_files import MAX_SHARD, write_folder
 
 SILENT = WritingListener()
-FORMATS: dict[str, ExportFormat] = {"dcp": dcp, "hf-trainer": hf_trainer}  # by what --to names
+FORMATS = {"dcp": dcp.plan, "hf-trainer": hf_trainer.plan}  # by what --to names
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,6 @@ def export_checkpoint(
         step = found.step or 0
         if step_of(final) not in (None, step):
             raise UsageError(f"{out} has the name of another step: {checkpoint} is of step {step}")
-        plan = FORMATS[form].plan(found, options)
+        plan = FORMATS[form](found, options)
         size = write_folder(plan.files, found.records, final, out, listener)
     return Exported(checkpoint, step, size, tuple(plan.notes), (*found.lost, *plan.lost))

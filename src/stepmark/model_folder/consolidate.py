@@ -29,11 +29,18 @@ from stepmark.checkpoint.format.manifest import (
     save_of,
 )
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
+from stepmark.model_folder.adapted_model import Merge, merge_adapter
 from stepmark.model_folder.checkpoint_tensors import CheckpointTensors
-from stepmark.model_folder.merge_adapter import Merge, merge_adapter
 from stepmark.model_folder.model_files import FORMATS
 from stepmark.model_folder.new_folder import WritingListener, check_out
-from stepmark.model_folder.output_files import DataFile, OutputFile, Streams, model_files, tensor_file, write_folder
+from stepmark.model_folder.output_files import (
+    DataFile,
+    OutputFile,
+    WriteTensors,
+    model_files,
+    tensor_file,
+    write_folder,
+)
 from stepmark.tensor_files.global_tensor import GlobalTensor
 
 UNLIMITED = 2**63  # bytes
@@ -198,7 +205,7 @@ class _VerifiedFile:
     def name(self) -> str:
         return self.entry.name
 
-    def write(self, path: Path, streams: Streams) -> None:
+    def write(self, path: Path, write_tensors: WriteTensors) -> None:
         """Raises CheckpointDamaged where it is not as it was written."""
         source = check_size(self.checkpoint, self.entry)
         shutil.copyfile(source, path)

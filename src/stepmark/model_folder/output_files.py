@@ -34,17 +34,8 @@ if TYPE_CHECKING:
 THREADS = 4
 AHEAD = 4 * THREADS  # jobs given to the threads at a time
 Job = Callable[[], int]  # returns the bytes of tensors that it has written
-Advance = Callable[[int], None]  # called with the number of bytes that were written
+WriteTensors = Callable[[Iterable[Place], FileOutput, int], None]  # windows are counted from a byte of the file
 MAX_SHARD = 5_000_000_000
-
-
-@dataclass(frozen=True)
-class Streams:
-    """What writing takes: who reads and verifies the source, the threads, and whom to tell of bytes written."""
-
-    reader: ArrayReader
-    pool: ThreadPoolExecutor
-    advance: Advance
 
 
 class OutputFile(Protocol):
@@ -56,7 +47,7 @@ class OutputFile(Protocol):
     @property
     def size(self) -> int: ...
 
-    def write(self, path: Path, streams: Streams) -> None:
+    def write(self, path: Path, write_tensors: WriteTensors) -> None:
         """Writes it, a few megabytes of each thread at a time."""
 
 
@@ -71,7 +62,7 @@ class DataFile:
     def size(self) -> int:
         return 0
 
-    def write(self, path: Path, streams: Streams) -> None:
+    def write(self, path: Path, write_tensors: WriteTensors) -> None:
         files.write_file(path, self.data, durable=False)
 
 
@@ -86,7 +77,7 @@ class CopiedFile:
     def size(self) -> int:
         return 0
 
-    def write(self, path: Path, streams: Streams) -> None:
+    def write(self, path: Path, write_tensors: WriteTensors) -> None:
         shutil.copyfile(self.source, path)
 
 
@@ -110,11 +101,11 @@ class ArchivesFile:
     def size(self) -> int:
         return sum(archive.tensor_bytes for archive in self.archives)
 
-    def write(self, path: Path, streams: Streams) -> None:
+    def write(self, path: Path, write_tensors: WriteTensors) -> None:
         with FileOutput(path, self.length) as output:
             placed = list(zip(self.archives, self.offsets, strict=True))
             places = [place for archive, at in placed for place in archive.places(at)]
-            run_jobs(streams.pool, write_jobs(places, streams.reader, output), streams.advance)
+            write_tensors(places, output, 0)
             for archive, at in placed:
                 archive.finish(output, at)
 
@@ -130,10 +121,10 @@ class SafetensorsFile:
     def size(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def write(self, path: Path, streams: Streams) -> None:
+    def write(self, path: Path, write_tensors: WriteTensors) -> None:
         places = [Place(self.tensors[name], at) for name, at in make_header(path, self.tensors).items()]
         with FileOutput(path, path.stat().st_size) as output:
-            run_jobs(streams.pool, write_jobs(places, streams.reader, output), streams.advance)
+            write_tensors(places, output, 0)
 
 
 def torch_file(name: str, value: Any) -> ArchivesFile:
@@ -212,11 +203,15 @@ def write_files(
 ) -> None:
     """Writes the files into a folder, and verifies the records. Raises CheckpointDamaged for a corrupted source."""
     reader = ArrayReader(RecordChecks(records))
+
+    def write_tensors(places: Iterable[Place], output: FileOutput, origin: int) -> None:
+        run_jobs(pool, write_jobs(places, reader, output, origin), listener.advance)
+
     with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-write") as pool:
         for file in planned:
             path = folder / file.name
             files.make_folder(path.parent)
-            file.write(path, Streams(reader, pool, listener.advance))
+            file.write(path, write_tensors)
         run_jobs(pool, reader.checks.rest(), listener.advance)
 
 
@@ -241,7 +236,7 @@ def make_header(path: Path, tensors: Mapping[str, GlobalTensor]) -> dict[str, in
     return {name: size + place for name, place in places.items()}
 
 
-def run_jobs(pool: ThreadPoolExecutor, work: Iterable[Job], advance: Advance) -> None:
+def run_jobs(pool: ThreadPoolExecutor, work: Iterable[Job], advance: Callable[[int], None]) -> None:
     """Runs all jobs, a few ahead of those that are done. When it returns or raises, none is running."""
     remaining: Iterator[Job] = iter(work)
     pending: set[Future[int]] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointMismatch
@@ -36,14 +36,6 @@ class ExportPlan:
     files: list[OutputFile] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-
-
-class ExportFormat(Protocol):
-    """A module that writes one tool's checkpoints."""
-
-    def plan(self, source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
-        """The files of the checkpoint. Reads names and numbers, no tensors; raises UsageError or CheckpointMismatch
-        where the format cannot hold what there is."""
 
 
 def optimizer_of(source: ForeignCheckpoint) -> ForeignOptimizer:

@@ -6,10 +6,10 @@ renamed when it is complete: after an error nothing is there.
 
 from __future__ import annotations
 
-import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,19 @@ from stepmark.checkpoint.format.json_values import encode_plain
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, Manifest
 from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.save.commit import Commit, values_to_bytes
-from stepmark.checkpoint.save.plan import Holding, SavePlan, plan_save
+from stepmark.checkpoint.save.plan import Holding, PlannedFile, plan_save
 from stepmark.checkpoint.save.write import write_header
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import UsageError
-from stepmark.filesystem import files
 from stepmark.interchange.sinks.imported_state import run_values, trainer_state_bytes
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
-from stepmark.model_folder.new_folder import WritingListener, check_out, check_room, writing
-from stepmark.model_folder.output_files import THREADS, run_jobs
+from stepmark.model_folder.new_folder import WritingListener, check_out
+from stepmark.model_folder.output_files import THREADS, DataFile, WriteTensors, copied_files, write_folder
 from stepmark.runtime.versions import software_versions
 from stepmark.sharding.layout import TensorSlice
-from stepmark.tensor_files.array_reader import ArrayReader
 from stepmark.tensor_files.file_output import FileOutput
 from stepmark.tensor_files.global_tensor import GlobalTensor
-from stepmark.tensor_files.records import Record, RecordChecks
-from stepmark.tensor_files.streaming import Place, write_jobs
+from stepmark.tensor_files.streaming import Place
 
 SECTION = "optimizer"
 GROUP = f"{OPTIMIZER}/{SECTION}"
@@ -67,45 +64,54 @@ def write_checkpoint(source: ForeignCheckpoint, out: Path, listener: WritingList
     save = uuid.uuid4().hex[:16]
     rows = [Row(group, name, t.dtype, t.shape, TensorSlice.full(t.shape)) for (group, name), t in tensors.items()]
     plan = plan_save([Holding(tuple(rows), (0,))], [0], save)
-    check_room(final.parent, plan.size)
-    with writing(final, out) as temporary:
-        listener.begin(sum(plan.loads))
-        headers = _write_files(temporary, plan, tensors, source.records, step, save, listener)
-        extra = _copy_files(source, temporary)
-        commit = Commit(_values(source), extra, _manifest(source, save), lambda: False, TimestampSource())
-        return commit.write_manifest(temporary, plan, headers)
+    tensor_files = [_TensorFile(file, tensors, step, save) for file in plan.files]
+    state = DataFile(TRAINER_STATE, trainer_state_bytes(source))
+    extra = [*source.files, TRAINER_STATE]
+    commit = Commit(_values(source), extra, _manifest(source, save), lambda: False, TimestampSource())
+    sizes = []
+
+    def finish(folder: Path) -> None:
+        headers = {index: file.checksum for index, file in enumerate(tensor_files)}
+        sizes.append(commit.write_manifest(folder, plan, headers))
+
+    planned = [*tensor_files, *copied_files(source.files), state]
+    write_folder(planned, source.records, final, out, listener, finish)
+    return sizes[0]
 
 
-def _write_files(
-    folder: Path,
-    plan: SavePlan,
-    tensors: Mapping[tuple[str, str], GlobalTensor],
-    records: Iterable[Record],
-    step: int,
-    save: str,
-    listener: WritingListener,
-) -> dict[int, str]:
-    """Writes the tensor files; returns the checksums of their headers."""
-    reader = ArrayReader(RecordChecks(records))
-    headers = {}
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-import") as pool:
-        for index, file in enumerate(plan.files):
-            path = folder / file.name
-            files.make_folder(path.parent)
-            checksums: dict[str, dict[int, str]] = {stored.name: {} for stored in file.tensors}
-            places = [
-                Place(
-                    tensors[file.group, stored.name],
-                    file.header_size + stored.begin,
-                    partial(_add_checksums, checksums[stored.name], stored.begin),
-                )
-                for stored in file.tensors
-            ]
-            with FileOutput(path, file.size) as output:
-                run_jobs(pool, write_jobs(places, reader, output, file.header_size), listener.advance)
-            headers[index] = bytes_checksum(write_header(folder, file, step, save, checksums))
-        run_jobs(pool, reader.checks.rest(), listener.advance)
-    return headers
+@dataclass
+class _TensorFile:
+    """A tensor file of the plan; `checksum` is its header's."""
+
+    file: PlannedFile
+    tensors: Mapping[tuple[str, str], GlobalTensor]
+    step: int
+    save: str
+    checksum: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+    @property
+    def size(self) -> int:
+        return self.file.data_size
+
+    def write(self, path: Path, write_tensors: WriteTensors) -> None:
+        file = self.file
+        checksums: dict[str, dict[int, str]] = {stored.name: {} for stored in file.tensors}
+        places = [
+            Place(
+                self.tensors[file.group, stored.name],
+                file.header_size + stored.begin,
+                partial(_add_checksums, checksums[stored.name], stored.begin),
+            )
+            for stored in file.tensors
+        ]
+        with FileOutput(path, file.size) as output:
+            write_tensors(places, output, file.header_size)  # its checksum blocks begin there
+        folder = path.parents[len(Path(file.name).parts) - 1]
+        self.checksum = bytes_checksum(write_header(folder, file, self.step, self.save, checksums))
 
 
 def _add_checksums(found: dict[int, str], origin: int, begin: int, data: memoryview | None) -> None:
@@ -179,14 +185,6 @@ def _manifest(source: ForeignCheckpoint, save: str) -> Manifest:
         tensors={},
         metadata=encode_plain({"imported": imported, "identity": {}, "model_only": model_only}, "metadata"),
     )
-
-
-def _copy_files(source: ForeignCheckpoint, folder: Path) -> list[str]:
-    """Copies config and tokenizer and writes trainer_state.json; returns their names."""
-    for name, path in source.files.items():
-        shutil.copyfile(path, folder / name)
-    files.write_file(folder / TRAINER_STATE, trainer_state_bytes(source))
-    return [*source.files, TRAINER_STATE]
 
 
 def verify_records(source: ForeignCheckpoint) -> int:
