@@ -28,9 +28,9 @@ from stepmark.model_folder.new_folder import WritingListener
 from stepmark.model_folder.output_files import torch_file, write_files
 from stepmark.tensor_files import streaming, torch_writer
 from stepmark.tensor_files.array_reader import ArrayReader
-from stepmark.tensor_files.file_output import FileOutput
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 from stepmark.tensor_files.records import Record
+from stepmark.tensor_files.streaming import FileOutput
 from stepmark.tensor_files.torch_file import read_torch_file
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import STEP, Truth, truth

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,11 +97,12 @@ def consolidate(
     if not candidates or not source.is_dir():
         raise CheckpointNotFound(f"{source} is neither a checkpoint (it has no {MANIFEST}) nor a run with checkpoints")
     final = check_out(out, *candidates)
+    write = partial(_consolidate_one, final=final, form=form, max_size=max_shard_size, listener=listener, merge=merge)
     problems: list[str] = []
     for checkpoint in candidates:
         try:
             with reading(checkpoint, "consolidate"):
-                return _newest_save_of(checkpoint, final, form, max_shard_size, listener, merge)
+                return _newest_save_of(checkpoint, write)
         except CheckpointDamaged as error:
             if len(candidates) == 1:
                 raise
@@ -114,19 +115,12 @@ def consolidate(
     )
 
 
-def _newest_save_of(
-    checkpoint: Path,
-    final: Path,
-    form: str,
-    max_size: int,
-    listener: WritingListener,
-    merge: Merge | None,
-) -> Consolidated:
+def _newest_save_of(checkpoint: Path, write: Callable[[Path], Consolidated]) -> Consolidated:
     """Consolidates it; starts over if a live run saves the step again in the meantime."""
     while True:
         save = save_of(checkpoint)
         try:
-            return _consolidate_one(checkpoint, final, form, max_size, listener, merge)
+            return write(checkpoint)
         except CheckpointDamaged:
             if save_of(checkpoint) == save:
                 raise

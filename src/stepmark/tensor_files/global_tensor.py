@@ -6,7 +6,7 @@ There may be very many, so the classes are not frozen: making an object of a fro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -89,9 +89,21 @@ class Piece:
         return array
 
 
+def moved(pieces: Iterable[Piece], box: Box, offsets: Shape) -> list[Piece]:
+    """What a box of a global tensor has in its pieces, as pieces of a tensor in which the box begins at `offsets`."""
+    shifts = [new - old for new, old in zip(offsets, box.offsets, strict=True)]
+    found = []
+    for piece in pieces:
+        common = piece.box.intersect(box)
+        if common is not None:
+            places = tuple(offset + shift for offset, shift in zip(common.offsets, shifts, strict=True))
+            found.append(Piece(piece.part(common), places))
+    return found
+
+
 @dataclass(slots=True)
 class GlobalTensor:
-    """A global tensor of another tool.
+    """A global tensor, and where its values are.
 
     Args:
         name: Its name in the source, for messages.
@@ -118,15 +130,14 @@ class GlobalTensor:
         """Elements [start, start + length) along a dim."""
         if length == self.shape[dim]:
             return self
+        box, origin = self.range_along(dim, start, length), (0,) * len(self.shape)
+        return replace(self, shape=box.lengths, pieces=tuple(moved(self.pieces, box, origin)), replicas=())
+
+    def range_along(self, dim: int, start: int, length: int) -> Box:
+        """The box of elements [start, start + length) along a dim."""
         offsets, lengths = [0] * len(self.shape), list(self.shape)
         offsets[dim], lengths[dim] = start, length
-        wanted = Box(tuple(offsets), tuple(lengths))
-        pieces = []
-        for piece in self.pieces:
-            common = piece.box.intersect(wanted)
-            if common is not None:
-                pieces.append(Piece(piece.part(common), common.relative_to(wanted.offsets).offsets))
-        return replace(self, shape=tuple(lengths), pieces=tuple(pieces), replicas=())
+        return Box(tuple(offsets), tuple(lengths))
 
     @property
     def source_dtype(self) -> str:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
-from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.format.tensor_file import header_length, natural_numbers, read_entries
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.tensor_files.global_tensor import StoredArray
-from stepmark.tensor_files.source_files import open_file
+from stepmark.tensor_files.source_files import naming, open_file
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, StoredArray], dict[str, Any]]:
@@ -20,7 +18,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredArray], dict[str, Any]
 
     Raises CheckpointDamaged, naming the file, where it is missing, truncated or malformed.
     """
-    try:
+    with naming(path, "its header is malformed"):
         with open_file(path) as file:
             size = file.seek(0, 2)
             file.seek(0)
@@ -31,12 +29,6 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredArray], dict[str, Any]
         arrays = {name: _array(path, name, entry, begin, size) for name, entry in entries.items()}
         _check_places(arrays, begin, size)
         return arrays, metadata
-    except CheckpointError as error:
-        raise type(error)(f"{path}: {error}") from error
-    except OSError as error:
-        raise cannot_read(path, error) from error
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, json.JSONDecodeError) as error:
-        raise CheckpointDamaged(f"{path}: its header is malformed: {str(error)[:200]}") from error
 
 
 def _check_places(arrays: dict[str, StoredArray], begin: int, size: int) -> None:

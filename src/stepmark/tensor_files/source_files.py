@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +21,21 @@ def open_file(path: Path) -> BinaryIO:
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.ENOTSUP, "a pipe, socket or device")
     return path.open("rb")
+
+
+@contextmanager
+def naming(path: Path, malformed: str) -> Iterator[None]:
+    """Names the file in errors: of what is wrong with it, of the system, and, after `malformed`, of values in it."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}") from error
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise CheckpointDamaged(f"{path}: it names an impossible position") from error
+        raise cannot_read(path, error) from error
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
+        raise CheckpointDamaged(f"{path}: {malformed}: {str(error)[:200]}") from error
 
 
 def leads_out(folder: Path, path: Path) -> bool:
@@ -39,15 +57,11 @@ def inside(folder: Path, name: Any, said_by: Path) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises CheckpointDamaged, naming the file, where it is not one."""
-    try:
+    with naming(path, "it is malformed"):
         with open_file(path) as file:
             if path.stat().st_size > _LARGEST_JSON:
-                raise CheckpointDamaged(f"{path} is too large for what it is")
+                raise CheckpointDamaged("it is too large for what it is")
             found = json.loads(file.read())
-    except OSError as error:
-        raise cannot_read(path, error) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{path} is malformed: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointDamaged(f"{path} is malformed: it is not a JSON object")
+        if not isinstance(found, dict):
+            raise CheckpointDamaged("it is malformed: it is not a JSON object")
     return found

@@ -16,13 +16,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import StoredArray
 from stepmark.tensor_files.pickle_reader import Global, PickledObject, StorageBytes, dtype_of, read_pickle
 from stepmark.tensor_files.records import Record
-from stepmark.tensor_files.source_files import inside, open_file
+from stepmark.tensor_files.source_files import inside, naming, open_file
 
 _LARGEST_PICKLE = 512 << 20
 _DEEPEST = 200
@@ -60,22 +59,13 @@ def read_torch_file(path: Path, records: list[Record], begin: int = 0, size: int
         CheckpointDamaged: It is missing, truncated or malformed; the message names the file.
         CheckpointError: It contains a class that no known format has, or cannot be read at the moment.
     """
-    try:
-        with open_file(path) as file:
-            end = file.seek(0, io.SEEK_END)
-            if begin + (size or 0) > end:
-                raise CheckpointDamaged(f"it has {end} bytes, and {begin + (size or 0)} are needed")
-            value, found = _read(path, file, begin, end - begin if size is None else size)
-            records += found
-            return value
-    except CheckpointError as error:
-        raise type(error)(f"{path}: {error}") from error
-    except OSError as error:
-        if error.errno == 22:
-            raise CheckpointDamaged(f"{path}: it names an impossible position") from error
-        raise cannot_read(path, error) from error
-    except (ValueError, struct.error, RecursionError) as error:
-        raise CheckpointDamaged(f"{path} is corrupted: {str(error)[:200]}") from error
+    with naming(path, "it is corrupted"), open_file(path) as file:
+        end = file.seek(0, io.SEEK_END)
+        if begin + (size or 0) > end:
+            raise CheckpointDamaged(f"it has {end} bytes, and {begin + (size or 0)} are needed")
+        value, found = _read(path, file, begin, end - begin if size is None else size)
+        records += found
+        return value
 
 
 def _read(path: Path, file: BinaryIO, begin: int, size: int) -> tuple[Any, Iterable[Record]]:

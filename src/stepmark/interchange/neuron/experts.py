@@ -19,7 +19,7 @@ from stepmark.interchange.neuron.optimizer import add_optimizer
 from stepmark.interchange.neuron.rank_files import Place
 from stepmark.interchange.neuron.stages import Stage, fill_from_masters
 from stepmark.interchange.neuron.unsharding import shared_value
-from stepmark.tensor_files.global_tensor import GlobalTensor, Piece
+from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, moved
 from stepmark.tensor_files.records import Record
 from stepmark.tensor_files.torch_file import Missing, read_rank_file
 
@@ -46,7 +46,7 @@ def joined_experts(name: str, arrays: list[GlobalTensor]) -> GlobalTensor:
     pieces: list[Piece] = []
     at = 0
     for array in arrays:
-        pieces += [Piece(p.array, (p.offsets[0] + at, *p.offsets[1:])) for p in array.pieces]
+        pieces += moved(array.pieces, array.range_along(0, 0, array.shape[0]), (at, *(0 for _ in array.shape[1:])))
         at += array.shape[0]
     first = arrays[0]
     return GlobalTensor(name, first.dtype, (at, *first.shape[1:]), tuple(pieces))

@@ -8,8 +8,7 @@ from typing import Any
 
 from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.neuron.head_layout import Move
-from stepmark.sharding.layout import Box
-from stepmark.tensor_files.global_tensor import GlobalTensor, Piece
+from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, moved
 
 
 def unsharded(locals_: Sequence[GlobalTensor], moves: Sequence[Move]) -> dict[str, GlobalTensor]:
@@ -55,17 +54,8 @@ def shared_value(values: Sequence[Any], where: str) -> Any:
 
 def _moved(pieces: Sequence[Piece], local: GlobalTensor, move: Move) -> list[Piece]:
     offsets = [0] * len(local.shape)
-    lengths = list(local.shape)
-    offsets[move.dim], lengths[move.dim] = move.start, move.length
-    wanted = Box(tuple(offsets), tuple(lengths))
-    found = []
-    for piece in pieces:
-        common = piece.box.intersect(wanted)
-        if common is not None:
-            at = list(common.offsets)
-            at[move.dim] += move.at - move.start
-            found.append(Piece(piece.part(common), tuple(at)))
-    return found
+    offsets[move.dim] = move.at
+    return moved(pieces, local.range_along(move.dim, move.start, move.length), tuple(offsets))
 
 
 def row_chunks(name: str, chunks: Sequence[GlobalTensor], shape: Sequence[int]) -> GlobalTensor:
@@ -83,13 +73,8 @@ def row_chunks(name: str, chunks: Sequence[GlobalTensor], shape: Sequence[int]) 
             f"{first.where}: {len(chunks)} chunks of {size} rows are not the {rows} rows of the tensor; a data "
             "parallel rank's file is missing"
         )
-    pieces = []
+    pieces: list[Piece] = []
     for number, chunk in enumerate(chunks):
         length = max(0, min(size, rows - number * size))
-        whole = Box((0,) * len(shape), (length, *inner))
-        for piece in chunk.pieces:
-            common = piece.box.intersect(whole)
-            if common is not None:
-                at = (common.offsets[0] + number * size, *common.offsets[1:])
-                pieces.append(Piece(piece.part(common), at))
+        pieces += moved(chunk.pieces, chunk.range_along(0, 0, length), (number * size, *(0 for _ in inner)))
     return GlobalTensor(name, first.dtype, tuple(shape), tuple(pieces))

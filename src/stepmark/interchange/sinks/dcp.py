@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
@@ -36,34 +36,22 @@ _BYTES = Instance(Global(_METADATA, "BytesStorageMetadata"), {})
 Path = tuple[str | int, ...]
 
 
-@dataclass(frozen=True)
-class _Index:
-    """A record of a tensor or value: which, and where it begins in the tensor."""
-
-    name: str
-    offset: Shape | None = None
-    number: int | None = None
-
-    def pickled(self) -> Instance:
-        offset = None if self.offset is None else _size(self.offset)
-        return Instance(Global(_METADATA, "MetadataIndex"), {"fqn": self.name, "index": self.number, "offset": offset})
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a record lies."""
-
-    file: str
-    offset: int
-    length: int
-
-    def pickled(self) -> Instance:
-        kind = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-        return Instance(kind, {"relative_path": self.file, "offset": self.offset, "length": self.length})
+_Index = tuple[str, Shape | None, int | None]  # of a record: name, where it begins in the tensor, and its number
+_Place = tuple[str, int, int]  # file, first byte and size
 
 
 def _size(shape: Shape) -> Call:
     return Call(Global("torch", "Size"), (tuple(shape),))
+
+
+def _index(name: str, offset: Shape | None, number: int | None) -> Instance:
+    begin = None if offset is None else _size(offset)
+    return Instance(Global(_METADATA, "MetadataIndex"), {"fqn": name, "index": number, "offset": begin})
+
+
+def _place(file: str, offset: int, length: int) -> Instance:
+    kind = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    return Instance(kind, {"relative_path": file, "offset": offset, "length": length})
 
 
 def _properties(dtype: str) -> Instance:
@@ -114,13 +102,14 @@ class _Writer:
             self._add_name(name, *self._known[id(value)][1:])
             return
         tensor, shape = (value, value.shape) if isinstance(value, GlobalTensor) else (value.tensor, value.shape)
-        chunks, records = [], []
+        chunks: list[Instance] = []
+        records: list[_Index] = []
         for number, (start, rows, part) in enumerate(_chunks(tensor, shape)):
             sizes = (rows, *shape[1:]) if shape else ()
             offsets = (start, *(0 for _ in shape[1:])) if shape else ()
             described = {"offsets": _size(offsets), "sizes": _size(sizes)}
             chunks.append(Instance(Global(_METADATA, "ChunkStorageMetadata"), described))
-            records.append(_Index(name, offsets, number))
+            records.append((name, offsets, number))
             self._place(records[-1], TorchArchive(Reshaped(part, sizes)))
         self._known[id(value)] = value, name, records  # an id is that of no other tensor while it is kept
         tensor_state = {"properties": _properties(tensor.dtype), "size": _size(shape), "chunks": chunks}
@@ -129,24 +118,24 @@ class _Writer:
     def _add_name(self, name: str, other: str, records: list[_Index]) -> None:
         """Another name of a tensor that is there already: the same records, not a copy."""
         self.described[name] = self.described[other]
-        self.places |= {replace(index, name=name): self.places[index] for index in records}
+        self.places |= {(name, *index[1:]): self.places[index] for index in records}
 
     def _add_value(self, name: str, value: Any) -> None:
         self.described[name] = _BYTES
-        self._place(_Index(name), TorchArchive(value))
+        self._place((name, None, None), TorchArchive(value))
 
     def _place(self, index: _Index, archive: TorchArchive) -> None:
         if self.files[-1].length and self.files[-1].length + archive.size > FILE:
             self.files.append(ArchivesFile(f"__0_{len(self.files)}.distcp"))
         file = self.files[-1]
-        self.places[index] = _Place(file.name, file.add(archive), archive.size)
+        self.places[index] = file.name, file.add(archive), archive.size
 
     def metadata(self) -> OutputFile:
         """The file that says what there is."""
         state = {
             "state_dict_metadata": self.described,
             "planner_data": self.paths,
-            "storage_data": {index.pickled(): place.pickled() for index, place in self.places.items()},
+            "storage_data": {_index(*index): _place(*place) for index, place in self.places.items()},
             "storage_meta": None,
             "version": None,
         }

@@ -30,9 +30,8 @@ from stepmark.model_folder.new_folder import WritingListener, check_out
 from stepmark.model_folder.output_files import THREADS, DataFile, WriteTensors, copied_files, write_folder
 from stepmark.runtime.versions import software_versions
 from stepmark.sharding.layout import TensorSlice
-from stepmark.tensor_files.file_output import FileOutput
 from stepmark.tensor_files.global_tensor import GlobalTensor
-from stepmark.tensor_files.streaming import Place
+from stepmark.tensor_files.streaming import FileOutput, Place
 
 SECTION = "optimizer"
 GROUP = f"{OPTIMIZER}/{SECTION}"

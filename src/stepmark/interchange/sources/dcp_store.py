@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.interchange.sources.state_dict_files import assembled
+from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
 from stepmark.tensor_files.pickle_reader import PickledObject, natural, read_pickle
 from stepmark.tensor_files.records import Record
-from stepmark.tensor_files.source_files import inside
+from stepmark.tensor_files.source_files import inside, naming
 from stepmark.tensor_files.torch_file import read_torch_file
 
 METADATA = ".metadata"
@@ -35,17 +35,6 @@ class DcpStore:
     order: list[str] = field(default_factory=list)
     ordered: bool = False
     records: list[Record] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A record: what it is of, and where it is."""
-
-    name: str
-    offsets: tuple[int, ...] | None
-    path: Path
-    begin: int
-    size: int
 
 
 def is_store(folder: Path) -> bool:
@@ -70,11 +59,11 @@ def read_store(folder: Path, *, listed: bool = True) -> DcpStore:
     pieces: dict[str, list[Piece]] = {}
     shapes = _shapes(path, metadata)
     try:
-        entries = [_entry(folder, path, index, info) for index, info in metadata.get("storage_data").items()]
+        entries = [_entry(path, index, info) for index, info in metadata.get("storage_data").items()]
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointDamaged(f"{path}: its list of records is malformed: {error}") from error
     for entry in entries:
-        _add(store, pieces, entry)
+        _add(store, pieces, *entry)
     for name, found in pieces.items():
         store.tensors[name] = _tensor(path, name, found, shapes.get(name) if listed else None)
     recorded = store.tensors.keys() | store.values.keys()
@@ -88,25 +77,21 @@ def read_store(folder: Path, *, listed: bool = True) -> DcpStore:
 
 
 def _metadata(path: Path) -> PickledObject:
-    try:
+    with naming(path, "it is malformed"):
         if path.stat().st_size > _LARGEST:
-            raise CheckpointDamaged(f"{path} is too large for what it is")
+            raise CheckpointDamaged("it is too large for what it is")
         found = read_pickle(path.read_bytes())
-    except OSError as error:
-        raise cannot_read(path, error) from error
-    except CheckpointError as error:
-        raise type(error)(f"{path}: {error}") from error
-    if not isinstance(found, PickledObject) or not found.kind.endswith(".Metadata"):
-        raise CheckpointDamaged(f"{path} is not the metadata of torch.distributed.checkpoint")
+        if not isinstance(found, PickledObject) or not found.kind.endswith(".Metadata"):
+            raise CheckpointDamaged("it is not the metadata of torch.distributed.checkpoint")
     return found
 
 
-def _shapes(path: Path, metadata: PickledObject) -> dict[str, tuple[int, ...] | None]:
+def _shapes(path: Path, metadata: PickledObject) -> dict[str, Shape | None]:
     """The global shapes of tensors; None for other values."""
     described = metadata.attributes.get("state_dict_metadata")
     if not isinstance(described, dict):
         raise CheckpointDamaged(f"{path} describes no state")
-    found: dict[str, tuple[int, ...] | None] = {}
+    found: dict[str, Shape | None] = {}
     for name, value in described.items():
         if type(name) is not str or not isinstance(value, PickledObject):
             raise CheckpointDamaged(f"{path}: its description of the state is malformed")
@@ -118,7 +103,8 @@ def _shapes(path: Path, metadata: PickledObject) -> dict[str, tuple[int, ...] | 
     return found
 
 
-def _entry(folder: Path, said_by: Path, index: Any, info: Any) -> _Entry:
+def _entry(said_by: Path, index: Any, info: Any) -> tuple[str, Shape | None, Path, int, int]:
+    """Of what a record is, where that begins in the tensor, and file, first byte and size of the record."""
     if not isinstance(index, PickledObject) or not isinstance(info, PickledObject):
         raise TypeError("not a record")
     name, offsets = index.get("fqn"), index.attributes.get("offset")
@@ -127,25 +113,27 @@ def _entry(folder: Path, said_by: Path, index: Any, info: Any) -> _Entry:
     if info.attributes.get("transform_descriptors"):
         raise CheckpointError(f"{said_by}: {name[:80]!r} is compressed or encrypted; save it without extensions")
     begin, size = natural((info.get("offset"), info.get("length")))
-    path = inside(folder, info.get("relative_path"), said_by)
-    return _Entry(name, None if offsets is None else natural(offsets), path, begin, size)
+    path = inside(said_by.parent, info.get("relative_path"), said_by)
+    return name, None if offsets is None else natural(offsets), path, begin, size
 
 
-def _add(store: DcpStore, pieces: dict[str, list[Piece]], entry: _Entry) -> None:
+def _add(
+    store: DcpStore, pieces: dict[str, list[Piece]], name: str, offsets: Shape | None, path: Path, begin: int, size: int
+) -> None:
     try:
-        value = read_torch_file(entry.path, store.records, entry.begin, entry.size)
+        value = read_torch_file(path, store.records, begin, size)
     except CheckpointError as error:
-        raise type(error)(f"{error}; {entry.name!r} is in that file") from error
-    if isinstance(value, StoredArray) and (entry.offsets is not None or entry.name not in store.values):
-        offsets = entry.offsets if entry.offsets is not None else (0,) * len(value.shape)
-        if len(offsets) != len(value.shape):
-            raise CheckpointDamaged(f"{entry.path}: a shard of tensor {entry.name!r} does not fit its place")
-        pieces.setdefault(entry.name, []).append(Piece(value, offsets))
+        raise type(error)(f"{error}; {name!r} is in that file") from error
+    if isinstance(value, StoredArray) and (offsets is not None or name not in store.values):
+        at = offsets if offsets is not None else (0,) * len(value.shape)
+        if len(at) != len(value.shape):
+            raise CheckpointDamaged(f"{path}: a shard of tensor {name!r} does not fit its place")
+        pieces.setdefault(name, []).append(Piece(value, at))
     else:
-        store.values[entry.name] = value
+        store.values[name] = value
 
 
-def _tensor(path: Path, name: str, pieces: list[Piece], shape: tuple[int, ...] | None) -> GlobalTensor:
+def _tensor(path: Path, name: str, pieces: list[Piece], shape: Shape | None) -> GlobalTensor:
     tensor = assembled(name, pieces)
     if shape is not None and len(shape) == len(tensor.shape):
         tensor = GlobalTensor(name, tensor.dtype, shape, tensor.pieces)
