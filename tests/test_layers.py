@@ -28,6 +28,7 @@ ORDER = [
     "checkpoint",
     "parallel",
     "training",
+    "tensor_files",
     "model_folder",
     "evaluation",
     "trainer",

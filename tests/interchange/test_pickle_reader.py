@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import resource
@@ -16,9 +15,9 @@ import pytest
 import torch
 
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
-from stepmark.interchange.tensors.pickle_reader import PickledObject, read_pickle
-from stepmark.interchange.tensors.stored_array import StoredArray
-from stepmark.interchange.tensors.torch_file import read_torch_file
+from stepmark.tensor_files.global_tensor import StoredArray
+from stepmark.tensor_files.pickle_reader import PickledObject, read_pickle
+from stepmark.tensor_files.torch_file import read_torch_file
 
 
 class Runs:
@@ -32,7 +31,7 @@ class Runs:
 
 
 def read(data: bytes) -> Any:
-    return read_pickle(io.BytesIO(data))
+    return read_pickle(data)
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))

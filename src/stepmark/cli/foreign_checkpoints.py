@@ -11,7 +11,7 @@ from stepmark.liveness.collection import without_collection
 
 if TYPE_CHECKING:
     from stepmark.interchange.sources.foreign import ForeignCheckpoint
-    from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
+    from stepmark.tensor_files.global_tensor import GlobalTensor
 
 
 def is_foreign(path: Path) -> bool:
@@ -64,11 +64,11 @@ def show_foreign(path: Path, config: Path | None, as_json: bool) -> int:
     return 0
 
 
-def _shards(tensor: ForeignTensor) -> str:
+def _shards(tensor: GlobalTensor) -> str:
     return "1 file" if len(tensor.pieces) == 1 else f"{len(tensor.pieces)} pieces"
 
 
-def _to_json(name: str, tensor: ForeignTensor) -> dict[str, Any]:
+def _to_json(name: str, tensor: GlobalTensor) -> dict[str, Any]:
     return {"name": name, "dtype": tensor.dtype, "shape": list(tensor.shape), "pieces": len(tensor.pieces)}
 
 

@@ -26,10 +26,9 @@ from stepmark.interchange.neuron.stages import Stage, fill_from_masters, head_la
 from stepmark.interchange.sources.dcp_store import is_store
 from stepmark.interchange.sources.finish import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.saved_file import Missing, read_rank_file
-from stepmark.interchange.tensors.stored_array import StoredArray
-from stepmark.interchange.tensors.torch_file import read_torch_file
+from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
+from stepmark.tensor_files.saved_file import Missing, read_rank_file
+from stepmark.tensor_files.torch_file import read_torch_file
 
 _NUMBER = re.compile(r"(\d+)\D*\Z")
 _STEPS = ("global_step", "total_steps", "step")
@@ -143,9 +142,9 @@ def stages_of(files: dict[Place, Path], contents: dict[Place, dict[str, Any]], f
 
 def _rank_tensors(
     files: dict[Place, Path], contents: dict[Place, dict[str, Any]], pp: int, tp: int, experts: int
-) -> dict[str, ForeignTensor | Missing]:
+) -> dict[str, GlobalTensor | Missing]:
     """A rank's tensors, those of all expert parallel ranks together."""
-    found: dict[str, ForeignTensor | Missing] = {}
+    found: dict[str, GlobalTensor | Missing] = {}
     for name, value in contents[Place(pp, tp)].items():
         if name == LORA_CONFIG:
             continue
@@ -161,7 +160,7 @@ def _rank_tensors(
     return found
 
 
-def _experts(name: str, values: list[Any], paths: list[Path]) -> ForeignTensor:
+def _experts(name: str, values: list[Any], paths: list[Path]) -> GlobalTensor:
     """Experts follow each other along dim 0; anything else is on every expert parallel rank.
 
     Raises CheckpointDamaged where a rank does not have it: reading the first one's file instead is right for what all
@@ -171,13 +170,13 @@ def _experts(name: str, values: list[Any], paths: list[Path]) -> ForeignTensor:
     for path, array in zip(paths, values, strict=True):
         if not isinstance(array, StoredArray):
             raise CheckpointDamaged(f"{path}: tensor {name!r} is not there, and other expert parallel ranks have it")
-        tensors.append(ForeignTensor.whole(name, array))
+        tensors.append(GlobalTensor.whole(name, array))
     first = tensors[0]
     if len(tensors) == 1:
         return first
     if not is_expert(first):
         replicas = [piece for tensor in tensors[1:] for piece in tensor.pieces]
-        return ForeignTensor(name, first.dtype, first.shape, first.pieces, tuple(replicas))
+        return GlobalTensor(name, first.dtype, first.shape, first.pieces, tuple(replicas))
     files = [tensor.pieces[0].array.path for tensor in tensors]
     borrowed = next((path for path, file in zip(paths[1:], files[1:], strict=True) if file == files[0]), None)
     if borrowed is not None:

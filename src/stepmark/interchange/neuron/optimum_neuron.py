@@ -21,8 +21,8 @@ from stepmark.interchange.neuron.rank_files import Place, check_grid, first_layo
 from stepmark.interchange.neuron.stages import Stage, fill_from_masters, head_layout, model_of, optimizer_of
 from stepmark.interchange.sources.finish import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
-from stepmark.interchange.tensors.source_files import read_json
-from stepmark.interchange.tensors.torch_file import read_torch_file
+from stepmark.tensor_files.source_files import read_json
+from stepmark.tensor_files.torch_file import read_torch_file
 
 SHARDS, OLD_SHARDS = "shards", "tensor_parallel_shards"
 _METADATA = re.compile(r"mp_metadata_pp_rank_(\d+)\.(json|pt)\Z")

@@ -21,11 +21,11 @@ from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptim
 from stepmark.interchange.sources.optimizer_names import FILE_ORDER, NAMES, agreed_names
 from stepmark.interchange.sources.state_dict_files import clean_name, read_weights, without_prefix
 from stepmark.interchange.sources.torch_optimizer import split_state_dict
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.pickle_reader import natural
-from stepmark.interchange.tensors.saved_file import read_saved
 from stepmark.model_folder.model_files import has_weights
 from stepmark.sharding.layout import Shape
+from stepmark.tensor_files.global_tensor import GlobalTensor
+from stepmark.tensor_files.pickle_reader import natural
+from stepmark.tensor_files.saved_file import read_saved
 
 _RANK = re.compile(r"(?P<stem>.*?)(?P<rank>\d+)\D*\.(?:pt|pth|bin|ckpt|tar)\Z")
 _OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optim", "opt")
@@ -85,7 +85,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     return finish(found, options, outline)
 
 
-def _unordered(tensor: ForeignTensor) -> bool:
+def _unordered(tensor: GlobalTensor) -> bool:
     return any(piece.array.path.suffix == ".safetensors" for piece in tensor.pieces)
 
 
@@ -98,13 +98,11 @@ def _optimizer_in(value: Any, path: Path) -> dict[str, Any]:
     return found
 
 
-def _model(
-    folder: Path, value: dict[str, Any], others: set[Path], found: ForeignCheckpoint
-) -> dict[str, ForeignTensor]:
+def _model(folder: Path, value: dict[str, Any], others: set[Path], found: ForeignCheckpoint) -> dict[str, GlobalTensor]:
     """The weights: in the ranks' files, in Hugging Face's, or in the one other file of torch.save."""
     if any(isinstance(value.get(key), dict) for key in plain.MODELS):
         _, state = plain.model_in(value, folder, found.lost)
-        return without_prefix({clean_name(name): ForeignTensor.whole(name, array) for name, array in state.items()})
+        return without_prefix({clean_name(name): GlobalTensor.whole(name, array) for name, array in state.items()})
     if has_weights(folder):
         return without_prefix(read_weights(folder, found.records))
     beside = [p for p in folder.iterdir() if p.suffix in plain.SUFFIXES and p.is_file() and p not in others]
@@ -115,7 +113,7 @@ def _model(
             "the model's; put the one of this step beside them, with a name such as model.pt"
         )
     _, state = plain.model_in(plain.value_of(models[0], found), models[0], found.lost)
-    return without_prefix({clean_name(name): ForeignTensor.whole(name, array) for name, array in state.items()})
+    return without_prefix({clean_name(name): GlobalTensor.whole(name, array) for name, array in state.items()})
 
 
 def _assembled(

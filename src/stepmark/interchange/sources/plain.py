@@ -16,12 +16,11 @@ from stepmark.interchange.sources.name_map import new_names, renamed
 from stepmark.interchange.sources.optimizer_names import FILE_ORDER, agreed_names
 from stepmark.interchange.sources.state_dict_files import clean_name, without_prefix
 from stepmark.interchange.sources.torch_optimizer import split_state_dict, state_shape, whole_optimizer
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.pickle_reader import PickledObject
-from stepmark.interchange.tensors.safetensors_file import read_safetensors
-from stepmark.interchange.tensors.saved_file import read_saved
-from stepmark.interchange.tensors.stored_array import StoredArray
-from stepmark.interchange.tensors.torch_file import arrays_in
+from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
+from stepmark.tensor_files.pickle_reader import PickledObject
+from stepmark.tensor_files.safetensors_file import read_safetensors
+from stepmark.tensor_files.saved_file import read_saved
+from stepmark.tensor_files.torch_file import arrays_in
 
 MODELS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
 STEPS = ("step", "global_step", "iteration", "iter")
@@ -52,7 +51,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     value = value_of(path, found)
     _check_alone(value, path)
     _, state = model_in(value, path, found.lost)
-    tensors = without_prefix({clean_name(name): ForeignTensor.whole(name, array) for name, array in state.items()})
+    tensors = without_prefix({clean_name(name): GlobalTensor.whole(name, array) for name, array in state.items()})
     found.model = renamed(tensors, options.names)
     outline = outline_for(found.files, options, len(found.model))
     take_own_names(found, outline)

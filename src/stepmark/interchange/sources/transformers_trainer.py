@@ -20,11 +20,11 @@ from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptim
 from stepmark.interchange.sources.optimizer_names import numbered_names
 from stepmark.interchange.sources.state_dict_files import clean_name, read_files, read_weights, without_prefix
 from stepmark.interchange.sources.torch_optimizer import split_state_dict, state_shape, whole_optimizer
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.saved_file import read_saved
-from stepmark.interchange.tensors.source_files import read_json
-from stepmark.interchange.tensors.torch_file import read_torch_file
 from stepmark.model_folder.model_files import has_weights
+from stepmark.tensor_files.global_tensor import GlobalTensor
+from stepmark.tensor_files.saved_file import read_saved
+from stepmark.tensor_files.source_files import read_json
+from stepmark.tensor_files.torch_file import read_torch_file
 
 STATE = "trainer_state.json"
 TRAINER = "transformers Trainer"
@@ -62,7 +62,7 @@ def _kind(folder: Path) -> str:
     return f"{tool} with FSDP" if any((folder / name).exists() for name in _FSDP_MODELS) else tool
 
 
-def _weights(folder: Path, found: ForeignCheckpoint) -> dict[str, ForeignTensor]:
+def _weights(folder: Path, found: ForeignCheckpoint) -> dict[str, GlobalTensor]:
     whole, sharded = (folder / name for name in _FSDP_MODELS)
     if whole.is_file():
         return without_prefix(read_files([whole], found.records))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -18,8 +17,9 @@ from stepmark.data.loader.collate import PadTo
 from stepmark.errors import StepmarkError
 from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import with_advice
-from stepmark.model_folder.consolidate import UNLIMITED, consolidate
+from stepmark.model_folder.consolidate import UNLIMITED, consolidate, weight_files
 from stepmark.model_folder.new_folder import WritingListener
+from stepmark.model_folder.output_files import MAX_SHARD, in_memory, write_files
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
@@ -27,9 +27,8 @@ from stepmark.trainer.compat.overrides import accepts
 from stepmark.trainer.run_folder.adapters import Adapter, adapter_of
 from stepmark.trainer.run_folder.output_folder import on_rank_0
 
-MAX_SHARD_SIZE = 5 * 10**9  # bytes
 _STAGING = ".model"  # in the folder: files that are not complete yet
-_SILENT = WritingListener(lambda size: None, lambda size: None, lambda text: None)
+_SILENT = WritingListener()
 _INDEX = "model.safetensors.index.json"
 
 
@@ -70,33 +69,22 @@ def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: An
 
 def _largest_file(model: nn.Module) -> int:
     """Bytes of tensors in one file; peft reads only one."""
-    return UNLIMITED if isinstance(model, Adapter) else MAX_SHARD_SIZE
+    return UNLIMITED if isinstance(model, Adapter) else MAX_SHARD
 
 
 def _write_weights(folder: Path, model: nn.Module, runtime: Runtime) -> None:
     """Writes the weights of a model that this rank holds completely; tied weights once."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
-
     (section,) = describe({"model": model})
-    names = list(section.entries)
-    on_host = dict(zip(names, runtime.to_host([section.entries[name].tensor for name in names]), strict=True))
-    pattern = section.group + "{suffix}.safetensors"
-    split = split_torch_state_dict_into_shards(on_host, filename_pattern=pattern, max_shard_size=_largest_file(model))
-    for file, tensors in split.filename_to_tensors.items():
-        save_file({name: on_host[name].contiguous() for name in tensors}, folder / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / _INDEX).write_text(json.dumps(content, indent=2))
+    on_host = runtime.to_host([entry.tensor for entry in section.entries.values()])
+    tensors = {name: in_memory(name, tensor) for name, tensor in zip(section.entries, on_host, strict=True)}
+    write_files(folder, weight_files(tensors, section.group, "safetensors", _largest_file(model)), (), _SILENT)
 
 
 def _publish(source: Path, folder: Path) -> None:
     """Moves the weights in `source` to `folder`, the index last, and removes those of an earlier model."""
     before = {path.name for path in folder.glob("model*.safetensors*")}
     names = sorted((path.name for path in source.iterdir()), key=lambda name: (name == _INDEX, name))
-    permissions = files.usual_permissions(source)  # safetensors gives its files to their owner alone
     for name in names:
-        files.set_permissions(source / name, permissions)
         files.sync_file(source / name)
         (source / name).replace(folder / name)
     for name in before.difference(names):

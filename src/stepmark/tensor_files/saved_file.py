@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointDamaged
-from stepmark.interchange.tensors.pickle_reader import Global, PickledObject, dtype_of
-from stepmark.interchange.tensors.records import Record
-from stepmark.interchange.tensors.source_files import inside
-from stepmark.interchange.tensors.stored_array import StoredArray
-from stepmark.interchange.tensors.torch_file import leaves, read_torch_file
 from stepmark.sharding.layout import Shape
+from stepmark.tensor_files.global_tensor import StoredArray
+from stepmark.tensor_files.pickle_reader import Global, PickledObject, dtype_of
+from stepmark.tensor_files.records import Record
+from stepmark.tensor_files.source_files import inside
+from stepmark.tensor_files.torch_file import leaves, read_torch_file
 
 _REFERENCES = (
     "torch_xla.utils.serialization.TensorReference",

@@ -16,7 +16,7 @@ FLOATS = (*_NUMPY, "BF16")  # types that can be converted
 _WIDER = {("F32", "F64"), ("F16", "F64"), ("BF16", "F64"), ("F16", "F32"), ("BF16", "F32")}  # every value fits
 
 
-def convert(stored: NDArray[np.uint8], source: str, target: str, memory: NDArray[np.uint8]) -> bool:
+def convert(stored: memoryview, source: str, target: str, memory: memoryview) -> bool:
     """Converts elements from one type of FLOATS to another, rounding to the nearest, ties to even.
 
     Args:
@@ -30,7 +30,7 @@ def convert(stored: NDArray[np.uint8], source: str, target: str, memory: NDArray
     """
     with np.errstate(all="ignore"):  # infinities and NaNs are values like others here
         wide = _widened(stored, source)
-        found = memory.view(f"<u{item_size(target)}")
+        found = np.frombuffer(memory, f"<u{item_size(target)}")
         if target == "BF16":
             _to_bfloat16(wide.astype("<f4", copy=False), found)
         else:
@@ -41,11 +41,11 @@ def convert(stored: NDArray[np.uint8], source: str, target: str, memory: NDArray
         return bool(np.all((back == wide) | (np.isnan(back) & np.isnan(wide))))
 
 
-def _widened(stored: NDArray[np.uint8], dtype: str) -> Elements:
+def _widened(stored: bytes | memoryview, dtype: str) -> Elements:
     """The elements in a type that numpy has."""
     if dtype != "BF16":
-        return stored.view(_NUMPY[dtype])
-    return (stored.view("<u2").astype("<u4") << 16).view("<f4")
+        return np.frombuffer(stored, _NUMPY[dtype])
+    return (np.frombuffer(stored, "<u2").astype("<u4") << 16).view("<f4")
 
 
 def _to_bfloat16(values: Elements, found: Elements) -> None:
@@ -60,7 +60,7 @@ def _to_bfloat16(values: Elements, found: Elements) -> None:
 def number(data: bytes, dtype: str) -> int | float | bool | None:
     """The value of one element; None where its type has no number in Python."""
     if dtype == "BF16":
-        return float(_widened(np.frombuffer(data, dtype=np.uint8), dtype)[0])
+        return float(_widened(data, dtype)[0])
     if dtype == "BOOL":
         return bool(data[0])
     kind = _NUMPY.get(dtype)

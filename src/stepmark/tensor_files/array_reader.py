@@ -9,11 +9,11 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,43 +22,26 @@ from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.format.tensor_file import PAGE
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
-from stepmark.interchange.tensors import conversion
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor, Piece
-from stepmark.interchange.tensors.records import RecordChecks
-from stepmark.interchange.tensors.stored_array import StoredArray, row_major_strides
 from stepmark.sharding.layout import Box, Shape, TensorSlice
+from stepmark.tensor_files import conversion
+from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray, row_major_strides
+from stepmark.tensor_files.records import RecordChecks
 
 _GAP = 1 << 12  # bytes between two arrays of a file that are read as well, rather than by another call
-_BUFFERS = 512  # of one call; the system takes 1024
+_RUNS = 512  # of one call, with as many gaps; the system takes 1024 buffers
+_UNUSED = memoryview(bytearray(_GAP))  # gets what is between runs, of all threads
 
-Bytes = NDArray[np.uint8]
 Elements = NDArray[Any]  # unsigned integers of the elements' size: numpy lacks some element types
+Run = tuple[int, int, memoryview]  # bytes [begin, end) of a file, and the memory for them
+Runs = dict[Path, list[Run]]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Elements [start, stop) of a flattened tensor, and the memory for them in the tensor's dtype."""
 
-    tensor: ForeignTensor
+    tensor: GlobalTensor
     start: int
     stop: int
-    memory: Bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """An array to read, and the memory for it."""
-
-    array: StoredArray
-    target: Elements
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Bytes [begin, end) of a file, and the memory for them."""
-
-    begin: int
-    end: int
     memory: memoryview
 
 
@@ -69,7 +52,7 @@ class ArrayReader:
         self.checks = checks or RecordChecks()
         self._reused = threading.local()
 
-    def memory(self, size: int, shift: int = 0) -> Bytes:
+    def memory(self, size: int, shift: int = 0) -> memoryview:
         """This thread's memory for its next write; it begins `shift` bytes after a page of memory begins, so that pages
         of it can be written past the cache."""
         return self._memory("window", size, shift % PAGE)
@@ -80,25 +63,28 @@ class ArrayReader:
         Raises CheckpointDamaged, naming file and tensor, where a file is truncated or does not match its checksum or
         replicas differ, and CheckpointMismatch where a conversion that has to be exact is not.
         """
-        sizes = [(part.stop - part.start) * item_size(part.tensor.source_dtype) for part in parts if _converts(part)]
-        scratch, at = self._memory("source", sum(sizes), 0), 0
-        stored = []
+        sizes = {id(part): _stored_size(part) for part in parts if part.tensor.converts}
+        scratch = self._memory("source", sum(sizes.values()), 0)
+        runs: Runs = defaultdict(list)
+        later: list[tuple[Part, memoryview]] = []
         for part in parts:
-            size = sizes.pop(0) if _converts(part) else 0
-            stored.append(scratch[at : at + size] if _converts(part) else part.memory)
-            at += size
-        self._read_all([read for pair in zip(parts, stored, strict=True) for read in _reads_of(*pair)])
-        for part, found in zip(parts, stored, strict=True):
+            stored = part.memory
+            if id(part) in sizes:
+                stored, scratch = scratch[: sizes[id(part)]], scratch[sizes[id(part)] :]
+            if stored is not part.memory or part.tensor.replicas:
+                later.append((part, stored))
+            self._plan(part, stored, runs)
+        self._read(runs)
+        for part, stored in later:
             if part.tensor.replicas:
-                self._compare(part, found)
-            if _converts(part):
-                _convert(part, found)
+                self._compare(part, stored)
+            if stored is not part.memory:
+                _convert(part, stored)
 
     def array(self, array: StoredArray) -> Elements:
         """All of a small array, as unsigned integers of its elements' size."""
         found = np.empty(array.shape, dtype=f"u{item_size(array.dtype)}")
-        if array.numel:
-            self._read_all([_Read(array, found)])
+        self._copy(array, found)
         return found
 
     def same(self, one: StoredArray, other: StoredArray) -> bool:
@@ -112,15 +98,34 @@ class ArrayReader:
         parts = ([array.narrow(0, at, min(rows, one.shape[0] - at)) for array in (one, other)] for at in starts)
         return all(np.array_equal(self.array(left), self.array(right)) for left, right in parts)
 
-    def _memory(self, purpose: str, size: int, shift: int) -> Bytes:
+    def _memory(self, purpose: str, size: int, shift: int) -> memoryview:
         """This thread's memory for a purpose, reused for the next part: new memory costs more than reading."""
-        memory: Bytes | None = getattr(self._reused, purpose, None)
+        memory: memoryview | None = getattr(self._reused, purpose, None)
         if memory is None or len(memory) < size + shift:
-            memory = np.frombuffer(mmap.mmap(-1, max(size, 1) + PAGE), dtype=np.uint8)
+            memory = memoryview(mmap.mmap(-1, max(size, 1) + PAGE))
             setattr(self._reused, purpose, memory)
         return memory[shift : shift + size]
 
-    def _compare(self, part: Part, stored: Bytes) -> None:
+    def _plan(self, part: Part, stored: memoryview, runs: Runs) -> None:
+        """Adds what is in order in file and memory to `runs`, and reads all else of a part into `stored`."""
+        tensor, rest = part.tensor, []
+        for piece in tensor.pieces:
+            array, first = piece.array, run_start(piece, tensor.shape)
+            low, high = max(part.start, first), min(part.stop, first + array.numel)
+            if first < 0 or array.data is not None:
+                rest.append(piece)
+            elif low < high:
+                size = item_size(array.dtype)
+                begin = array.offset + (low - first) * size
+                memory = stored[(low - part.start) * size : (high - part.start) * size]
+                runs[array.path].append((begin, begin + len(memory), memory))
+        for block, view in _views(part, stored) if rest else ():
+            for piece in rest:
+                common = piece.box.intersect(block)
+                if common is not None:
+                    self._copy(piece.part(common), view[_inside(common, block)])
+
+    def _compare(self, part: Part, stored: memoryview) -> None:
         """Raises CheckpointDamaged where a replica holds other values."""
         tensor = part.tensor
         for block, view in _views(part, stored):
@@ -134,51 +139,50 @@ class ArrayReader:
                         f"{tensor.pieces[0].array.path}; the files are of two saves, or a rank went its own way"
                     )
 
-    def _read_all(self, reads: Sequence[_Read]) -> None:
-        by_file: dict[Path, list[_Run]] = {}
-        for read in reads:
-            array, target = read.array, read.target
-            if array.data is not None:
-                target[...] = _strided(array.data, array.offset, array)
-            elif target.flags.c_contiguous and array.strides == row_major_strides(array.shape):
-                memory = target.reshape(-1).view(np.uint8).data
-                by_file.setdefault(array.path, []).append(_Run(array.offset, array.offset + len(memory), memory))
-            else:
-                self._copy(array, target)
-        for path, runs in by_file.items():
-            self._read_runs(path, sorted(runs, key=attrgetter("begin")))
-
-    def _read_runs(self, path: Path, runs: list[_Run]) -> None:
-        with _opened(path) as file:
-            for neighbours in _neighbours(runs):
-                buffers: list[memoryview] = []
-                at = neighbours[0].begin
-                for run in neighbours:
-                    buffers += [memoryview(bytearray(run.begin - at))] if run.begin > at else []
-                    buffers.append(run.memory)
-                    at = run.end
-                _read_exactly(path, file.fileno(), buffers, neighbours[0].begin)
-        for run in runs:
-            self.checks.check(path, run.begin, run.end, run.memory)
+    def _read(self, runs: Runs) -> None:
+        for path, found in runs.items():
+            found.sort(key=itemgetter(0))
+            with _opened(path) as file:
+                for neighbours in _neighbours(found):
+                    buffers: list[memoryview] = []
+                    at = neighbours[0][0]
+                    for begin, end, memory in neighbours:
+                        if begin > at:
+                            buffers.append(_UNUSED[: begin - at])
+                        buffers.append(memory)
+                        at = end
+                    _read_exactly(path, file.fileno(), buffers, neighbours[0][0])
+            for begin, end, memory in found:
+                self.checks.check(path, begin, end, memory)
 
     def _copy(self, array: StoredArray, target: Elements) -> None:
-        """Reads an array whose elements are in another order in the file than in memory."""
-        end = array.offset + array.span()
-        self.checks.check(array.path, array.offset, end)
-        begin = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
-        with _opened(array.path) as file:
-            if os.fstat(file.fileno()).st_size < end:
-                raise _truncated(array.path, end)
-            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if array.span() <= 2 * target.nbytes else 0)
-            mapped = mmap.mmap(file.fileno(), end - begin, flags, mmap.PROT_READ, offset=begin)
-        target[...] = _strided(mapped, array.offset - begin, array)
+        """Reads an array whose elements may be in another order in the file than in memory: if most bytes in between
+        are wanted, together with the rest of their checksums' blocks, and otherwise with the file as memory."""
+        begin, end = array.offset, array.offset + array.span()
+        if not array.numel:
+            return
+        if array.data is not None:
+            target[...] = _strided(array.data, begin, array)
+        elif array.span() <= 2 * target.nbytes:
+            low, high = self.checks.whole(array.path, begin, end)
+            memory = self._memory("blocks", high - low, 0)
+            self._read({array.path: [(low, high, memory)]})
+            target[...] = _strided(memory, begin - low, array)
+        else:
+            self.checks.check(array.path, begin, end)
+            low = begin - begin % mmap.ALLOCATIONGRANULARITY
+            with _opened(array.path) as file:
+                if os.fstat(file.fileno()).st_size < end:
+                    raise _truncated(array.path, end)
+                mapped = mmap.mmap(file.fileno(), end - low, mmap.MAP_SHARED, mmap.PROT_READ, offset=low)
+            target[...] = _strided(mapped, begin - low, array)
 
 
-def _converts(part: Part) -> bool:
-    return part.tensor.dtype != part.tensor.source_dtype
+def _stored_size(part: Part) -> int:
+    return (part.stop - part.start) * item_size(part.tensor.source_dtype)
 
 
-def _convert(part: Part, stored: Bytes) -> None:
+def _convert(part: Part, stored: memoryview) -> None:
     tensor = part.tensor
     if not conversion.convert(stored, tensor.source_dtype, tensor.dtype, part.memory) and not tensor.rounds:
         raise CheckpointMismatch(
@@ -186,42 +190,21 @@ def _convert(part: Part, stored: Bytes) -> None:
         )
 
 
-def _reads_of(part: Part, stored: Bytes) -> Iterator[_Read]:
-    """What to read for a part, whose bytes are wanted as they are stored."""
-    tensor, rest = part.tensor, []
-    elements = stored.view(f"u{item_size(tensor.source_dtype)}")
-    for piece in tensor.pieces:
-        first = run_start(piece, tensor.shape)
-        low, high = max(part.start, first), min(part.stop, first + piece.array.numel)
-        if first < 0:
-            rest.append(piece)
-        elif low < high:
-            target = elements[low - part.start : high - part.start]
-            yield _Read(piece.array.flat(low - first, high - low), target)
-    for block, view in _views(part, stored) if rest else ():
-        for piece in rest:
-            common = piece.box.intersect(block)
-            if common is not None:
-                yield _Read(piece.part(common), view[_inside(common, block)])
-
-
-def _views(part: Part, stored: Bytes) -> Iterator[tuple[Box, Elements]]:
+def _views(part: Part, stored: memoryview) -> Iterator[tuple[Box, Elements]]:
     """The boxes that a part of a flattened tensor is made of, each with its memory in the box's shape."""
-    elements = stored.view(f"u{item_size(part.tensor.source_dtype)}")
+    elements = np.frombuffer(stored, f"u{item_size(part.tensor.source_dtype)}")
     for block in TensorSlice.of_range(part.tensor.shape, part.start, part.stop).blocks():
         yield block.box, elements[block.start : block.start + block.box.numel].reshape(block.box.lengths)
 
 
-def _neighbours(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
+def _neighbours(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
     """Groups runs, in the order of the file, that one call reads."""
-    group: list[_Run] = []
-    for run in runs:
-        if group and (not 0 <= run.begin - group[-1].end <= _GAP or len(group) >= _BUFFERS):
-            yield group
-            group = []
-        group.append(run)
-    if group:
-        yield group
+    first = 0
+    for number in range(1, len(runs) + 1):
+        near = number < len(runs) and 0 <= runs[number][0] - runs[number - 1][1] <= _GAP
+        if not near or number - first >= _RUNS:
+            yield runs[first:number]
+            first = number
 
 
 def _opened(path: Path) -> Any:
@@ -267,6 +250,8 @@ def run_start(piece: Piece, shape: Shape) -> int:
     array, start, split = piece.array, 0, False
     if array.strides != row_major_strides(array.shape):
         return -1
+    if array.shape == shape:
+        return 0
     for offset, length, size in zip(piece.offsets, array.shape, shape, strict=True):
         if split and length != size:
             return -1

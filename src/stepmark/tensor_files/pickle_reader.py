@@ -2,23 +2,29 @@
 
 The stack machine is Python's own, in Python: `pickle._Unpickler`, with the opcodes that checkpoints have. Nothing is
 imported: a class or function of a pickle is a `Global`, which is accepted if its name is in a table here, and stays a
-name. Objects become `PickledObject`s with their attributes, tensors `PickledTensor`s that say where their elements are.
+name. Objects become `PickledObject`s with their attributes, tensors `StoredArray`s that say where their elements are.
 Every opcode takes time and memory in proportion to its bytes. The machine in C cannot promise that: it hashes whatever
 a file has as a key, of which some take forever and others end the process, and allocates what a file says.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from struct import unpack
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from stepmark.checkpoint.format.dtypes import DTYPES
+from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.sharding.layout import Shape
+from stepmark.tensor_files.global_tensor import StoredArray
 
+_PREFIX = "torch._utils._rebuild_"
 _SIZED = frozenset({str, bytes, list, tuple, dict, set, frozenset})
 _LARGEST_KEY = 1 << 60  # Python's hashes of larger integers collide, by which a dict can be made very slow
 _KEY_DEPTH = 3
@@ -37,8 +43,8 @@ _STORAGES = {
     "Bool": "BOOL",
     "ComplexFloat": "C64",
 }
-UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
-_OTHER_STORAGES = ("torch.storage.TypedStorage", *UNTYPED)
+_UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
+_OTHER_STORAGES = ("torch.storage.TypedStorage", *_UNTYPED)
 
 # Classes whose instances are kept as names and attributes.
 _METADATA = "torch.distributed.checkpoint.metadata."
@@ -92,45 +98,35 @@ class PickledObject:
         return self.attributes[name]
 
 
-@dataclass(frozen=True, eq=False)
-class PickledStorage:
-    """A run of elements in the file: `key` says where; `numel` elements, bytes if `dtype` is None."""
+class StorageBytes(NamedTuple):
+    """Where the bytes of one of torch's storages are; `dtype` None: of no type."""
 
-    key: str
+    path: Path
+    begin: int
+    size: int
     dtype: str | None
-    numel: int
 
 
-@dataclass(frozen=True, eq=False)
-class PickledTensor:
-    """A view of a storage, in elements of `dtype`."""
-
-    storage: PickledStorage
-    dtype: str
-    offset: int
-    shape: Shape
-    strides: Shape
+_REBUILD = f"{_PREFIX}tensor_v2"
+Locate = Callable[[str, str | None], StorageBytes]
 
 
-Persistent = Callable[[Any], PickledStorage]
-
-
-def read_pickle(file: BinaryIO, persistent: Persistent | None = None) -> Any:
-    """The value of the pickle at the file's position.
+def read_pickle(data: bytes, locate: Locate | None = None) -> Any:
+    """The value of a pickle.
 
     Args:
-        file: A file whose `read` returns no more than there is, whatever it is asked for.
-        persistent: Turns a persistent id into a storage; default: a pickle with one is refused.
+        data: The pickle.
+        locate: Where the storage of a key is, with the type that is given; default: a pickle with one is refused.
 
     Returns:
-        Plain values, `PickledObject`s and `PickledTensor`s.
+        Plain values, `PickledObject`s, and `StoredArray`s in place of tensors.
 
     Raises:
         CheckpointDamaged: It is malformed.
         CheckpointError: It contains a class or function that no known format has.
     """
     try:
-        return _Machine(file, persistent).run()
+        return _Machine(data, locate).run()
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # the opcodes raise many types
@@ -149,11 +145,12 @@ class _Machine(pickle._Unpickler):
 
         def pop_mark(self) -> list[Any]: ...
 
-    def __init__(self, file: BinaryIO, persistent: Persistent | None) -> None:
+    def __init__(self, data: bytes, locate: Locate | None) -> None:
+        self._data = data
+        self._file = file = io.BytesIO(data)
         super().__init__(file)
-        self._tell = file.tell
         self.read, self.readline = file.read, file.readline
-        self._persistent = persistent
+        self._locate = locate
         self._copied = 0
 
     def run(self) -> Any:
@@ -175,16 +172,62 @@ class _Machine(pickle._Unpickler):
         """Counts what a call may copy, which has to stay in proportion to the bytes read so far."""
         for value in (values, *values) if type(values) is tuple else ():
             self._copied += len(value) if type(value) in _SIZED else 1
-        if self._copied > 16 * self._tell() + 4096:
+        if self._copied > 16 * self._file.tell() + 4096:
             raise ValueError("it copies the same values again and again")
 
     def find_class(self, module: str, name: str) -> Any:
         return _known(f"{module}.{name}")
 
-    def persistent_load(self, identity: Any) -> PickledStorage:
-        if self._persistent is None:
+    def persistent_load(self, identity: Any) -> StorageBytes:
+        if type(identity) is not tuple or len(identity) not in (5, 6) or identity[0] != "storage":
+            raise ValueError("an unknown persistent id")
+        _, kind, key, _, numel = identity[:5]
+        if type(key) is not str or type(numel) is not int or numel < 0:
+            raise ValueError("an unknown persistent id")
+        if len(identity) == 6 and identity[5] is not None:
+            raise CheckpointError("it has views of storages as torch wrote them before version 0.4; save it again")
+        return self._storage(kind, key)
+
+    def _storage(self, kind: Any, key: str) -> StorageBytes:
+        if self._locate is None:
             raise CheckpointError("its pickle refers to data outside itself; this is not a file of a known format")
-        return self._persistent(identity)
+        if type(kind) is not Global:
+            raise ValueError("an unknown persistent id")
+        dtype = storage_dtype(kind.name)
+        if dtype is None and kind.name not in _UNTYPED:
+            raise CheckpointError(f"it has a tensor of {kind.name}, which checkpoints cannot hold")
+        return self._locate(key, dtype)
+
+    def mark(self) -> None:
+        """Begins a tuple. If it is the arguments of a tensor as torch.save writes almost all, calls the function with
+        them at once: of 80,000 tensors, the opcodes one by one take a second."""
+        found = _TENSOR.match(self._data, self._file.tell())
+        if found is None or not self._tensor(found):
+            self.metastack.append(self.stack)
+            self.stack = []
+            self.append = self.stack.append
+
+    def _tensor(self, found: re.Match[bytes]) -> bool:
+        """Does what the matched opcodes do; returns False, with nothing done, where they may mean something else."""
+        memo, stack = self.memo, self.stack
+        word, kind, length, name, first, device, numel, offset, sizes, steps, empty, last = found.groups()
+        word, kind, device, empty = memo.get(word[0]), memo.get(kind[0]), memo.get(device[0]), memo.get(empty[0])
+        at = _integer(first)
+        if stack[-1] is not _known(_REBUILD) or empty is not _known("collections.OrderedDict"):
+            return False
+        if word != "storage" or len(name) != length[0] or _integer(last) != at + 6:
+            return False
+        key, shape, strides = name.decode(), _integers(sizes), _integers(steps)
+        none: dict[Any, Any] = {}
+        storage = self._storage(kind, key)
+        if storage.dtype is None or len(shape) != len(strides):
+            return False
+        stack[-1] = value = _view(storage, storage.dtype, _integer(offset), shape, strides)
+        memo[at], memo[at + 1] = key, (word, kind, key, device, _integer(numel))
+        memo[at + 2], memo[at + 3], memo[at + 4] = shape, strides, none
+        memo[at + 5], memo[at + 6] = (storage, _integer(offset), shape, strides, False, none), value
+        self._file.seek(found.end())
+        return True
 
     # Opcodes of which Python's own hash, call or allocate what the file says
 
@@ -246,6 +289,16 @@ class _Machine(pickle._Unpickler):
                 target.attributes.update({key: value for key, value in part.items() if type(key) is str})
 
 
+def _integer(opcode: bytes) -> int:
+    """The number that an opcode of one byte has after it."""
+    return int.from_bytes(opcode[1:], "little")
+
+
+@cache
+def _integers(opcodes: bytes) -> Shape:
+    return tuple(map(_integer, _NUMBERS.findall(opcodes)))
+
+
 def _set_items(target: Any, items: list[Any]) -> Any:
     if type(target) is not dict:
         raise TypeError("not a dict")
@@ -268,6 +321,7 @@ def _key(value: Any, depth: int = 0) -> Any:
     raise CheckpointError(f"its pickle has a {kind.__name__} as a key, which no known format has")
 
 
+@cache
 def _known(name: str) -> Global:
     """Raises CheckpointError, which names the class, for one that no known format has."""
     short = name.rpartition(".")[2]
@@ -283,6 +337,7 @@ def _known(name: str) -> Global:
     )
 
 
+@cache
 def storage_dtype(name: str) -> str | None:
     """safetensors' name of the elements of one of torch's storage classes, None for another class."""
     head, _, short = name.rpartition(".")
@@ -358,8 +413,8 @@ def _rebuilt(
     _hooks: Any = None,
     metadata: Any = None,
     *_: Any,
-) -> PickledTensor:
-    if not isinstance(storage, PickledStorage) or storage.dtype is None:
+) -> StoredArray:
+    if not isinstance(storage, StorageBytes) or storage.dtype is None:
         raise TypeError("a tensor without a storage")
     _check_view(metadata)
     return _tensor(storage, storage.dtype, offset, size, stride)
@@ -375,9 +430,9 @@ def _rebuilt_with_dtype(
     dtype: Any,
     metadata: Any = None,
     *_: Any,
-) -> PickledTensor:
+) -> StoredArray:
     _check_view(metadata)
-    if not isinstance(storage, PickledStorage) or not isinstance(dtype, Global):
+    if not isinstance(storage, StorageBytes) or not isinstance(dtype, Global):
         raise TypeError("a tensor without a storage or dtype")
     name = dtype_of(dtype.name)
     if name is None:
@@ -394,12 +449,28 @@ def _check_view(metadata: Any) -> None:
         )
 
 
-def _tensor(storage: PickledStorage, dtype: str, offset: Any, size: Any, stride: Any) -> PickledTensor:
-    (begin,) = natural((offset,))
-    shape, strides = natural(size), natural(stride)
+def _tensor(storage: StorageBytes, dtype: str, offset: Any, size: Any, stride: Any) -> StoredArray:
+    (begin,), shape, strides = natural((offset,)), natural(size), natural(stride)
     if len(shape) != len(strides):
         raise ValueError("a tensor's strides do not fit its shape")
-    return PickledTensor(storage, dtype, begin, shape, strides)
+    return _view(storage, dtype, begin, shape, strides)
+
+
+def _view(storage: StorageBytes, dtype: str, begin: int, shape: Shape, strides: Shape) -> StoredArray:
+    path, start, size, _ = storage
+    element, span, total = _sizes(dtype, shape, strides)
+    if begin * element + span > size:
+        raise CheckpointDamaged(f"a tensor of shape {list(shape)} exceeds its storage of {size} bytes")
+    if total > size:
+        raise CheckpointDamaged(f"a tensor of shape {list(shape)} repeats elements; save it contiguous")
+    return StoredArray(path, start + begin * element, dtype, shape, strides)
+
+
+@cache
+def _sizes(dtype: str, shape: Shape, strides: Shape) -> tuple[int, int, int]:
+    """Bytes of an element, from the first to the end of the last, and of all."""
+    array = StoredArray(Path(), 0, dtype, shape, strides)
+    return item_size(dtype), array.span(), array.numel * item_size(dtype)
 
 
 def _first(value: Any, *_: Any) -> Any:
@@ -420,7 +491,6 @@ def _encode(text: Any, encoding: Any = "latin1", /) -> bytes:
     return text.encode(encoding)
 
 
-_PREFIX = "torch._utils._rebuild_"
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _dict,
     "collections.defaultdict": _default_dict,
@@ -450,12 +520,25 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 _KEPT = (
-    "PROTO STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG FLOAT BINFLOAT STRING "
+    "PROTO STOP POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG FLOAT BINFLOAT STRING "
     "BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 "
     "EMPTY_LIST EMPTY_TUPLE EMPTY_DICT EMPTY_SET LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS PUT BINPUT LONG_BINPUT "
     "MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID"
 )
+
+# What a pickle of protocol 2 has after a tensor's function: (storage, offset, shape, strides, False, {}), and the call.
+_PARTS = {b"N": rb"(?:K.|M..|J...[\x00-\x7f])", b"P": rb"(?:q.|r....)", b"G": rb"h(.)"}
+_TENSOR = re.compile(
+    re.sub(
+        b"[NPG]",
+        lambda part: _PARTS[part[0]],
+        rb"\(GGX(.)\0\0\0([0-9]+)(P)G(N)tPQ(N)(N\x85|NN\x86|NNN\x87)P(N\x85|NN\x86|NNN\x87)P\x89G\)RPtPR(P)",
+    ),
+    re.DOTALL,
+)
+_NUMBERS = re.compile(_PARTS[b"N"], re.DOTALL)
 _OPCODES = {getattr(pickle, name)[0]: _Machine.dispatch[getattr(pickle, name)[0]] for name in _KEPT.split()} | {
+    pickle.MARK[0]: _Machine.mark,
     pickle.FRAME[0]: _Machine.frame,
     pickle.LONG1[0]: _Machine.long,
     pickle.BYTEARRAY8[0]: _Machine.byte_array,

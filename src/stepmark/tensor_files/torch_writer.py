@@ -18,17 +18,16 @@ from typing import Any
 
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.tensors.file_output import FileOutput
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.pickle_writer import Call, Global, StandInPickler
-from stepmark.interchange.tensors.stored_array import row_major_strides
-from stepmark.interchange.tensors.streaming import Place
 from stepmark.sharding.layout import Shape
+from stepmark.tensor_files.file_output import FileOutput
+from stepmark.tensor_files.global_tensor import GlobalTensor, row_major_strides
+from stepmark.tensor_files.pickle_writer import Call, Global, StandInPickler
+from stepmark.tensor_files.streaming import Place
+from stepmark.tensor_files.torch_file import CENTRAL, ELSEWHERE, END, LARGE_END, LOCAL, LOCATOR
 
 _ALIGNMENT = 64  # bytes: where torch lets a record's data begin
-_LARGE = 0xFFFFFFFF  # sizes and positions from here on need zip64's fields
+_LARGE = ELSEWHERE  # sizes and positions from here on are in fields for 64 bits
 _MANY = 0xFFFF
-_ELSEWHERE = 0xFFFFFFFF  # stands for a number that is in such a field
 _STORAGES = {
     "float64": "DoubleStorage",
     "float32": "FloatStorage",
@@ -42,15 +41,13 @@ _STORAGES = {
     "bool": "BoolStorage",
     "complex64": "ComplexFloatStorage",
 }  # torch's class by the name of its elements' type; other types have a storage of bytes
-_LOCAL = struct.Struct("<4s5H3L2H")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
 
 
 @dataclass(frozen=True)
 class Reshaped:
     """A tensor that is stored under another shape of as many elements."""
 
-    tensor: ForeignTensor
+    tensor: GlobalTensor
     shape: Shape
 
 
@@ -66,7 +63,7 @@ class _Pickler(StandInPickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.tensors: list[ForeignTensor] = []
+        self.tensors: list[GlobalTensor] = []
         self._calls: dict[int, tuple[Any, Call]] = {}  # a tensor that occurs twice is stored once
 
     def persistent_id(self, obj: Any) -> Any:
@@ -75,14 +72,14 @@ class _Pickler(StandInPickler):
         return None
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
-        if isinstance(obj, ForeignTensor | Reshaped):
+        if isinstance(obj, GlobalTensor | Reshaped):
             if id(obj) not in self._calls:
                 self._calls[id(obj)] = obj, self._rebuilt(obj)
             obj = self._calls[id(obj)][1]
         super().save(obj, save_persistent_id)
 
-    def _rebuilt(self, value: ForeignTensor | Reshaped) -> Call:
-        tensor = value if isinstance(value, ForeignTensor) else value.tensor
+    def _rebuilt(self, value: GlobalTensor | Reshaped) -> Call:
+        tensor = value if isinstance(value, GlobalTensor) else value.tensor
         size, name = DTYPES[tensor.dtype]
         numel, key = math.prod(value.shape), str(len(self.tensors))
         self.tensors.append(tensor)
@@ -120,7 +117,7 @@ class _Record:
     begin: int
     start: int
     data: bytes | None = None
-    tensor: ForeignTensor | None = None
+    tensor: GlobalTensor | None = None
     checksum: _RunningChecksum = field(default_factory=_RunningChecksum)
 
     @property
@@ -130,7 +127,7 @@ class _Record:
 
 @dataclass
 class TorchArchive:
-    """The file of `torch.save(value)`, where ForeignTensors stand for tensors.
+    """The file of `torch.save(value)`, where GlobalTensors stand for tensors.
 
     `size` are its bytes. Raises CheckpointMismatch where the value holds something that is neither plain nor a tensor.
     """
@@ -153,13 +150,13 @@ class TorchArchive:
         self._add("version", data=b"3\n")
         self.size += len(self._directory())
 
-    def _add(self, name: str, data: bytes | None = None, tensor: ForeignTensor | None = None) -> None:
+    def _add(self, name: str, data: bytes | None = None, tensor: GlobalTensor | None = None) -> None:
         encoded = f"archive/{name}".encode()
         size = len(data) if data is not None else 0
         if tensor is not None:
             size = math.prod(tensor.shape) * item_size(tensor.dtype)
         begin = self.size
-        start = begin + _LOCAL.size + len(encoded) + len(_large_sizes(size)) + 4
+        start = begin + LOCAL.size + len(encoded) + len(_large_sizes(size)) + 4
         start = -(-start // _ALIGNMENT) * _ALIGNMENT
         self._records.append(_Record(encoded, size, begin, start, data, tensor))
         self.size = start + size
@@ -194,15 +191,15 @@ class TorchArchive:
         count, size = len(self._records), len(entries)
         large = b""
         if begin >= _LARGE or count >= _MANY or size >= _LARGE:
-            end = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, begin)
-            large = end + struct.pack("<4sLQL", b"PK\x06\x07", 0, begin + size, 1)
+            end = LARGE_END.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, begin)
+            large = end + LOCATOR.pack(b"PK\x06\x07", 0, begin + size, 1)
         short = min(count, _MANY)
-        last = struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, short, short, _short(size), _short(begin), 0)
+        last = END.pack(b"PK\x05\x06", 0, 0, short, short, _short(size), _short(begin), 0)
         return entries + large + last
 
 
 def _short(number: int) -> int:
-    return number if number < _LARGE else _ELSEWHERE
+    return number if number < _LARGE else ELSEWHERE
 
 
 def _large_sizes(size: int) -> bytes:
@@ -212,10 +209,10 @@ def _large_sizes(size: int) -> bytes:
 
 def _local_header(record: _Record) -> bytes:
     large, short = _large_sizes(record.size), _short(record.size)
-    room = record.start - record.begin - _LOCAL.size - len(record.name) - len(large)
+    room = record.start - record.begin - LOCAL.size - len(record.name) - len(large)
     extra = large + struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
     version = 45 if large else 0
-    header = _LOCAL.pack(b"PK\x03\x04", version, 0, 0, 0, 0, record.crc, short, short, len(record.name), len(extra))
+    header = LOCAL.pack(b"PK\x03\x04", version, 0, 0, 0, 0, record.crc, short, short, len(record.name), len(extra))
     return header + record.name + extra
 
 
@@ -226,7 +223,7 @@ def _central_header(record: _Record) -> bytes:
         extra = struct.pack("<2H", 1, len(sizes) + len(place)) + sizes + place
     version, short = 45 if extra else 0, _short(record.size)
     # fmt: off
-    header = _CENTRAL.pack(
+    header = CENTRAL.pack(
         b"PK\x01\x02", version, version, 0, 0, 0, 0, record.crc, short, short, len(record.name), len(extra), 0, 0, 0, 0,
         _short(record.begin),
     )

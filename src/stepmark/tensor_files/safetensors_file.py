@@ -11,8 +11,8 @@ from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.format.tensor_file import header_length, natural_numbers, read_entries
 from stepmark.errors import CheckpointDamaged, CheckpointError
-from stepmark.interchange.tensors.source_files import open_file
-from stepmark.interchange.tensors.stored_array import StoredArray
+from stepmark.tensor_files.global_tensor import StoredArray
+from stepmark.tensor_files.source_files import open_file
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, StoredArray], dict[str, Any]]:

@@ -7,6 +7,7 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from stepmark.errors import CheckpointDamaged
@@ -14,7 +15,7 @@ from stepmark.errors import CheckpointDamaged
 _BLOCK = 1 << 20  # fits the processor's cache: the checksum is taken of what has just been read
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Record:
     """Bytes of a file: `size` from `begin` on, with the checksum `crc` (0: none)."""
 
@@ -45,27 +46,8 @@ class Record:
         return crc
 
 
-class _Once:
-    """A record that is verified once, by the thread that comes first; the others wait."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self._lock = threading.Lock()
-        self.done = False
-
-    def check(self, begin: int = 0, data: memoryview | None = None) -> int:
-        """`data` are bytes of the file from its byte `begin` on. Returns 0: nothing is written."""
-        with self._lock:
-            if not self.done:
-                low = self._record.begin - begin
-                whole = data is not None and low >= 0 and low + self._record.size <= len(data)
-                self._record.check(data[low : low + self._record.size] if data is not None and whole else None)
-                self.done = True
-        return 0
-
-
 class RecordChecks:
-    """The records of a source. For several threads."""
+    """The records of a source, each verified once, by the thread that comes first; the others wait."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         by_path: dict[Path, dict[int, Record]] = {}
@@ -73,19 +55,46 @@ class RecordChecks:
             if record.size:
                 by_path.setdefault(record.path, {})[record.begin] = record
         self._begins = {path: sorted(found) for path, found in by_path.items()}
-        self._records = {
-            path: [_Once(by_path[path][begin]) for begin in begins] for path, begins in self._begins.items()
+        self._left: dict[Path, list[Record | None]] = {
+            path: [by_path[path][begin] for begin in begins] for path, begins in self._begins.items()
         }
+        self._locks = [threading.Lock() for _ in range(64)]
 
     def check(self, path: Path, begin: int, end: int, data: memoryview | None = None) -> None:
         """Verifies the records that bytes [begin, end) of a file are in; `data` are these bytes, if they were read.
 
         Raises CheckpointDamaged where one does not match its checksum.
         """
-        begins = self._begins.get(path, ())
-        for number in range(max(bisect_right(begins, begin) - 1, 0), bisect_left(begins, end)):
-            self._records[path][number].check(begin, data)
+        for number in self._numbers(path, begin, end):
+            self._check_once(self._left[path], number, begin, data)
+
+    def whole(self, path: Path, begin: int, end: int) -> tuple[int, int]:
+        """The bytes to read instead of [begin, end), so that no small record has to be read again to be verified."""
+        for number in self._numbers(path, begin, end):
+            record = self._left[path][number]
+            if record is not None and record.size <= _BLOCK:
+                begin, end = min(begin, record.begin), max(end, record.begin + record.size)
+        return begin, end
 
     def rest(self) -> Iterator[Callable[[], int]]:
-        """The jobs that verify what has not been used."""
-        return (record.check for found in self._records.values() for record in found if not record.done)
+        """The jobs that verify what has not been used; each returns 0, as it writes nothing."""
+        for left in self._left.values():
+            yield from (partial(self._check_once, left, number) for number, found in enumerate(left) if found)
+
+    def _numbers(self, path: Path, begin: int, end: int) -> range:
+        """The records that bytes [begin, end) of a file are in."""
+        begins = self._begins.get(path, ())
+        return range(max(bisect_right(begins, begin) - 1, 0), bisect_left(begins, end))
+
+    def _check_once(
+        self, left: list[Record | None], number: int, begin: int = 0, data: memoryview | None = None
+    ) -> int:
+        """`data` are bytes of the file from its byte `begin` on."""
+        with self._locks[number % len(self._locks)]:
+            record = left[number]
+            if record is not None:
+                low = record.begin - begin
+                whole = data is not None and low >= 0 and low + record.size <= len(data)
+                record.check(data[low : low + record.size] if data is not None and whole else None)
+                left[number] = None
+        return 0
