@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from stepmark.parallel.buckets import LAZY_BUCKET_ELEMENTS
+from stepmark.parallel.buckets import LAZY_BUCKET_ELEMENTS, runs_of
 from stepmark.parallel.gradients.arithmetic import add_ends, add_ends_of_buckets, add_partial, norms, squares, totals
 from stepmark.parallel.gradients.flat_sums import FlatSums
 from stepmark.parallel.gradients.rank_weights import RankWeights
@@ -95,7 +95,10 @@ class AllReduce:
             for parameter, gradient in zip(self._parameters, gradients, strict=True)
         ]
         weighted = [loss.float() * tokens, tokens, *complete]
-        runs = list(_runs(weighted, self._bucket_elements))
+        runs = [
+            weighted[run.start : run.stop]
+            for run in runs_of([each.numel() for each in weighted], self._bucket_elements)
+        ]
         flat = [torch.cat([tensor.reshape(-1) for tensor in run]) for run in runs]
         flat[0][2:] *= tokens  # loss and tokens at its head are weighted already
         for each in flat[1:]:
@@ -123,19 +126,6 @@ class AllReduce:
 
     def show(self, sums: FlatSums | TensorSums, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
         return show(list(zip(self._parameters, gradients, strict=True)))
-
-
-def _runs(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Splits the sequence into runs of at most `limit` elements (more where one tensor has more)."""
-    run: list[Tensor] = []
-    elements = 0
-    for tensor in tensors:
-        if run and elements + tensor.numel() > limit:
-            yield run
-            run, elements = [], 0
-        run.append(tensor)
-        elements += tensor.numel()
-    yield run
 
 
 def _split(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
