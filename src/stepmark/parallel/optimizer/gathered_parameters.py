@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.parallel.buckets import runs_of
-from stepmark.parallel.optimizer.master_weights import follow
+from stepmark.parallel.optimizer.replicated import follow
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout, layout_of

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from stepmark.errors import UsageError
 from stepmark.parallel.gradients.reducer import GradientReducer, mean_gradients
 from stepmark.parallel.optimizer.elementwise import sharding_unit
 from stepmark.parallel.optimizer.gathered_parameters import GatheredParameters, Round, divide, make_rounds
-from stepmark.parallel.optimizer.named import Groups, Held, Make, NamedOptimizer
+from stepmark.parallel.optimizer.named import Groups, Held, Make, NamedOptimizer, named_around
 from stepmark.parallel.optimizer.replicated import Replicated
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout, layout_of
@@ -201,18 +202,12 @@ def whole_parameters_around(
             "shards that; pass an optimizer that has not taken a step"
         )
 
-    def exchange(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        for own, group in zip(optimizer.param_groups, groups, strict=True):
-            own["params"] = group["params"]
-        return optimizer
-
-    named = [{**g, "params": [(names[each], each) for each in g["params"]]} for g in optimizer.param_groups]
-    distribution = WholeParameters(
-        named,
-        mesh,
+    distribute = partial(
+        WholeParameters,
+        mesh=mesh,
         order=list(names.values()),
         zero_1=False,
         master_weights=False,
         bucket_elements=bucket_elements,
     )
-    return NamedOptimizer(distribution, named, exchange, mesh.runtime, given=True)
+    return named_around(optimizer, names, distribute, mesh.runtime)
