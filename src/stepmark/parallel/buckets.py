@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -204,8 +205,9 @@ def make_buckets(
             kind = (parameter.dtype, replication_of(parameter, tensor_axis_size))
             kinds.setdefault(kind, []).append((name, parameter))
         for parameters in kinds.values():
-            runs = _split_into_buckets(parameters, first, limit, reordered)
-            buckets += [Bucket(index, run, axis, tensor_axis_size) for run in runs]
+            for run in runs_of([parameter.numel() for _, parameter in parameters], limit, first):
+                members = _members(parameters[run.start : run.stop], reordered)
+                buckets.append(Bucket(index, members, axis, tensor_axis_size))
     return buckets
 
 
@@ -225,19 +227,23 @@ def _default_limit(runtime: Runtime) -> int:
     return HOST_BUCKET_ELEMENTS if runtime.host_memory else EAGER_BUCKET_ELEMENTS
 
 
-def _split_into_buckets(
-    parameters: Sequence[tuple[str, nn.Parameter]], first: int, limit: int, reordered: bool
-) -> Iterator[list[Member]]:
-    run: list[Member] = []
-    most = first
-    for name, parameter in parameters:
-        if run and run[-1].end + parameter.numel() > most:
-            yield run
-            run, most = [], limit
-        begin = run[-1].end if run else 0
-        run.append(Member.of(name, parameter, begin) if reordered else Member.in_place(name, parameter, begin))
-    if run:
-        yield run
+def runs_of(sizes: Sequence[int], limit: int, first: int | None = None) -> Iterator[range]:
+    """Splits positions into runs whose sizes add up to at most `limit`, those of the first run to `first`; to more
+    where one size is larger."""
+    begin, total, most = 0, 0, limit if first is None else first
+    for position, size in enumerate(sizes):
+        if position > begin and total + size > most:
+            yield range(begin, position)
+            begin, total, most = position, 0, limit
+        total += size
+    if sizes:
+        yield range(begin, len(sizes))
+
+
+def _members(named: Sequence[tuple[str, nn.Parameter]], reordered: bool) -> list[Member]:
+    begins = accumulate((parameter.numel() for _, parameter in named), initial=0)
+    make = Member.of if reordered else Member.in_place
+    return [make(name, parameter, begin) for (name, parameter), begin in zip(named, begins, strict=False)]
 
 
 def complete_on_host(bucket: Bucket, runtime: Runtime) -> Tensor:
