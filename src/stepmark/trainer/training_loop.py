@@ -521,16 +521,14 @@ class TrainingLoop:
 
     def _announce_stop(self, reason: str) -> None:
         more = "; press Ctrl-C again to end at once, without a checkpoint" if reason.startswith("SIGINT") else ""
-        self._say_interrupted(f"{reason}{more}")
+        if self._callbacks.run_log.writes:
+            say(f"interrupted by {reason}{more}")
         self._callbacks.run_log.stopping(self._step, reason)
 
     def _announce_end(self, reason: str) -> None:
-        self._say_interrupted(f"{reason}\n{HOW_TO_GO_ON}")
-        self._callbacks.run_log.try_status(INTERRUPTED, self._step, reason)
-
-    def _say_interrupted(self, reason: str) -> None:
         if self._callbacks.run_log.writes:
-            say(f"interrupted by {reason}")
+            say(f"interrupted by {reason}\n{HOW_TO_GO_ON}")
+        self._callbacks.run_log.try_status(INTERRUPTED, self._step, reason)
 
     def _stop_if_asked(self) -> None:
         """Before a step: where the run is to stop here, saves what is not saved, and raises RunInterrupted."""

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import step_of
+from stepmark.trainer.telemetry.progress import QUIET
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, TABLE, finite
 
-QUIET = ("_runtime", "_per_second")
 Lines = Sequence[Mapping[str, Any]]
 Samples = Mapping[str | None, int]
 
