@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -75,19 +74,13 @@ def _largest_file(model: nn.Module) -> int:
 
 def _write_weights(folder: Path, model: nn.Module, runtime: Runtime) -> None:
     """Writes the weights of a model that this rank holds completely; tied weights once."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
+    from huggingface_hub import save_torch_state_dict
 
     (section,) = describe({"model": model})
     names = list(section.entries)
     on_host = dict(zip(names, runtime.to_host([section.entries[name].tensor for name in names]), strict=True))
     pattern = section.group + "{suffix}.safetensors"
-    split = split_torch_state_dict_into_shards(on_host, filename_pattern=pattern, max_shard_size=_largest_file(model))
-    for file, tensors in split.filename_to_tensors.items():
-        save_file({name: on_host[name].contiguous() for name in tensors}, folder / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / _INDEX).write_text(json.dumps(content, indent=2))
+    save_torch_state_dict(on_host, folder, filename_pattern=pattern, max_shard_size=_largest_file(model))
 
 
 def _publish(source: Path, folder: Path) -> None:
