@@ -19,7 +19,7 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.order import BatchLayout, Epoch
 from stepmark.data.prepared_data import choose_block_size, prepare
 from stepmark.data.tokenize.tokenizer import check_own_code
-from stepmark.errors import UsageError
+from stepmark.errors import DataError, UsageError
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.preflight.plan.candidates import neighbours, smaller
 from stepmark.preflight.plan.depth import trace_deep
@@ -27,11 +27,12 @@ from stepmark.preflight.plan.simulated_mesh import DEVICES, PlannedDevice
 from stepmark.preflight.plan.stages import StageTrace, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_trace import StepTrace, meta_model
-from stepmark.recipe.model import build_config, build_tokenizer
+from stepmark.recipe.model import build_config, build_tokenizer, check_block_size
 from stepmark.runtime.device import choose_device
+from stepmark.runtime.mesh import check_sizes
 from stepmark.trainer.run_folder.adapters import adapter_of
+from stepmark.training.flops import EXPERTS
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 HEADROOM = 0.9  # of a device's memory: the rest is for the runtime, its libraries and fragmentation
 
 NOT_TRACED = StepTrace({"": {}}, 0.0)
@@ -150,7 +151,7 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     quiet_libraries()
     args = recipe.training
     check_optimizer(args.optim)
-    check_mesh(args, ranks)
+    check_sizes(ranks, args.tensor_parallel_size, args.pipeline_parallel_size, begin="plan for")
     notes: list[str] = []
     tokenizer = _tokenizer(recipe, notes)
     config = _config(recipe, tokenizer)
@@ -162,7 +163,10 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
         say = partial(print, file=sys.stderr, flush=True)
         epoch = Epoch(len(prepare(recipe.data, tokenizer, progress=say).train), batch, args.dataloader_drop_last)
         steps = math.ceil(args.num_train_epochs * epoch.steps())
-    _check_block_size(config, block_size)
+    try:
+        check_block_size(config, block_size)
+    except DataError as error:
+        raise UsageError(str(error)) from error
     if any(getattr(config, name, None) for name in EXPERTS):
         notes.append("A mixture of experts is planned as if every expert saw every token: an upper bound.")
     device = DEVICES[_device(recipe, notes)]
@@ -219,15 +223,6 @@ def _config(recipe: Recipe, tokenizer: Any | None) -> Any:
         ) from error
 
 
-def _check_block_size(config: Any, block_size: int) -> None:
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and block_size > longest:
-        raise UsageError(
-            f"block_size: {block_size} tokens are more than the model's {longest} positions; lower block_size, or "
-            "raise the positions in config_overrides"
-        )
-
-
 def _device(recipe: Recipe, notes: list[str]) -> str:
     wish = recipe.training.device_name
     if wish != "auto":
@@ -235,24 +230,6 @@ def _device(recipe: Recipe, notes: list[str]) -> str:
     found = choose_device("auto")
     notes.append(f"device: auto is {found} on this machine; --device xla or --device cuda plans for another one.")
     return found
-
-
-def check_mesh(args: TrainingFields, ranks: int) -> None:
-    """Raises UsageError where the ranks do not make the mesh of the arguments."""
-    if ranks < 1:
-        raise UsageError(f"--nproc: must be at least 1, but is {ranks}")
-    tensor, stages = args.tensor_parallel_size, args.pipeline_parallel_size
-    for name, size in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", stages)):
-        if ranks % size:
-            raise UsageError(
-                f"{name}: {size} does not divide the {ranks} ranks; plan for a multiple of {size} ranks, or choose a "
-                f"divisor of {ranks}"
-            )
-    if ranks % (tensor * stages):
-        raise UsageError(
-            f"tensor_parallel_size and pipeline_parallel_size: {tensor} times {stages} does not divide the {ranks} "
-            f"ranks; plan for a multiple of {tensor * stages} ranks, or lower one of them"
-        )
 
 
 def _count(setup: StepSetup) -> tuple[str, int, int, int]:

@@ -103,12 +103,8 @@ def trace_step(setup: StepSetup) -> StepTrace:
             "memory cannot be planned without weights"
         ) from error
     except (RuntimeError, ValueError) as error:  # sizes that do not go together
+        _check_conversion(error)
         line = (str(error).strip() or type(error).__name__).split("\n")[0]
-        if "Couldn't swap" in line:
-            raise UsageError(
-                f"stepmark plan: torch {torch.__version__} cannot convert parameters that have no memory; plan with "
-                "torch 2.9"
-            ) from error
         raise UsageError(f"config_name and config_overrides: the model cannot train a step: {line}") from error
 
 

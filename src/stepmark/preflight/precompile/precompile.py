@@ -21,6 +21,7 @@ from stepmark.data.prepared_data import Prepared, choose_block_size
 from stepmark.data.tokenize.packing import PackedBlocks
 from stepmark.data.tokenize.tokenized_rows import TokenizedRows
 from stepmark.errors import UsageError
+from stepmark.preflight.precompile.neuron import check_kept
 from stepmark.preflight.precompile.table import describe
 from stepmark.recipe.train import begin, build_trainer
 from stepmark.runtime.compile_cache import kept_in, switched_on
@@ -133,8 +134,7 @@ def _train(parts: RunParts, recorder: GraphRecorder) -> None:
 def _shortened(recipe: Recipe) -> Recipe:
     """The recipe with few steps, the default of its compile cache on, and nothing that writes files."""
     training: TrainingFields = recipe.training
-    if training.compile_cache is False:
-        raise UsageError("compile_cache: is false, so no graph would be kept; leave it out, or name a folder")
+    check_kept(training.compile_cache)  # type: ignore[arg-type]  # false, too
     short = dataclasses.replace(
         training,
         max_steps=STEPS,
