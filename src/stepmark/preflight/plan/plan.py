@@ -170,8 +170,7 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     if any(getattr(config, name, None) for name in EXPERTS):
         notes.append("A mixture of experts is planned as if every expert saw every token: an upper bound.")
     device = DEVICES[_device(recipe, notes)]
-    adapter = None if recipe.model.peft is None else recipe.model
-    setup = StepSetup(config, args, ranks, block_size, device, recipe.model.trust_remote_code, adapter)
+    setup = StepSetup(config, args, ranks, block_size, device, recipe.model)
     model_class, parameters, trained, elements = _count(setup)
     options = [_measure(setup, each, own=each is args) for each in neighbours(args, ranks)]
     if options[0].impossible is not None:
@@ -241,7 +240,7 @@ def _count(setup: StepSetup) -> tuple[str, int, int, int]:
         parameters, trained = sum(size for size, _ in sizes), sum(size for size, needed in sizes if needed)
         state = (adapter_of(model) or model).state_dict(keep_vars=True)
         saved = {id(value): value.numel() for value in state.values()}
-        inner = getattr(model, "base_model", None) if setup.adapter is not None else None
+        inner = getattr(model, "base_model", None) if setup.model.peft is not None else None
         return type(model if inner is None else inner.model).__name__, parameters, trained, sum(saved.values())
 
 

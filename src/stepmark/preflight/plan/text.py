@@ -58,12 +58,8 @@ def _own(plan: Plan) -> Iterator[str]:
         yield ""
         kept = "`kept`: forward passes whose activations a rank keeps at a time"
         yield f"the ranks of its pipeline, in {_unit(plan)[1]}; {kept}:"
-        rows = [("rank", "layers", "kept", *CATEGORIES, "peak"), *(_stage_row(plan, each) for each in own.stages)]
-        yield from _aligned(rows)
-
-
-def _stage_row(plan: Plan, stage: StageTrace) -> tuple[str, ...]:
-    return (str(stage.rank), _layers(stage), str(stage.in_flight), *_sizes(plan, stage))
+        rows = [(str(each.rank), _layers(each), str(each.in_flight), *_sizes(plan, each)) for each in own.stages]
+        yield from _aligned([("rank", "layers", "kept", *CATEGORIES, "peak"), *rows])
 
 
 def _sizes(plan: Plan, trace: StepTrace) -> list[str]:

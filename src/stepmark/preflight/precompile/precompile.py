@@ -134,7 +134,7 @@ def _train(parts: RunParts, recorder: GraphRecorder) -> None:
 def _shortened(recipe: Recipe) -> Recipe:
     """The recipe with few steps, the default of its compile cache on, and nothing that writes files."""
     training: TrainingFields = recipe.training
-    check_kept(training.compile_cache)  # type: ignore[arg-type]  # false, too
+    check_kept(training.compile_cache)
     short = dataclasses.replace(
         training,
         max_steps=STEPS,
