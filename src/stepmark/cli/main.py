@@ -74,7 +74,7 @@ def run(arguments: Sequence[str]) -> int:
         parsed, unknown = build_parser().parse_known_args(arguments)
         command = COMMANDS[parsed.command]
         if unknown:
-            explain = getattr(command, "explain_unknown", _unrecognized)
+            explain = getattr(command, "explain_unknown", "{}: unrecognized argument; see --help".format)
             raise UsageError(explain(unknown[0]))
         parsed.arguments = list(arguments)
         if not getattr(command, "ENDS_AT_SIGNALS", False):
@@ -97,10 +97,6 @@ def _output_is_closed() -> bool:
         return any(events & select.POLLERR for _, events in pipe.poll(0))
     except (OSError, ValueError):  # no descriptor behind it
         return False
-
-
-def _unrecognized(argument: str) -> str:
-    return f"{argument}: unrecognized argument; see --help"
 
 
 def _fail(error: BaseException, with_traceback: bool) -> int:

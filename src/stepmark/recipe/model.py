@@ -109,7 +109,7 @@ def check_new_model(config: ModelArguments, tokenizer: Any) -> None:
     if config.config_name is not None:
         made = build_config(config, tokenizer)
         with torch.device("meta"):
-            _new_model(config, made)
+            make_model(config, made)
 
 
 def build_model(
@@ -130,7 +130,7 @@ def build_model(
     torch.manual_seed(seed)
     name, trust = config.model_name_or_path, config.trust_remote_code
     if name is None:
-        model = _new_model(config, build_config(config, tokenizer), factory, dtype)
+        model = make_model(config, build_config(config, tokenizer), factory, dtype)
     elif factory is not None:
         with _explained(name, "loaded"):
             model = load_model(factory, name, dtype=dtype, trust_remote_code=trust)
@@ -161,7 +161,7 @@ def build_untrained(
         return with_adapter(make() if factory is None else factory.new(make), config)
 
 
-def _new_model(
+def make_model(
     config: ModelArguments, made: Any, factory: ModelFactory | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.nn.Module:
     """Raises UsageError where the fields do not describe a model."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.config.training_fields import check_reduce_dtype
+from stepmark.config.fields import fields_of, refuse
+from stepmark.config.training_fields import TrainingFields, check_reduce_dtype, schedule_contradictions
 from stepmark.data.loader.batch import StepBatch
 from stepmark.liveness.progress import PASSES, REDUCE, UPDATE, entering
 from stepmark.parallel.gradients.arithmetic import scale_to
@@ -17,7 +18,7 @@ from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.optimizer.arrivals import of_known_libraries
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.parallelize import check_not_added_to
-from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B, check_micro_batches
+from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
@@ -135,7 +136,8 @@ class TrainStep:
                 scaler=self.scaler,
                 seed=seed,
             )
-        check_micro_batches(kind, accumulation, mesh.pipeline.size, len(stages.own))
+        fields_of(TrainingFields)["pipeline_schedule"].checked(kind)
+        refuse(schedule_contradictions(kind, accumulation, mesh.pipeline.size, len(stages.own)))
         return PipelinedSchedule(
             stages, loss, self._gradients, mesh, kind, autocast=autocast, scaler=self.scaler, seed=seed
         )

@@ -65,7 +65,8 @@ class Fetcher(Dataset[MicroBatch]):
         """The micro-batch, with generators seeded for it. Raises DataError if the dataset or the collator fails."""
         with nullcontext() if self._uses_no_random_numbers else seeded_generators(task.key):
             try:
-                inputs = self._collate(self._samples(task), task)
+                indices = task.indices[: task.rows] + task.indices[-1:] * task.filler
+                inputs = self.collation(self._samples(task), indices, task.length)
                 rows = task.rows + task.filler
                 if not (task.filler and task.rows) or self.labels.can_ignore_rows(inputs, rows):
                     return self._labelled(inputs, task)
@@ -96,10 +97,6 @@ class Fetcher(Dataset[MicroBatch]):
         # A collator may change a mapping that it is given, so each row has its own; and the samples may be read again.
         rows = samples[: task.rows] + [samples[-1]] * task.filler
         return [dict(row) if isinstance(row, dict) else row for row in rows]
-
-    def _collate(self, samples: list[Any], task: MicroTask) -> Any:
-        indices = task.indices[: task.rows] + task.indices[-1:] * task.filler
-        return self.collation(samples, indices, task.length)
 
     def _labelled(self, inputs: Any, task: MicroTask) -> MicroBatch:
         """Ignores the labels of filler rows, and counts the targets."""

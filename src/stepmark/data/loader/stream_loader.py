@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -32,6 +33,7 @@ def check_readable_again(name: str, dataset: Any) -> None:
         )
 
 
+@dataclass(eq=False)
 class StreamLoader:
     """Reads an iterable dataset in this process, in its own order. Its last batch may be smaller; it has a length where
     the dataset has one.
@@ -49,22 +51,16 @@ class StreamLoader:
         drop_last: Leaves out a last batch that is smaller. Default: False.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int,
-        *,
-        collation: Collation,
-        prepare: Callable[[Any], Any],
-        drop_last: bool = False,
-    ) -> None:
-        self.dataset = whole(dataset)
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.prepare = prepare
-        self.collation = collation
-        self.epoch = 0
-        self._start: Mapping[str, Any] | None = None
+    dataset: Any
+    batch_size: int
+    collation: Collation
+    prepare: Callable[[Any], Any]
+    drop_last: bool = False
+    epoch: int = field(default=0, init=False)
+    _start: Mapping[str, Any] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.dataset = whole(self.dataset)
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.dataset), self.batch_size)

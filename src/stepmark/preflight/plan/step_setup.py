@@ -24,6 +24,8 @@ from stepmark.runtime.mesh import DATA, PIPELINE, TENSOR
 from stepmark.training.micro_batches import autocast, autocast_dtype
 from stepmark.training.one_graph_per_step.transformers_forward import lazy_forward
 
+PLAIN = ModelArguments(config_name="", tokenizer_name="")  # without an adapter
+
 
 @dataclass(frozen=True)
 class StepSetup:
@@ -35,8 +37,7 @@ class StepSetup:
         ranks: All ranks.
         length: Tokens in a sequence.
         device: What is planned for.
-        trust_remote_code: Whether to execute Python code that comes with the model.
-        adapter: The model's fields of the recipe, where they ask for an adapter; None: the model is trained itself.
+        model: The model's fields of the recipe: its adapter, and whether Python code that comes with it is executed.
         stage: The rank's coordinate on the pipeline's axis.
         micro_batches: How many of the step's micro-batches are traced; None: as many as it takes until they repeat.
     """
@@ -46,8 +47,7 @@ class StepSetup:
     ranks: int
     length: int
     device: PlannedDevice
-    trust_remote_code: bool = False
-    adapter: ModelArguments | None = None
+    model: ModelArguments = PLAIN
     stage: int = 0
     micro_batches: int | None = None
 
