@@ -20,6 +20,7 @@ from stepmark.checkpoint.format.json_values import KeyPath, ValueEncoder, show
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE
 from stepmark.checkpoint.format.rows import Row
 from stepmark.errors import UsageError
+from stepmark.runtime.base import has_addresses
 from stepmark.sharding.layout import Layout, Shard, layout_of
 
 _SECTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
@@ -185,7 +186,7 @@ class _Owned:
 
 
 def _memory_of(tensor: Tensor) -> int | None:
-    if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided or not tensor.numel():
+    if not has_addresses(tensor.device) or tensor.layout != torch.strided or not tensor.numel():
         return None
     return tensor.untyped_storage().data_ptr() or None
 

@@ -136,7 +136,7 @@ def check_packed(model: nn.Module, *given: Any, may_call: bool = True) -> None:
     """Raises UsageError where a dataset, or one of several by name, has packed conversations and the model's attention
     crosses them. A complete model on the host is called to find out."""
     datasets = [each for one in given for each in (one.values() if isinstance(one, Mapping) else [one])]
-    eager = all(parameter.device.type in ("cpu", "cuda") for parameter in model.parameters())
+    eager = all(parameter.device.type not in ("xla", "meta") for parameter in model.parameters())
     check_packing(model, datasets, whole=may_call and eager and parallelized(model) is None)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from stepmark.config.activation_checkpointing import for_device
 from stepmark.errors import DeviceError, UsageError
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.eager import computes_in
 from stepmark.training.model_labels import unwrapped
 from stepmark.training.one_graph_per_step.transformers_forward import recorded_checkpoint
 
@@ -67,12 +68,15 @@ def check_bf16(device: torch.device) -> None:
     missing = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
     if missing:
         raise DeviceError(f"bf16: {torch.cuda.get_device_name(device)} does not support bfloat16; train in float32")
+    if device.type not in ("cuda", "cpu", "xla") and not computes_in(device, torch.bfloat16):
+        raise DeviceError(f"bf16: {device.type} does not support bfloat16; train in float32")
 
 
 def check_fp16(runtime: Runtime) -> None:
     """Raises DeviceError where the device cannot train in float16: it needs to know at every step whether a gradient
     has overflowed."""
-    if runtime.lazy or runtime.device.type not in ("cuda", "cpu"):
+    native = runtime.device.type not in ("cuda", "cpu")
+    if runtime.lazy or (native and not computes_in(runtime.device, torch.float16)):
         raise DeviceError(f"fp16: {runtime.name} trains in bfloat16; set bf16: true instead")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stepmark.checkpoint.restore.tensor_reader import ReadTarget, TensorReader
+from stepmark.runtime.base import has_addresses
 from stepmark.runtime.device import runtime_for
 
 _ALIGNED = 64  # bytes, a multiple of the size of every element
@@ -81,7 +82,7 @@ def _extent(live: Tensor) -> tuple[str, int, int]:
     """The memory of a tensor and its byte range. A tensor whose address is unknown counts as separate."""
     reach = sum((length - 1) * stride for length, stride in zip(live.shape, live.stride(), strict=True))
     size = (reach + 1) * live.element_size() if live.numel() else 0
-    if live.device.type in ("cpu", "cuda") and size:
+    if has_addresses(live.device) and size:
         return str(live.device), live.data_ptr(), live.data_ptr() + size
     return f"{live.device} {id(live)}", 0, size
 
