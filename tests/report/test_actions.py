@@ -91,14 +91,14 @@ def test_zooming_comparing_and_reading_without_a_mouse(compared: Path) -> None:
     results.again = shown(other);
     mouse(over, "mousemove", 0.5);
     await soon();
-    results.tip = tip.innerText;
+    results.tip = loss.readout.innerText;
     const press = (key) => loss.plot.root.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
     loss.plot.root.focus();
     results.focused = document.activeElement === loss.plot.root;
     press("Home");
-    results.first = tip.querySelector("b").textContent;
+    results.first = loss.readout.querySelector("b").textContent;
     press("ArrowRight");
-    results.second = tip.querySelector("b").textContent;
+    results.second = loss.readout.querySelector("b").textContent;
     press("+");
     await soon();
     results.pressed = shown(loss);
@@ -272,7 +272,7 @@ def test_a_served_page_loads_itself_again(tmp_path: Path, monkeypatch: pytest.Mo
         seen.set()
         return content
 
-    with serve.open_server(run, [], 0) as server:
+    with serve.open_server([run], 0) as server:
         monkeypatch.setattr(serve.LivePage, "version", version)
         monkeypatch.setattr(serve.LivePage, "page", page)
         thread = threading.Thread(target=server.serve_forever)
@@ -293,7 +293,7 @@ def test_the_server_answers_this_machine_alone(tmp_path: Path, capsys: pytest.Ca
         client.request("GET", path, headers={"Host": host})
         return client.getresponse().status
 
-    with serve.open_server(run, [], 0) as server:
+    with serve.open_server([run], 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
