@@ -364,7 +364,7 @@ def short_names(histories: Sequence[History]) -> list[str]:
     rows = [name.split(",") for name in names(histories)]
     columns = []
     for parts in zip_longest(*rows, fillvalue=""):
-        shared = re.match(r"(.*[=/_ -])?", os.path.commonprefix(parts))  # noqa: RUF071 - of characters
+        shared = re.match(r"(.*(?:[=/_ ]|(?<!\de)-))?", os.path.commonprefix(parts))  # noqa: RUF071 - of characters
         cut = len(shared[0]) if shared is not None and len(set(parts)) > 1 else 0
         columns.append([part[cut:] for part in parts])
     return [",".join(filter(None, row)) for row in zip(*columns, strict=True)]

@@ -11,7 +11,7 @@ const FONT = '11.5px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Ne
 const DISTINCT = 8; // colors that everybody can tell apart; curves after them are dashed as well
 const MARGIN = 0.06; // of the values' range, above and below them
 const GROUP_POINTS = 400; // at most, of a curve of means
-const ENTRY_ROWS = 4; // of the list of values at a place
+const ENTRY_ROWS = 3; // of the list of values at a place
 const FAR = 20; // times the middle one of the curves' highest values: a curve beyond it does not set the axis
 
 const AXIS_UNITS = { step: "step", tokens: "tokens", epoch: "epoch", flops: "FLOPs of the model" };
@@ -417,7 +417,7 @@ class Chart {
     const at = place ?? (this.page.zoomOf(this) ?? this.full)[1], values = this.valuesAt(at, place === null);
     const entry = this.crowded ? 240 : 390, columns = Math.max(1, Math.floor(this.width() / entry)), room = columns * ENTRY_ROWS;
     const count = this.shown().filter((s) => s.kind !== "lost").length, firsts = {};
-    this.readout.style.minHeight = `${20 + 19 * Math.min(ENTRY_ROWS, Math.ceil(count / columns))}px`;
+    this.readout.style.minHeight = `${26 + 19 * Math.min(ENTRY_ROWS, Math.ceil(count / columns))}px`;
     for (const found of values) {
       const { series, index } = found, compares = this.several && series.kind !== "lost";
       found.value = this.smoothedAt(series, index) ?? series.y[index];
@@ -437,7 +437,8 @@ class Chart {
       made("span", line, { className: "name", textContent: this.label(series) + (index === series.best ? " (best)" : ""), title: this.label(series) });
       made("span", line, { className: "number", textContent: `${this.valueText(series, index)} ${difference}`.trim() });
     }
-    if (!kept.length && values.length) made("li", list, { className: "more", textContent: "values appear here under the pointer" });
+    if (!kept.length && values.length) head.textContent = ""; // of the place
+    if (!kept.length) made("li", list, { textContent: values.length ? "values appear here under the pointer" : "" });
     else if (kept.length < values.length) made("li", list, { className: "more", textContent: `and ${values.length - kept.length} more` });
     this.readout.replaceChildren(head, list);
     if (place !== null) for (const mark of this.marksAt(place)) made("span", head, { textContent: mark.label });

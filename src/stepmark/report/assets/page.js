@@ -252,6 +252,7 @@ if (rows.length) {
 }
 const unfold = () => document.querySelector(location.hash.startsWith("#run-") ? location.hash : null)?.setAttribute("open", "");
 addEventListener("hashchange", unfold);
+document.addEventListener("toggle", ({ target }) => target.querySelectorAll("pre").forEach((each) => (each.scrollTop = each.scrollHeight)), true); // the cause is at the end
 unfold();
 
 // Drawing: the first chart at once, the others when the page is there

@@ -66,8 +66,9 @@ function drawLightSvg(chart, width, height, font, size) {
 
 async function drawPng(svg, { width, height }) {
   const image = new Image(), canvas = made("canvas", null, { width: 2 * width, height: 2 * height });
-  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svg)}`;
-  await image.decode();
+  await new Promise((loaded, failed) => {
+    Object.assign(image, { onload: loaded, onerror: failed, src: `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svg)}` });
+  });
   canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
   return new Promise((done) => canvas.toBlob(done, "image/png"));
 }
@@ -140,14 +141,13 @@ function hex(color) {
 const openSave = (chart) => {
   const dialog = document.getElementById("save"), input = (name) => document.getElementById(`save-${name}`);
   for (const [name, value] of Object.entries(page.kept("save") ?? {})) input(name).value = value;
-  dialog.onclose = async () => {
+  dialog.querySelector("form").onsubmit = async ({ submitter }) => {
     const options = { width: +input("width").value, height: +input("height").value, font: input("font").value, size: +input("size").value };
-    const kind = dialog.returnValue, { name } = chart.figure;
+    const kind = submitter.value, { name } = chart.figure;
     if (kind) page.keep("save", options);
     if (kind === "svg") page.save(`${name}.svg`, drawSvg(chart, options), "image/svg+xml");
     if (kind === "png") page.save(`${name}.png`, await drawPng(drawSvg(chart, options), options), "image/png");
     if (kind === "py") page.save(`${name}.py`, matplotlibScript(chart, options), "text/x-python");
   };
-  dialog.returnValue = "";
   dialog.showModal();
 };
