@@ -27,6 +27,7 @@ from stepmark.cli import (
     plan,
     precompile,
     report,
+    sweep,
     train,
     verify,
 )
@@ -36,7 +37,17 @@ from stepmark.launch.world import World
 from stepmark.liveness.failure_report import FailureReport
 from stepmark.liveness.process_exit import reported
 
-_IN_ORDER: tuple[Any, ...] = (init, train, precompile, evaluate, consolidate, import_command, export_command, inspect)
+_IN_ORDER: tuple[Any, ...] = (
+    init,
+    train,
+    sweep,
+    precompile,
+    evaluate,
+    consolidate,
+    import_command,
+    export_command,
+    inspect,
+)
 COMMANDS: dict[str, Any] = {
     module.__name__.rpartition(".")[2].removesuffix("_command"): module
     for module in (*_IN_ORDER, plan, doctor, report, verify, cache)
