@@ -7,7 +7,7 @@ import logging
 import math
 import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from multiprocessing.util import Finalize
@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stepmark.checkpoint.call_guard import CallGuard, one_at_a_time
 from stepmark.checkpoint.coordination.leases import reading
@@ -50,7 +49,7 @@ from stepmark.checkpoint.save.request import (
 )
 from stepmark.checkpoint.save.snapshot import copy_to_host, extents_of, plan_copies, staging_sizes
 from stepmark.checkpoint.save_handle import SaveHandle
-from stepmark.checkpoint.sections import describe
+from stepmark.checkpoint.sections import Section, check_state, describe
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
 from stepmark.liveness.deadlines import PhaseDeadlines
@@ -175,7 +174,7 @@ class Checkpointer:
             CheckpointError: This save, or the one before, has failed on any rank.
         """
         if extracting_graphs():
-            self._runtime_of(_tensors_of(state)).step_boundary(wait=True)  # so that the graphs are those of a real run
+            self._runtime_of(describe(state)).step_boundary(wait=True)  # so that the graphs are those of a real run
             warn_not_saved(f"step {step}")
             skipped = SaveHandle(step)
             skipped.succeed(checkpoint_path(self.folder, step))
@@ -259,7 +258,7 @@ class Checkpointer:
             self._background.make_room(self.folder, disk_need(plan), request.save)
             check_disk(self.folder, plan)
         entries = request.entries()
-        runtime = self._runtime_of([entry.tensor for entry in entries.values()])
+        runtime = self._runtime_of(request.sections)
         if self._background.reads_memory:
             self._memory.release()  # the thread that still reads it keeps it
         memory = self._memory.take(size, pinned=can_pin(runtime.device))
@@ -334,12 +333,10 @@ class Checkpointer:
         phases = self._background.phases("restore", ownership.board(self._next_name(ownership)), handle)
         try:
             self._check_all_ranks("restoring", phases.board)
+            check_state(state)
             phases.enter("looking")
-            tensors = _tensors_of(state)
             threads, alone = 2 * self._threads, ownership.alone_on_node()
-            restorer = Restorer(
-                self._timed_group, phases, self._runtime_of(tensors), threads, alone, accept, self._timestamps
-            )
+            restorer = Restorer(self._timed_group, phases, self._runtime_of, threads, alone, accept, self._timestamps)
             if checkpoint is None:
                 candidates = self._timed_group.ask_first(
                     lambda: checkpoints(self.folder), "looking for checkpoints", board=phases.board
@@ -514,15 +511,11 @@ class Checkpointer:
         if lost is not None:
             raise lost from error
 
-    def _runtime_of(self, tensors: Sequence[Tensor]) -> Runtime:
+    def _runtime_of(self, sections: Iterable[Section]) -> Runtime:
         if self._runtime is None:
-            devices = [tensor.device for tensor in tensors]
+            devices = (entry.tensor.device for section in sections for entry in section.entries.values())
             return runtime_for(next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
         return self._runtime
-
-
-def _tensors_of(state: Mapping[str, Any]) -> list[Tensor]:
-    return [entry.tensor for section in describe(state) for entry in section.entries.values()]
 
 
 def _checked_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
