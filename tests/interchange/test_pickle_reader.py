@@ -130,14 +130,14 @@ def test_sharing_does_not_make_a_file_endless(tmp_path: Path) -> None:
         value = [value, value]
     torch.save({"model": value}, tmp_path / "x.pt")
     with pytest.raises(CheckpointDamaged, match="again and again"):
-        read_torch_file(tmp_path / "x.pt")
+        read_torch_file(tmp_path / "x.pt", [])
 
 
 def test_tensors_are_found_where_torch_put_them(tmp_path: Path) -> None:
     base = torch.arange(24, dtype=torch.float32).view(4, 6)
     value = {"t": base.t(), "row": base[2], "number": torch.tensor(5, dtype=torch.int64), "low": base.bfloat16()}
     torch.save(value, tmp_path / "x.pt")
-    found = read_torch_file(tmp_path / "x.pt").value
+    found = read_torch_file(tmp_path / "x.pt", [])
     data = (tmp_path / "x.pt").read_bytes()
     for name, tensor in value.items():
         array = found[name]
@@ -149,10 +149,10 @@ def test_tensors_are_found_where_torch_put_them(tmp_path: Path) -> None:
 def test_files_from_before_archives_name_the_way_out(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(1)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointMismatch, match=r"x\.pt.*before version 1\.6.*torch\.save\(torch\.load"):
-        read_torch_file(tmp_path / "x.pt")
+        read_torch_file(tmp_path / "x.pt", [])
 
 
 def test_tensor_larger_than_its_storage(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(1).expand(1 << 40)}, tmp_path / "x.pt")
     with pytest.raises(CheckpointDamaged, match="repeats elements"):
-        read_torch_file(tmp_path / "x.pt")
+        read_torch_file(tmp_path / "x.pt", [])

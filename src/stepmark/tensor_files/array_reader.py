@@ -87,17 +87,6 @@ class ArrayReader:
         self._copy(array, found)
         return found
 
-    def same(self, one: StoredArray, other: StoredArray) -> bool:
-        """Whether two arrays hold the same values, bit for bit."""
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        if not one.shape:
-            return bool(np.array_equal(self.array(one), self.array(other)))
-        rows = max(1, (1 << 22) // max(1, one.numel // max(one.shape[0], 1) * 8))
-        starts = range(0, one.shape[0], rows)
-        parts = ([array.narrow(0, at, min(rows, one.shape[0] - at)) for array in (one, other)] for at in starts)
-        return all(np.array_equal(self.array(left), self.array(right)) for left, right in parts)
-
     def _memory(self, purpose: str, size: int, shift: int) -> memoryview:
         """This thread's memory for a purpose, reused for the next part: new memory costs more than reading."""
         memory: memoryview | None = getattr(self._reused, purpose, None)

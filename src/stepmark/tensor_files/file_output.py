@@ -56,10 +56,6 @@ class FileOutput:
         if len(data) > head + middle:
             files.write_at(self._descriptor, data[head + middle :], offset + head + middle)
 
-    def sync(self) -> None:
-        """Returns when the file is on the disk."""
-        files.sync(self._descriptor)
-
     def close(self) -> None:
         """Closes it."""
         if self._direct is not None:

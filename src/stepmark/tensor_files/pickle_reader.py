@@ -14,7 +14,7 @@ import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from struct import unpack
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -29,8 +29,8 @@ _SIZED = frozenset({str, bytes, list, tuple, dict, set, frozenset})
 _LARGEST_KEY = 1 << 60  # Python's hashes of larger integers collide, by which a dict can be made very slow
 _KEY_DEPTH = 3
 
-# torch's storage classes -> safetensors' names of their elements
-_STORAGES = {
+# torch's storage classes, without "Storage" -> safetensors' names of their elements
+STORAGES = {
     "Double": "F64",
     "Float": "F32",
     "Half": "F16",
@@ -44,36 +44,21 @@ _STORAGES = {
     "ComplexFloat": "C64",
 }
 _UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
-_OTHER_STORAGES = ("torch.storage.TypedStorage", *_UNTYPED)
+_NAMES = {*_UNTYPED, "torch.storage.TypedStorage", "torch.nn.parameter.Parameter", "torch.Tensor", "torch.strided"}
 
-# Classes whose instances are kept as names and attributes.
-_METADATA = "torch.distributed.checkpoint.metadata."
-_OBJECTS = frozenset(
-    {
-        *(
-            _METADATA + name
-            for name in (
-                "Metadata",
-                "MetadataIndex",
-                "TensorStorageMetadata",
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "TensorProperties",
-                "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "torch_xla.utils.serialization.TensorReference",
-        "neuronx_distributed.trainer.checkpoint._InternalTensorReference",
-        "pathlib.PosixPath",
-        "pathlib.PurePosixPath",
-        "pathlib._local.PosixPath",
-        "argparse.Namespace",
-        "torch.device",
-        "datetime.timedelta",
-    }
-)
+# Classes whose instances are kept as names and attributes, by their modules
+_OBJECTS = {
+    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata "
+    "ChunkStorageMetadata TensorProperties StorageMeta _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch_xla.utils.serialization": "TensorReference",
+    "neuronx_distributed.trainer.checkpoint": "_InternalTensorReference",
+    "pathlib": "PosixPath PurePosixPath",
+    "pathlib._local": "PosixPath",
+    "argparse": "Namespace",
+    "torch": "device",
+    "datetime": "timedelta",
+}
 
 
 @dataclass(frozen=True)
@@ -261,22 +246,17 @@ class _Machine(pickle._Unpickler):
         target.update(map(_key, items))
 
     def set_item(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        _set_items(self.stack[-1], [key, value])
+        items = [self.stack.pop(-2), self.stack.pop()]
+        _set_items(self.stack[-1], items)
 
     def set_items(self) -> None:
         items = self.pop_mark()
         _set_items(self.stack[-1], items)
 
-    def reduce(self) -> None:
-        arguments, function = self.stack.pop(), self.stack[-1]
-        self._charge(arguments)
-        self.stack[-1] = _call(function, arguments)
-
-    def new_object(self) -> None:
+    def make(self) -> None:
         arguments, kind = self.stack.pop(), self.stack[-1]
         self._charge(arguments)
-        self.stack[-1] = _instance(kind, arguments)
+        self.stack[-1] = _made(kind, arguments)
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
@@ -324,12 +304,8 @@ def _key(value: Any, depth: int = 0) -> Any:
 @cache
 def _known(name: str) -> Global:
     """Raises CheckpointError, which names the class, for one that no known format has."""
-    short = name.rpartition(".")[2]
-    if name in _FUNCTIONS or name in _OBJECTS or storage_dtype(name) is not None or name in _OTHER_STORAGES:
-        return Global(name)
-    if name.startswith("torch.") and (dtype_of(name) is not None or short == "strided"):
-        return Global(name)
-    if name in ("torch.nn.parameter.Parameter", "torch.Tensor"):
+    dtype = name.startswith("torch.") and dtype_of(name) is not None
+    if dtype or name in _FUNCTIONS or name in _NAMES or storage_dtype(name) is not None:
         return Global(name)
     raise CheckpointError(
         f"its pickle contains {name[:120]}, which is not among the classes of checkpoints; nothing of it was run. Save "
@@ -341,7 +317,7 @@ def _known(name: str) -> Global:
 def storage_dtype(name: str) -> str | None:
     """safetensors' name of the elements of one of torch's storage classes, None for another class."""
     head, _, short = name.rpartition(".")
-    return _STORAGES.get(short.removesuffix("Storage")) if head in ("torch", "torch.cuda", "torch.storage") else None
+    return STORAGES.get(short.removesuffix("Storage")) if head in ("torch", "torch.cuda", "torch.storage") else None
 
 
 def dtype_of(name: str) -> str | None:
@@ -350,22 +326,14 @@ def dtype_of(name: str) -> str | None:
     return next((key for key, (_, torch_name) in DTYPES.items() if torch_name == short), None)
 
 
-def _call(function: Any, arguments: Any) -> Any:
-    if not isinstance(function, Global) or type(arguments) is not tuple:
-        raise TypeError("a call of what is not a function")
-    known = _FUNCTIONS.get(function.name)
-    return known(*arguments) if known is not None else _instance(function, arguments)
-
-
-def _instance(kind: Any, arguments: Any) -> Any:
+def _made(kind: Any, arguments: Any) -> Any:
+    """What a class or function of another tool stands for, made from its arguments."""
     if not isinstance(kind, Global) or type(arguments) is not tuple:
-        raise TypeError("an instance of what is not a class")
-    if kind.name in _OBJECTS:
-        return PickledObject(kind.name, arguments)
+        raise TypeError("a call of what is no class or function")
     known = _FUNCTIONS.get(kind.name)
-    if known is not None:
-        return known(*arguments)
-    raise CheckpointError(f"its pickle makes an instance of {kind.name}, which no known format has")
+    if known is None:
+        raise CheckpointError(f"its pickle makes an instance of {kind.name}, which no known format has")
+    return known(*arguments)
 
 
 # What the functions and classes in pickles make here
@@ -378,10 +346,6 @@ def _dict(items: Any = (), /) -> dict[Any, Any]:
     return made
 
 
-def _default_dict(_: Any = None, items: Any = (), /) -> dict[Any, Any]:
-    return _dict(items)
-
-
 def _set(items: Any = (), /) -> set[Any]:
     return {_key(item) for item in _sequence(items)}
 
@@ -392,10 +356,6 @@ def _sequence(items: Any = (), /) -> list[Any]:
     return list(items)
 
 
-def _size(items: Any, /) -> tuple[int, ...]:
-    return natural(items)
-
-
 def natural(items: Any) -> Shape:
     """A sequence of non-negative integers as a tuple. Raises ValueError for anything else."""
     found = tuple(_sequence(items))
@@ -404,56 +364,31 @@ def natural(items: Any) -> Shape:
     return found
 
 
-def _rebuilt(
-    storage: Any,
-    offset: Any,
-    size: Any,
-    stride: Any,
-    _grad: Any = None,
-    _hooks: Any = None,
-    metadata: Any = None,
-    *_: Any,
-) -> StoredArray:
+def _rebuilt(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> StoredArray:
+    """`rest`: whether it needs a gradient, hooks, and whether its values are those of its storage."""
     if not isinstance(storage, StorageBytes) or storage.dtype is None:
         raise TypeError("a tensor without a storage")
-    _check_view(metadata)
-    return _tensor(storage, storage.dtype, offset, size, stride)
-
-
-def _rebuilt_with_dtype(
-    storage: Any,
-    offset: Any,
-    size: Any,
-    stride: Any,
-    _grad: Any,
-    _hooks: Any,
-    dtype: Any,
-    metadata: Any = None,
-    *_: Any,
-) -> StoredArray:
-    _check_view(metadata)
-    if not isinstance(storage, StorageBytes) or not isinstance(dtype, Global):
-        raise TypeError("a tensor without a storage or dtype")
-    name = dtype_of(dtype.name)
-    if name is None:
-        raise CheckpointError(f"a tensor has the dtype {dtype.name}, which checkpoints cannot hold")
-    return _tensor(storage, name, offset, size, stride)
-
-
-def _check_view(metadata: Any) -> None:
-    """Raises CheckpointError for a tensor whose values are not those of its storage."""
+    metadata = rest[2] if len(rest) > 2 else None
     if type(metadata) is dict and (metadata.get("neg") or metadata.get("conj")):
         raise CheckpointError(
             "a tensor is saved as the negative or the complex conjugate of what is stored; save a copy of its own, "
             "with .resolve_neg().resolve_conj()"
         )
-
-
-def _tensor(storage: StorageBytes, dtype: str, offset: Any, size: Any, stride: Any) -> StoredArray:
     (begin,), shape, strides = natural((offset,)), natural(size), natural(stride)
     if len(shape) != len(strides):
         raise ValueError("a tensor's strides do not fit its shape")
-    return _view(storage, dtype, begin, shape, strides)
+    return _view(storage, storage.dtype, begin, shape, strides)
+
+
+def _rebuilt_with_dtype(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
+) -> StoredArray:
+    if not isinstance(storage, StorageBytes) or not isinstance(dtype, Global):
+        raise TypeError("a tensor without a storage or dtype")
+    name = dtype_of(dtype.name)
+    if name is None:
+        raise CheckpointError(f"a tensor has the dtype {dtype.name}, which checkpoints cannot hold")
+    return _rebuilt(storage._replace(dtype=name), offset, size, stride, grad, hooks, *rest)
 
 
 def _view(storage: StorageBytes, dtype: str, begin: int, shape: Shape, strides: Shape) -> StoredArray:
@@ -473,16 +408,12 @@ def _sizes(dtype: str, shape: Shape, strides: Shape) -> tuple[int, int, int]:
     return item_size(dtype), array.span(), array.numel * item_size(dtype)
 
 
+def _object(kind: str, *arguments: Any) -> PickledObject:
+    return PickledObject(kind, arguments)
+
+
 def _first(value: Any, *_: Any) -> Any:
     return value
-
-
-def _of_type(function: Any, _kind: Any, arguments: Any, *_: Any) -> Any:
-    return _call(function, arguments)
-
-
-def _empty_object(kind: Any, *_: Any) -> Any:
-    return _instance(kind, ())
 
 
 def _encode(text: Any, encoding: Any = "latin1", /) -> bytes:
@@ -492,8 +423,12 @@ def _encode(text: Any, encoding: Any = "latin1", /) -> bytes:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
+    f"{module}.{name}": partial(_object, f"{module}.{name}")
+    for module, names in _OBJECTS.items()
+    for name in names.split()
+} | {
     "collections.OrderedDict": _dict,
-    "collections.defaultdict": _default_dict,
+    "collections.defaultdict": lambda _=None, items=(): _dict(items),
     "collections.Counter": _dict,
     "builtins.dict": _dict,
     "builtins.set": _set,
@@ -504,10 +439,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "__builtin__.frozenset": _set,
     "builtins.complex": lambda real, imaginary: (real, imaginary),
     "_codecs.encode": _encode,
-    "copyreg._reconstructor": _empty_object,
-    "copy_reg._reconstructor": _empty_object,
-    "copyreg.__newobj__": lambda kind, *arguments: _instance(kind, arguments),
-    "torch.Size": _size,
+    "copyreg._reconstructor": lambda kind, *_: _made(kind, ()),
+    "copy_reg._reconstructor": lambda kind, *_: _made(kind, ()),
+    "copyreg.__newobj__": lambda kind, *arguments: _made(kind, arguments),
+    "torch.Size": natural,
     "torch.serialization._get_layout": _first,
     f"{_PREFIX}tensor": _rebuilt,
     f"{_PREFIX}tensor_v2": _rebuilt,
@@ -515,7 +450,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     f"{_PREFIX}parameter": _first,
     f"{_PREFIX}parameter_with_state": _first,
     f"{_PREFIX}device_tensor_from_cpu_tensor": _first,
-    "torch._tensor._rebuild_from_type_v2": _of_type,
+    "torch._tensor._rebuild_from_type_v2": lambda function, _, arguments, *rest: _made(function, arguments),
 }
 
 
@@ -547,7 +482,7 @@ _OPCODES = {getattr(pickle, name)[0]: _Machine.dispatch[getattr(pickle, name)[0]
     pickle.ADDITEMS[0]: _Machine.add_items,
     pickle.SETITEM[0]: _Machine.set_item,
     pickle.SETITEMS[0]: _Machine.set_items,
-    pickle.REDUCE[0]: _Machine.reduce,
-    pickle.NEWOBJ[0]: _Machine.new_object,
+    pickle.REDUCE[0]: _Machine.make,
+    pickle.NEWOBJ[0]: _Machine.make,
     pickle.BUILD[0]: _Machine.build,
 }

@@ -1,4 +1,4 @@
-"""Files of `torch.save`, without torch: the nested values in them, and where their tensors are in the file.
+"""Files of `torch.save`, and of torch_xla's xser, without torch: the values in them, and where their tensors are.
 
 They are zip archives whose records are not compressed; the records' checksums are verified by `Record.check`, or while
 they are read.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -18,16 +18,21 @@ from typing import Any, BinaryIO, TypeVar
 
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import StoredArray
-from stepmark.tensor_files.pickle_reader import StorageBytes, read_pickle
+from stepmark.tensor_files.pickle_reader import Global, PickledObject, StorageBytes, dtype_of, read_pickle
 from stepmark.tensor_files.records import Record
-from stepmark.tensor_files.source_files import open_file
+from stepmark.tensor_files.source_files import inside, open_file
 
 _LARGEST_PICKLE = 512 << 20
 _DEEPEST = 200
 _BEFORE_ARCHIVES = b"\x80\x02\x8a\x0a"
 _WINDOW = 1 << 16  # bytes that are read for records' headers at a time
 Leaf = TypeVar("Leaf")
+_REFERENCES = (
+    "torch_xla.utils.serialization.TensorReference",
+    "neuronx_distributed.trainer.checkpoint._InternalTensorReference",
+)
 
 # The parts of zip archives
 LOCAL = struct.Struct("<4s5H3L2H")  # a record's header
@@ -39,24 +44,17 @@ ELSEWHERE = 0xFFFFFFFF  # stands for a number that is in a field for 64 bits
 _TAIL = (1 << 16) + END.size + LOCATOR.size
 
 
-@dataclass(frozen=True)
-class TorchFile:
-    """What is in a file: the nested value, with StoredArrays in place of tensors, and the records of a zip archive."""
-
-    value: Any
-    records: tuple[Record, ...]
-
-
-def read_torch_file(path: Path, begin: int = 0, size: int | None = None) -> TorchFile:
+def read_torch_file(path: Path, records: list[Record], begin: int = 0, size: int | None = None) -> Any:
     """Reads what `torch.save` wrote.
 
     Args:
         path: The file.
+        records: Those of the archive are added.
         begin: The byte at which the archive begins, default 0.
         size: Bytes of the archive; default None: up to the end of the file.
 
     Returns:
-        The value and the records.
+        The value, with StoredArrays in place of tensors.
 
     Raises:
         CheckpointDamaged: It is missing, truncated or malformed; the message names the file.
@@ -67,7 +65,9 @@ def read_torch_file(path: Path, begin: int = 0, size: int | None = None) -> Torc
             end = file.seek(0, io.SEEK_END)
             if begin + (size or 0) > end:
                 raise CheckpointDamaged(f"it has {end} bytes, and {begin + (size or 0)} are needed")
-            return _read(path, file, begin, end - begin if size is None else size)
+            value, found = _read(path, file, begin, end - begin if size is None else size)
+            records += found
+            return value
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from error
     except OSError as error:
@@ -78,7 +78,7 @@ def read_torch_file(path: Path, begin: int = 0, size: int | None = None) -> Torc
         raise CheckpointDamaged(f"{path} is corrupted: {str(error)[:200]}") from error
 
 
-def _read(path: Path, file: BinaryIO, begin: int, size: int) -> TorchFile:
+def _read(path: Path, file: BinaryIO, begin: int, size: int) -> tuple[Any, Iterable[Record]]:
     start = os.pread(file.fileno(), min(size, 4), begin)
     if start == _BEFORE_ARCHIVES:
         raise CheckpointMismatch(
@@ -107,7 +107,7 @@ def _read(path: Path, file: BinaryIO, begin: int, size: int) -> TorchFile:
 
     value = read_pickle(data, locate)
     _check_visits(value, 16 * len(data) + 1000)
-    return TorchFile(value, tuple(records.values()))
+    return value, records.values()
 
 
 def _check_visits(value: Any, limit: int) -> None:
@@ -216,3 +216,84 @@ def leaves(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
             waiting.extend(reversed(list(item.values())))
         elif isinstance(item, list | tuple):
             waiting.extend(reversed(item))
+
+
+# xser: tensor n of X.pt is in X.pt.tensors/tensor_n.pt
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A tensor that is referred to, and whose file is not there; with what the file of types says about it."""
+
+    path: Path
+    dtype: str | None
+    shape: Shape | None
+
+
+def read_rank_file(path: Path, records: list[Record], other: Path | None = None) -> Any:
+    """The contents of a rank's file, with StoredArrays, or Missing, in place of references.
+
+    `other` is the file of the first expert parallel rank, which has the tensors that are no experts.
+    """
+    value = read_torch_file(path, records)
+    return _References(path, records, other).resolve(value)
+
+
+def read_dict(path: Path) -> dict[Any, Any] | None:
+    """The dict in a file of plain values; None where there is no file, or something else in it."""
+    value = read_torch_file(path, []) if path.is_file() else None
+    return value if isinstance(value, dict) else None
+
+
+def read_saved(path: Path, records: list[Record]) -> Any:
+    """The contents of a file of torch.save, or of torch_xla's xser: then with the tensors in the files beside it.
+
+    Raises CheckpointDamaged, naming the file, where one of them is missing.
+    """
+    found = read_rank_file(path, records)
+    missing = next(leaves(found, Missing), None)
+    if missing is not None:
+        raise CheckpointDamaged(f"{missing.path} is missing; it holds a tensor of {path.name}")
+    return found
+
+
+class _References:
+    def __init__(self, path: Path, records: list[Record], other: Path | None) -> None:
+        self._path = path
+        self._records = records
+        self._other = other
+        self._info: dict[Any, Any] | None = None
+
+    def resolve(self, value: Any) -> Any:
+        if isinstance(value, PickledObject) and value.kind in _REFERENCES:
+            return self._tensor(value.get("tid"))
+        if isinstance(value, dict):
+            return {key: self.resolve(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.resolve(item) for item in value]
+        return value
+
+    def _tensor(self, number: Any) -> StoredArray | Missing:
+        if type(number) is not int or number < 0:
+            raise CheckpointDamaged(f"{self._path} refers to a tensor without a number")
+        for file in (self._path, self._other):
+            if file is None:
+                continue
+            path = inside(file.parent, f"{file.name}.tensors/tensor_{number}.pt", self._path)
+            if path.is_file():
+                found = read_torch_file(path, self._records)
+                if not isinstance(found, StoredArray):
+                    raise CheckpointDamaged(f"{path} does not hold a tensor")
+                return found
+        path = self._path.with_name(f"{self._path.name}.tensors") / f"tensor_{number}.pt"
+        return Missing(path, *self._described(number))
+
+    def _described(self, number: int) -> tuple[str | None, Shape | None]:
+        """The type and shape of a tensor that is not there."""
+        if self._info is None:
+            path = self._path.with_name(f"{self._path.name}.info.pt")
+            self._info = read_dict(path) or {}
+        entry = self._info.get(number)
+        dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
+        sizes = tuple(shape) if isinstance(shape, list | tuple) and all(type(size) is int for size in shape) else None
+        return dtype_of(dtype.name) if isinstance(dtype, Global) else None, sizes

@@ -1,7 +1,8 @@
 """Writes files of `torch.save` with tensors that are streamed from other files: memory does not grow with them.
 
-The archive is planned first: the pickle is made, and every record gets its place. Then the tensors are written, from
-several threads, and at last the records' headers, with checksums, and the directory.
+What is pickled is plain, or a stand-in for something of torch: Python's own pickler refuses a name that it cannot
+import. The archive is planned first: the pickle is made, and every record gets its place. Then the tensors are written,
+from several threads, and at last the records' headers, with checksums, and the directory.
 """
 
 from __future__ import annotations
@@ -14,33 +15,93 @@ import threading
 import zlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.errors import CheckpointMismatch
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.file_output import FileOutput
 from stepmark.tensor_files.global_tensor import GlobalTensor, row_major_strides
-from stepmark.tensor_files.pickle_writer import Call, Global, StandInPickler
+from stepmark.tensor_files.pickle_reader import STORAGES
 from stepmark.tensor_files.streaming import Place
 from stepmark.tensor_files.torch_file import CENTRAL, ELSEWHERE, END, LARGE_END, LOCAL, LOCATOR
 
 _ALIGNMENT = 64  # bytes: where torch lets a record's data begin
 _LARGE = ELSEWHERE  # sizes and positions from here on are in fields for 64 bits
 _MANY = 0xFFFF
-_STORAGES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex64": "ComplexFloatStorage",
-}  # torch's class by the name of its elements' type; other types have a storage of bytes
+_STORAGES = {dtype: f"{kind}Storage" for kind, dtype in STORAGES.items()}  # of other types: a storage of bytes
+
+
+@dataclass(frozen=True)
+class Global:
+    """A class or function, by its module and name."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a function returns."""
+
+    function: Global
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """An object of a class that is made without arguments, with its state: a dict, or what its class takes."""
+
+    kind: Global
+    state: Any
+
+
+class StandInPickler(pickle._Pickler):
+    """Writes a value as pickle.Pickler would, with the things in place of their stand-ins."""
+
+    if TYPE_CHECKING:  # the parts of Python's own pickler in Python
+        memo: dict[int, tuple[int, Any]]
+
+        def write(self, data: bytes) -> None: ...
+
+        def get(self, i: int) -> bytes: ...
+
+        def memoize(self, obj: Any) -> None: ...
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self._globals: dict[Global, Global] = {}
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        """Writes a value; one that was written before is referred to."""
+        kind = type(obj)
+        if kind is Global:
+            obj = self._globals.setdefault(obj, obj)  # equal ones are one thing
+        if kind in (Global, Call, Instance) and id(obj) in self.memo:
+            self.write(self.get(self.memo[id(obj)][0]))
+        elif kind is Global:
+            self.write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())
+            self.memoize(obj)
+        elif kind is Call:
+            self.save(obj.function)
+            self.save(obj.arguments)
+            self.write(pickle.REDUCE)
+            self.memoize(obj)
+        elif kind is Instance:
+            self.save(obj.kind)
+            self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+            self.memoize(obj)
+            self.save(obj.state)
+            self.write(pickle.BUILD)
+        else:
+            super().save(obj, save_persistent_id)  # type: ignore[misc]
+
+
+def dumps(value: Any) -> bytes:
+    """The pickle of a value."""
+    file = io.BytesIO()
+    StandInPickler(file).dump(value)
+    return file.getvalue()
 
 
 @dataclass(frozen=True)
@@ -84,8 +145,8 @@ class _Pickler(StandInPickler):
         numel, key = math.prod(value.shape), str(len(self.tensors))
         self.tensors.append(tensor)
         view: tuple[Any, ...] = (0, tuple(value.shape), row_major_strides(value.shape), False, OrderedDict())
-        if name in _STORAGES:
-            storage = _Storage(Global("torch", _STORAGES[name]), key, numel)
+        if tensor.dtype in _STORAGES:
+            storage = _Storage(Global("torch", _STORAGES[tensor.dtype]), key, numel)
             return Call(Global("torch._utils", "_rebuild_tensor_v2"), (storage, *view))
         storage = _Storage(Global("torch.storage", "UntypedStorage"), key, numel * size)
         return Call(Global("torch._utils", "_rebuild_tensor_v3"), (storage, *view, Global("torch", name)))

@@ -21,7 +21,7 @@ from stepmark.interchange.neuron.stages import Stage, fill_from_masters
 from stepmark.interchange.neuron.unsharding import shared_value
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece
 from stepmark.tensor_files.records import Record
-from stepmark.tensor_files.saved_file import Missing, read_rank_file
+from stepmark.tensor_files.torch_file import Missing, read_rank_file
 
 LOST_WHOLE = (
     "optimizer: without ZeRO-1, neuronx-distributed saves the states of the first expert parallel rank's experts only; "

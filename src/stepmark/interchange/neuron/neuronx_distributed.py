@@ -27,8 +27,7 @@ from stepmark.interchange.sources.dcp_store import is_store
 from stepmark.interchange.sources.finish import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
-from stepmark.tensor_files.saved_file import Missing, read_rank_file
-from stepmark.tensor_files.torch_file import read_torch_file
+from stepmark.tensor_files.torch_file import Missing, read_dict, read_rank_file
 
 _NUMBER = re.compile(r"(\d+)\D*\Z")
 _STEPS = ("global_step", "total_steps", "step")
@@ -107,8 +106,8 @@ def _read_extras(
     tag: Path, found: ForeignCheckpoint, contents: dict[Place, dict[str, Any]], first_layout: bool
 ) -> None:
     """The step and the schedule; in the first layout, the model lies inside each file."""
-    user = _plain_file(tag / "user_content.pt")
-    found.schedule = _plain_file(tag / "scheduler.pt")
+    user = read_dict(tag / "user_content.pt")
+    found.schedule = read_dict(tag / "scheduler.pt")
     for place, value in list(contents.items()) if first_layout else []:
         if isinstance(value.get("model"), dict):
             contents[place] = value["model"]
@@ -119,11 +118,6 @@ def _read_extras(
     found.step = next((user[key] for key in _STEPS if user and type(user.get(key)) is int), None)
     if user and not first_layout:
         found.lost.append(f"user_content.pt: {', '.join(sorted(map(str, user)))[:200]}, apart from the step")
-
-
-def _plain_file(path: Path) -> dict[str, Any] | None:
-    value = read_torch_file(path).value if path.is_file() else None
-    return value if isinstance(value, dict) else None
 
 
 def stages_of(files: dict[Place, Path], contents: dict[Place, dict[str, Any]], found: ForeignCheckpoint) -> list[Stage]:

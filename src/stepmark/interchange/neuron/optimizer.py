@@ -17,7 +17,7 @@ from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.pickle_reader import natural
 from stepmark.tensor_files.records import Record
-from stepmark.tensor_files.saved_file import Missing, read_rank_file
+from stepmark.tensor_files.torch_file import Missing, read_rank_file
 
 LOST_MASTERS = "master weights: the converter to full files kept those of the first data parallel rank only"
 

@@ -17,7 +17,7 @@ from stepmark.interchange.sources.foreign import ForeignOptimizer
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.array_reader import ArrayReader, Part
 from stepmark.tensor_files.global_tensor import GlobalTensor
-from stepmark.tensor_files.saved_file import Missing
+from stepmark.tensor_files.torch_file import Missing
 
 Local = GlobalTensor | Missing
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -93,8 +93,3 @@ def row_chunks(name: str, chunks: Sequence[GlobalTensor], shape: Sequence[int]) 
                 at = (common.offsets[0] + number * size, *common.offsets[1:])
                 pieces.append(Piece(piece.part(common), at))
     return GlobalTensor(name, first.dtype, tuple(shape), tuple(pieces))
-
-
-def shapes_of(tensors: Mapping[str, GlobalTensor]) -> dict[str, tuple[int, ...]]:
-    """The shapes by name."""
-    return {name: tensor.shape for name, tensor in tensors.items()}

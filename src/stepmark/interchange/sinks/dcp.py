@@ -21,8 +21,7 @@ from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.model_folder.output_files import ArchivesFile, DataFile, OutputFile, copied_files
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor
-from stepmark.tensor_files.pickle_writer import Call, Global, Instance, dumps
-from stepmark.tensor_files.torch_writer import Reshaped, TorchArchive
+from stepmark.tensor_files.torch_writer import Call, Global, Instance, Reshaped, TorchArchive, dumps
 
 CHUNK = 64 << 20  # bytes of a tensor in one record, unless a row has more
 FILE = 2 << 30  # bytes of a file, at most about so many

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models.model_class import outline_of
-from stepmark.interchange.models.model_outline import ModelOutline
-from stepmark.interchange.sources.finish import CONFIG
+from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
 from stepmark.model_folder.output_files import OutputFile
 from stepmark.tensor_files.global_tensor import GlobalTensor

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from stepmark.checkpoint.format.rows import MASTER
-from stepmark.interchange.models.model_outline import ModelOutline, read_config
+from stepmark.interchange.models.model_outline import CONFIG, ModelOutline, read_config
 from stepmark.interchange.sinks.export_plan import (
     ExportOptions,
     ExportPlan,
@@ -21,7 +21,6 @@ from stepmark.interchange.sinks.export_plan import (
     weights_in_full_precision,
 )
 from stepmark.interchange.sinks.imported_state import trainer_state_bytes
-from stepmark.interchange.sources.finish import CONFIG
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.interchange.sources.optimizer_names import NAMES
 from stepmark.model_folder.output_files import MAX_SHARD, DataFile, OutputFile, copied_files, model_files, torch_file

@@ -12,10 +12,10 @@ from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models.model_outline import ModelOutline
 from stepmark.interchange.sources import torchtitan
 from stepmark.interchange.sources.dcp_store import METADATA, DcpStore, is_store, read_store
-from stepmark.interchange.sources.finish import CONFIG, files_beside, finish, outline_for, take_own_names
+from stepmark.interchange.sources.finish import files_beside, finish, outline_for, take_own_names
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.name_map import new_names
-from stepmark.interchange.sources.optimizer_names import FILE_ORDER, agreed_names
+from stepmark.interchange.sources.optimizer_names import agreed_names
 from stepmark.interchange.sources.state_dict_files import clean_name, without_prefix
 from stepmark.interchange.sources.torch_optimizer import STEP, as_tensor, plain, state_shape
 from stepmark.tensor_files.global_tensor import GlobalTensor
@@ -192,14 +192,9 @@ def _names(
         known = changed.keys() or found.model.keys()
         stripped = {key: key.removeprefix("module.") if key not in known else key for key in keys}
         return {key: changed.get(name, name) for key, name in stripped.items()}
-    same_class = all(old == new for old, new in changed.items())
-    orders = {CONFIG: outline.parameters} if outline is not None and same_class else {}
-    if ordered:
-        saved = {name: tensor.shape for name, tensor in found.model.items()}
-        orders[FILE_ORDER] = {n: shape for n, shape in saved.items() if outline is None or n in outline.parameters}
     shapes = {int(key): shape for key, state in states.items() if (shape := state_shape(state))}
-    names, rule = agreed_names(orders, groups, shapes, str(where), outline, changed)
-    found.assumed.append(f"the optimizer numbers its parameters; their names follow from {rule}")
+    saved = {name: tensor.shape for name, tensor in found.model.items()} if ordered else None
+    names = agreed_names(found, groups, shapes, where, outline, saved, changed)
     return {str(number): name for number, name in names.items()}
 
 

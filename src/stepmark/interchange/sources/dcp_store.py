@@ -133,11 +133,9 @@ def _entry(folder: Path, said_by: Path, index: Any, info: Any) -> _Entry:
 
 def _add(store: DcpStore, pieces: dict[str, list[Piece]], entry: _Entry) -> None:
     try:
-        file = read_torch_file(entry.path, entry.begin, entry.size)
+        value = read_torch_file(entry.path, store.records, entry.begin, entry.size)
     except CheckpointError as error:
         raise type(error)(f"{error}; {entry.name!r} is in that file") from error
-    store.records += file.records
-    value = file.value
     if isinstance(value, StoredArray) and (entry.offsets is not None or entry.name not in store.values):
         offsets = entry.offsets if entry.offsets is not None else (0,) * len(value.shape)
         if len(offsets) != len(value.shape):

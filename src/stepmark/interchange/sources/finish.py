@@ -13,13 +13,12 @@ from typing import Any
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.models.model_class import outline_of
-from stepmark.interchange.models.model_outline import ModelOutline
+from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.torch_optimizer import STEP, factored_shape, number_tensor, scalar
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.source_files import leads_out
 
-CONFIG = "config.json"
 TAKEN = (
     CONFIG,
     "generation_config.json",
@@ -133,7 +132,7 @@ def fit_model(found: ForeignCheckpoint, outline: ModelOutline) -> None:
 
     Raises CheckpointMismatch, naming file and tensor, where the model is another.
     """
-    config = found.files.get(CONFIG, "config.json")
+    config = found.files.get(CONFIG, CONFIG)
     take_own_names(found, outline)
     found.architecture, found.tied = outline.architecture, dict(outline.tied)
     for name in [name for name in found.model if name not in outline.state]:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.models.model_outline import ModelOutline, read_config
-from stepmark.interchange.sources.finish import CONFIG
+from stepmark.interchange.models.model_outline import CONFIG, ModelOutline, read_config
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece
 from stepmark.tensor_files.torch_writer import Reshaped
