@@ -149,25 +149,16 @@ class Bucket:
     def local_layouts(self) -> Iterator[tuple[Member, Layout]]:
         """Which elements of each member's global tensor this rank's shard holds, at which offsets in it."""
         for member in self.members:
-            begin, end = max(self.begin, member.begin), min(self.end, member.end)
-            if begin < end:
-                shape = layout_of(member.parameter) or Layout.full(member.parameter.shape)
-                yield (
-                    member,
-                    slice_of(member.runs, shape.shape, begin - member.begin, end - member.begin, begin - self.begin),
-                )
-
-
-def slice_of(runs: Sequence[tuple[TensorSlice, int]], shape: Shape, start: int, stop: int, at: int) -> Layout:
-    """Layout of elements [start, stop) of a member with these runs, of a global tensor of `shape`, stored at offset
-    `at` of another tensor."""
-    parts = []
-    for tensor_slice, begin in runs:
-        low, high = max(start, begin), min(stop, begin + tensor_slice.numel)
-        if low < high:
-            inner = TensorSlice(tensor_slice.box, tensor_slice.start + low - begin, tensor_slice.start + high - begin)
-            parts.append(Part(inner, at + low - start))
-    return Layout(shape, tuple(parts))
+            parts = []
+            for tensor_slice, offset in member.runs:
+                first = member.begin + offset  # in the bucket
+                begin, end = max(self.begin, first), min(self.end, first + tensor_slice.numel)
+                if begin < end:
+                    start = tensor_slice.start - first
+                    parts.append(Part(TensorSlice(tensor_slice.box, start + begin, start + end), begin - self.begin))
+            if parts:
+                layout = layout_of(member.parameter) or Layout.full(member.parameter.shape)
+                yield member, Layout(layout.shape, tuple(parts))
 
 
 def _place_of_run(part: Part, local_shape: Shape) -> int | None:

@@ -53,18 +53,11 @@ class RankWeights:
             self._on_host = [float(share) for share in self._shares().tolist()]
         return self._on_host
 
-    def total(self) -> Tensor:
-        """The tokens of all ranks: a 0-dim float32 tensor on the device."""
-        return self._all().sum()
-
     def _shares(self) -> Tensor:
         """Zeros in a step without any target."""
-        return self._all() / self.total().clamp(min=1)
-
-    def _all(self) -> Tensor:
         if self._finish is not None:
             self._tokens, self._finish = self._finish(), None
-        return self._tokens
+        return self._tokens / self._tokens.sum().clamp(min=1)
 
 
 Start = Callable[[FlatSums, int, RankWeights], Finish]

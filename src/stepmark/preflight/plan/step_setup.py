@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stepmark.config.recipe import ModelArguments
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.batch import MicroBatch
-from stepmark.parallel.pipeline.placeholders import RouterColumns, collect_router_logits
+from stepmark.parallel.pipeline.placeholders import collect_router_logits
 from stepmark.parallel.pipeline.schedules import BACKWARD, FORWARD, GPIPE, INTERLEAVED, Schedule, make_schedule
 from stepmark.parallel.pipeline.stage_plan import StagePlan, plan_stages
 from stepmark.preflight.plan.allocations import ACTIVATIONS, AllocationTracker
@@ -114,7 +114,7 @@ def _note(layer: nn.Module, stage: int, plan: StagePlan, found: dict[int, Form])
     def called(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         hidden: Tensor = args[0] if args else options["hidden_states"]
         if plan.routers is not None:
-            hidden = RouterColumns(plan.routers[1], plan.routers[0], hidden.dtype).pack(hidden)
+            hidden = plan.routers.pack(hidden)
         found[stage] = Form.of(hidden)
 
     return layer.register_forward_pre_hook(called, with_kwargs=True)
