@@ -84,14 +84,19 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
         raise UsageError(f"config_overrides: {type(made).__name__} rejects {overrides}: {message}") from error
 
 
-def check_config(recipe: Recipe, tokenizer: Any) -> None:
-    """Checks the configuration of a new model, which costs nothing, before data are tokenized for it.
+def check_config(recipe: Recipe, tokenizer: Any, *, makes_model: bool = False) -> None:
+    """Checks the configuration of a new model, which costs nothing, before data are tokenized for it. `makes_model`:
+    also makes the model, without weights.
 
-    Raises UsageError as `build_config`, and DataError where blocks are longer than the model takes.
+    Raises UsageError where the fields do not describe a model, and DataError where blocks are longer than it takes.
     """
-    if recipe.model.config_name is not None:
-        length = choose_block_size(recipe.data.block_size, tokenizer.model_max_length)
-        check_block_size(build_config(recipe.model, tokenizer), length)
+    if recipe.model.config_name is None:
+        return
+    made = build_config(recipe.model, tokenizer)
+    check_block_size(made, choose_block_size(recipe.data.block_size, tokenizer.model_max_length))
+    if makes_model:
+        with torch.device("meta"):
+            make_model(recipe.model, made)
 
 
 def check_block_size(config: Any, length: int) -> None:
@@ -102,14 +107,6 @@ def check_block_size(config: Any, length: int) -> None:
             f"block_size: {length} tokens are more than the model's {longest} positions; lower block_size, or raise "
             "the positions in config_overrides"
         )
-
-
-def check_new_model(config: ModelArguments, tokenizer: Any) -> None:
-    """Raises UsageError where no model can be made of `config_name` and `config_overrides`; it gets no weights."""
-    if config.config_name is not None:
-        made = build_config(config, tokenizer)
-        with torch.device("meta"):
-            make_model(config, made)
 
 
 def build_model(

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,6 @@ def _origin(request: Request, recipe: Path | None, path: Path, options: RunOptio
 
 
 def _of_run(request: Request, mesh: Any) -> int:
-    from stepmark.watcher.scheduler import WatchOptions
     from stepmark.watcher.setup import EvaluationSetup
     from stepmark.watcher.watcher import Watcher
 
@@ -147,8 +147,6 @@ def _of_run(request: Request, mesh: Any) -> int:
                 _say(f"{request.path / 'best'} stays as it is: --data is not the data of the run; see --update_best")
         return setup
 
-    metric, greater = _best_metric(request)
-    options = WatchOptions(request.watch, request.until, request.patience, metric, greater, request.interval)
     stream = request.as_json and request.watch
 
     def show(line: dict[str, Any], best: bool) -> None:
@@ -157,7 +155,8 @@ def _of_run(request: Request, mesh: Any) -> int:
         elif not request.as_json:
             print(_line_of(line, best), flush=True)
 
-    watcher = Watcher(request.path, mesh, make_setup, options, show, _say if leads else lambda text: None)
+    say = _say if leads else lambda text: None
+    watcher = Watcher(_with_metric(request), mesh, make_setup, show, say)
     failures = watcher.run()
     if watcher.recorder is not None and not stream:
         lines, best = watcher.recorder.records.sorted(), watcher.recorder.best
@@ -166,15 +165,14 @@ def _of_run(request: Request, mesh: Any) -> int:
     return 1 if failures else 0
 
 
-def _best_metric(request: Request) -> tuple[str | None, bool | None]:
-    """The metric for the best checkpoint: the one given here, or that of the run's recipe."""
-    if request.metric is not None or not request.path.is_dir():
-        return request.metric, request.greater_is_better
-    recipe = read_used_recipe(request.path)
+def _with_metric(request: Request) -> Request:
+    """With the metric for the best checkpoint of the run's recipe, unless one is given."""
+    recipe = read_used_recipe(request.path) if request.metric is None else None
     if recipe is None or recipe.training.metric_for_best_model is None:
-        return None, request.greater_is_better
-    greater = request.greater_is_better
-    return recipe.training.best_metric_key, recipe.training.greater_is_better if greater is None else greater
+        return request
+    own, greater = recipe.training, request.greater_is_better
+    greater = own.greater_is_better if greater is None else greater
+    return replace(request, metric=own.best_metric_key, greater_is_better=greater)
 
 
 def _wait_for_folder(request: Request, host: Any) -> None:

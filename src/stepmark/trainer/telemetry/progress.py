@@ -85,10 +85,10 @@ class ProgressDisplay:
         self.line(log_line(step, self._total, values, self.seconds_left(step), self._format))
         self._last = time.monotonic()
 
-    def evaluated(self, step: int, metrics: dict[str, Any], text: str) -> None:
-        """Shows an evaluation: its metrics where lines are JSON, else the text."""
+    def evaluated(self, step: int, metrics: dict[str, Any], prefix: str) -> None:
+        """Shows an evaluation, whose metrics' names begin with the prefix."""
         values = {"step": step, "total_steps": self._total, **metrics}
-        self.line(json_line(values) if self._format == "json" else text)
+        self.line(json_line(values) if self._format == "json" else evaluation_line(step, metrics, prefix))
 
     def line(self, text: str) -> None:
         if self._shows:
