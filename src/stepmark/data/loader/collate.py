@@ -290,8 +290,8 @@ def sample_lengths(dataset: Any, column: str, feature: str) -> np.ndarray:
             f"length_column_name: the column {column!r} should hold whole numbers, and has {found.dtype}; name another"
         )
     in_column = feature in columns
-    found = dataset[feature] if in_column else (_entry(dataset[index], feature) for index in range(len(dataset)))
-    return np.fromiter(map(len, found), np.int64, len(dataset))
+    values = dataset[feature] if in_column else (_entry(dataset[index], feature) for index in range(len(dataset)))
+    return np.fromiter(map(len, values), np.int64, len(dataset))
 
 
 def _entry(sample: Any, feature: str) -> Any:
