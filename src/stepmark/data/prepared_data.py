@@ -159,7 +159,8 @@ def _prepare_conversations(
 
     def samples(name: str, limit: int | None) -> Conversations:
         rows = TokenizedRows(entry, prefix=f"{name}-")
-        made = Conversations.of_rows(rows, block_size, config.packing, filler_of(tokenizer), limit)
+        packing = config.packing
+        made = Conversations(rows, tokenizer, max_length=block_size, packing=packing, max_samples=limit)
         say(_describe_conversations(name, made, block_size, cached=cached))
         return made
 

@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from stepmark.errors import UsageError
 
+PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
+
 
 def build_schedule(
     name: str, optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int, options: Mapping[str, Any]
@@ -59,7 +61,7 @@ def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
     """The plain values to save: the step for a function of the step, otherwise the schedule's complete state."""
     if isinstance(schedule, LambdaLR):
         return {"step": schedule.last_epoch}
-    return {key: value for key, value in schedule.state_dict().items() if _is_plain(value)}
+    return {key: value for key, value in schedule.state_dict().items() if isinstance(value, PLAIN)}
 
 
 def restore_schedule(schedule: LRScheduler, state: Mapping[str, Any], rates: list[float]) -> None:
@@ -109,7 +111,3 @@ def shows_rates(schedule: LRScheduler) -> bool:
     from transformers.optimization import AdafactorSchedule
 
     return isinstance(schedule, AdafactorSchedule)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, list, tuple, dict, type(None)))

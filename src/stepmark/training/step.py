@@ -112,35 +112,17 @@ class TrainStep:
         self._gradients = optimizer.gradients(mesh, accumulation=accumulation, reduce_dtype=reduce_dtype)
         for parameter in model.parameters():  # what was computed before is not part of the first step
             parameter.grad = None
-        self._schedule = self._make_schedule(loss, mesh, pipeline_schedule, accumulation, autocast, seed)
         self._max_grad_norm = max_grad_norm
-
-    def _make_schedule(
-        self,
-        loss: MicroBatchLoss,
-        mesh: Mesh,
-        kind: str,
-        accumulation: int,
-        autocast: torch.dtype | None,
-        seed: int,
-    ) -> MicroBatchSchedule:
-        stages = staged(self.model)
+        self._schedule: MicroBatchSchedule
+        stages = staged(model)
+        options: dict[str, Any] = {"autocast": autocast, "scaler": scaler, "seed": seed}
         if stages is None:
-            return SequentialSchedule(
-                self.model,
-                loss,
-                self._gradients,
-                mesh,
-                arrivals=self.optimizer.arrivals,
-                autocast=autocast,
-                scaler=self.scaler,
-                seed=seed,
-            )
-        fields_of(TrainingFields)["pipeline_schedule"].checked(kind)
-        refuse(schedule_contradictions(kind, accumulation, mesh.pipeline.size, len(stages.own)))
-        return PipelinedSchedule(
-            stages, loss, self._gradients, mesh, kind, autocast=autocast, scaler=self.scaler, seed=seed
-        )
+            arrivals = optimizer.arrivals
+            self._schedule = SequentialSchedule(model, loss, self._gradients, mesh, arrivals=arrivals, **options)
+            return
+        fields_of(TrainingFields)["pipeline_schedule"].checked(pipeline_schedule)
+        refuse(schedule_contradictions(pipeline_schedule, accumulation, mesh.pipeline.size, len(stages.own)))
+        self._schedule = PipelinedSchedule(stages, loss, self._gradients, mesh, pipeline_schedule, **options)
 
     def __call__(self, step: int, batch: StepBatch, hooks: StepHooks | None = None) -> StepStatistics:
         """Trains one step. Collective.

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.data.loader.collate import FIXED_SHAPES, CollateFn, Collation, PadTo, sample_length
-from stepmark.data.loader.fetcher import Fetcher, MicroTask, WorkerFailure
+from stepmark.data.loader.fetcher import CAUSE, Fetcher, MicroTask
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.mixture import MixtureOrder
 from stepmark.data.loader.order import BatchLayout, Epoch, LengthGroups, Position, sample_order
-from stepmark.errors import CheckpointMismatch, DataError, DataWorkerLost, UsageError
+from stepmark.errors import CheckpointMismatch, DataError, DataWorkerLost, StepmarkError, UsageError
 from stepmark.filesystem.error_advice import with_advice
 from stepmark.launch.signal_handlers import STOPPING
 
@@ -308,8 +308,8 @@ def _checked(results: Iterator[Any]) -> Iterator[MicroBatch]:
                 f"a data worker ended unexpectedly ({reason}), out of memory or of /dev/shm perhaps; lower the number"
                 " of workers, or set it to 0 to see its own error"
             ) from error
-        if isinstance(result, WorkerFailure):
-            result.reraise()
+        if isinstance(result, StepmarkError):
+            raise result from vars(result)[CAUSE]
         yield result
 
 

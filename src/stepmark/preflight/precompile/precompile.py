@@ -174,7 +174,7 @@ def stand_in_data(recipe: Recipe, tokenizer: Any, data_parallel_size: int, steps
         if recipe.data.messages_column is None:
             return StandInBlocks(samples, block_size)
         rows = TokenizedRows.of(([0] * block_size, [True] * block_size) for _ in range(samples))
-        return Conversations.of_rows(rows, block_size, recipe.data.packing, 0)
+        return Conversations(rows, tokenizer, max_length=block_size, packing=recipe.data.packing)
 
     train, evaluated = made(per_batch * steps - ragged), training.eval_strategy != "no"
     validation = made(training.per_device_eval_batch_size * data_parallel_size + 1) if evaluated else None
