@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -103,7 +104,12 @@ def advance(schedule: LRScheduler) -> None:
 
 def follows_metric(schedule: LRScheduler) -> bool:
     """Whether `schedule.step` takes a metric, like torch's ReduceLROnPlateau and transformers' GreedyLR."""
-    return "metrics" in inspect.signature(schedule.step).parameters
+    return _takes_metrics(type(schedule).step)
+
+
+@functools.cache
+def _takes_metrics(function: Callable[..., Any]) -> bool:
+    return "metrics" in inspect.signature(function).parameters
 
 
 def shows_rates(schedule: LRScheduler) -> bool:

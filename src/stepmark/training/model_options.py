@@ -86,15 +86,31 @@ def set_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     `from_pretrained` returns models in evaluation mode, and a callback may have left one there. A `train` of its own,
     which may keep layers in evaluation mode, is called before every step.
     """
-    if not all(module.training and _trains_as_torch(module) for module in model.modules()):  # to ask is quicker
+    if not _all_train(model):  # to ask is quicker
         model.train()
     train = getattr(optimizer, "train", None)
     if callable(train):
         train()
 
 
-def _trains_as_torch(module: nn.Module) -> bool:
-    return getattr(module.train, "__func__", None) is nn.Module.train
+@functools.cache
+def _usual_trains() -> tuple[Any, ...]:
+    """torch's and transformers' `train`, which change nothing in a module that is training already."""
+    from transformers import PreTrainedModel
+
+    return nn.Module.train, PreTrainedModel.train
+
+
+def _all_train(model: nn.Module) -> bool:
+    """Whether every module is in training mode, and none has a `train` of its own. Goes through them as quickly as it
+    can, since it does so in every step."""
+    left, usual = [model], _usual_trains()
+    while left:
+        module = left.pop()
+        if not module.training or "train" in vars(module) or type(module).train not in usual:
+            return False
+        left += [child for child in module._modules.values() if child is not None]
+    return True
 
 
 @contextlib.contextmanager

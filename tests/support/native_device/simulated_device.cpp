@@ -502,6 +502,13 @@ int64_t attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const
                   bool, std::optional<double>, bool) {
   return 0;
 }  // composed of other operations
+at::Tensor histogram(const at::Tensor& values, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  operate();  // the CPU has none of integers
+  count(KERNELS);
+  spend();
+  Inside in;
+  return at::histc(values.cpu().to(at::kDouble), bins, low, high).to(values.scalar_type()).to(values.device());
+}
 using Sizes = c10::SymIntArrayRef;
 at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        Sizes stride, Sizes padding, Sizes dilation, bool transposed, Sizes output_padding,
@@ -564,6 +571,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Storage_storage_offset", set_all);
   m.impl("_fused_sdp_choice", attention);
+  m.impl("histc", histogram);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
 }
