@@ -395,11 +395,12 @@ def test_a_chart_is_saved_as_a_picture_and_as_a_script(sweep: Path, tmp_path: Pa
         assert (root.get("width"), root.get("font-family"), root.get("font-size")) == ("500", "serif", "11")
         lines = [each for each in root.iter("{http://www.w3.org/2000/svg}path") if each.get("stroke-opacity")]
         assert len([each for each in lines if each.get("d")]) == curves
-    assert "0.01,0: training" in seen["svg"]
+    texts = [each.text for each in ElementTree.fromstring(seen["svg"]).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"Loss, mean over target tokens", "0.01,0", "9,0", "300", "step"} <= set(texts)
     assert bytes(seen["png"][:8]) == b"\x89PNG\r\n\x1a\n"
     assert [int.from_bytes(seen["png"][at : at + 4]) for at in (16, 20)] == [1000, 600]
     assert (seen["open"], seen["saved"]) == ([True, False], ["loss.svg", "image/svg+xml", "<svg "])
-    assert f"stepmark report '{sweep}/" in seen["plain"]
+    assert f"stepmark report {sweep} --csv tables\n" in seen["plain"]
     compile(seen["plain"], "plain", "exec")
     told = "import json\nprint(json.dumps([[*map(float, line.get_xydata()[-1])] for line in axes.lines]))"
     environment = {**os.environ, "MPLBACKEND": "Agg"}

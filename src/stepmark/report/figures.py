@@ -237,7 +237,8 @@ def axes(history: History, places: int = PLACES) -> dict[str, tuple[list[float],
     )
     if costs and "tokens" in found:
         steps, tokens = found["tokens"]
-        found["flops"] = steps, [each * costs[len(costs) // 2] for each in tokens]
+        cost = float(f"{costs[len(costs) // 2]:.6g}")  # the same in runs that differ by rounding
+        found["flops"] = steps, [each * cost for each in tokens]
     return found
 
 

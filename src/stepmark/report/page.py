@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
@@ -44,6 +45,7 @@ PARTS = {
 
 def render(
     histories: Sequence[History],
+    folders: Sequence[Path],
     figures: Sequence[Figure],
     marks: Sequence[Mark],
     now: float,
@@ -70,7 +72,7 @@ def render(
     data = {
         "runs": short,
         "names": runs,
-        "folders": [str(history.folder.resolve()) for history in histories],
+        "command": shlex.join(["stepmark", "report", *(str(folder.absolute()) for folder in folders)]),
         "colors": [color(index) for index in place] if several else [color(index) for index in range(_most(figures))],
         "figures": [asdict(figure) for figure in figures],
         "marks": [asdict(mark) for mark in marks],

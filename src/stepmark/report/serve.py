@@ -60,7 +60,7 @@ class LivePage:
             if self._made is None or self._made[0] != version:
                 histories = read_histories(self._folders[0], self._folders[1:])
                 live = {"version": version, "seconds": ASK_EVERY}
-                self._made = version, make_page(histories, live).encode()
+                self._made = version, make_page(histories, self._folders, live).encode()
             return self._made[1]
 
 

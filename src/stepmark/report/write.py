@@ -28,7 +28,7 @@ def write_report(folder: Path, more: Sequence[Path] = (), out: Path | None = Non
     """
     histories = read_histories(folder, more)
     page = out if out is not None else folder / PAGE
-    content = make_page(histories)
+    content = make_page(histories, (folder, *more))
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(content, encoding="utf-8")
@@ -46,9 +46,9 @@ def read_histories(folder: Path, more: Sequence[Path]) -> list[History]:
         return list(pool.map(read_history, runs))
 
 
-def make_page(histories: Sequence[History], live: Mapping[str, Any] | None = None) -> str:
-    """The page; `live` as `render` takes it."""
-    return render(histories, all_figures(histories), marks(histories), time.time(), live)
+def make_page(histories: Sequence[History], folders: Sequence[Path], live: Mapping[str, Any] | None = None) -> str:
+    """The page of the runs in these folders; `live` as `render` takes it."""
+    return render(histories, folders, all_figures(histories), marks(histories), time.time(), live)
 
 
 def all_figures(histories: Sequence[History], *, complete: bool = False) -> list[Figure]:

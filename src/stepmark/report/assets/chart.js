@@ -203,7 +203,7 @@ class Chart {
   style({ points, faint, derived, bar, edge }) {
     const { series } = points, color = this.color(series), place = this.place(series);
     if (bar) return { stroke: color, fill: color, width: 0, paths: uPlot.paths.stepped({ align: -1 }), points: { show: false } };
-    if (edge) return { stroke: color, width: 0, alpha: 0, points: { show: false } };
+    if (edge) return { stroke: "transparent", width: 0, points: { show: false } };
     if (series.kind === "points")
       return {
         stroke: color, width: 1, alpha: 1,
@@ -415,7 +415,7 @@ class Chart {
   // `place` null: at the end of the curves.
   read(place, y = null) {
     const at = place ?? (this.page.zoomOf(this) ?? this.full)[1], values = this.valuesAt(at, place === null);
-    const entry = this.crowded ? 240 : 390, columns = Math.max(1, Math.floor(this.width() / entry)), room = columns * ENTRY_ROWS;
+    const entry = this.groups.length ? 320 : this.crowded ? 240 : 390, columns = Math.max(1, Math.floor(this.width() / entry)), room = columns * ENTRY_ROWS;
     const count = this.shown().filter((s) => s.kind !== "lost").length, firsts = {};
     this.readout.style.minHeight = `${26 + 19 * Math.min(ENTRY_ROWS, Math.ceil(count / columns))}px`;
     for (const found of values) {
