@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import math
 import operator
+import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from stepmark.checkpoint.call_guard import CallGuard, one_at_a_time
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.coordination.run_ownership import CLAIMING, RunOwnership
 from stepmark.checkpoint.format.checkpoint_folders import (
@@ -56,6 +57,7 @@ from stepmark.liveness.deadlines import PhaseDeadlines
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.messages import describe_error
 from stepmark.liveness.process_exit import end_process
+from stepmark.liveness.progress import SAVE, staying
 from stepmark.liveness.status_store import StatusStore
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.runtime.base import Runtime
@@ -68,6 +70,21 @@ logger = logging.getLogger("stepmark")
 MAX_FILE_SIZE = 5_000_000_000  # bytes, as in transformers
 _APART = 1800.0  # seconds between the first and the last rank at the first collective, as in torch
 _MARGIN = 60.0  # seconds by which torch's deadline is later than that of TimedGroup, which names the late ranks
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _one_at_a_time(method: Callable[Concatenate[Checkpointer, _P], _R]) -> Callable[Concatenate[Checkpointer, _P], _R]:
+    """Runs a method as one of its object's calls."""
+
+    @functools.wraps(method)
+    def called(self: Checkpointer, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._one_call():
+            return method(self, *args, **kwargs)
+
+    return called
 
 
 class Checkpointer:
@@ -133,7 +150,8 @@ class Checkpointer:
         self._memory = StagingMemory()
         self._ownership: RunOwnership | None = None
         self._planner: SavePlanner | None = None
-        self._calls = CallGuard()
+        self._lock = threading.RLock()
+        self._process = 0  # the only one that may call, once it has claimed the folder
         self._timestamps = TimestampSource()
         self._finalizer: Finalize | None = None
         self._count = 0
@@ -141,7 +159,7 @@ class Checkpointer:
 
     # Saving
 
-    @one_at_a_time
+    @_one_at_a_time
     def save(
         self,
         step: int,
@@ -298,14 +316,14 @@ class Checkpointer:
         """Raises the error of a save that has failed since the last call. It is cheap, and does not wait."""
         self._background.check()
 
-    @one_at_a_time
+    @_one_at_a_time
     def wait(self) -> None:
         """Waits until no save is in progress. Raises the error of one that has failed."""
         self._background.wait()
 
     # Restoring
 
-    @one_at_a_time
+    @_one_at_a_time
     def restore(
         self, state: Mapping[str, Any], checkpoint: str | Path | int | None = None, *, accept: Accept | None = None
     ) -> int | None:
@@ -391,7 +409,7 @@ class Checkpointer:
         own = path.resolve().parent == self.folder.resolve()
         return nullcontext() if own or self._group.rank != 0 else reading(path, "restore")
 
-    @one_at_a_time
+    @_one_at_a_time
     def latest(self) -> Path | None:
         """Finds the newest complete checkpoint, without reading tensors; collective.
 
@@ -433,7 +451,7 @@ class Checkpointer:
 
     # Claiming and releasing the folder
 
-    @one_at_a_time
+    @_one_at_a_time
     def claim(self) -> None:
         """Claims the folder for this run, as `save` and `restore` do; collective.
 
@@ -445,11 +463,30 @@ class Checkpointer:
         """
         self._join()
 
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this process was forked from the one that may call, and so lacks its threads."""
+        return self._process not in (0, os.getpid())
+
+    @contextmanager
+    def _one_call(self) -> Iterator[None]:
+        """One call, of one thread, outside of torch's inference mode, so that new tensors can be trained.
+
+        Raises UsageError in a forked process.
+        """
+        if self._is_forked:
+            raise UsageError(
+                f"this Checkpointer belongs to process {self._process}, from which process {os.getpid()} was forked: "
+                "save and restore there, or create another Checkpointer for another folder"
+            )
+        with staying(SAVE), self._lock, torch.inference_mode(False):
+            yield
+
     def _join(self) -> RunOwnership:
         if self._ownership is None:
             self._ownership = RunOwnership.join(self.folder, self._timed_group, self._timeout)
             self._planner = SavePlanner(self._timed_group, self._ownership.nodes, self._max_file_size)
-            self._calls.bind()
+            self._process = os.getpid()
             atexit.register(self._close_at_exit)
             # Processes that multiprocessing has forked call this, and nothing that is registered with atexit.
             self._finalizer = Finalize(None, self._close_at_exit, exitpriority=0)
@@ -464,9 +501,9 @@ class Checkpointer:
         atexit.unregister(self._close_at_exit)
         if self._finalizer is not None:
             self._finalizer.cancel()
-        if self._calls.elsewhere():  # the folder is its parent's
+        if self._is_forked:  # the folder is its parent's
             return
-        with self._calls.one():
+        with self._one_call():
             self._close()
 
     def _close(self) -> None:

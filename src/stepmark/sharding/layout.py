@@ -98,7 +98,7 @@ class TensorSlice(NamedTuple):
         return self.start == 0 and self.stop == self.box.numel
 
     def is_full(self, shape: Sequence[int]) -> bool:
-        return self.is_box and self.box.lengths == tuple(shape) and not any(self.box.offsets)
+        return self == _full_slice(tuple(shape))
 
     @property
     def shape(self) -> Shape:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.best_link import point_best
-from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, point_best
 from stepmark.errors import UsageError
 from stepmark.trainer.interruption.stop_request import ask_to_stop
 from stepmark.watcher.evaluation_data import Request

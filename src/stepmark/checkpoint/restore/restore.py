@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +146,8 @@ class Restorer:
             same = True
             assert reader is not None
             assert comparison is not None
-            fill = _no_names(reader.fill, comparison.targets, comparison.runtime)
-            finish = _no_names(comparison.finish)
-            return self._together("reading", fill, path) or self._together("setting", finish, path)
+            fill = partial(reader.fill, comparison.targets, comparison.runtime)
+            return self._together("reading", fill, path) or self._together("setting", comparison.finish, path)
         finally:
             for optimizer, names in fresh if not same else ():
                 if hasattr(optimizer, "forget_state"):
@@ -155,13 +155,14 @@ class Restorer:
             if reader is not None:
                 reader.close()
 
-    def _together(self, name: str, stage: Callable[[], Names], path: Path) -> str | None:
-        """Runs a stage on all ranks; returns the reason where the checkpoint is corrupted, raises other errors."""
+    def _together(self, name: str, stage: Callable[[], Names | None], path: Path) -> str | None:
+        """Runs a stage, which may return unexpected tensors, on all ranks; returns the reason where the checkpoint is
+        corrupted, raises other errors."""
         error: BaseException | None = None
         self._phases.enter(name)
         try:
             with without_collection():  # very many objects that stay, without cycles
-                outcome = RestoreOutcome(unexpected=frozenset(stage()))
+                outcome = RestoreOutcome(unexpected=frozenset(stage() or ()))
             self._phases.leave()  # the collective, which begins now, has its own deadline
         except CheckpointDamaged as problem:
             outcome = RestoreOutcome(str(problem), damaged=True, incomplete=isinstance(problem, FileIncomplete))
@@ -252,11 +253,3 @@ def _what_is_wrong(path: Path) -> str | None:
     except CheckpointDamaged as error:
         return str(error)
     return None
-
-
-def _no_names(function: Callable[..., None], *arguments: Any) -> Callable[[], Names]:
-    def stage() -> Names:
-        function(*arguments)
-        return set()
-
-    return stage
