@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 import stepmark
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.format.best_link import point_best
-from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, point_best
 from stepmark.checkpoint.format.integrity import check_integrity
 from stepmark.checkpoint.format.manifest import Manifest, TensorEntry, read_manifest
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError

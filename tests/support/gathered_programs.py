@@ -5,23 +5,13 @@ from __future__ import annotations
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from stepmark import Mesh, Trainer, TrainingArguments, ZeroRedundancyOptimizer, parallelize
-from stepmark.runtime.context import start
-from tests.support.models import build, train_on
+from tests.support.models import build
 from tests.support.programs import Blocks, KillAt, logged
 from tests.support.whole_parameter_programs import Lamb
-
-
-def cases(options: list[dict[str, Any]]) -> list[list[list[float]]]:
-    """Several trainings (see models.training), one after the other. Muon's iteration, which torch runs in bfloat16 and
-    which makes 1e-5 of a gradient's last bit, runs in float32."""
-    context = start("cpu")
-    with patch.object(torch.Tensor, "bfloat16", torch.Tensor.float):
-        return [train_on(context, each) for each in options]
 
 
 def given(folder: str, kill_at: int | None, options: dict[str, Any]) -> dict[int, Any]:

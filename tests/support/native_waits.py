@@ -18,21 +18,17 @@ SKIPPED = ("torch", "tests", "runpy.py", "contextlib.py", "threading.py")
 
 
 class Waits(TrainerCallback):
-    """What each step waits for, from its beginning to its end: the kind of wait, and the line that causes it."""
+    """What the host waits for from the beginning of each step to that of the next: the kind of wait, and the line that
+    causes it. Threads that place batches may wait."""
 
     def __init__(self) -> None:
         self.steps: list[list[str]] = []
-        self._inside = False
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.steps.append([])
-        self._inside = True
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._inside = False
 
     def tell(self, kind: str) -> None:
-        if self._inside:
+        if self.steps:
             self.steps[-1].append(f"{kind} {line_outside_torch()}")
 
     @contextmanager
@@ -69,5 +65,15 @@ def count(name: str) -> dict[str, list[str]]:
             sample = lazy_models.padded if accumulation == 2 else lazy_models.packed
         with waits.watching():
             lazy_models.train(model, sample, waits, device=DEVICE, gradient_accumulation_steps=accumulation)
-        found[str(accumulation)] = max(waits.steps[WARM_UP:], key=len)
+        found[str(accumulation)] = max(waits.steps[WARM_UP:-1], key=len)
     return found
+
+
+def logs(every: int, options: dict[str, Any]) -> list[int]:
+    """How often the host waits in each step but the last, where every so many steps are logged; `options` are more
+    arguments."""
+    waits = Waits()
+    with waits.watching():
+        given = {"device": DEVICE, "logging_steps": every, "max_steps": 9, **options}
+        lazy_models.train(lazy_models.causal("gpt2"), lazy_models.packed, waits, **given)
+    return [len(step) for step in waits.steps[WARM_UP:-1]]

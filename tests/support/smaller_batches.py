@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import BertForSequenceClassification
 
 from stepmark import Trainer, TrainingArguments
-from tests.support.label_models import make
+from tests.support.label_models import Case, make
 
 SAMPLES = 5
 
@@ -81,16 +81,26 @@ class FocalBert(BertForSequenceClassification):
         return outputs
 
 
+def shallow(name: str) -> Case:
+    """`label_models.make` with one layer: compiling takes most of the time."""
+    made = make(name)
+    for module in made.model.modules():
+        for child, layers in module.named_children():
+            if isinstance(layers, nn.ModuleList):
+                setattr(module, child, layers[:1])
+    return made
+
+
 def of_own_losses() -> Iterator[tuple[str, nn.Module, list[dict[str, Any]], type[Trainer], Any]]:
     """transformers' models with losses that are not theirs."""
-    made = make("BertForSequenceClassification")
+    made = shallow("BertForSequenceClassification")
     rows = [made.samples[index % len(made.samples)] for index in range(SAMPLES)]
     data = [{**row, "labels": torch.tensor(index % 2)} for index, row in enumerate(rows)]
     for kind in (FocalTrainer, DistillingTrainer, FocalSteps):
-        yield kind.__name__, make("BertForSequenceClassification").model, data, kind, None
-    yield "function", make("BertForSequenceClassification").model, data, Trainer, focal_function
+        yield kind.__name__, shallow("BertForSequenceClassification").model, data, kind, None
+    yield "function", shallow("BertForSequenceClassification").model, data, Trainer, focal_function
     yield "subclass", FocalBert(made.model.config), data, Trainer, None  # type: ignore[arg-type]
-    causal = make("GPT2LMHeadModel")
+    causal = shallow("GPT2LMHeadModel")
     causal.model.loss_function = lambda logits, labels, **_: focal(logits[:, -1], labels[:, -1])  # type: ignore[assignment]
     tokens = [causal.samples[index % len(causal.samples)] for index in range(SAMPLES)]
     yield "loss_function", causal.model, tokens, Trainer, None
@@ -107,7 +117,7 @@ def of_other_labels() -> Iterator[tuple[str, nn.Module, list[dict[str, Any]]]]:
     numbers = torch.arange(SAMPLES) % 3
     yield "own", OwnModule(), [{"x": x, "y": y} for x, y in zip(features, numbers, strict=True)]
     yield "own regression", OwnRegression(), [{"x": x, "labels": y} for x, y in zip(features, numbers, strict=True)]
-    made = make("BertForSequenceClassification")
+    made = shallow("BertForSequenceClassification")
     model: Any = made.model
     model.config.num_labels, model.config.problem_type, model.num_labels = 1, None, 1
     model.classifier = nn.Linear(model.config.hidden_size, 1)
@@ -134,7 +144,8 @@ def losses_of(folder: str, device: str) -> dict[str, list[float]]:
             eval_strategy="epoch",
             save_strategy="no",
             logging_steps=1,
-            learning_rate=1e-2,
+            learning_rate=0.1,
+            optim="sgd",
             disable_tqdm=True,
         )
         trainer = kind(model, args, train_dataset=samples, eval_dataset=samples, compute_loss_func=function)  # type: ignore[arg-type]

@@ -83,7 +83,7 @@ def prepare(
         return _prepare_source(config, tokenizer, root, say, may_be_short)
     parts = []
     for number, source in enumerate(config.sources, start=1):
-        numbered = partial(_say_of_source, say, number)
+        numbered = partial(lambda number, line: say(f"source {number}: {line}"), number)
         parts.append(_prepare_source(replace(source, max_eval_samples=None), tokenizer, root, numbered, may_be_short))
     train = Mixture([part.train for part in parts], config.weights)
     for line in train.describe():
@@ -94,10 +94,6 @@ def prepare(
     fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
     description = describe_mixture([part.description or {} for part in parts], config.weights)
     return Prepared(train, validation, fingerprint, all(part.cached for part in parts), description)
-
-
-def _say_of_source(say: Progress, number: int, line: str) -> None:
-    say(f"source {number}: {line}")
 
 
 def _prepare_source(
@@ -163,7 +159,8 @@ def _prepare_conversations(
 
     def samples(name: str, limit: int | None) -> Conversations:
         rows = TokenizedRows(entry, prefix=f"{name}-")
-        made = Conversations.of_rows(rows, block_size, config.packing, filler_of(tokenizer), limit)
+        packing = config.packing
+        made = Conversations(rows, tokenizer, max_length=block_size, packing=packing, max_samples=limit)
         say(_describe_conversations(name, made, block_size, cached=cached))
         return made
 

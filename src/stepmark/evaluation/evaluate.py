@@ -76,7 +76,11 @@ def evaluate(
         UsageError: the model was parallelized for another mesh.
     """
     mesh = _mesh_of(model, mesh) or Mesh.create(device=device)
-    model = _on_device(model, mesh, trust_remote_code)
+    if isinstance(model, nn.Module):
+        model = without_wrapper(model)
+        place_module(model, mesh.runtime)
+    else:
+        model = ModelReader(mesh.runtime, trust_remote_code=trust_remote_code).read(Path(model))
     runtime, axis = mesh.runtime, mesh.data_parallel
     dtype = autocast_dtype(bf16=bf16, fp16=fp16)
     loss = MicroBatchLoss(
@@ -112,14 +116,6 @@ def _mesh_of(model: nn.Module | str | Path, given: Mesh | None) -> Mesh | None:
             f"mesh: the model was parallelized for another one, {made.mesh.shape}; pass that one, or leave mesh out"
         )
     return made.mesh
-
-
-def _on_device(model: nn.Module | str | Path, mesh: Mesh, trust_remote_code: bool) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        return ModelReader(mesh.runtime, trust_remote_code=trust_remote_code).read(Path(model))
-    model = without_wrapper(model)
-    place_module(model, mesh.runtime)
-    return model
 
 
 def named_sets(dataset: Any, prefix: str) -> dict[str, Any]:

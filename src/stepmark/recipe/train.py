@@ -73,15 +73,13 @@ def check_recipe(recipe: Recipe) -> None:
     Raises:
         StepmarkError: A run of the recipe would be refused.
     """
-    from stepmark.recipe.model import build_tokenizer, check_config, check_new_model
+    from stepmark.recipe.model import build_tokenizer, check_config
 
     check_early(recipe)
     work_offline_without_hub(recipe)
     _check_names(recipe.training)
     _load_metrics(recipe.evaluation.metrics)
-    tokenizer = build_tokenizer(recipe.model)
-    check_config(recipe, tokenizer)
-    check_new_model(recipe.model, tokenizer)
+    check_config(recipe, build_tokenizer(recipe.model), makes_model=True)
 
 
 def build_trainer(

@@ -115,6 +115,11 @@ class Runtime(Protocol):
         Does not wait for the device."""
 
 
+def has_addresses(device: torch.device) -> bool:
+    """Whether tensors on the device have addresses, by which those that share memory are found."""
+    return device.type not in ("meta", "mps", "xla")  # mps: an address is that of an object, not of memory
+
+
 def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Applies `function` to every tensor of a nest; other leaves are unchanged."""
     if isinstance(tree, Tensor):

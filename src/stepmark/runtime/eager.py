@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -94,8 +95,43 @@ class EagerRuntime:
             peak = torch.accelerator.max_memory_allocated(self.device)
         except (RuntimeError, NotImplementedError):  # an accelerator without memory statistics
             return None
-        limit = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
-        return DeviceMemory(used, peak, limit)
+        return DeviceMemory(used, peak, _memory_of(self.device))
+
+
+@functools.cache
+def _memory_of(device: torch.device) -> int | None:
+    """Bytes of the device's memory; None where its module does not say."""
+    module = torch.get_device_module(device)
+    if hasattr(module, "get_device_properties"):
+        return getattr(module.get_device_properties(device), "total_memory", None)
+    return module.mem_get_info(device)[1] if hasattr(module, "mem_get_info") else None
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Inside the block, random numbers may be drawn on the host and on this process's accelerator; afterwards their
+    generators are where they were."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        here = [torch.accelerator.current_device_index()]
+        with torch.random.fork_rng(devices=here, device_type=accelerator.type):
+            yield
+
+
+@functools.cache
+def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a native device multiplies matrices of this type, also under autocast: tried on one element."""
+    if not torch.amp.is_autocast_available(device.type):
+        return False
+    named = getattr(torch.get_device_module(device), "get_amp_supported_dtype", None)
+    try:
+        one = torch.ones(1, 1, dtype=dtype, device=device)
+        return (named is None or dtype in named()) and float(one @ one) == 1.0
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.run_folder.status import DONE, RUNNING, RunStatus
 from stepmark.trainer.setup import RunParts, count_epochs
-from stepmark.trainer.telemetry.progress import ProgressDisplay, evaluation_line
+from stepmark.trainer.telemetry.progress import ProgressDisplay
 from stepmark.trainer.training_arguments import TrainingArguments
 
 Metrics = dict[str, float]
@@ -149,7 +149,7 @@ class RunCallbacks:
             self.log(metrics)
         finally:
             step, self._position = self._position[0], None
-        self.progress.evaluated(step, metrics, evaluation_line(step, metrics, prefix))
+        self.progress.evaluated(step, metrics, prefix)
         self.event("on_evaluate", metrics)
 
     def sampled(self, prompt: str, written: str) -> None:

@@ -168,14 +168,11 @@ class LoaderFactory:
     def _columns(self) -> ModelColumns | None:
         if not self.args.remove_unused_columns:
             return None
-        return ModelColumns.of_model(self.model, self.loss.labels, others_read=self._others_read_columns)
-
-    @property
-    def _others_read_columns(self) -> bool:
-        """Whether a user's collator or loss may read further columns."""
-        collator = self.data_collator
-        own_collator = not (collator is None or isinstance(collator, PadTo) or _of_transformers(collator))
-        return own_collator or self.loss.override is not None
+        collator, others_read = self.data_collator, self.loss.override is not None
+        if collator is not None and not isinstance(collator, PadTo):
+            module = getattr(collator, "__module__", None) or type(collator).__module__
+            others_read |= str(module).partition(".")[0] != "transformers"
+        return ModelColumns.of_model(self.model, self.loss.labels, others_read=others_read)
 
 
 def _check_training_data(dataset: Any) -> None:
@@ -189,8 +186,3 @@ def default_collator(processing_class: Any) -> CollateFn:
     from transformers import DataCollatorWithPadding, default_data_collator
 
     return DataCollatorWithPadding(processing_class) if is_padder(processing_class) else default_data_collator
-
-
-def _of_transformers(collator: Any) -> bool:
-    module = getattr(collator, "__module__", None) or type(collator).__module__
-    return str(module).partition(".")[0] == "transformers"

@@ -136,7 +136,7 @@ def check_packed(model: nn.Module, *given: Any, may_call: bool = True) -> None:
     """Raises UsageError where a dataset, or one of several by name, has packed conversations and the model's attention
     crosses them. A complete model on the host is called to find out."""
     datasets = [each for one in given for each in (one.values() if isinstance(one, Mapping) else [one])]
-    eager = all(parameter.device.type in ("cpu", "cuda") for parameter in model.parameters())
+    eager = all(parameter.device.type not in ("xla", "meta") for parameter in model.parameters())
     check_packing(model, datasets, whole=may_call and eager and parallelized(model) is None)
 
 
@@ -325,20 +325,11 @@ def align_special_tokens(model: nn.Module, processing_class: Any) -> None:
         if token is None:
             continue
         for each in (config.get_text_config(), getattr(model, "generation_config", None)):
-            if each is not None and _set(each, name, token):
-                changed[name] = token
+            before = getattr(each, name, None)
+            if each is None or before == token or (isinstance(before, list) and token in before):
+                continue
+            setattr(each, name, [token, *before] if isinstance(before, list) else token)
+            changed[name] = token
     if changed:
         found = ", ".join(f"{name}: {token}" for name, token in changed.items())
         logger.info("the model's configuration now has the tokenizer's special tokens: %s", found)
-
-
-def _set(config: Any, name: str, token: int) -> bool:
-    """Whether the configuration had another token."""
-    before = getattr(config, name, None)
-    if isinstance(before, list):
-        if token in before:
-            return False
-        setattr(config, name, [token, *before])
-        return True
-    setattr(config, name, token)
-    return bool(before != token)

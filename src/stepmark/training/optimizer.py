@@ -140,7 +140,8 @@ def build_optimizer(
     kind = _class_of(name, runtime, keywords)
     make = _maker(name, kind, keywords, options or {})
     used, order = _used_groups(groups, stages), [key for key, _ in named_parameters]
-    if name in WHOLE_PARAMETERS and (sharded_over is not None or _is_sharded(named_parameters)):
+    sharded = sharded_over is not None or any(layout_of(parameter) is not None for _, parameter in named_parameters)
+    if name in WHOLE_PARAMETERS and sharded:
         mesh = mesh or sharded_over
         if mesh is None:
             raise UsageError(
@@ -237,10 +238,6 @@ def _check_device(name: str, runtime: Runtime) -> None:
         raise UsageError(f"optim: {name} changes its graph with every step, so {runtime.name} cannot use it; use AdamW")
     if runtime.lazy:
         raise UsageError(f"optim: {name} has no kernels for {runtime.name}; use AdamW")
-
-
-def _is_sharded(named: Sequence[tuple[str, nn.Parameter]]) -> bool:
-    return any(layout_of(parameter) is not None for _, parameter in named)
 
 
 def _class_of(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[torch.optim.Optimizer]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from stepmark.evaluation.run_options import RunOptions
 from stepmark.liveness.collection import quick_imports
 from stepmark.recipe.used_recipe import USED_RECIPE, read_used_recipe, recipe_file_of
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment, warn_not_saved
+from stepmark.trainer.telemetry.progress import QUIET
 from stepmark.watcher.evaluation_data import Request
-from stepmark.watcher.formatting import json_of_model, json_of_run, line_of, table_of_model, table_of_run
+from stepmark.watcher.evaluation_records import EVALUATED, FAILED, TABLE, finite
 
 _APPEAR_EVERY = 1.0  # seconds between two checks for a run that has not begun
 
@@ -80,8 +83,9 @@ def _of_one(request: Request, mesh: Any) -> int:
     if extracting_graphs():
         warn_not_saved(f"the evaluation of {path}")
     elif leads:
-        show = json_of_model if request.as_json else table_of_model
-        print(show(path, {name: len(each.blocks) for name, each in setup.sets.items()}, metrics))
+        samples = {name or "": len(each.blocks) for name, each in setup.sets.items()}
+        content = {"path": str(path), "step": step_of(path), "samples": samples, **finite(metrics)}
+        print(json.dumps(content) if request.as_json else _table_of_model(path, samples, metrics))
     return 0
 
 
@@ -126,7 +130,6 @@ def _origin(request: Request, recipe: Path | None, path: Path, options: RunOptio
 
 
 def _of_run(request: Request, mesh: Any) -> int:
-    from stepmark.watcher.scheduler import WatchOptions
     from stepmark.watcher.setup import EvaluationSetup
     from stepmark.watcher.watcher import Watcher
 
@@ -144,33 +147,32 @@ def _of_run(request: Request, mesh: Any) -> int:
                 _say(f"{request.path / 'best'} stays as it is: --data is not the data of the run; see --update_best")
         return setup
 
-    metric, greater = _best_metric(request)
-    options = WatchOptions(request.watch, request.until, request.patience, metric, greater, request.interval)
     stream = request.as_json and request.watch
 
     def show(line: dict[str, Any], best: bool) -> None:
         if stream:
             print(json.dumps(line), flush=True)
         elif not request.as_json:
-            print(line_of(line, best), flush=True)
+            print(_line_of(line, best), flush=True)
 
-    watcher = Watcher(request.path, mesh, make_setup, options, show, _say if leads else lambda text: None)
+    say = _say if leads else lambda text: None
+    watcher = Watcher(_with_metric(request), mesh, make_setup, show, say)
     failures = watcher.run()
     if watcher.recorder is not None and not stream:
-        text_of = json_of_run if request.as_json else table_of_run
-        print(text_of(request.path, watcher.recorder.records.sorted(), watcher.recorder.best))
+        lines, best = watcher.recorder.records.sorted(), watcher.recorder.best
+        content = {"path": str(request.path), "best": best, "evaluations": lines}
+        print(json.dumps(content) if request.as_json else _table_of_run(request.path, lines, best))
     return 1 if failures else 0
 
 
-def _best_metric(request: Request) -> tuple[str | None, bool | None]:
-    """The metric for the best checkpoint: the one given here, or that of the run's recipe."""
-    if request.metric is not None or not request.path.is_dir():
-        return request.metric, request.greater_is_better
-    recipe = read_used_recipe(request.path)
+def _with_metric(request: Request) -> Request:
+    """With the metric for the best checkpoint of the run's recipe, unless one is given."""
+    recipe = read_used_recipe(request.path) if request.metric is None else None
     if recipe is None or recipe.training.metric_for_best_model is None:
-        return None, request.greater_is_better
-    greater = request.greater_is_better
-    return recipe.training.best_metric_key, recipe.training.greater_is_better if greater is None else greater
+        return request
+    own, greater = recipe.training, request.greater_is_better
+    greater = own.greater_is_better if greater is None else greater
+    return replace(request, metric=own.best_metric_key, greater_is_better=greater)
 
 
 def _wait_for_folder(request: Request, host: Any) -> None:
@@ -182,3 +184,60 @@ def _wait_for_folder(request: Request, host: Any) -> None:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+# What is printed: a line for each evaluation as it completes, a table at the end, or JSON
+
+Lines = Sequence[Mapping[str, Any]]
+
+
+def _line_of(line: Mapping[str, Any], best: bool) -> str:
+    """A line of evaluations.jsonl in readable form."""
+    if line["status"] != EVALUATED:
+        return f"step {line['step']}: {line['status']}: {line['reason']}"
+    shown = [f"{name.removeprefix('eval_')} {_number(line[name])}" for name in _metrics([line])]
+    return f"step {line['step']}: {', '.join(shown)}{' (best)' if best else ''}"
+
+
+def _table_of_model(path: Path, samples: Mapping[str, int], metrics: Mapping[str, float]) -> str:
+    """All numbers of one model; `samples` are those of each set."""
+    count = ", ".join(f"{count} samples" + (f" of {name}" if name else "") for name, count in samples.items())
+    head = f"{path}: {count}" if count else str(path)
+    return f"{head}\n{_table([(name, _number(value)) for name, value in metrics.items()])}"
+
+
+def _table_of_run(run: Path, lines: Lines, best: int | None) -> str:
+    """A row for each evaluation, and the number of each status."""
+    evaluated = [line for line in lines if line["status"] == EVALUATED]
+    failed = sum(line["status"] == FAILED for line in lines)
+    skipped = len(lines) - len(evaluated) - failed
+    last = f"{len(evaluated)} evaluated, {skipped} skipped, {failed} failed; see {run / TABLE}"
+    if not evaluated:
+        return last
+    names = _metrics(evaluated)
+    rows = [["step", *names]]
+    for line in evaluated:
+        step = f"{line['step']} (best)" if line["step"] == best else str(line["step"])
+        rows.append([step, *(_number(line.get(name)) for name in names)])
+    return f"{_table(rows)}\n{last}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text in columns; the first is left-aligned, the others right-aligned."""
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _metrics(evaluated: Lines) -> list[str]:
+    names = dict.fromkeys(name for line in evaluated for name in line if name.startswith("eval_"))
+    return [name for name in names if not name.endswith(QUIET)]
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "not finite"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

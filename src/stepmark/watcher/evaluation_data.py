@@ -91,7 +91,9 @@ class DataChoice:
 
 @dataclass(frozen=True)
 class Request:
-    """The command line of `stepmark evaluate`."""
+    """The command line of `stepmark evaluate`. With `watch` it waits for checkpoints until the run has ended, or step
+    `until`, or a later one, is done; `interval`: seconds between two polls. After `patience` evaluations without a
+    better one, by `metric`, the run is asked to stop."""
 
     path: Path
     watch: bool = False

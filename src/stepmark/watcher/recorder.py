@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.best_link import point_best
-from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, point_best
 from stepmark.errors import UsageError
 from stepmark.trainer.interruption.stop_request import ask_to_stop
+from stepmark.watcher.evaluation_data import Request
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, EvaluationRecord, EvaluationRecords
-from stepmark.watcher.scheduler import RunState, WatchOptions
+from stepmark.watcher.scheduler import RunState
 
 FOLDER = Path("runs") / "evaluation"  # beside the folders of training
 _NO_SCALARS = ("step", "time", "world_size")
@@ -96,19 +96,18 @@ class EvaluationRecorder:
 
     def __init__(
         self,
-        run: Path,
+        request: Request,
         records: EvaluationRecords,
-        options: WatchOptions,
         show: Callable[[dict[str, Any], bool], None],
         say: Callable[[str], None],
         *,
         moves_best: bool,
     ) -> None:
         self.records = records
-        self._run = run
-        self._options = options
+        self._run = request.path
+        self._request = request
         self._show, self._say = show, say
-        self._scalars = Scalars(run)
+        self._scalars = Scalars(self._run)
         self._moves_best = moves_best
         self._best: BestTracker | None = None
         self.best: int | None = None
@@ -140,10 +139,10 @@ class EvaluationRecorder:
 
     def _find_best(self, values: Mapping[str, Any]) -> int | None:
         """The step of the best evaluated checkpoint that exists, which is linked as `best` where that is wanted."""
-        options = self._options
+        asked = self._request
         if self._best is None:
-            needed = options.patience is not None
-            self._best = BestTracker.choose(options.metric, options.greater_is_better, values, needed=needed)
+            needed = asked.patience is not None
+            self._best = BestTracker.choose(asked.metric, asked.greater_is_better, values, needed=needed)
         if self._best is None:
             return None
         lines = self.records.evaluated()
@@ -153,11 +152,12 @@ class EvaluationRecorder:
         return self.best
 
     def _check_patience(self) -> None:
-        if self._options.patience is None or self._asked_to_stop or self._best is None:
+        patience = self._request.patience
+        if patience is None or self._asked_to_stop or self._best is None:
             return
         evaluated = self.records.evaluated()
         since = self._best.since(evaluated)
-        if since < self._options.patience or RunState(self._run).ended() is not None:
+        if since < patience or RunState(self._run).ended() is not None:
             return
         best = self._best.step(evaluated)
         reason = f"{self._best.metric} has not improved for {since} evaluations, since step {best}"

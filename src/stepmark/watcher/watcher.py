@@ -15,9 +15,10 @@ from typing import Any
 
 from stepmark.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, MetricsError
 from stepmark.runtime.mesh import Mesh
+from stepmark.watcher.evaluation_data import Request
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, SKIPPED, EvaluationRecords
 from stepmark.watcher.recorder import EvaluationRecorder
-from stepmark.watcher.scheduler import EvaluationJob, EvaluationScheduler, WatchOptions
+from stepmark.watcher.scheduler import EvaluationJob, EvaluationScheduler
 from stepmark.watcher.setup import EvaluationSetup
 
 logger = logging.getLogger("stepmark")
@@ -38,27 +39,25 @@ class _EvaluationOutcome:
 
 
 class Watcher:
-    """Watches the run in a folder. `make_setup` is called with the first checkpoint that exists, on all ranks.
+    """Watches the run that is asked for. `make_setup` is called with the first checkpoint that exists, on all ranks.
 
     On rank 0 `recorder` has the results, once there is a setup; it gets `show`, and `say` is called for messages.
     """
 
     def __init__(
         self,
-        run: Path,
+        request: Request,
         mesh: Mesh,
         make_setup: Callable[[Path], EvaluationSetup],
-        options: WatchOptions,
         show: Callable[[dict[str, Any], bool], None],
         say: Callable[[str], None],
     ) -> None:
-        self._run = run
+        self._request = request
         self._mesh = mesh
         self._host = mesh.context.host
         self._make_setup = make_setup
-        self._options = options
         self._show, self._say = show, say
-        self._scheduler = EvaluationScheduler(run, options, say)
+        self._scheduler = EvaluationScheduler(request, say)
         self._setup: EvaluationSetup | None = None
         self.recorder: EvaluationRecorder | None = None
         self._vanished = 0
@@ -83,7 +82,7 @@ class Watcher:
 
     def _do(self, job: EvaluationJob) -> None:
         if job.kind == "wait":
-            time.sleep(self._options.interval)
+            time.sleep(self._request.interval)
         elif job.kind == "prepare":
             assert job.checkpoint is not None
             self._prepare(job.checkpoint)
@@ -107,10 +106,10 @@ class Watcher:
             self._scheduler.release()
         if self._host.rank != 0:
             return
-        records = EvaluationRecords(self._run, self._setup.identity)
+        records = EvaluationRecords(self._request.path, self._setup.identity)
         begun = records.begin({**self._setup.describe(), "deleted_before": self._scheduler.deleted_before})
         self.recorder = EvaluationRecorder(
-            self._run, records, self._options, self._show, self._say, moves_best=self._setup.moves_best
+            self._request, records, self._show, self._say, moves_best=self._setup.moves_best
         )
         self._scheduler.begin(records, self._setup.identity, int(begun["deleted_before"]))
 

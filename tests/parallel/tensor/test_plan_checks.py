@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from scripts.tables import read_rows
 from stepmark.errors import UsageError
 from stepmark.parallel.architectures import TENSOR_PARALLEL
-from stepmark.parallel.tensor.plan_checks import check_plan
-from stepmark.parallel.tensor.plans import ADDED, PLANS, plan_of
+from stepmark.parallel.tensor.plans import ADDED, PLANS, check_plan, plan_of
 from tests.support.models import SHAPE, build
 
 

@@ -17,7 +17,7 @@ from stepmark.errors import UsageError
 from stepmark.preflight.plan import depth, stages
 from stepmark.preflight.plan import plan as planning
 from stepmark.preflight.plan.candidates import neighbours
-from stepmark.preflight.plan.plan import plan_recipe, run_length
+from stepmark.preflight.plan.plan import plan_recipe
 from stepmark.preflight.plan.simulated_mesh import DEVICES
 from stepmark.preflight.plan.stages import trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
@@ -141,5 +141,6 @@ def test_what_cannot_be_cut_is_an_error(tmp_path: Path) -> None:
 
 def test_a_step_has_the_samples_of_the_data_parallel_ranks(tmp_path: Path) -> None:
     fields = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 3}
-    recipe = read_recipe(str(write_recipe(tmp_path, **fields)), {})
-    assert run_length(recipe, None, 4, count_data=False, progress=print).samples_per_step == 2 * 4 * 3
+    recipe = read_recipe(str(write_recipe(tmp_path, config_overrides={"n_layer": 2}, **fields)), {})
+    with mock.patch.object(planning, "neighbours", lambda args, ranks: [args]):
+        assert plan_recipe(recipe, 4).samples_per_step == 2 * 4 * 3

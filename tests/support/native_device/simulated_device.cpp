@@ -75,10 +75,19 @@ void count(Counter what) {
   if (!result) PyErr_Clear();
   Py_XDECREF(result);
 }
+bool lost_by_environment() {  // read with the first operation: a rank's own environment
+  const char *operations = std::getenv("SIMULATED_DEVICE_LOST_AFTER"),
+             *rank = std::getenv("SIMULATED_DEVICE_LOST_RANK");
+  const char* own = std::getenv("RANK");
+  if (operations && (!rank || (own && std::string(rank) == own))) left = std::atol(operations);
+  return true;
+}
 void operate() {  // one more operation of the user's
+  static const bool read = lost_by_environment();
   if (inside || left < 0) return;
-  if (left == 0 || --left == 0)
-    throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, 1, "simulated device: lost");
+  if (left > 0 && --left > 0) return;
+  if (std::getenv("SIMULATED_DEVICE_DIES")) std::abort();
+  throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, 1, "simulated device: lost");
 }
 
 // --- memory: each block has its own pages, closed unless an operation has opened it
@@ -493,6 +502,13 @@ int64_t attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const
                   bool, std::optional<double>, bool) {
   return 0;
 }  // composed of other operations
+at::Tensor histogram(const at::Tensor& values, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  operate();  // the CPU has none of integers
+  count(KERNELS);
+  spend();
+  Inside in;
+  return at::histc(values.cpu().to(at::kDouble), bins, low, high).to(values.scalar_type()).to(values.device());
+}
 using Sizes = c10::SymIntArrayRef;
 at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        Sizes stride, Sizes padding, Sizes dilation, bool transposed, Sizes output_padding,
@@ -555,6 +571,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Storage_storage_offset", set_all);
   m.impl("_fused_sdp_choice", attention);
+  m.impl("histc", histogram);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
 }
@@ -569,7 +586,6 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   if (auto us = std::getenv("SIMULATED_DEVICE_LAG_US")) lag = std::atol(us);
-  if (auto operations = std::getenv("SIMULATED_DEVICE_LOST_AFTER")) left = std::atol(operations);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   m.def("set_lag", [](long us) { lag = us; });
   m.def("refuse", [](const std::string& name) { refused.insert(name); });

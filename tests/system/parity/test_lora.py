@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("peft")
 
+from tests.support.mesh_parity import compare
 from tests.support.ranks import Ranks
 from tests.system.parity.test_tensor_parallel import MESHES as PLAIN
-from tests.system.parity.test_tensor_parallel import in_threads, on_cpu
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CONV = ["c_attn", "c_proj", "c_fc"]
@@ -55,14 +55,16 @@ def matrix(names: list[str], ranks: int, steps: int) -> list[dict[str, Any]]:
 
 def test_sample(ranks: Ranks) -> None:
     meshes = MESHES[2][:2]
-    on_cpu(ranks, 2, [{"model": MODELS[name], "steps": 4, **mesh} for name in ("gpt2", "llama") for mesh in meshes])
+    compare(
+        ranks, "cpu", 2, [{"model": MODELS[name], "steps": 4, **mesh} for name in ("gpt2", "llama") for mesh in meshes]
+    )
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_complete_matrix(ranks: Ranks, name: str, count: int) -> None:
-    on_cpu(ranks, count, matrix([name], count, steps=20))
+    compare(ranks, "cpu", count, matrix([name], count, steps=20))
 
 
 @pytest.mark.prove
@@ -72,4 +74,4 @@ def test_in_the_graph(ranks: Ranks) -> None:
     qwen3 = {"model": MODELS["qwen3"], "steps": 4, "tp": 2, "sequence": True}
     llama = {"model": MODELS["llama"], "steps": 2, "tp": 2, "accumulation": 2}
     gpt2 = {"model": MODELS["gpt2-saved"], "steps": 2, "tp": 2}
-    in_threads(ranks, 2, [qwen3, llama, gpt2])
+    compare(ranks, "threads", 2, [qwen3, llama, gpt2])

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from stepmark.model_folder.consolidate import consolidate
 from stepmark.model_folder.new_folder import WritingListener
 from tests.support.mesh_checkpoints import STEPS, checksums
+from tests.support.mesh_parity import MODELS
 from tests.support.ranks import Ranks
-from tests.system.parity.test_tensor_parallel import MODELS
 
 PROGRAMS = "tests.support.mesh_checkpoints:"
 

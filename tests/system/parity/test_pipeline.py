@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.support import mesh_parity
+from tests.support.mesh_parity import PROGRAM, alone, check
 from tests.support.ranks import Ranks
-from tests.system.parity.test_tensor_parallel import check
 
 FOUR = {"num_hidden_layers": 4}
 MODELS: dict[str, dict[str, Any]] = {
@@ -31,55 +32,19 @@ MESHES: dict[int, list[dict[str, Any]]] = {
         {"pp": 2, "dp": 2, "zero_1": True},
     ],
 }
-PROGRAM = "tests.support.models:cases"
-OF_ONE_RANK = ("model", "steps", "bf16", "smoothing", "clip", "batch", "accumulation")  # what changes losses
-OF_ONE_RANK += ("autocast", "frozen", "optim", "unlabelled")
 
 
-def alone(ranks: Ranks, options: list[dict[str, Any]]) -> list[list[list[float]]]:
-    """The same training runs on one rank, with as many micro-batches for each sample."""
-    single = []
-    for each in options:
-        kept = {key: value for key, value in each.items() if key in OF_ONE_RANK}
-        single.append({**kept, "accumulation": each.get("accumulation", 1) * each.get("dp", 1)})
-    distinct = [each for number, each in enumerate(single) if each not in single[:number]]
-    (found,) = ranks.run(PROGRAM, "cpu", distinct, timeout=1200).check()
-    return [found[distinct.index(each)] for each in single]
-
-
-def compare(ranks: Ranks, count: int, options: list[dict[str, Any]], tolerance: float = 1e-5) -> None:
-    found = ranks.run(PROGRAM, "cpu", options, nproc=count, timeout=1200).check()
-    check(found, alone(ranks, options), options, tolerance)
+def compare(ranks: Ranks, count: int, options: list[dict[str, Any]], tolerance: float | None = None) -> None:
+    mesh_parity.compare(ranks, "cpu", count, options, tolerance, cut=True)
 
 
 def case(model: str, **options: Any) -> dict[str, Any]:
     return {"model": MODELS[model], "batch": 8, "accumulation": 4, "steps": 4, **options}
 
 
-def test_two_ranks(ranks: Ranks) -> None:
-    compare(
-        ranks,
-        2,
-        [
-            case("gpt2", pp=2),
-            case("gpt2", pp=2, schedule="interleaved", chunks=2),
-            case("llama", pp=2, schedule="gpipe", checkpointing=True),
-            case("gemma2", pp=2, layers=[1, 3], smoothing=0.1),
-        ],
-    )
-
-
-def test_four_ranks(ranks: Ranks) -> None:
-    compare(
-        ranks,
-        4,
-        [
-            case("gpt2", pp=4, clip=0.1),
-            case("gpt2", pp=2, tp=2, sequence=True),
-            case("qwen3-tied", pp=2, dp=2, zero_1=True, accumulation=2, schedule="interleaved", chunks=2),
-            case("llama", pp=2, dp=2, accumulation=2),
-        ],
-    )
+def test_as_many_stages_as_layers_and_uneven_stages(ranks: Ranks) -> None:
+    compare(ranks, 2, [case("gemma2", pp=2, layers=[1, 3], smoothing=0.1)])
+    compare(ranks, 4, [case("gpt2", pp=4, clip=0.1)])
 
 
 def test_in_autocast_losses_are_those_of_one_rank_bit_for_bit(ranks: Ranks) -> None:
@@ -91,7 +56,7 @@ def test_in_autocast_losses_are_those_of_one_rank_bit_for_bit(ranks: Ranks) -> N
     options.append({**options[0], "schedule": "gpipe", "checkpointing": True})
     options.append({**options[0], "schedule": "interleaved", "chunks": 2})
     found = ranks.run(PROGRAM, "cpu", options, nproc=2).check()
-    for number, expected in enumerate(alone(ranks, options)):
+    for number, expected in enumerate(alone(ranks, options, cut=True)):
         assert [each[:2] for each in found[0][number]] == [each[:2] for each in expected], options[number]
 
 
@@ -124,7 +89,7 @@ TIED = [
 
 @pytest.mark.parametrize("mesh", [TIED[0], pytest.param(TIED[1], marks=pytest.mark.prove)], ids=["zero_1", "tp"])
 def test_tied_copies_stay_equal_bit_for_bit(ranks: Ranks, mesh: dict[str, Any]) -> None:
-    options = case("gpt2", steps=40, **mesh)
+    options = case("gpt2", steps=12, **mesh)
     found = ranks.run("tests.support.models:embeddings", options, nproc=4).check()
     held = [each["held"] for each in found]
     assert all(list(each) == ["transformer.wte.weight"] for each in held)

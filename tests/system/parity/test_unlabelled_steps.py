@@ -7,26 +7,23 @@ from typing import Any
 
 import pytest
 
+from tests.support.mesh_parity import compare
 from tests.support.ranks import Ranks
-from tests.support.replica_threads import replica_environment
-from tests.system.parity.test_pipeline import alone, compare
-from tests.system.parity.test_tensor_parallel import check
 
 COMMON: dict[str, Any] = {"model": {"kind": "llama"}, "batch": 8, "steps": 4, "unlabelled": [0, 2], "dp": 2}
 
 
 def test_on_eager_devices(ranks: Ranks) -> None:
     options = [{**COMMON, **more} for more in ({}, {"zero_1": True}, {"accumulation": 2, "optim": "adafactor"})]
-    compare(ranks, 2, options)
-    compare(ranks, 4, [{**COMMON, "pp": 2, "accumulation": 2, "zero_1": zero_1} for zero_1 in (False, True)])
+    compare(ranks, "cpu", 2, options, cut=True)
+    options = [{**COMMON, "pp": 2, "accumulation": 2, "zero_1": zero_1} for zero_1 in (False, True)]
+    compare(ranks, "cpu", 4, options, cut=True)
 
 
 @pytest.mark.xla
 def test_on_lazy_devices(ranks: Ranks) -> None:
     options = [{**COMMON, **more} for more in ({}, {"zero_1": True, "accumulation": 2})]
-    program = "tests.support.models:in_replica_threads"
-    (found,) = ranks.run(program, 2, options, environment=replica_environment(2)).check()
-    check(found, alone(ranks, options), options, 1e-4)
+    compare(ranks, "threads", 2, options, cut=True)
 
 
 def test_the_trainer_logs_the_mean_of_the_others(ranks: Ranks, tmp_path: Path) -> None:

@@ -2,64 +2,38 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stepmark.checkpoint.format.manifest import read_manifest
-from stepmark.checkpoint.format.verified_file import VerifiedFile
+from tests.support.mesh_checkpoints import checksums
+from tests.support.mesh_parity import compare
 from tests.support.programs import logged
 from tests.support.ranks import Ranks
-from tests.support.replica_threads import replica_environment
 
-CASES = [
-    (2, {"accumulation": 1}),
-    (4, {"accumulation": 1}),
-    (2, {"accumulation": 2}),
-    (2, {"accumulation": 1, "dtype": "bfloat16"}),
+CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"accumulation": 2, "optim": "sgd"}),
+    (4, {}),
+    (2, {"bf16": True}),
 ]
 
 
-@cache
-def alone(ranks: Ranks, *options: tuple[str, Any]) -> list[list[float]]:
-    (found,) = ranks.run("tests.support.programs:alone", "cpu", dict(options)).check()
-    return found
+def options(**more: Any) -> list[dict[str, Any]]:
+    return [{"model": {"kind": "gpt2"}, "steps": 20, "batch": 8, "zero_1": True, **more}]
 
 
-def check(found: list[list[list[float]]], expected: list[list[float]], tolerance: float) -> None:
-    assert all(each == found[0] for each in found)
-    assert len(found[0]) == len(expected)
-    for ours, theirs in zip(found[0], expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=tolerance)
-
-
-@pytest.mark.parametrize(("nproc", "options"), CASES)
-def test_on_cpu(ranks: Ranks, nproc: int, options: dict[str, Any]) -> None:
-    options = {"steps": 20, **options}
-    found = ranks.run("tests.support.programs:alone", "cpu", {**options, "zero_1": True}, nproc=nproc).check()
+@pytest.mark.parametrize(("nproc", "more"), CASES)
+def test_on_cpu(ranks: Ranks, nproc: int, more: dict[str, Any]) -> None:
     # In bf16 the ranks' own gradients are rounded before they are added, as they are without ZeRO-1.
-    tolerance = 1e-5 if options.get("dtype") is None else 1e-2
-    check(found, alone(ranks, *options.items()), tolerance)
+    compare(ranks, "cpu", nproc, options(**more), tolerance=1e-2 if "bf16" in more else None)
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.prove), 2])
-def test_over_the_host(ranks: Ranks, accumulation: int) -> None:
-    options = {"accumulation": accumulation}
-    found = ranks.run("tests.support.programs:alone", "xla", {**options, "zero_1": True}, nproc=2).check()
-    check(found, alone(ranks, *options.items()), 1e-4)
-
-
-@pytest.mark.xla
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_in_the_graph(ranks: Ranks, accumulation: int) -> None:
-    options = {"accumulation": accumulation}
-    program = "tests.support.programs:in_replica_threads"
-    (found,) = ranks.run(program, 2, {**options, "zero_1": True}, environment=replica_environment(2)).check()
-    check(found, alone(ranks, *options.items()), 1e-4)
+@pytest.mark.parametrize("where", ["xla", "threads"])
+def test_on_lazy_devices(ranks: Ranks, where: str) -> None:
+    """Without accumulation in test_mesh_pairs.py."""
+    compare(ranks, where, 2, options(steps=6, accumulation=2))
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -138,23 +112,9 @@ def test_a_checkpoint_of_any_mesh_restores_on_any_other(
             arguments = (str(folder), other_sharded, dtype)
             found = ranks.run("tests.support.zero1_programs:restore", *arguments, nproc=other).check()
             losses.append(found[0]["losses"])
-            assert tensors(Path(found[0]["again"])) == tensors(folder / "checkpoint-1")
+            assert checksums(Path(found[0]["again"])) == checksums(folder / "checkpoint-1")
         for each in losses:
             assert each == pytest.approx(losses[0], rel=1e-5 if dtype == "float32" else 3e-2)
-
-
-def tensors(checkpoint: Path) -> dict[str, bytes]:
-    """All global tensors of a checkpoint, bit for bit."""
-    found: dict[str, dict[int, bytes]] = {}
-    manifest = read_manifest(checkpoint)
-    for group, entries in manifest.tensors.items():
-        for name, entry in entries.items():
-            for index, tensor_slice in entry.slices:
-                file = VerifiedFile(checkpoint, manifest, manifest.files[index])
-                stored = file.tensor(name, entry.dtype, tensor_slice)
-                data = bytes(file.read(stored, stored.begin, stored.end))
-                found.setdefault(f"{group}/{name}", {})[tensor_slice.start] = data
-    return {name: b"".join(parts[start] for start in sorted(parts)) for name, parts in found.items()}
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=[pytest.mark.xla, pytest.mark.prove])])

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.mesh_parity import MODELS, PROGRAM, SAMPLE, compare
 from tests.support.ranks import Ranks
 from tests.support.replica_threads import replica_environment
-from tests.system.parity.test_tensor_parallel import MODELS, SAMPLE, alone, check, in_threads
 
-PROGRAM = "tests.support.models:cases"
 MESH = {"tp": 2, "zero_1": True}
 
 # What is combined with the mesh.
@@ -29,20 +28,9 @@ def cases(names: list[str], steps: int, combined: list[dict[str, Any]]) -> list[
     return [{"model": MODELS[name], "steps": steps, **MESH, **more} for name, more in product(names, combined)]
 
 
-def on_cpu(ranks: Ranks, options: list[dict[str, Any]]) -> None:
-    found = ranks.run(PROGRAM, "cpu", options, nproc=4, timeout=2000).check()
-    check(found, alone(ranks, options), options, 1e-5)
-
-
-def test_sample(ranks: Ranks) -> None:
-    """Clips in every step, so that a replicated tensor counted twice would change the result."""
-    options = cases(["llama-one-kv-head"], 6, PLAIN[3:4]) + cases(["gpt2"], 6, PLAIN[5:])
-    on_cpu(ranks, options)
-
-
 @pytest.mark.prove
 def test_complete_matrix(ranks: Ranks) -> None:
-    on_cpu(ranks, cases(list(MODELS), 20, PLAIN))
+    compare(ranks, "cpu", 4, cases(list(MODELS), 20, PLAIN))
 
 
 @pytest.mark.prove
@@ -88,22 +76,20 @@ def test_every_rank_has_its_share_of_the_state(ranks: Ranks, bf16: bool) -> None
 
 @pytest.mark.xla
 def test_in_the_graph(ranks: Ranks) -> None:
-    in_threads(ranks, 4, cases(["llama-one-kv-head"], 3, [{"sequence": True, "accumulation": 2}]))
+    compare(ranks, "threads", 4, cases(["llama-one-kv-head"], 3, [{"sequence": True, "accumulation": 2}]))
 
 
 @pytest.mark.prove
 @pytest.mark.xla
 @pytest.mark.parametrize("name", SAMPLE)
 def test_complete_matrix_in_the_graph(ranks: Ranks, name: str) -> None:
-    in_threads(ranks, 4, cases([name], 20, PLAIN[:4]))
+    compare(ranks, "threads", 4, cases([name], 20, PLAIN[:4]))
 
 
 @pytest.mark.prove
 @pytest.mark.xla
 def test_over_the_host(ranks: Ranks) -> None:
-    options = cases(["gpt2", "qwen3-tied"], 20, PLAIN[3:4])
-    found = ranks.run(PROGRAM, "xla", options, nproc=4, timeout=1200).check()
-    check(found, alone(ranks, options), options, 1e-4)
+    compare(ranks, "xla", 4, cases(["gpt2", "qwen3-tied"], 20, PLAIN[3:4]))
 
 
 @pytest.mark.xla

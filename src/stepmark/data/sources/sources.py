@@ -181,8 +181,11 @@ def _split_corpus(name: str, split: Dataset, config: DataArguments) -> Corpus:
     # The fingerprint is the library's own name for a dataset's content after all transforms.
     if config.messages_column is not None:
         data = split.with_format(None)
-        rows = Source(where, f"{data._fingerprint}:{len(data)}", partial(_named_rows, data, where))
-        return Corpus((rows,), unit="row")
+
+        def named() -> Iterator[tuple[str, Any]]:
+            return ((f"{where}, row {number}", without_fillings(row)) for number, row in enumerate(data, start=1))
+
+        return Corpus((Source(where, f"{data._fingerprint}:{len(data)}", named),), unit="row")
     strings = [
         key for key, kind in split.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")
     ]
@@ -199,10 +202,6 @@ def _split_corpus(name: str, split: Dataset, config: DataArguments) -> Corpus:
 
     content = f"{split._fingerprint}:{len(split)}:{column}"
     return Corpus((Source(where, content, read, meter=meter, reads=describe_columns(column, columns)),))
-
-
-def _named_rows(data: Dataset, where: str) -> Iterator[tuple[str, Any]]:
-    return ((f"{where}, row {number}", without_fillings(row)) for number, row in enumerate(data, start=1))
 
 
 # The standard library: about 10 MB of real text that is on every machine

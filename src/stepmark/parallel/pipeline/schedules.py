@@ -23,8 +23,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from stepmark.errors import UsageError
-
 GPIPE, ONE_F_ONE_B, INTERLEAVED = "gpipe", "1f1b", "interleaved"
 SCHEDULES = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
 FORWARD, BACKWARD = "F", "B"
@@ -165,27 +163,6 @@ def _interleaved(ranks: int, rank: int, micro_batches: int, chunks: int) -> list
         *((task(FORWARD, warm_up + position), task(BACKWARD, position)) for position in range(full)),
         *((task(BACKWARD, position),) for position in range(full, total)),
     ]
-
-
-def check_micro_batches(kind: str, micro_batches: int, ranks: int, chunks: int) -> None:
-    """Raises UsageError where a step of so many micro-batches has no such schedule."""
-    if kind not in SCHEDULES:
-        raise UsageError(f"pipeline_schedule: {kind!r} is unknown; choose one of {', '.join(SCHEDULES)}")
-    if (chunks > 1) != (kind == INTERLEAVED):
-        raise UsageError(
-            f"pipeline_schedule and pipeline_chunks: interleaved runs several stages on a rank, the other schedules "
-            f"one, but they are {kind} and {chunks}; set pipeline_chunks to 2 or more with interleaved, else to 1"
-        )
-    if micro_batches < ranks:
-        raise UsageError(
-            f"gradient_accumulation_steps: {micro_batches} micro-batches are fewer than the {ranks} stages of "
-            f"pipeline_parallel_size, so that some stage would always wait; set it to {ranks} or more"
-        )
-    if kind == INTERLEAVED and micro_batches % ranks:
-        raise UsageError(
-            f"gradient_accumulation_steps: pipeline_schedule interleaved needs a multiple of pipeline_parallel_size "
-            f"({ranks}), and it is {micro_batches}; set it to {-(-micro_batches // ranks) * ranks}, or use 1f1b"
-        )
 
 
 def ideal_idle_share(ranks: int, micro_batches: int, chunks: int = 1) -> float:

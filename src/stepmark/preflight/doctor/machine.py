@@ -25,7 +25,7 @@ from stepmark.runtime.context import group_backend
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.eager import can_pin
 from stepmark.runtime.hardware import neuron_device_present, tpu_present
-from stepmark.runtime.neuron.neuron_environment import CORES, visible_cores
+from stepmark.runtime.neuron.neuron_environment import CORES, core_of, visible_cores
 from stepmark.runtime.versions import installed_version
 from stepmark.runtime.xla_environment import TYPE_OVERRIDES, is_on
 
@@ -133,13 +133,12 @@ def _cores(world: World, ranks: int) -> Iterator[Finding]:
     see its own only."""
     try:
         cores = len(visible_cores())
+        if world.size > 1:
+            core_of(world)
     except LaunchError as error:
         yield Finding(TOPIC, CORES, str(error), Status.FAILURE)
         return
-    if world.size > 1 and cores > 1 and cores != world.local_size:
-        text = f"lists {cores} cores for the {world.local_size} ranks of this machine; list one core per rank"
-        yield Finding(TOPIC, CORES, text, Status.FAILURE)
-    elif world.size == 1 and 0 < cores < ranks:
+    if world.size == 1 and 0 < cores < ranks:
         text = f"lists {cores} cores, and the recipe's mesh needs {ranks} ranks, each with a core of its own"
         yield Finding(TOPIC, CORES, text, Status.WARNING)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.order import BatchLayout, Epoch
 from stepmark.data.prepared_data import choose_block_size, prepare
 from stepmark.data.tokenize.tokenizer import check_own_code
-from stepmark.errors import UsageError
+from stepmark.errors import DataError, UsageError
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.preflight.plan.candidates import neighbours, smaller
 from stepmark.preflight.plan.depth import trace_deep
@@ -26,39 +27,16 @@ from stepmark.preflight.plan.simulated_mesh import PlannedDevice, planned_device
 from stepmark.preflight.plan.stages import StageTrace, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_trace import StepTrace, meta_model
-from stepmark.recipe.model import build_config, build_tokenizer
+from stepmark.recipe.model import build_config, build_tokenizer, check_block_size
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.hardware import check_device_name
+from stepmark.runtime.mesh import check_sizes
 from stepmark.trainer.run_folder.adapters import adapter_of
+from stepmark.training.flops import EXPERTS
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 HEADROOM = 0.9  # of a device's memory: the rest is for the runtime, its libraries and fragmentation
 
 NOT_TRACED = StepTrace({"": {}}, 0.0)
-
-
-@dataclass(frozen=True)
-class RunLength:
-    """Length of a run.
-
-    Attributes:
-        block_size: Tokens in a sample.
-        samples_per_step: Over all ranks.
-        steps: Of the complete run; None if that depends on data that was not counted.
-    """
-
-    block_size: int
-    samples_per_step: int
-    steps: int | None
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.samples_per_step * self.block_size
-
-    @property
-    def tokens(self) -> int | None:
-        """Tokens of the complete run; an upper bound where an epoch's last step is not full."""
-        return None if self.steps is None else self.steps * self.tokens_per_step
 
 
 @dataclass(frozen=True)
@@ -95,32 +73,63 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
-class CheckpointSize:
-    """Bytes of a checkpoint's tensors, and of host memory that each rank copies them to (on average; a lazy device
-    passes complete tensors, one at a time, beside that)."""
-
-    model: int
-    optimizer: int
-    staging: int
-
-    @property
-    def total(self) -> int:
-        return self.model + self.optimizer
-
-
-@dataclass(frozen=True)
 class Plan:
-    """The plan of a recipe. `options` are the recipe's own settings, then others; `device_memory` in bytes."""
+    """The plan of a recipe.
+
+    Attributes:
+        model_class: The model's class.
+        parameters: Of the complete model.
+        ranks: All ranks.
+        device: What is planned for.
+        device_memory: Bytes of each device; None: nothing is said about what fits.
+        block_size: Tokens in a sample.
+        samples_per_step: Over all ranks.
+        steps: Of the complete run; None if that depends on data that was not counted.
+        options: The recipe's own settings, then others.
+        model_bytes, optimizer_bytes: Of a checkpoint's tensors.
+        notes: Lines that the reader should know.
+    """
 
     model_class: str
     parameters: int
     ranks: int
     device: PlannedDevice
     device_memory: int | None
-    length: RunLength
+    block_size: int
+    samples_per_step: int
+    steps: int | None
     options: Sequence[RankMemory]
-    checkpoint: CheckpointSize
+    model_bytes: int
+    optimizer_bytes: int
     notes: Sequence[str]
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.samples_per_step * self.block_size
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the complete run; an upper bound where an epoch's last step is not full."""
+        return None if self.steps is None else self.steps * self.tokens_per_step
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.model_bytes + self.optimizer_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of host memory that each rank copies a checkpoint to, on average. A lazy device passes complete
+        tensors, one at a time, beside that."""
+        return -(-self.checkpoint_bytes // self.ranks)
+
+    @property
+    def saves(self) -> int | None:
+        """Checkpoints of the complete run; None where that is unknown."""
+        args = self.own.args
+        if args.save_strategy != "steps" or self.steps is None:
+            return 0 if args.save_strategy == "no" else None
+        interval = args.save_steps if args.save_steps >= 1 else math.ceil(args.save_steps * self.steps)
+        return math.ceil(self.steps / max(int(interval), 1))  # the last step is saved as well
 
     @property
     def own(self) -> RankMemory:
@@ -143,17 +152,26 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     quiet_libraries()
     args = recipe.training
     check_optimizer(args.optim)
-    check_mesh(args, ranks)
+    check_sizes(ranks, args.tensor_parallel_size, args.pipeline_parallel_size, begin="plan for")
     notes: list[str] = []
     tokenizer = _tokenizer(recipe, notes)
     config = _config(recipe, tokenizer)
-    length = run_length(recipe, tokenizer, ranks, count_data=count_data, progress=_to_stderr)
-    _check_block_size(config, length.block_size)
+    block_size = choose_block_size(recipe.data.block_size, getattr(tokenizer, "model_max_length", 2**62))
+    replicas = ranks // (args.tensor_parallel_size * args.pipeline_parallel_size)
+    batch = BatchLayout(args.per_device_train_batch_size, replicas, args.gradient_accumulation_steps).global_batch
+    steps = args.max_steps if args.max_steps > 0 else None
+    if steps is None and count_data and tokenizer is not None:
+        say = partial(print, file=sys.stderr, flush=True)
+        epoch = Epoch(len(prepare(recipe.data, tokenizer, progress=say).train), batch, args.dataloader_drop_last)
+        steps = math.ceil(args.num_train_epochs * epoch.steps())
+    try:
+        check_block_size(config, block_size)
+    except DataError as error:
+        raise UsageError(str(error)) from error
     if any(getattr(config, name, None) for name in EXPERTS):
         notes.append("A mixture of experts is planned as if every expert saw every token: an upper bound.")
     device = planned_device(_device(recipe, notes))
-    adapter = None if recipe.model.peft is None else recipe.model
-    setup = StepSetup(config, args, ranks, length.block_size, device, recipe.model.trust_remote_code, adapter)
+    setup = StepSetup(config, args, ranks, block_size, device, recipe.model)
     model_class, parameters, trained, elements = _count(setup)
     options = [_measure(setup, each, own=each is args) for each in neighbours(args, ranks)]
     if options[0].impossible is not None:
@@ -166,30 +184,20 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
                 break
     size = torch.finfo(getattr(torch, args.dtype)).bits // 8
     optimizer = 0 if args.save_only_model else round(trained * options[0].trace.saved_per_element)
-    total = elements * size + optimizer
-    checkpoint = CheckpointSize(elements * size, optimizer, -(-total // ranks))
-    return Plan(model_class, parameters, ranks, device, device_memory, length, options, checkpoint, notes)
-
-
-def run_length(
-    recipe: Recipe, tokenizer: Any | None, ranks: int, *, count_data: bool, progress: Callable[[str], None]
-) -> RunLength:
-    """The length of a run of the recipe. Without `max_steps`, `count_data` tokenizes the data to count samples, into
-    the cache of the run.
-
-    Raises DataError or UsageError for data that cannot be read.
-    """
-    args = recipe.training
-    longest = getattr(tokenizer, "model_max_length", 2**62)
-    block_size = choose_block_size(recipe.data.block_size, longest)
-    replicas = ranks // (args.tensor_parallel_size * args.pipeline_parallel_size)
-    layout = BatchLayout(args.per_device_train_batch_size, replicas, args.gradient_accumulation_steps)
-    steps: int | None = args.max_steps if args.max_steps > 0 else None
-    if steps is None and count_data and tokenizer is not None:
-        samples = len(prepare(recipe.data, tokenizer, progress=progress).train)
-        epoch = Epoch(samples, layout.global_batch, args.dataloader_drop_last)
-        steps = math.ceil(args.num_train_epochs * epoch.steps())
-    return RunLength(block_size, layout.global_batch, steps)
+    return Plan(
+        model_class,
+        parameters,
+        ranks,
+        device,
+        device_memory,
+        block_size,
+        batch,
+        steps,
+        options,
+        elements * size,
+        optimizer,
+        notes,
+    )
 
 
 def _tokenizer(recipe: Recipe, notes: list[str]) -> Any | None:
@@ -215,15 +223,6 @@ def _config(recipe: Recipe, tokenizer: Any | None) -> Any:
         ) from error
 
 
-def _check_block_size(config: Any, block_size: int) -> None:
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and block_size > longest:
-        raise UsageError(
-            f"block_size: {block_size} tokens are more than the model's {longest} positions; lower block_size, or "
-            "raise the positions in config_overrides"
-        )
-
-
 def _device(recipe: Recipe, notes: list[str]) -> str:
     wish = recipe.training.device_name
     check_device_name(wish)
@@ -232,28 +231,6 @@ def _device(recipe: Recipe, notes: list[str]) -> str:
     found = choose_device("auto")
     notes.append(f"device: auto is {found} on this machine; --device xla or --device cuda plans for another one.")
     return found
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def check_mesh(args: TrainingFields, ranks: int) -> None:
-    """Raises UsageError where the ranks do not make the mesh of the arguments."""
-    if ranks < 1:
-        raise UsageError(f"--nproc: must be at least 1, but is {ranks}")
-    tensor, stages = args.tensor_parallel_size, args.pipeline_parallel_size
-    for name, size in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", stages)):
-        if ranks % size:
-            raise UsageError(
-                f"{name}: {size} does not divide the {ranks} ranks; plan for a multiple of {size} ranks, or choose a "
-                f"divisor of {ranks}"
-            )
-    if ranks % (tensor * stages):
-        raise UsageError(
-            f"tensor_parallel_size and pipeline_parallel_size: {tensor} times {stages} does not divide the {ranks} "
-            f"ranks; plan for a multiple of {tensor * stages} ranks, or lower one of them"
-        )
 
 
 def _count(setup: StepSetup) -> tuple[str, int, int, int]:
@@ -265,7 +242,7 @@ def _count(setup: StepSetup) -> tuple[str, int, int, int]:
         parameters, trained = sum(size for size, _ in sizes), sum(size for size, needed in sizes if needed)
         state = (adapter_of(model) or model).state_dict(keep_vars=True)
         saved = {id(value): value.numel() for value in state.values()}
-        inner = getattr(model, "base_model", None) if setup.adapter is not None else None
+        inner = getattr(model, "base_model", None) if setup.model.peft is not None else None
         return type(model if inner is None else inner.model).__name__, parameters, trained, sum(saved.values())
 
 
@@ -282,12 +259,3 @@ def _measure(setup: StepSetup, args: TrainingFields, *, own: bool = False) -> Ra
         return RankMemory(args, trace_deep(changed))
     except UsageError as error:
         return RankMemory(args, impossible=str(error))
-
-
-def saves(plan: Plan) -> int | None:
-    """Checkpoints of the complete run; None where that is unknown."""
-    args, steps = plan.own.args, plan.length.steps
-    if args.save_strategy != "steps" or steps is None:
-        return 0 if args.save_strategy == "no" else None
-    interval = args.save_steps if args.save_steps >= 1 else math.ceil(args.save_steps * steps)
-    return math.ceil(steps / max(int(interval), 1))  # the last step is saved as well

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stepmark.config.recipe import ModelArguments
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.batch import MicroBatch
-from stepmark.parallel.pipeline.placeholders import RouterColumns, collect_router_logits
+from stepmark.parallel.pipeline.placeholders import collect_router_logits
 from stepmark.parallel.pipeline.schedules import BACKWARD, FORWARD, GPIPE, INTERLEAVED, Schedule, make_schedule
 from stepmark.parallel.pipeline.stage_plan import StagePlan, plan_stages
 from stepmark.preflight.plan.allocations import ACTIVATIONS, AllocationTracker
@@ -23,6 +23,8 @@ from stepmark.runtime.links import Form
 from stepmark.runtime.mesh import DATA, PIPELINE, TENSOR
 from stepmark.training.micro_batches import autocast, autocast_dtype
 from stepmark.training.one_graph_per_step.transformers_forward import lazy_forward
+
+PLAIN = ModelArguments(config_name="", tokenizer_name="")  # without an adapter
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,7 @@ class StepSetup:
         ranks: All ranks.
         length: Tokens in a sequence.
         device: What is planned for.
-        trust_remote_code: Whether to execute Python code that comes with the model.
-        adapter: The model's fields of the recipe, where they ask for an adapter; None: the model is trained itself.
+        model: The model's fields of the recipe: its adapter, and whether Python code that comes with it is executed.
         stage: The rank's coordinate on the pipeline's axis.
         micro_batches: How many of the step's micro-batches are traced; None: as many as it takes until they repeat.
     """
@@ -46,8 +47,7 @@ class StepSetup:
     ranks: int
     length: int
     device: PlannedDevice
-    trust_remote_code: bool = False
-    adapter: ModelArguments | None = None
+    model: ModelArguments = PLAIN
     stage: int = 0
     micro_batches: int | None = None
 
@@ -114,7 +114,7 @@ def _note(layer: nn.Module, stage: int, plan: StagePlan, found: dict[int, Form])
     def called(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         hidden: Tensor = args[0] if args else options["hidden_states"]
         if plan.routers is not None:
-            hidden = RouterColumns(plan.routers[1], plan.routers[0], hidden.dtype).pack(hidden)
+            hidden = plan.routers.pack(hidden)
         found[stage] = Form.of(hidden)
 
     return layer.register_forward_pre_hook(called, with_kwargs=True)

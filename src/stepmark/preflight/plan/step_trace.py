@@ -40,7 +40,7 @@ from stepmark.preflight.plan.allocations import (
 )
 from stepmark.preflight.plan.simulated_mesh import PlannedDevice, SimulatedMesh
 from stepmark.preflight.plan.step_setup import StepSetup, stage_inputs, watch_stage
-from stepmark.recipe.model import with_adapter
+from stepmark.recipe.model import make_model, with_adapter
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.module_placement import cast_module
 from stepmark.trainer.setup import make_step, sharding_options, step_optimizer
@@ -103,12 +103,8 @@ def trace_step(setup: StepSetup) -> StepTrace:
             "memory cannot be planned without weights"
         ) from error
     except (RuntimeError, ValueError) as error:  # sizes that do not go together
+        _check_conversion(error)
         line = (str(error).strip() or type(error).__name__).split("\n")[0]
-        if "Couldn't swap" in line:
-            raise UsageError(
-                f"stepmark plan: torch {torch.__version__} cannot convert parameters that have no memory; plan with "
-                "torch 2.9"
-            ) from error
         raise UsageError(f"config_name and config_overrides: the model cannot train a step: {line}") from error
 
 
@@ -145,19 +141,9 @@ def meta_model(setup: StepSetup) -> nn.Module:
 
     Raises UsageError if the configuration does not describe one, or it cannot have the adapter.
     """
-    from transformers import AutoModelForCausalLM
-
     try:
-        model: nn.Module = AutoModelForCausalLM.from_config(setup.config, trust_remote_code=setup.trust_remote_code)
-    except Exception as error:  # every model class checks its sizes differently
-        _check_conversion(error)
-        line = (str(error).strip() or type(error).__name__).split("\n")[0]
-        raise UsageError(f"config_name and config_overrides: they do not describe a valid model: {line}") from error
-    if setup.adapter is None:
-        return model
-    try:
-        return with_adapter(model, setup.adapter)
-    except RuntimeError as error:
+        return with_adapter(make_model(setup.model, setup.config), setup.model)
+    except (RuntimeError, UsageError) as error:
         _check_conversion(error)
         raise
 

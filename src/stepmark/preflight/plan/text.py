@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stepmark.preflight.plan.allocations import CATEGORIES
-from stepmark.preflight.plan.plan import HEADROOM, Plan, RankMemory, saves
+from stepmark.preflight.plan.plan import HEADROOM, Plan, RankMemory
 from stepmark.preflight.plan.stages import StageTrace
 from stepmark.preflight.plan.step_trace import StepTrace
 
@@ -21,23 +21,21 @@ def to_text(plan: Plan) -> str:
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    length, checkpoint = plan.length, plan.checkpoint
     billions = plan.parameters / 1e9
     count = f"{billions:.3f} billion" if billions >= 0.1 else f"{plan.parameters:,}"
     yield f"model       {plan.model_class}, {count} parameters, {plan.own.args.dtype}"
     yield f"ranks       {plan.ranks}: {_mesh(plan, plan.own)}; device {plan.device.name}"
     if plan.own.stages:
         yield f"pipeline    {_pipeline(plan.own)}"
-    steps = "unknown (max_steps, or --count-data, tells)" if length.steps is None else f"{length.steps:,}"
-    tokens = "" if length.tokens is None else f", {length.tokens:,} in all"
-    yield f"steps       {steps}; {length.samples_per_step:,} samples = {length.tokens_per_step:,} tokens a step{tokens}"
-    made = saves(plan)
-    times = "" if made is None else f", {made:,} times"
+    steps = "unknown (max_steps, or --count-data, tells)" if plan.steps is None else f"{plan.steps:,}"
+    tokens = "" if plan.tokens is None else f", {plan.tokens:,} in all"
+    yield f"steps       {steps}; {plan.samples_per_step:,} samples = {plan.tokens_per_step:,} tokens a step{tokens}"
+    times = "" if plan.saves is None else f", {plan.saves:,} times"
     kept = plan.own.args.save_total_limit
-    disk = "" if kept is None else f"; {kept} kept and one in progress: {_gb((kept + 1) * checkpoint.total)}"
-    parts = f"model {_gb(checkpoint.model)}, optimizer {_gb(checkpoint.optimizer)}"
-    yield f"checkpoint  {_gb(checkpoint.total)} ({parts}){times}{disk}"
-    yield f"host        {_gb(checkpoint.staging)} a rank to copy a checkpoint to; it is kept from save to save"
+    disk = "" if kept is None else f"; {kept} kept and one in progress: {_gb((kept + 1) * plan.checkpoint_bytes)}"
+    parts = f"model {_gb(plan.model_bytes)}, optimizer {_gb(plan.optimizer_bytes)}"
+    yield f"checkpoint  {_gb(plan.checkpoint_bytes)} ({parts}){times}{disk}"
+    yield f"host        {_gb(plan.staging_bytes)} a rank to copy a checkpoint to; it is kept from save to save"
 
 
 def _pipeline(own: RankMemory) -> str:
@@ -60,12 +58,8 @@ def _own(plan: Plan) -> Iterator[str]:
         yield ""
         kept = "`kept`: forward passes whose activations a rank keeps at a time"
         yield f"the ranks of its pipeline, in {_unit(plan)[1]}; {kept}:"
-        rows = [("rank", "layers", "kept", *CATEGORIES, "peak"), *(_stage_row(plan, each) for each in own.stages)]
-        yield from _aligned(rows)
-
-
-def _stage_row(plan: Plan, stage: StageTrace) -> tuple[str, ...]:
-    return (str(stage.rank), _layers(stage), str(stage.in_flight), *_sizes(plan, stage))
+        rows = [(str(each.rank), _layers(each), str(each.in_flight), *_sizes(plan, each)) for each in own.stages]
+        yield from _aligned([("rank", "layers", "kept", *CATEGORIES, "peak"), *rows])
 
 
 def _sizes(plan: Plan, trace: StepTrace) -> list[str]:
@@ -181,15 +175,15 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "ranks": plan.ranks,
         "device": plan.device.name,
         "device_memory": plan.device_memory,
-        "block_size": plan.length.block_size,
-        "steps": plan.length.steps,
-        "tokens_per_step": plan.length.tokens_per_step,
-        "tokens": plan.length.tokens,
+        "block_size": plan.block_size,
+        "steps": plan.steps,
+        "tokens_per_step": plan.tokens_per_step,
+        "tokens": plan.tokens,
         "checkpoint": {
-            "model": plan.checkpoint.model,
-            "optimizer": plan.checkpoint.optimizer,
-            "staging_per_rank": plan.checkpoint.staging,
-            "saves": saves(plan),
+            "model": plan.model_bytes,
+            "optimizer": plan.optimizer_bytes,
+            "staging_per_rank": plan.staging_bytes,
+            "saves": plan.saves,
         },
         "options": [_option_to_json(plan, option) for option in plan.options],
         "chosen": plan.options.index(plan.chosen) if plan.chosen is not None else None,

@@ -8,6 +8,7 @@ every graph of training, since the micro-batches between the first and the last 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from stepmark.data.prepared_data import Prepared, choose_block_size
 from stepmark.data.tokenize.packing import PackedBlocks
 from stepmark.data.tokenize.tokenized_rows import TokenizedRows
 from stepmark.errors import UsageError
+from stepmark.preflight.precompile.neuron import check_kept
 from stepmark.preflight.precompile.table import describe
 from stepmark.recipe.train import begin, build_trainer
 from stepmark.runtime.compile_cache import kept_in, switched_on
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from stepmark.preflight.precompile.graph_recorder import GraphRecorder
     from stepmark.runtime.context import Context
     from stepmark.trainer.setup import RunParts
-    from stepmark.trainer.trainer import Trainer
 
 STEPS = 3  # a graph that differs after the first step, for example by which buffers it may reuse, is made in the second
 MICRO_BATCHES = 3
@@ -57,7 +58,8 @@ def precompile(recipe: Recipe) -> None:
 
 
 def graphs_of(recipe: Recipe) -> tuple[GraphRecorder, Context]:
-    """Makes every graph of the recipe's run: what this rank's device made, and the rank's context. Collective.
+    """Trains a few steps of the recipe's run, and evaluates: what this rank's device made for it, and the rank's
+    context. Collective.
 
     Raises:
         UsageError: As `precompile`.
@@ -70,27 +72,15 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder, Context]:
             f"device: {context.runtime.name} runs operations as they come and compiles no graphs; precompile is for "
             "lazy devices (device: xla)"
         )
-    from stepmark.recipe.model import build_untrained
-
-    training = recipe.training
-    ranks = context.world.size // (training.tensor_parallel_size * training.pipeline_parallel_size)
-    trainer = build_trainer(
-        recipe,
-        run,
-        functions,
-        prepare=lambda tokenizer: stand_in_data(recipe, tokenizer, max(ranks, 1), STEPS),
-        build=build_untrained,
-    )
-    return record_graphs(trainer), context
-
-
-def record_graphs(trainer: Trainer) -> GraphRecorder:
-    """Trains a few steps and evaluates; what the device makes for it. Collective."""
     from stepmark.preflight.precompile.graph_recorder import GraphRecorder
+    from stepmark.recipe.model import build_untrained
     from stepmark.runtime.xla import XlaRuntime
 
-    runtime = trainer.context.runtime
+    training, runtime = recipe.training, context.runtime
     assert isinstance(runtime, XlaRuntime)
+    ranks = max(context.world.size // (training.tensor_parallel_size * training.pipeline_parallel_size), 1)
+    prepare = partial(stand_in_data, recipe, data_parallel_size=ranks, steps=STEPS)
+    trainer = build_trainer(recipe, run, functions, prepare=prepare, build=build_untrained)
     recorder = GraphRecorder(runtime, extracting=extracting_graphs())
     with recorder.observing():
         _train(trainer.make_parts(), recorder)
@@ -99,7 +89,7 @@ def record_graphs(trainer: Trainer) -> GraphRecorder:
             trainer.evaluation.run(trainer.get_eval_dataloader(), gather=trainer.compute_metrics is not None)
             trainer.evaluation.sample_texts()
         runtime.step_boundary(wait=True)
-    return recorder
+    return recorder, context
 
 
 def _train(parts: RunParts, recorder: GraphRecorder) -> None:
@@ -144,8 +134,7 @@ def _train(parts: RunParts, recorder: GraphRecorder) -> None:
 def _shortened(recipe: Recipe) -> Recipe:
     """The recipe with few steps, the default of its compile cache on, and nothing that writes files."""
     training: TrainingFields = recipe.training
-    if training.compile_cache is False:
-        raise UsageError("compile_cache: is false, so no graph would be kept; leave it out, or name a folder")
+    check_kept(training.compile_cache)
     short = dataclasses.replace(
         training,
         max_steps=STEPS,
@@ -185,7 +174,7 @@ def stand_in_data(recipe: Recipe, tokenizer: Any, data_parallel_size: int, steps
         if recipe.data.messages_column is None:
             return StandInBlocks(samples, block_size)
         rows = TokenizedRows.of(([0] * block_size, [True] * block_size) for _ in range(samples))
-        return Conversations.of_rows(rows, block_size, recipe.data.packing, 0)
+        return Conversations(rows, tokenizer, max_length=block_size, packing=recipe.data.packing)
 
     train, evaluated = made(per_batch * steps - ragged), training.eval_strategy != "no"
     validation = made(training.per_device_eval_batch_size * data_parallel_size + 1) if evaluated else None

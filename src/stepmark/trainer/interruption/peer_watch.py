@@ -51,7 +51,7 @@ def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:
         run = alive()
         return 0 if run is None else run.state.global_step
 
-    final = not may_be_restarted(args.max_restarts, StepTimeout())
+    final, size = not may_be_restarted(args.max_restarts, StepTimeout()), mesh.pipeline.size
 
     def found(finding: Finding | None) -> None:
         if finding is None:
@@ -81,11 +81,5 @@ def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:
         found=found,
         standby=standby,
         ending=ending,
-        place=lambda rank: stage_text(mesh, rank),
+        place=lambda rank: f"pipeline stage {mesh.grid.coordinates(rank)[PIPELINE] + 1} of {size}" if size > 1 else "",
     )
-
-
-def stage_text(mesh: Mesh, rank: int) -> str:
-    """A rank's place in its pipeline, for messages; empty without one."""
-    size = mesh.pipeline.size
-    return f"pipeline stage {mesh.grid.coordinates(rank)[PIPELINE] + 1} of {size}" if size > 1 else ""

@@ -65,7 +65,7 @@ class HubUploads:
             with _explained(f"hub_model_id: {name} cannot be created or written to"):
                 self.name = self._api.create_repo(name, private=is_private, exist_ok=True).repo_id
 
-        on_rank_0(self._host, create, _as_told)
+        on_rank_0(self._host, create, lambda error: StepmarkError(str(error)))
 
     def exists(self) -> bool:
         """Whether rank 0 has a repository. Collective."""
@@ -137,12 +137,6 @@ def _explained(what: str) -> Iterator[None]:
         raise StepmarkError(
             f"{what}: {first}; check the token (`hf auth login`, or hub_token) and the network"
         ) from error
-
-
-def _as_told(error: Exception) -> StepmarkError:
-    if not isinstance(error, StepmarkError):
-        raise error
-    return error
 
 
 class HubCallback(TrainerCallback):
