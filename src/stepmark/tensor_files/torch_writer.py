@@ -55,8 +55,24 @@ class Instance:
     state: Any
 
 
-class StandInPickler(pickle._Pickler):
-    """Writes a value as pickle.Pickler would, with the things in place of their stand-ins."""
+@dataclass(frozen=True)
+class Reshaped:
+    """A tensor that is stored under another shape of as many elements."""
+
+    tensor: GlobalTensor
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class _Storage:
+    kind: Global
+    key: str
+    numel: int
+
+
+class _Pickler(pickle._Pickler):
+    """Pickles a nested value as torch.save does, with the things in place of their stand-ins; collects the tensors in
+    it, which stay where they are."""
 
     if TYPE_CHECKING:  # the parts of Python's own pickler in Python
         memo: dict[int, tuple[int, Any]]
@@ -69,10 +85,21 @@ class StandInPickler(pickle._Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
+        self.tensors: list[GlobalTensor] = []
         self._globals: dict[Global, Global] = {}
+        self._calls: dict[int, tuple[Any, Call]] = {}  # a tensor that occurs twice is stored once
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is _Storage:
+            return ("storage", obj.kind, obj.key, "cpu", obj.numel)
+        return None
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         """Writes a value; one that was written before is referred to."""
+        if isinstance(obj, GlobalTensor | Reshaped):
+            if id(obj) not in self._calls:
+                self._calls[id(obj)] = obj, self._rebuilt(obj)
+            obj = self._calls[id(obj)][1]
         kind = type(obj)
         if kind is Global:
             obj = self._globals.setdefault(obj, obj)  # equal ones are one thing
@@ -95,49 +122,6 @@ class StandInPickler(pickle._Pickler):
         else:
             super().save(obj, save_persistent_id)  # type: ignore[misc]
 
-
-def dumps(value: Any) -> bytes:
-    """The pickle of a value."""
-    file = io.BytesIO()
-    StandInPickler(file).dump(value)
-    return file.getvalue()
-
-
-@dataclass(frozen=True)
-class Reshaped:
-    """A tensor that is stored under another shape of as many elements."""
-
-    tensor: GlobalTensor
-    shape: Shape
-
-
-@dataclass(frozen=True)
-class _Storage:
-    kind: Global
-    key: str
-    numel: int
-
-
-class _Pickler(StandInPickler):
-    """Pickles a nested value as torch.save does; collects the tensors in it, which stay where they are."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[GlobalTensor] = []
-        self._calls: dict[int, tuple[Any, Call]] = {}  # a tensor that occurs twice is stored once
-
-    def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is _Storage:
-            return ("storage", obj.kind, obj.key, "cpu", obj.numel)
-        return None
-
-    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
-        if isinstance(obj, GlobalTensor | Reshaped):
-            if id(obj) not in self._calls:
-                self._calls[id(obj)] = obj, self._rebuilt(obj)
-            obj = self._calls[id(obj)][1]
-        super().save(obj, save_persistent_id)
-
     def _rebuilt(self, value: GlobalTensor | Reshaped) -> Call:
         tensor = value if isinstance(value, GlobalTensor) else value.tensor
         size, name = DTYPES[tensor.dtype]
@@ -149,6 +133,13 @@ class _Pickler(StandInPickler):
             return Call(Global("torch._utils", "_rebuild_tensor_v2"), (storage, *view))
         storage = _Storage(Global("torch.storage", "UntypedStorage"), key, numel * size)
         return Call(Global("torch._utils", "_rebuild_tensor_v3"), (storage, *view, Global("torch", name)))
+
+
+def dumps(value: Any) -> bytes:
+    """The pickle of a value without tensors."""
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
 
 
 class _RunningChecksum:
