@@ -63,7 +63,7 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder, Context]:
         UsageError: As `precompile`.
     """
     recipe = _shortened(recipe)
-    functions, run = begin(recipe)
+    run = begin(recipe)
     context = run.context
     if not context.runtime.lazy:
         raise UsageError(
@@ -77,7 +77,6 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder, Context]:
     trainer = build_trainer(
         recipe,
         run,
-        functions,
         prepare=lambda tokenizer: stand_in_data(recipe, tokenizer, max(ranks, 1), STEPS),
         build=build_untrained,
     )
