@@ -65,7 +65,7 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder, Context]:
         UsageError: As `precompile`.
     """
     recipe = _shortened(recipe)
-    functions, run = begin(recipe)
+    run = begin(recipe)
     context = run.context
     if not context.runtime.lazy:
         raise UsageError(
@@ -80,7 +80,7 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder, Context]:
     assert isinstance(runtime, XlaRuntime)
     ranks = max(context.world.size // (training.tensor_parallel_size * training.pipeline_parallel_size), 1)
     prepare = partial(stand_in_data, recipe, data_parallel_size=ranks, steps=STEPS)
-    trainer = build_trainer(recipe, run, functions, prepare=prepare, build=build_untrained)
+    trainer = build_trainer(recipe, run, prepare=prepare, build=build_untrained)
     recorder = GraphRecorder(runtime, extracting=extracting_graphs())
     with recorder.observing():
         _train(trainer.make_parts(), recorder)
