@@ -15,6 +15,10 @@ from tests.support.ranks import Ranks
 
 WAITS = "tests.support.native_waits"
 EXPERTS = "transformers/integrations/moe.py"  # on a device without torch's grouped_mm
+WAITS_OF_MODELS = {  # lines of transformers that copy a list of Python's to the device in every forward pass
+    "cpmant": "transformers/models/cpmant/modeling_cpmant.py",
+    "falcon": "transformers/models/falcon/modeling_falcon.py",
+}
 UNDISTURBED = [row["model"] for row in read_rows("lazy-devices") if row["state"] == "undisturbed"]
 SAMPLE = ("gpt2", "llama", "qwen3", "bert, masked tokens", "t5", "vit")
 
@@ -39,6 +43,7 @@ def test_steps_of_most_types_do_not_wait(
     (found,) = native_ranks.run(f"{WAITS}:count", name, timeout=600).check()
     lines = {wait.split(" ", 1)[1] for waits in found.values() for wait in waits}
     by_experts = any(line.startswith(EXPERTS) for line in lines)
-    assert all(line.startswith(EXPERTS) or (line == "the backward pass" and by_experts) for line in lines)
+    known = (EXPERTS, WAITS_OF_MODELS.get(name, EXPERTS), *(["the backward pass"] if by_experts else []))
+    assert [line for line in lines if not line.startswith(known)] == []
     record_property("types that never wait", int(not lines))
     record_property("types whose experts wait", int(by_experts))
