@@ -23,8 +23,10 @@ EAGER := -m "not xla and not prove"
 
 .PHONY: demo test test-newest test-latest test-lowest test-cuda check docs fault prove clean
 
-demo: $(INSTALLED)
-	$(BIN)/python examples/demo.py
+# Trains without torch_xla, whose environment takes minutes to install; on the lazy device with `make demo DEVICE=xla`.
+DEVICE ?= cpu
+demo: $(if $(filter xla,$(DEVICE)),$(INSTALLED),$(NEWEST_INSTALLED))
+	$(if $(filter xla,$(DEVICE)),$(BIN),$(NEWEST))/python examples/demo.py --device $(DEVICE)
 
 test: $(INSTALLED) check
 	$(BIN)/python $(PYTEST)
@@ -80,10 +82,11 @@ prove: $(INSTALLED)
 	$(BIN)/python -m tests.prove $(WHAT)
 
 # Makes an environment: its folder, the file of its versions, extras, further packages. The build's own tool is fixed too.
+# Modules are compiled when they are first imported: most never are.
 define install
 	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
-	$(1)/bin/python -m pip install --quiet --constraint $(2) setuptools $(4)
-	$(1)/bin/python -m pip install --quiet --constraint $(2) --no-build-isolation --editable ".[$(3)]"
+	$(1)/bin/python -m pip install --quiet --no-compile --constraint $(2) setuptools $(4)
+	$(1)/bin/python -m pip install --quiet --no-compile --constraint $(2) --no-build-isolation --editable ".[$(3)]"
 	touch $(1)/.installed
 endef
 
