@@ -6,7 +6,7 @@ itself on one rank: logits, loss, and the gradient of every parameter. The two r
     python scripts/architectures.py [--only MODEL_TYPE …] [--write] [--pipeline]
 
 With --pipeline, pipeline stages are verified instead (pipeline_architectures.py). With --write the results go to
-docs/data/tensor-parallel.json, and the list that `parallelize` uses to src/stepmark/parallel/tensor/architectures.py.
+docs/data/tensor-parallel.json, and the lists that `parallelize` uses to src/stepmark/parallel/architectures.json.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import re
 import threading
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from pipeline_architectures import verify
 from small_models import SMALL, small_model
-from tables import write_table
+from tables import write_lists, write_table
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -42,8 +41,6 @@ from stepmark.runtime.rank_grid import RankGrid
 from stepmark.sharding.layout import layout_of
 from stepmark.sharding.replication import replication_of
 
-ROOT = Path(__file__).resolve().parents[1]
-LIST = ROOT / "src" / "stepmark" / "parallel" / "tensor" / "architectures.py"
 KINDS = {parse_style(style).kind for style in STYLES}
 RANKS = 2
 TOKENS = 8
@@ -218,13 +215,6 @@ def write(results: list[Result]) -> None:
     write_table("tensor-parallel", "Model types and tensor parallelism", made_by, rows)
 
 
-def listing(results: list[Result]) -> str:
-    """The module that lists the types that passed."""
-    before, begin, _ = LIST.read_text().partition("    {\n")
-    names = [f'        "{result.model_type}",\n' for result in results if result.verdict == "passed"]
-    return before + begin + "".join(names) + "    }\n)\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=None)
@@ -243,7 +233,7 @@ def main() -> None:
         print(f"{results[-1].verdict:10} {name:28} {results[-1].why}", flush=True)
     if arguments.write:
         write(results)
-        LIST.write_text(listing(results))
+        write_lists(tensor_parallel=[each.model_type for each in results if each.verdict == "passed"])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Each architecture is built with a small random configuration of 4 layers, and compared with itself in 2 and in 3 stages
 and in 2 ranks of 2 stages each (pipeline_comparison.py). Run by `python scripts/architectures.py --pipeline`; results
-go to docs/data/pipeline-parallel.json and src/stepmark/parallel/pipeline/architectures.py.
+go to docs/data/pipeline-parallel.json and src/stepmark/parallel/architectures.json.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ import pickle
 import select
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from pipeline_comparison import difference, router_difference, tokens_for
 from small_models import small_model
-from tables import write_table
+from tables import write_lists, write_table
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from stepmark.errors import UsageError
-from stepmark.parallel.pipeline import architectures, stage_plan
+from stepmark.parallel import architectures
+from stepmark.parallel.pipeline import stage_plan
 from stepmark.parallel.pipeline.stage_plan import layers_of
 
-LIST = Path(architectures.__file__)
 LAYERS = 4
 CUTS = ((2, 1), (3, 1), (2, 2))  # ranks, and stages of each
 SECONDS = 60
@@ -53,7 +52,7 @@ def attempt(kind: str) -> Row:
         returns = _returns(model)
     except Exception as error:  # small values that the configuration rejects say nothing about stages
         return kind, "not built", _first_line(error)
-    architectures.PASSED[kind] = returns
+    architectures.STAGES[kind] = returns
     try:
         for ranks, chunks in CUTS:
             model.zero_grad()
@@ -145,16 +144,6 @@ def write_rows(rows: list[Row]) -> None:
     write_table("pipeline-parallel", "Model types and pipeline stages", made_by, named)
 
 
-def listing(rows: list[Row]) -> str:
-    """The module that lists the types that passed."""
-    before, begin, _ = LIST.read_text().partition("PASSED: dict[str, str] = {\n")
-    passed = [(kind, returns) for kind, verdict, returns in rows if verdict == "passed"]
-    names = [f'    "{kind}": "{returns.removesuffix(ROUTERS)}",\n' for kind, returns in passed]
-    routed = [f'        "{kind}",\n' for kind, returns in passed if returns.endswith(ROUTERS)]
-    routers = "\nROUTER_LOSSES: frozenset[str] = frozenset(\n    (\n" + "".join(routed) + "    )\n)\n"
-    return before + begin + "".join(names) + "}\n" + routers
-
-
 def verify(names: list[str] | None, *, write: bool) -> None:
     """Tries the model types, all of them by default, and prints the results."""
     rows = []
@@ -165,4 +154,8 @@ def verify(names: list[str] | None, *, write: bool) -> None:
         print(f"{rows[-1][1]:10} {kind:28} {rows[-1][2]}", flush=True)
     if write:
         write_rows(rows)
-        LIST.write_text(listing(rows))
+        passed = {kind: returns for kind, verdict, returns in rows if verdict == "passed"}
+        write_lists(
+            stages={kind: returns.removesuffix(ROUTERS) for kind, returns in passed.items()},
+            router_losses=[kind for kind, returns in passed.items() if returns.endswith(ROUTERS)],
+        )

@@ -1,5 +1,5 @@
 """Makes docs/report.png, the report of a real run that is killed, finds its newest checkpoint corrupted, and resumes;
-and docs/screenshots/, the same run compared with another one, at three widths, light and dark.
+and docs/screenshots/, the same run compared with another one, at three widths, one of them dark.
 
     python scripts/report_picture.py [FOLDER]
 
@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from stepmark.trainer.run_folder.run_log import read_metrics  # noqa: E402
 from tests.support.browser import screenshot  # noqa: E402
 
-WIDTHS, HEIGHT, COLORS = {"wide": 1280, "tablet": 768, "phone": 390}, 1600, 128
+WIDTHS, HEIGHT, COLORS = {"wide-light": 1280, "tablet-dark": 768, "phone-light": 390}, 1600, 128
 SLOW = "1e-3"
 STEPS, SAVE_EVERY, KILL_AFTER, DAMAGED = 300, 30, 205, 180
 FIELDS = {
@@ -73,10 +73,9 @@ def main() -> int:
     picture(ROOT / "docs" / "report.png", report(folder), (1120, 1376))
     compared = report(folder, "--compare", str(slow), "--out", str(folder / "compared.html"))
     for name, width in WIDTHS.items():
-        for scheme in ("light", "dark"):
-            path = ROOT / "docs" / "screenshots" / f"report-{name}-{scheme}.png"
-            path.parent.mkdir(exist_ok=True)
-            picture(path, compared, (width, HEIGHT), dark=scheme == "dark")
+        path = ROOT / "docs" / "screenshots" / f"report-{name}.png"
+        path.parent.mkdir(exist_ok=True)
+        picture(path, compared, (width, HEIGHT), dark="dark" in name)
     return 0
 
 

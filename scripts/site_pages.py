@@ -43,6 +43,10 @@ BOOSTS = {
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)((?:#[^)]*)?)\)")
 
 
+PUBLIC_NAME = re.compile(r"^::: (stepmark\.\w+)\n(?:    .*\n)*", re.MULTILINE)
+EXAMPLE = re.compile(r"^# (stepmark\.\w+)\n(.*?)(?=^# stepmark\.|\Z)", re.MULTILINE | re.DOTALL)
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that are made from the code."""
     pages = {
@@ -61,6 +65,12 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     return TABLE.sub(lambda found: _table(found[1]), html)
 
 
+def with_examples(markdown: str) -> str:
+    """Puts the example of each public name, a part of examples/public_names.py, below its reference."""
+    examples = dict(EXAMPLE.findall((ROOT / "examples" / "public_names.py").read_text(encoding="utf-8")))
+    return PUBLIC_NAME.sub(lambda entry: f"{entry[0]}\n```python\n{examples[entry[1]].strip()}\n```\n", markdown + "\n")
+
+
 def _table(name: str) -> str:
     data = json.loads((ROOT / "docs" / "data" / f"{name}.json").read_text(encoding="utf-8"))
     text = json.dumps(data, ensure_ascii=False).replace("</", "<\\/")
@@ -69,6 +79,8 @@ def _table(name: str) -> str:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Turns links to files that the site does not have into their paths, which are those of the repository."""
+    if page.file.src_uri == "reference/python.md":
+        markdown = with_examples(markdown)
     here = PurePosixPath(page.file.src_uri).parent
     boost = next((value for start, value in BOOSTS.items() if page.file.src_uri.startswith(start)), 1)
     page.meta.setdefault("search", {}).setdefault("boost", boost)

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from stepmark.parallel.architectures import FILE
+
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "data"
 Row = dict[str, Any]
 
@@ -28,3 +30,9 @@ def write_table(name: str, title: str, made_by: str, rows: list[Row]) -> None:
     head = f'"title": {json.dumps(title)},\n"made_by": {json.dumps(made_by)},\n'
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / f"{name}.json").write_text(f'{{\n{head}"rows": [\n{lines}\n]\n}}\n', encoding="utf-8")
+
+
+def write_lists(**lists: Any) -> None:
+    """Replaces lists of the model types that `parallelize` accepts; see stepmark.parallel.architectures."""
+    found = json.loads(FILE.read_text(encoding="utf-8"))
+    FILE.write_text(json.dumps({**found, **lists}, indent=1) + "\n", encoding="utf-8")

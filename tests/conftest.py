@@ -20,6 +20,7 @@ import hypothesis
 import pytest
 
 from stepmark.runtime.versions import refused_peft
+from tests.support import native
 from tests.support.devices import HAS_XLA, has_cuda
 from tests.support.parameter_ids import parameter_id
 from tests.support.ranks import EAGER_MODULES, Ranks
@@ -75,5 +76,13 @@ def transformers_may_import_torch_xla() -> Iterator[None]:
 def ranks() -> Iterator[Ranks]:
     """Ranks for any device. torch_xla is imported in their parent if it is installed, but only started in the ranks."""
     started = Ranks(*EAGER_MODULES, *(["torch_xla"] if HAS_XLA else []))
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="session")
+def native_ranks() -> Iterator[Ranks]:
+    """Ranks whose torch has the simulated native device; they are skipped where it cannot be."""
+    started = Ranks(*EAGER_MODULES, variables=native.environment())
     yield started
     started.close()

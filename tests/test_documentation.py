@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -25,6 +27,7 @@ TOPS = ("src", "tests", "docs", "examples", "scripts", "benchmarks", "constraint
 MADE = {"reference/fields.md", "reference/commands.md"}  # by scripts/site_pages.py
 RAW = "https://raw.githubusercontent.com/stepmark"
 EXAMPLES = {"my_module.py"}  # files of the reader
+PUBLIC_NAMES = ROOT / "examples" / "public_names.py"
 source_map = runpy.run_path(str(ROOT / "scripts" / "source_map.py"))
 ON_DISK = {"optimizer/", "state/"}  # folders in a checkpoint
 
@@ -84,6 +87,23 @@ def test_the_architecture_names_every_package() -> None:
     table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Packages")[1].split("\n## ")[0]
     named = re.findall(r"^\|[^|]*\| \*\*(\w+)\*\* \|", table, re.MULTILINE)
     assert sorted(named) == sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
+
+
+def test_every_public_name_has_a_reference_and_an_example() -> None:
+    opened = re.split(r"^# stepmark\.", PUBLIC_NAMES.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    examples = dict(each.split("\n", 1) for each in opened)
+    referred = re.findall(
+        r"^::: stepmark\.(\w+)", (ROOT / "docs" / "reference" / "python.md").read_text(), re.MULTILINE
+    )
+    assert sorted(examples) == sorted(referred) == sorted(stepmark.__all__)
+    assert [name for name, text in examples.items() if f"stepmark.{name}" not in text] == []
+
+
+def test_the_examples_of_public_names_run(tmp_path: Path) -> None:
+    command = [sys.executable, str(PUBLIC_NAMES), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "saving checkpoint-4" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

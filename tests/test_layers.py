@@ -28,6 +28,7 @@ ORDER = [
     "checkpoint",
     "parallel",
     "training",
+    "tensor_files",
     "model_folder",
     "evaluation",
     "trainer",
@@ -39,7 +40,13 @@ ORDER = [
     "cli",
 ]
 INNER_ORDER: dict[str, list[list[str]]] = tomllib.loads(Path(__file__).with_name("inner_order.toml").read_text())
-FORMAT_MAY_IMPORT = ("stepmark.errors", "stepmark.filesystem", "stepmark.sharding", "stepmark.checkpoint.format")
+FORMAT_MAY_IMPORT = (
+    "stepmark.errors",
+    "stepmark.filesystem",
+    "stepmark.liveness.collection",  # pauses the collection of garbage while many small objects are made
+    "stepmark.sharding",
+    "stepmark.checkpoint.format",
+)
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.stem == "errors")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.tables import FOLDER, read_rows, write_table
-from stepmark.parallel.pipeline.architectures import PASSED, ROUTER_LOSSES
+from stepmark.parallel.architectures import ROUTER_LOSSES, STAGES
 from tests.prove import COLUMNS, NOT_RUN, matrices, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +36,7 @@ def test_rows_with_other_columns_are_refused() -> None:
 
 def test_the_types_that_passed_in_stages_are_those_that_are_accepted() -> None:
     rows = [row for row in read_rows("pipeline-parallel") if row["verdict"] == "passed"]
-    assert {row["model type"] for row in rows} == set(PASSED)
+    assert {row["model type"] for row in rows} == set(STAGES)
     assert {row["model type"] for row in rows if row["router losses"]} == ROUTER_LOSSES
 
 

@@ -13,8 +13,8 @@ import torch
 
 from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
 from stepmark.interchange.sinks.hf_trainer import cpu_generator_state
-from stepmark.interchange.tensors.conversion import FLOATS, convert, number
-from stepmark.interchange.tensors.torch_writer import _RunningChecksum
+from stepmark.tensor_files.conversion import FLOATS, convert, number
+from stepmark.tensor_files.torch_writer import _RunningChecksum
 
 SPECIAL = [0.0, -0.0, 1.0, 1 + 2**-8, 1 + 3 * 2**-9, 65504.0, 65520.0, 3.4e38, 1e-40, 1e-8, float("inf"), -float("inf")]
 

@@ -21,17 +21,17 @@ from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismat
 from stepmark.interchange.export_checkpoint import export_checkpoint
 from stepmark.interchange.recognition import open_foreign
 from stepmark.interchange.sinks.export_plan import ExportOptions
-from stepmark.interchange.sinks.output_files import torch_file
 from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
 from stepmark.interchange.sources.foreign import ImportOptions
-from stepmark.interchange.sources.stepmark_checkpoint import StoredShardRecord
-from stepmark.interchange.tensors import streaming, torch_writer
-from stepmark.interchange.tensors.array_reader import ArrayReader
-from stepmark.interchange.tensors.file_output import FileOutput
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.records import Record
-from stepmark.interchange.tensors.stored_array import StoredArray
+from stepmark.model_folder.checkpoint_tensors import ChecksumBlock
 from stepmark.model_folder.new_folder import WritingListener
+from stepmark.model_folder.output_files import torch_file
+from stepmark.tensor_files import streaming, torch_writer
+from stepmark.tensor_files.array_reader import ArrayReader
+from stepmark.tensor_files.file_output import FileOutput
+from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
+from stepmark.tensor_files.records import Record
+from stepmark.tensor_files.torch_file import read_torch_file
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import STEP, Truth, truth
 from tests.support.ranks import Ranks
@@ -234,11 +234,11 @@ def test_archives_of_more_than_four_gigabytes(tmp_path: Path, monkeypatch: pytes
     """The fields for large sizes and positions, where small ones count as large."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from stepmark.interchange.sinks.output_files import Streams
+    from stepmark.model_folder.output_files import Streams
 
     data = torch.arange(3000, dtype=torch.bfloat16)
     (tmp_path / "data").write_bytes(data.view(torch.uint8).numpy().tobytes())
-    tensor = ForeignTensor.whole("x", StoredArray.contiguous(tmp_path / "data", 0, "BF16", (30, 100)))
+    tensor = GlobalTensor.whole("x", StoredArray.contiguous(tmp_path / "data", 0, "BF16", (30, 100)))
     value = {"a": tensor, "b": [1, (2.5, None)], "c": tensor}
     for large in (0xFFFFFFFF, 1000):
         monkeypatch.setattr(torch_writer, "_LARGE", large)
@@ -249,6 +249,9 @@ def test_archives_of_more_than_four_gigabytes(tmp_path: Path, monkeypatch: pytes
         assert torch.equal(found["a"], data.view(30, 100))
         assert found["b"] == [1, (2.5, None)]
         assert found["a"].data_ptr() == found["c"].data_ptr()
+        assert (
+            ArrayReader().array(read_torch_file(path, [])["a"]).view("i2") == found["a"].view(torch.int16).numpy()
+        ).all()
         with zipfile.ZipFile(path) as archive:
             assert archive.testzip() is None
 
@@ -282,7 +285,7 @@ def test_small_tensors_go_in_runs_and_large_ones_in_windows(tmp_path: Path) -> N
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
     assert not verify(own).faults
-    places = [streaming.Place(ForeignTensor.whole("x", scalar), 4 * n) for n, scalar in enumerate(_scalars(tmp_path))]
+    places = [streaming.Place(GlobalTensor.whole("x", scalar), 4 * n) for n, scalar in enumerate(_scalars(tmp_path))]
     with FileOutput(tmp_path / "out", 4000) as output:
         (job,) = streaming.write_jobs(places, ArrayReader(), output)
         assert job() == 4000
@@ -293,7 +296,7 @@ def test_a_large_tensor_may_begin_at_any_byte(tmp_path: Path) -> None:
     """As an archive does that follows another in a file of torch.distributed.checkpoint."""
     data = torch.arange(5_000_000, dtype=torch.int32).numpy().tobytes()
     (tmp_path / "data").write_bytes(data)
-    tensor = ForeignTensor.whole("x", StoredArray.contiguous(tmp_path / "data", 0, "I32", (5_000_000,)))
+    tensor = GlobalTensor.whole("x", StoredArray.contiguous(tmp_path / "data", 0, "I32", (5_000_000,)))
     with FileOutput(tmp_path / "out", len(data) + 4099) as output:
         jobs = list(streaming.write_jobs([streaming.Place(tensor, 4099)], ArrayReader(), output))
         assert len(jobs) > 2
@@ -357,7 +360,7 @@ def test_optimizer_that_is_no_adam(tmp_path: Path) -> None:
 
 
 def test_disk_that_fails_midway(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepmark.interchange.sinks import output_files
+    from stepmark.model_folder import output_files
 
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -444,13 +447,13 @@ def test_records_are_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         original = kind.check
 
         def check(self: Record, data: memoryview | None = None) -> int:
-            checked.append((self.name, data is not None))
+            checked.append((f"{self.name} {self.path} {self.begin}", data is not None))
             return original(self, data)
 
         monkeypatch.setattr(kind, "check", check)
 
     spy(Record)
-    spy(StoredShardRecord)
+    spy(ChecksumBlock)
     imported(source, tmp_path / "own")
     tensors = [(name, at_hand) for name, at_hand in checked if "/data/" in name]
     assert len({name for name, _ in tensors}) == 9
@@ -458,7 +461,8 @@ def test_records_are_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(at_hand for _, at_hand in tensors)
     checked.clear()
     export_checkpoint(tmp_path / "own", tmp_path / "out", "dcp", ExportOptions())
-    assert len(checked) == len({name for name, _ in checked}) == 9
+    assert len(checked) == len({name for name, _ in checked})
+    assert len({name.split()[0] for name, _ in checked}) == 9
     assert all(at_hand for _, at_hand in checked)
     found = values(imported(tmp_path / "out", tmp_path / "back"))
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import resource
@@ -16,9 +15,9 @@ import pytest
 import torch
 
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
-from stepmark.interchange.tensors.pickle_reader import PickledObject, read_pickle
-from stepmark.interchange.tensors.stored_array import StoredArray
-from stepmark.interchange.tensors.torch_file import read_torch_file
+from stepmark.tensor_files.global_tensor import StoredArray
+from stepmark.tensor_files.pickle_reader import PickledObject, read_pickle
+from stepmark.tensor_files.torch_file import read_torch_file
 
 
 class Runs:
@@ -32,7 +31,7 @@ class Runs:
 
 
 def read(data: bytes) -> Any:
-    return read_pickle(io.BytesIO(data))
+    return read_pickle(data)
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
@@ -131,14 +130,14 @@ def test_sharing_does_not_make_a_file_endless(tmp_path: Path) -> None:
         value = [value, value]
     torch.save({"model": value}, tmp_path / "x.pt")
     with pytest.raises(CheckpointDamaged, match="again and again"):
-        read_torch_file(tmp_path / "x.pt")
+        read_torch_file(tmp_path / "x.pt", [])
 
 
 def test_tensors_are_found_where_torch_put_them(tmp_path: Path) -> None:
     base = torch.arange(24, dtype=torch.float32).view(4, 6)
     value = {"t": base.t(), "row": base[2], "number": torch.tensor(5, dtype=torch.int64), "low": base.bfloat16()}
     torch.save(value, tmp_path / "x.pt")
-    found = read_torch_file(tmp_path / "x.pt").value
+    found = read_torch_file(tmp_path / "x.pt", [])
     data = (tmp_path / "x.pt").read_bytes()
     for name, tensor in value.items():
         array = found[name]
@@ -150,10 +149,10 @@ def test_tensors_are_found_where_torch_put_them(tmp_path: Path) -> None:
 def test_files_from_before_archives_name_the_way_out(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(1)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointMismatch, match=r"x\.pt.*before version 1\.6.*torch\.save\(torch\.load"):
-        read_torch_file(tmp_path / "x.pt")
+        read_torch_file(tmp_path / "x.pt", [])
 
 
 def test_tensor_larger_than_its_storage(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(1).expand(1 << 40)}, tmp_path / "x.pt")
     with pytest.raises(CheckpointDamaged, match="repeats elements"):
-        read_torch_file(tmp_path / "x.pt")
+        read_torch_file(tmp_path / "x.pt", [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -11,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,19 +19,21 @@ from torch import Tensor, nn
 
 import stepmark
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.format import shard_reader
-from stepmark.checkpoint.format.best_link import point_best
-from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, point_best
 from stepmark.checkpoint.format.integrity import check_integrity
 from stepmark.checkpoint.format.manifest import Manifest, TensorEntry, read_manifest
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
+from stepmark.filesystem import files
 from stepmark.liveness.host_group import HostGroup
 from stepmark.model_folder import consolidate as module
-from stepmark.model_folder import gather, new_folder
+from stepmark.model_folder import new_folder
 from stepmark.model_folder.consolidate import Consolidated, consolidate
 from stepmark.model_folder.model_files import parse_size, split_into_files
 from stepmark.model_folder.new_folder import WritingListener
 from stepmark.sharding.layout import Box, Layout, annotate
+from stepmark.tensor_files import streaming
+from stepmark.tensor_files.array_reader import ArrayReader
+from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
 from tests.support.checkpoint_states import bits, net
 from tests.support.corruption import flip_bit
 from tests.system.distributed.checkpoint_world import run_ranks
@@ -162,11 +164,11 @@ def nothing_left(folder: Path) -> bool:
 
 @pytest.mark.parametrize("form", ["safetensors", "pytorch"])
 @pytest.mark.parametrize("size", [5_000_000_000, 2000])
-@pytest.mark.parametrize("window", [gather.WINDOW, 264])
+@pytest.mark.parametrize("window", [streaming.WINDOW, 264])
 def test_every_sharding_is_consolidated(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, size: int, window: int
 ) -> None:
-    monkeypatch.setattr(gather, "WINDOW", window)
+    monkeypatch.setattr(streaming, "WINDOW", window)
     done = go(saved / "checkpoint-5", tmp_path / "out", form, size)
     assert_same(load_folder(tmp_path / "out"), whole_tensors())
     assert done.size == sum(tensor.nbytes for tensor in whole_tensors().values())
@@ -183,8 +185,7 @@ def test_every_sharding_is_consolidated(
 
 def test_large_tensors_go_in_blocks_and_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Larger than a read, a window and several checksum blocks, beginning anywhere in a block."""
-    monkeypatch.setattr(gather, "WINDOW", 3 << 20)
-    monkeypatch.setattr(shard_reader, "BLOCK", 1 << 20)
+    monkeypatch.setattr(streaming, "WINDOW", 3 << 20)
     torch.manual_seed(1)
     wanted = {"a": torch.randn(1001), "b": torch.randn(1500, 1601), "c": torch.randn(2100, 1003)}
     run_ranks(2, save_large, str(tmp_path / "run"), wanted)
@@ -215,13 +216,14 @@ def test_a_pytorch_file_has_the_sums_that_torch_writes(saved: Path, tmp_path: Pa
         stepmark.load(path)
 
 
-def test_a_full_disk_while_torch_writes(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(state: Any, path: Path) -> None:
-        raise RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed writing file data/0")
+@pytest.mark.parametrize("form", ["safetensors", "pytorch"])
+def test_a_full_disk(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    def fail(descriptor: int, data: memoryview, offset: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be written: .*failed writing"):
-        go(saved, tmp_path / "out", "pytorch")
+    monkeypatch.setattr(files, "write_at", fail)
+    with pytest.raises(CheckpointError, match=r"out cannot be written: No space left"):
+        go(saved, tmp_path / "out", form)
     assert nothing_left(tmp_path)
 
 
@@ -334,7 +336,7 @@ def test_overlapping_shards_are_refused(
         return manifest
 
     monkeypatch.setattr(module, "read_manifest", overlapping)
-    with pytest.raises(CheckpointDamaged, match=f"shards of tensor '{name}' overlap"):
+    with pytest.raises(CheckpointDamaged, match=f"tensor '{name}' .* or overlap"):
         go(run_folder / "checkpoint-5", tmp_path / "out")
     assert nothing_left(tmp_path)
 
@@ -409,9 +411,9 @@ def test_sizes() -> None:
 
 
 def test_shards_are_full_and_a_large_tensor_is_alone() -> None:
-    tensors = {str(n): TensorEntry("F32", (size,), ()) for n, size in enumerate([25, 25, 200, 10, 15, 25])}
+    tensors = {str(n): GlobalTensor(str(n), "F32", (size,), ()) for n, size in enumerate([25, 25, 200, 10, 15, 25])}
     shards = split_into_files(tensors, "safetensors", 200)
-    assert [list(shard.tensors) for shard in shards] == [
+    assert [list(part) for part in shards.values()] == [
         ["0", "1"],
         ["2"],
         ["3", "4", "5"],
@@ -430,19 +432,11 @@ def test_it_needs_no_torch_for_safetensors(saved: Path, tmp_path: Path) -> None:
     assert told.stdout.splitlines()[-1] == "0 []"
 
 
-def test_memory_is_bounded_by_a_window() -> None:
+def test_memory_is_bounded_by_a_window(tmp_path: Path) -> None:
     """A job for each window, none of which is larger than WINDOW."""
-    from stepmark.sharding.layout import TensorSlice
-
-    shape = (4096, 1 << 20)
-    entry = TensorEntry("BF16", shape, ())
-    half = (4096, 1 << 19)
-
-    class Stored:
-        def __init__(self, tensor_slice: TensorSlice) -> None:
-            self.stored = self
-            self.slice = tensor_slice
-
-    sources: Any = [Stored(TensorSlice.of_box((0, 0), half)), Stored(TensorSlice.of_box((0, 1 << 19), half))]
-    found = list(gather.jobs(gather.GatherTarget("big", entry, 0, 0), sources))
-    assert len(found) == int(np.prod(shape)) * 2 // gather.WINDOW
+    shape, half = (4096, 1 << 20), (4096, 1 << 19)
+    array = StoredArray.contiguous(tmp_path / "file", 0, "BF16", half)
+    tensor = GlobalTensor("big", "BF16", shape, (Piece(array, (0, 0)), Piece(array, (0, 1 << 19))))
+    output: Any = None
+    found = list(streaming.write_jobs([streaming.Place(tensor, 0)], ArrayReader(), output))
+    assert len(found) == tensor.nbytes // streaming.WINDOW

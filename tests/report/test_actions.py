@@ -7,10 +7,14 @@ import http.client
 import io
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -91,14 +95,14 @@ def test_zooming_comparing_and_reading_without_a_mouse(compared: Path) -> None:
     results.again = shown(other);
     mouse(over, "mousemove", 0.5);
     await soon();
-    results.tip = tip.innerText;
+    results.tip = loss.readout.innerText;
     const press = (key) => loss.plot.root.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
     loss.plot.root.focus();
     results.focused = document.activeElement === loss.plot.root;
     press("Home");
-    results.first = tip.querySelector("b").textContent;
+    results.first = loss.readout.querySelector("b").textContent;
     press("ArrowRight");
-    results.second = tip.querySelector("b").textContent;
+    results.second = loss.readout.querySelector("b").textContent;
     press("+");
     await soon();
     results.pressed = shown(loss);
@@ -199,6 +203,216 @@ def test_runs_are_sorted_on_a_phone(compared: Path) -> None:
     assert phone["fits"]
 
 
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs of three rates and two seeds, and another that has diverged at once."""
+    folder = tmp_path_factory.mktemp("sweep")
+    for rate in (0.01, 0.02, 0.04):
+        for seed in range(2):
+            run = make_run(folder / f"learning_rate={rate},seed={seed}", rate)
+            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            for line in lines:
+                line["loss"] = line.get("loss", 0.0) + seed / 10 if "loss" in line else None
+                line |= {"epoch": line["step"] / 100, "tokens_per_second": 100.0, "model_flops_per_second": 3e12}
+            write(run / "metrics.jsonl", [{k: v for k, v in line.items() if v is not None} for line in lines])
+            recipe = {"learning_rate": rate, "seed": seed, "output_dir": str(run)}
+            (run / "used_recipe.yaml").write_text(format_yaml(recipe))
+    run = folder / "learning_rate=9,seed=0"
+    run.mkdir()
+    write(run / "metrics.jsonl", [log(step, loss="NaN", learning_rate=1e4 - step) for step in range(1, 4)])
+    (run / "status.json").write_text(json.dumps({"state": "failed", "step": 3, "reason": "it diverged", "time": 1.0}))
+    return folder
+
+
+SET = """
+    const set = async (name, value) => {
+      document.getElementById(name).value = value;
+      document.getElementById(name).dispatchEvent(new Event("input"));
+      await soon();
+    };
+    const [loss] = charts, curves = () => [...new Set(loss.drawn.map(({ points }) => loss.label(points.series)))];
+"""
+
+
+def test_runs_are_filtered_hidden_colored_and_grouped(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(sweep)]) == 0
+    page = Path(capsys.readouterr().out.strip())
+    assert page == sweep / "report.html"
+    seen = act(
+        page,
+        SET
+        + """
+    const boxes = [...document.querySelectorAll("#runs [type=checkbox]")];
+    results.names = [...document.querySelectorAll("#runs a")].map((each) => each.textContent);
+    const [best] = [...document.querySelectorAll("#runs .pill")].filter((each) => each.innerText === "best");
+    results.best = best.closest("tr").cells[0].innerText.trim();
+    results.legends = document.querySelectorAll("figure .legend button").length;
+    results.all = curves().length;
+    results.count = [document.getElementById("count").textContent];
+    const before = loss.color(loss.figure.series.find((each) => each.run === 3));
+    await set("filter", "0.02");
+    results.filtered = curves();
+    results.count.push(document.getElementById("count").textContent);
+    results.sameColor = loss.color(loss.shown().find((each) => each.run === 3)) === before;
+    boxes[3].click();
+    await soon();
+    results.hidden = curves();
+    results.rowStays = !boxes[3].closest("tr").hidden;
+    await set("filter", "");
+    results.withoutOne = curves().length;
+    document.getElementById("show-all").click();
+    const picker = document.querySelectorAll("#runs [type=color]")[3];
+    picker.click();
+    results.picker = [picker.value === before, JSON.parse(sessionStorage.getItem(NAME))["hidden runs"]];
+    picker.value = "#123456";
+    picker.dispatchEvent(new Event("input"));
+    await soon();
+    results.picked = loss.color(loss.figure.series.find((each) => each.run === 3));
+    await set("group", "learning_rate");
+    results.groups = curves();
+    results.legend = document.getElementById("legend").innerText;
+    const mean = loss.shown().find((each) => each.group === "0.02" && each.name === "training");
+    results.mean = [mean.y[200], mean.spread[200], mean.count[200], mean.x[200]];
+    results.bands = loss.plot.bands.length;
+    [...document.querySelectorAll("#legend button")].find((each) => each.innerText === "0.02").click();
+    await soon();
+    results.afterLegend = curves();
+    document.getElementById("show-all").click();
+    await set("group", "");
+    results.axes = {};
+    for (const axis of ["tokens", "epoch", "flops"]) {
+      document.querySelector(`[data-axis=${axis}]`).click();
+      await soon();
+      results.axes[axis] = loss.full;
+    }
+    results.unit = loss.unit.textContent;
+    """,
+    )
+    short = [f"{rate},{seed}" for rate in (0.01, 0.02, 0.04) for seed in (0, 1)]
+    assert seen["names"] == [*short, "9,0"]
+    assert seen["best"] == "0.01,0"
+    assert seen["legends"] == 0
+    assert seen["all"] == 13  # six curves and six evaluations, and one without values
+    assert seen["count"] == ["7 of 7 shown", "2 of 7 shown"]
+    assert {name.partition(":")[0] for name in seen["filtered"]} == {"0.02,0", "0.02,1"}
+    assert seen["sameColor"]
+    assert {name.partition(":")[0] for name in seen["hidden"]} == {"0.02,0"}
+    assert (seen["rowStays"], seen["withoutOne"]) == (True, 11)
+    assert seen["picker"] == [True, []]
+    assert seen["picked"] == "#123456"
+    assert {name.partition(":")[0] for name in seen["groups"]} == {"0.01", "0.02", "0.04", "5e-05"}
+    assert re.sub(r"\s+", " ", seen["legend"]) == "learning_rate: 5e-05 0.01 0.02 0.04"
+    mean, spread, count, at = seen["mean"]
+    assert (count, spread) == (2, pytest.approx(0.05, abs=1e-3))
+    assert mean == pytest.approx(4 * math.exp(-0.02 * at) + 1.05, abs=0.1)
+    assert seen["bands"] == 7  # of four curves of training and three of evaluations
+    assert {name.partition(":")[0] for name in seen["afterLegend"]} == {"0.01", "0.04", "5e-05"}
+    assert seen["axes"] == {"tokens": [0, 300_000], "epoch": [0, 3], "flops": [0, pytest.approx(300_000 * 3e10)]}
+    assert seen["unit"] == "FLOPs of the model"
+
+
+def test_a_curve_that_is_far_above_many_others_does_not_flatten_them(sweep: Path) -> None:
+    seen = act(
+        write_report(sweep),
+        """
+    const rate = charts.find((chart) => chart.figure.name === "learning_rate");
+    results.top = rate.plot.scales.y.max;
+    results.note = rate.note.textContent;
+    """,
+    )
+    assert seen["top"] < 0.05
+    assert "higher curves are cut off" in seen["note"]
+
+
+def test_a_chart_without_values_says_so(sweep: Path) -> None:
+    script = """
+    const told = () => charts[0].box.querySelector(".empty")?.textContent ?? "";
+    results.told = [told()];
+    document.getElementById("hide-all")?.click();
+    await soon();
+    results.told.push(told());
+    """
+    empty = act(write_report(sweep / "learning_rate=9,seed=0"), script)
+    assert empty["told"][0] == "no finite value: all 3 are nan or infinite"
+    assert act(write_report(sweep), script)["told"] == ["", "no run that is shown has this"]
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_values_cover_nothing(sweep: Path, width: int) -> None:
+    """They stand below the chart, where room is kept for them, and the page does not move."""
+    seen = act(
+        write_report(sweep),
+        """
+    const [loss] = charts, { over } = loss.plot;
+    const tops = () => charts.map((chart) => chart.box.getBoundingClientRect().top), before = tops();
+    results.idle = loss.readout.innerText;
+    for (const kind of ["mouseenter", "mousemove"]) mouse(over, kind, 0.5);
+    await soon();
+    results.moved = tops().some((top, i) => Math.abs(top - before[i]) > 1);
+    results.read = loss.readout.querySelectorAll("li").length;
+    const plot = loss.holder.getBoundingClientRect(), values = loss.readout.getBoundingClientRect();
+    results.covers = values.top < plot.bottom - 1 || values.right > document.documentElement.clientWidth;
+    results.fits = document.documentElement.scrollWidth <= document.documentElement.clientWidth;
+    """,
+        (width, 900),
+    )
+    assert ("values appear here under the pointer" in seen["idle"]) == (width < 1000)
+    assert seen["read"] >= 3
+    assert (seen["moved"], seen["covers"], seen["fits"]) == (False, False, True)
+
+
+def test_a_chart_is_saved_as_a_picture_and_as_a_script(sweep: Path, tmp_path: Path) -> None:
+    page = write_report(sweep, tables=tmp_path / "tables")
+    seen = act(
+        page,
+        SET
+        + """
+    const options = { width: 500, height: 300, font: "serif", size: 11 };
+    results.svg = drawSvg(loss, options);
+    const drawn = drawPng(results.svg, options).then((blob) => blob.arrayBuffer());
+    drawn.then((content) => (results.png = [...new Uint8Array(content)].slice(0, 24)));
+    while (!results.png) await soon(); // decoding goes on while the browser's clock jumps ahead
+    results.plain = matplotlibScript(loss, options);
+    await set("group", "learning_rate");
+    document.querySelector("[data-axis=tokens]").click();
+    await soon();
+    results.script = matplotlibScript(loss, options);
+    results.grouped = drawSvg(loss, options);
+    const lines = loss.shown().filter((each) => each.kind === "line");
+    results.means = lines.map((each) => [each.group, each.x.at(-1), each.y.at(-1)]);
+    loss.box.querySelector(".buttons button:last-child").click();
+    results.open = [document.getElementById("save").open];
+    page.save = (name, content, type) => (results.saved = [name, type, content.slice(0, 5)]);
+    document.querySelector("#save [value=svg]").click();
+    await soon();
+    results.open.push(document.getElementById("save").open);
+    """,
+        (1280, 900),
+        "--virtual-time-budget=600000",
+    )
+    for svg, curves in ((seen["svg"], 18), (seen["grouped"], 6)):
+        root = ElementTree.fromstring(svg)
+        assert (root.get("width"), root.get("font-family"), root.get("font-size")) == ("500", "serif", "11")
+        lines = [each for each in root.iter("{http://www.w3.org/2000/svg}path") if each.get("stroke-opacity")]
+        assert len([each for each in lines if each.get("d")]) == curves
+    texts = [each.text for each in ElementTree.fromstring(seen["svg"]).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"Loss, mean over target tokens", "0.01,0", "9,0", "300", "step"} <= set(texts)
+    assert bytes(seen["png"][:8]) == b"\x89PNG\r\n\x1a\n"
+    assert [int.from_bytes(seen["png"][at : at + 4]) for at in (16, 20)] == [1000, 600]
+    assert (seen["open"], seen["saved"]) == ([True, False], ["loss.svg", "image/svg+xml", "<svg "])
+    assert f"stepmark report {sweep} --csv tables\n" in seen["plain"]
+    compile(seen["plain"], "plain", "exec")
+    told = "import json\nprint(json.dumps([[*map(float, line.get_xydata()[-1])] for line in axes.lines]))"
+    environment = {**os.environ, "MPLBACKEND": "Agg"}
+    command = [sys.executable, "-c", f"{seen['script']}\n{told}"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    ends = json.loads(done.stdout)
+    assert [x for x, _ in ends] == [300_000.0] * 6
+    means = {group: (x, y) for group, x, y in seen["means"] if y is not None}
+    assert sorted(y for _, y in ends)[-3:] == pytest.approx(sorted(y for _, y in means.values())[-3:], rel=0.02)
+    assert (tmp_path / "loss.pdf").read_bytes().startswith(b"%PDF")
+
+
 def test_a_smoothed_curve_ends_in_a_smoothed_value(tmp_path: Path) -> None:
     """And not in the last value that was logged, which may be a peak; and the page says which is which."""
     run = make_run(tmp_path / "run", 0.02)
@@ -272,7 +486,7 @@ def test_a_served_page_loads_itself_again(tmp_path: Path, monkeypatch: pytest.Mo
         seen.set()
         return content
 
-    with serve.open_server(run, [], 0) as server:
+    with serve.open_server([run], 0) as server:
         monkeypatch.setattr(serve.LivePage, "version", version)
         monkeypatch.setattr(serve.LivePage, "page", page)
         thread = threading.Thread(target=server.serve_forever)
@@ -293,7 +507,7 @@ def test_the_server_answers_this_machine_alone(tmp_path: Path, capsys: pytest.Ca
         client.request("GET", path, headers={"Host": host})
         return client.getresponse().status
 
-    with serve.open_server(run, [], 0) as server:
+    with serve.open_server([run], 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

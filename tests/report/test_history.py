@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ from typing import Any
 import pytest
 
 from stepmark.cli.inspect_run import summarize
+from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import StepmarkError, UsageError
+from stepmark.liveness.failure_report import FailureReport
 from stepmark.report.checkpoints import read_checkpoints
-from stepmark.report.figures import figures, marks, means, thin, total_seconds
-from stepmark.report.history import KILLED, read_history
+from stepmark.report.figures import axes, figures, interpolated, marks, means, thin, total_seconds
+from stepmark.report.history import KILLED, find_runs, names, read_history, short_names
 from stepmark.report.write import write_report
 
 
@@ -239,3 +243,101 @@ def test_the_last_step_of_a_run_that_has_ended_need_not_be_logged(run: Path) -> 
         (run / "status.json").write_text(json.dumps({"state": state, "step": 26, "time": 1.0}))
         assert read_history(run).last_step == step
         assert summarize(read_history(run))["step"] == step
+
+
+def test_the_runs_in_a_folder(tmp_path: Path) -> None:
+    """Not what lies in a run, hidden folders, or links that lead back; numbers are in order."""
+    for name in ("b/rate=1e-2,seed=0", "b/rate=1e-3,seed=0", "b/rate=1e-3,seed=10", "b/rate=1e-3,seed=9", "a", ".c"):
+        (tmp_path / name).mkdir(parents=True)
+        write(tmp_path / name / "metrics.jsonl", [log(1)])
+    (tmp_path / "a" / "earlier-run-1").mkdir()
+    write(tmp_path / "a" / "earlier-run-1" / "metrics.jsonl", [log(1)])
+    (tmp_path / "b" / "back").symlink_to(tmp_path)
+    found = find_runs(tmp_path)
+    assert [str(each.relative_to(tmp_path)) for each in found] == [
+        "a",
+        "b/rate=1e-3,seed=0",
+        "b/rate=1e-3,seed=9",
+        "b/rate=1e-3,seed=10",
+        "b/rate=1e-2,seed=0",
+    ]
+    assert find_runs(tmp_path / "a") == [tmp_path / "a"]
+    assert short_names([read_history(each) for each in found[1:]]) == ["1e-3,0", "1e-3,9", "1e-3,10", "1e-2,0"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="nor runs"):
+        find_runs(tmp_path / "empty")
+
+
+def test_names_that_are_the_same_in_two_folders(tmp_path: Path) -> None:
+    for name in ("x/model-small-first", "x/model-small-second", "y/model-small-first"):
+        (tmp_path / name).mkdir(parents=True)
+        write(tmp_path / name / "metrics.jsonl", [log(1)])
+    histories = [read_history(each) for each in find_runs(tmp_path)]
+    assert names(histories) == ["x/model-small-first", "x/model-small-second", "y/model-small-first"]
+    assert short_names(histories[:2]) == ["first", "second"]
+    assert short_names(histories[:1]) == ["model-small-first"]
+
+
+def test_tokens_epochs_and_flops_of_steps(run: Path) -> None:
+    """Of steps that were trained again too, and between logs."""
+    made = {"tokens_per_second": 50.0, "model_flops_per_second": 1000.0}
+    lines = [log(step, target_tokens=step * 30, epoch=step / 10, **made) for step in (2, 4, 6)]
+    write(run / "metrics.jsonl", [*lines, {"resumed": 2, "time": 2000.0}, lines[1]])
+    found = axes(read_history(run))
+    assert found == {
+        "tokens": ([0, 2, 4, 6], [0, 60, 120, 180]),
+        "epoch": ([0, 2, 4, 6], [0, 0.2, 0.4, 0.6]),
+        "flops": ([0, 2, 4, 6], [0, 1200, 2400, 3600]),
+    }
+    assert [interpolated(found["tokens"], step) for step in (1, 6, 7)] == [30, 180, 210]
+    assert interpolated(None, 3) is None
+    write(run / "metrics.jsonl", [log(step, target_tokens=step) for step in range(1, 5001)])
+    found = axes(read_history(run))
+    assert set(found) == {"tokens"}
+    assert len(found["tokens"][0]) <= 202
+    assert found["tokens"][1][-1] == 5000
+    write_report(run, tables=run / "tables")
+    rows = list(csv.DictReader((run / "tables" / "loss.csv").read_text().splitlines()))
+    assert (rows[16]["step"], rows[16]["tokens"], rows[16]["epoch"]) == ("17", "17.0", "")
+
+
+def test_models_of_bytes_have_bits_per_byte(run: Path) -> None:
+    write(run / "metrics.jsonl", [log(1, loss=math.log(8)), {"step": 1, "eval_loss": math.log(4), "time": 1.0}])
+    assert [figure.name for figure in figures([read_history(run)])] == ["loss", "grad_norm"]
+    byte_tokenizer().save_pretrained(run / "checkpoint-1")
+    (found,) = [figure for figure in figures([read_history(run)]) if figure.name == "bits"]
+    assert [(each.name, each.y) for each in found.series] == [
+        ("training", [pytest.approx(3.0)]),
+        ("evaluation", [pytest.approx(2.0)]),
+    ]
+
+
+def test_what_a_failed_run_has_left(run: Path) -> None:
+    """The whole traceback of its last failure, and the end of what it printed."""
+    write(run / "metrics.jsonl", [log(1)])
+    FailureReport(0, "earlier", "Traceback of the earlier one\n", 1, False, 1.0).keep(run)
+    try:
+        raise ValueError("<the cause>")
+    except ValueError as error:
+        FailureReport.of(error, 0).keep(run)
+    (run / "console").mkdir()
+    (run / "console" / "rank-0.txt").write_text("".join(f"line {line}\n" for line in range(100)))
+    (run / "status.json").write_text(json.dumps({"state": "failed", "step": 1, "reason": "it broke", "time": 1.0}))
+    text = write_report(run).read_text()
+    assert "<details open><summary>Traceback: failures/rank-0.txt</summary><pre>" in text
+    assert "raise ValueError(&quot;&lt;the cause&gt;&quot;)" in text
+    assert "Traceback of the earlier one" not in text
+    assert "line 99</pre>" in text
+    assert "line 60\n" in text
+    assert "line 59\n" not in text
+    (run / "status.json").write_text(json.dumps({"state": "done", "step": 1, "time": time.time() + 1e3}))
+    text = write_report(run).read_text()
+    assert "Traceback: " not in text
+    assert "<details><summary>Console: console/rank-0.txt" in text
+
+
+def test_a_run_without_a_finite_value_has_its_figures(run: Path) -> None:
+    write(run / "metrics.jsonl", [log(step, loss="NaN") for step in (1, 2)])
+    (loss, *_) = figures([read_history(run)])
+    assert (loss.name, loss.series[0].y) == ("loss", [None, None])
+    assert "training: no finite value" in write_report(run).read_text()

@@ -148,7 +148,7 @@ def test_float32_is_float32_whenever_a_variable_was_set(ranks: Ranks) -> None:
 
 
 def test_a_device_that_does_not_exist() -> None:
-    with pytest.raises(UsageError, match="device: 'gpu' is unknown; choose one of auto, xla, cuda, neuron, cpu"):
+    with pytest.raises(UsageError, match="device: 'gpu' is unknown; choose one of auto, xla, cuda, neuron, tpu"):
         choose_device("gpu")
 
 

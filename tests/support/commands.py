@@ -22,9 +22,15 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 def run(
-    ranks: Ranks, folder: Path, *arguments: str, site: str | None = None, read: bool = True, timeout: float = 180
+    ranks: Ranks,
+    folder: Path,
+    *arguments: str,
+    site: str | None = None,
+    read: bool = True,
+    timeout: float = 180,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `stepmark ARGUMENTS` in the folder.
+    """Runs `stepmark ARGUMENTS` in the folder, with further environment variables.
 
     Args:
         ranks: The zygote.
@@ -33,8 +39,9 @@ def run(
         site: Of `interference.install`, for the ranks that it starts.
         read: Whether what it prints is read; if not, its readers have gone before it starts.
         timeout: Seconds.
+        variables: Of the environment.
     """
-    return _started(ranks, "call", folder, arguments, read, timeout, site)
+    return _started(ranks, "call", folder, arguments, read, timeout, site, **variables)
 
 
 def supervise(

@@ -31,7 +31,8 @@ def trained(recipe: str, steps: int, metrics: str | None = None) -> dict[str, An
 
 def evaluated(folder: str, watch: bool = False) -> dict[str, Any]:
     """Evaluates a checkpoint, or the checkpoints of a run, as `stepmark evaluate` does."""
-    from stepmark.watcher.command import Request, evaluate_command
+    from stepmark.watcher.command import evaluate_command
+    from stepmark.watcher.evaluation_data import Request
 
     assert evaluate_command(Request(Path(folder), watch=watch, device="xla")) == 0
     return asked()

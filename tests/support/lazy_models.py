@@ -201,21 +201,26 @@ class Warnings(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def run(model: Any, sample: Any, **options: Any) -> dict[str, Any]:
-    """Trains STEPS steps with an evaluation of BATCHES batches after the second and the fourth. No line of progress,
-    which fetches losses, falls due meanwhile, however busy the machine is."""
+def train(model: Any, sample: Any, *callbacks: TrainerCallback, **options: Any) -> Trainer:
+    """A trainer that has trained STEPS steps. No line of progress, which fetches losses, falls due meanwhile, however
+    busy the machine is."""
     progress.LINE_SECONDS = float("inf")
-    count, warnings = CountDevice(), Warnings()
     batch = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 1e-4, "optim": "sgd"}
     quiet = {"logging_steps": 100, "save_strategy": "no", "disable_tqdm": True, "report_to": "none"}
-    evaluations = {"eval_strategy": "steps", "eval_steps": 2}
     with tempfile.TemporaryDirectory() as folder:
-        given = {"device": "xla", "max_steps": STEPS, **batch, **quiet, **evaluations, **options}
-        args = TrainingArguments(output_dir=folder, **given)
+        args = TrainingArguments(output_dir=folder, **{"max_steps": STEPS, **batch, **quiet, **options})
         data = Samples(2 * STEPS * args.gradient_accumulation_steps, sample), Samples(2 * BATCHES, sample)
-        trainer = Trainer(model, args, train_dataset=data[0], eval_dataset=data[1], callbacks=[count])
-        count.trainer = trainer
+        trainer = Trainer(model, args, train_dataset=data[0], eval_dataset=data[1], callbacks=[*callbacks])
+        for callback in callbacks:
+            callback.trainer = trainer  # type: ignore[attr-defined]
         trainer.train()
+    return trainer
+
+
+def run(model: Any, sample: Any, **options: Any) -> dict[str, Any]:
+    """Trains with an evaluation of BATCHES batches after the second step and the fourth."""
+    count, warnings = CountDevice(), Warnings()
+    train(model, sample, count, **{"device": "xla", "eval_strategy": "steps", "eval_steps": 2, **options})
     return {
         "steps": count.steps,
         "batches": count.batches,

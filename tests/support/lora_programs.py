@@ -28,7 +28,7 @@ class SavesWhatWasRestored(TrainerCallback):
         with Checkpointer(
             folder, group=found.context.host, runtime=found.context.runtime, async_save=False, mesh=found.mesh.shape
         ) as checkpointer:
-            checkpointer.save(state.global_step, {"model": found._saved, "optimizer": found._step_optimizer})
+            checkpointer.save(state.global_step, {"model": found._saved.module, "optimizer": found._optimizers.named})
 
 
 def make_trainer(options: dict[str, Any]) -> Trainer:

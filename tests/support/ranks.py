@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,10 @@ class Outcome:
 class Ranks:
     """Runs jobs in a zygote, one at a time."""
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, variables: Mapping[str, str] | None = None) -> None:
+        """`variables`: of the parent's environment, from before it imports torch."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PJRT_DEVICE": "CPU"}
+        environment |= variables or {}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.zygote", *modules],

@@ -63,7 +63,7 @@ def test_outside_training_nothing_stops_an_evaluation(tmp_path: Path) -> None:
 
 
 def test_evaluations_need_data() -> None:
-    assert [name for name, _ in evaluation_sets({"a": [1], "b": [2]})] == ["eval_a", "eval_b"]
+    assert evaluation_sets({"a": [1], "b": [2]}) == {"eval_a": [1], "eval_b": [2]}
     with pytest.raises(UsageError, match="eval_dataset"):
         evaluation_sets(None)
     with pytest.raises(DataError, match="eval_dataset"):
@@ -71,7 +71,7 @@ def test_evaluations_need_data() -> None:
 
 
 def test_the_history_has_an_evaluation_where_all_its_sets_are_logged() -> None:
-    sets: list[tuple[str, Any]] = [("eval_a", None), ("eval_b", None)]
+    sets = ["eval_a", "eval_b"]
     history = [
         {"step": 4, "eval_a_runtime": 1.0, "eval_a_loss": 3.0},
         {"step": 8, "eval_a_runtime": 1.0, "eval_a_loss": 2.0},

@@ -10,6 +10,7 @@ from stepmark import Trainer, TrainingArguments
 from stepmark.errors import StepmarkError
 from stepmark.trainer import run as run_module
 from stepmark.trainer.run import Run
+from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support.programs import Blocks, tiny_model
 
 
@@ -53,6 +54,7 @@ def test_a_trainer_of_a_script_opens_its_own(tmp_path: Path, prepared: list[Path
     trainer.args.output_dir = str(tmp_path / "second")
     trainer.train()
     assert prepared == [tmp_path / "first", tmp_path / "second"]
+    assert len(read_metrics(tmp_path / "first")) == len(read_metrics(tmp_path / "second")) > 0
 
 
 def test_results_that_cannot_be_written_are_an_error_with_advice(tmp_path: Path) -> None:

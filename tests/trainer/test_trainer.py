@@ -190,7 +190,7 @@ def test_a_signal_while_the_model_is_written_is_recorded_once(
     def interrupted(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("stepmark.trainer.trainer.write_model", interrupted)
+    monkeypatch.setattr("stepmark.trainer.run_folder.model_export.write_model", interrupted)
     with pytest.raises(RunInterrupted), ending_outside_training(tmp_path):
         train(tmp_path, **steps("save", 12))
     assert statuses(tmp_path) == ["interrupted"]

@@ -13,8 +13,9 @@ from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.coordination.leases import Lease
 from stepmark.errors import CheckpointNotFound
 from stepmark.watcher import scheduler
+from stepmark.watcher.evaluation_data import Request
 from stepmark.watcher.evaluation_records import EVALUATED, EvaluationRecords
-from stepmark.watcher.scheduler import EvaluationJob, EvaluationScheduler, WatchOptions
+from stepmark.watcher.scheduler import EvaluationJob, EvaluationScheduler
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def begun(folder: Path, setup: str = "same", deleted_before: int = 0, **options: object) -> EvaluationScheduler:
-    made = EvaluationScheduler(folder, WatchOptions(**{"wait": True, **options}), lambda _: None)  # type: ignore[arg-type]
+    made = EvaluationScheduler(Request(folder, **{"watch": True, **options}), lambda _: None)  # type: ignore[arg-type]
     made.begin(EvaluationRecords(folder, setup), setup, deleted_before)
     MADE.append(made)
     return made
@@ -154,7 +155,7 @@ def test_when_a_watcher_ends(folder: Path, state: str, until: int | None, kind: 
 
 def test_a_run_without_checkpoints(tmp_path: Path) -> None:
     said: list[str] = []
-    assert EvaluationScheduler(tmp_path, WatchOptions(wait=True), said.append).look().kind == "wait"
+    assert EvaluationScheduler(Request(tmp_path, watch=True), said.append).look().kind == "wait"
     assert said == [f"waiting for the first checkpoint in {tmp_path}"]
     with pytest.raises(CheckpointNotFound, match="--watch waits for them"):
-        EvaluationScheduler(tmp_path, WatchOptions(), said.append).look()
+        EvaluationScheduler(Request(tmp_path), said.append).look()

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import math
 import operator
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
-from stepmark.checkpoint.call_guard import CallGuard, one_at_a_time
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.coordination.run_ownership import CLAIMING, RunOwnership
 from stepmark.checkpoint.format.checkpoint_folders import (
@@ -50,17 +50,19 @@ from stepmark.checkpoint.save.request import (
 )
 from stepmark.checkpoint.save.snapshot import copy_to_host, extents_of, plan_copies, staging_sizes
 from stepmark.checkpoint.save_handle import SaveHandle
-from stepmark.checkpoint.sections import describe
+from stepmark.checkpoint.sections import Section, check_state, describe
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
 from stepmark.liveness.deadlines import PhaseDeadlines
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.messages import describe_error
 from stepmark.liveness.process_exit import end_process
+from stepmark.liveness.progress import SAVE, staying
 from stepmark.liveness.status_store import StatusStore
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import runtime_for
+from stepmark.runtime.eager import can_pin
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 
 logger = logging.getLogger("stepmark")
@@ -68,6 +70,21 @@ logger = logging.getLogger("stepmark")
 MAX_FILE_SIZE = 5_000_000_000  # bytes, as in transformers
 _APART = 1800.0  # seconds between the first and the last rank at the first collective, as in torch
 _MARGIN = 60.0  # seconds by which torch's deadline is later than that of TimedGroup, which names the late ranks
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _one_at_a_time(method: Callable[Concatenate[Checkpointer, _P], _R]) -> Callable[Concatenate[Checkpointer, _P], _R]:
+    """Runs a method as one of its object's calls."""
+
+    @functools.wraps(method)
+    def called(self: Checkpointer, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._one_call():
+            return method(self, *args, **kwargs)
+
+    return called
 
 
 class Checkpointer:
@@ -133,7 +150,8 @@ class Checkpointer:
         self._memory = StagingMemory()
         self._ownership: RunOwnership | None = None
         self._planner: SavePlanner | None = None
-        self._calls = CallGuard()
+        self._lock = threading.RLock()
+        self._process = 0  # the only one that may call, once it has claimed the folder
         self._timestamps = TimestampSource()
         self._finalizer: Finalize | None = None
         self._count = 0
@@ -141,7 +159,7 @@ class Checkpointer:
 
     # Saving
 
-    @one_at_a_time
+    @_one_at_a_time
     def save(
         self,
         step: int,
@@ -174,7 +192,7 @@ class Checkpointer:
             CheckpointError: This save, or the one before, has failed on any rank.
         """
         if extracting_graphs():
-            self._runtime_of(_tensors_of(state)).step_boundary(wait=True)  # so that the graphs are those of a real run
+            self._runtime_of(describe(state)).step_boundary(wait=True)  # so that the graphs are those of a real run
             warn_not_saved(f"step {step}")
             skipped = SaveHandle(step)
             skipped.succeed(checkpoint_path(self.folder, step))
@@ -258,10 +276,10 @@ class Checkpointer:
             self._background.make_room(self.folder, disk_need(plan), request.save)
             check_disk(self.folder, plan)
         entries = request.entries()
-        runtime = self._runtime_of([entry.tensor for entry in entries.values()])
+        runtime = self._runtime_of(request.sections)
         if self._background.reads_memory:
             self._memory.release()  # the thread that still reads it keeps it
-        memory = self._memory.take(size, pinned=runtime.device.type == "cuda")
+        memory = self._memory.take(size, pinned=can_pin(runtime.device))
         phases.enter("copying")
         runtime.step_boundary(wait=True)
         copy_to_host(plan_copies(plan, extents, entries), memory, runtime, threads=self._threads)
@@ -298,14 +316,14 @@ class Checkpointer:
         """Raises the error of a save that has failed since the last call. It is cheap, and does not wait."""
         self._background.check()
 
-    @one_at_a_time
+    @_one_at_a_time
     def wait(self) -> None:
         """Waits until no save is in progress. Raises the error of one that has failed."""
         self._background.wait()
 
     # Restoring
 
-    @one_at_a_time
+    @_one_at_a_time
     def restore(
         self, state: Mapping[str, Any], checkpoint: str | Path | int | None = None, *, accept: Accept | None = None
     ) -> int | None:
@@ -333,12 +351,10 @@ class Checkpointer:
         phases = self._background.phases("restore", ownership.board(self._next_name(ownership)), handle)
         try:
             self._check_all_ranks("restoring", phases.board)
+            check_state(state)
             phases.enter("looking")
-            tensors = _tensors_of(state)
             threads, alone = 2 * self._threads, ownership.alone_on_node()
-            restorer = Restorer(
-                self._timed_group, phases, self._runtime_of(tensors), threads, alone, accept, self._timestamps
-            )
+            restorer = Restorer(self._timed_group, phases, self._runtime_of, threads, alone, accept, self._timestamps)
             if checkpoint is None:
                 candidates = self._timed_group.ask_first(
                     lambda: checkpoints(self.folder), "looking for checkpoints", board=phases.board
@@ -393,7 +409,7 @@ class Checkpointer:
         own = path.resolve().parent == self.folder.resolve()
         return nullcontext() if own or self._group.rank != 0 else reading(path, "restore")
 
-    @one_at_a_time
+    @_one_at_a_time
     def latest(self) -> Path | None:
         """Finds the newest complete checkpoint, without reading tensors; collective.
 
@@ -435,7 +451,7 @@ class Checkpointer:
 
     # Claiming and releasing the folder
 
-    @one_at_a_time
+    @_one_at_a_time
     def claim(self) -> None:
         """Claims the folder for this run, as `save` and `restore` do; collective.
 
@@ -447,11 +463,30 @@ class Checkpointer:
         """
         self._join()
 
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this process was forked from the one that may call, and so lacks its threads."""
+        return self._process not in (0, os.getpid())
+
+    @contextmanager
+    def _one_call(self) -> Iterator[None]:
+        """One call, of one thread, outside of torch's inference mode, so that new tensors can be trained.
+
+        Raises UsageError in a forked process.
+        """
+        if self._is_forked:
+            raise UsageError(
+                f"this Checkpointer belongs to process {self._process}, from which process {os.getpid()} was forked: "
+                "save and restore there, or create another Checkpointer for another folder"
+            )
+        with staying(SAVE), self._lock, torch.inference_mode(False):
+            yield
+
     def _join(self) -> RunOwnership:
         if self._ownership is None:
             self._ownership = RunOwnership.join(self.folder, self._timed_group, self._timeout)
             self._planner = SavePlanner(self._timed_group, self._ownership.nodes, self._max_file_size)
-            self._calls.bind()
+            self._process = os.getpid()
             atexit.register(self._close_at_exit)
             # Processes that multiprocessing has forked call this, and nothing that is registered with atexit.
             self._finalizer = Finalize(None, self._close_at_exit, exitpriority=0)
@@ -466,9 +501,9 @@ class Checkpointer:
         atexit.unregister(self._close_at_exit)
         if self._finalizer is not None:
             self._finalizer.cancel()
-        if self._calls.elsewhere():  # the folder is its parent's
+        if self._is_forked:  # the folder is its parent's
             return
-        with self._calls.one():
+        with self._one_call():
             self._close()
 
     def _close(self) -> None:
@@ -513,15 +548,11 @@ class Checkpointer:
         if lost is not None:
             raise lost from error
 
-    def _runtime_of(self, tensors: Sequence[Tensor]) -> Runtime:
+    def _runtime_of(self, sections: Iterable[Section]) -> Runtime:
         if self._runtime is None:
-            devices = [tensor.device for tensor in tensors]
+            devices = (entry.tensor.device for section in sections for entry in section.entries.values())
             return runtime_for(next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
         return self._runtime
-
-
-def _tensors_of(state: Mapping[str, Any]) -> list[Tensor]:
-    return [entry.tensor for section in describe(state) for entry in section.entries.values()]
 
 
 def _checked_mesh(mesh: Mapping[str, int]) -> dict[str, int]:

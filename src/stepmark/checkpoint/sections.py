@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from stepmark.checkpoint.format.json_values import KeyPath, ValueEncoder, show
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE
 from stepmark.checkpoint.format.rows import Row
 from stepmark.errors import UsageError
+from stepmark.liveness.collection import without_collection
+from stepmark.runtime.base import has_addresses
 from stepmark.sharding.layout import Layout, Shard, layout_of
 
 _SECTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
@@ -27,8 +29,7 @@ _SECTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 Kind = str  # "module", "optimizer", "named", "object" or "nested"
 
 
-@dataclass(frozen=True, eq=False)
-class Entry:
+class Entry(NamedTuple):
     """A live tensor, the name it is saved under, and what it holds of the global tensor of that name."""
 
     group: str
@@ -68,18 +69,20 @@ class Section:
             layout, tensor = tensor.layout, tensor.tensor
             self.shards.add(name)
         dtype = dtype_name(tensor.dtype)
-        where = f"{self.name}: tensor {name!r}"
+        problem = None
         if name == "__metadata__":
-            raise UsageError(f"{where} has a name that tensor files use themselves; give it another name")
-        if dtype is None or tensor.layout != torch.strided or tensor.is_quantized:
-            raise UsageError(f"{where} is {tensor.dtype}, {tensor.layout}, which cannot be stored; convert it first")
-        if type(tensor).__name__ == "DTensor":
-            raise UsageError(f"{where} is a DTensor; save its local tensor as a stepmark Shard")
-        if tensor.is_meta:
-            raise UsageError(f"{where} is on the meta device and has no values; materialize it before saving")
-        if name in self.entries:
-            raise UsageError(f"{where} occurs twice in the state; rename one of them")
-        chosen = layout or layout_of(tensor) or Layout.full(tuple(tensor.shape))
+            problem = "has a name that tensor files use themselves; give it another name"
+        elif dtype is None or tensor.layout != torch.strided or tensor.is_quantized:
+            problem = f"is {tensor.dtype}, {tensor.layout}, which cannot be stored; convert it first"
+        elif type(tensor).__name__ == "DTensor":
+            problem = "is a DTensor; save its local tensor as a stepmark Shard"
+        elif tensor.is_meta:
+            problem = "is on the meta device and has no values; materialize it before saving"
+        elif name in self.entries:
+            problem = "occurs twice in the state; rename one of them"
+        if problem is not None or dtype is None:
+            raise UsageError(f"{self.name}: tensor {name!r} {problem}")
+        chosen = layout or layout_of(tensor) or Layout.full(tensor.shape)
         self.entries[name] = Entry(self.group, name, tensor, chosen, dtype, first)
 
     def encode(self, value: Any, path: KeyPath) -> Any:
@@ -95,13 +98,10 @@ class Section:
         return ValueEncoder(lambda item: isinstance(item, Tensor | Shard), on_tensor).encode(value, path)
 
 
+@without_collection()  # very many objects that stay, without cycles
 def describe(state: Mapping[str, Any], *, model_only: bool = False) -> list[Section]:
     """The sections of a state, or only its modules. Raises UsageError for what cannot be saved, naming it."""
-    if not isinstance(state, Mapping):
-        raise UsageError(
-            f"state: a {type(state).__name__} is not a dict of sections; pass one with a name for each, such as "
-            '{"model": model, "optimizer": optimizer}'
-        )
+    check_state(state)
     modules = {name: unwrap(value) for name, value in state.items() if isinstance(value, nn.Module)}
     if model_only and not modules:
         raise UsageError("model_only: the state holds no module")
@@ -114,6 +114,15 @@ def describe(state: Mapping[str, Any], *, model_only: bool = False) -> list[Sect
         elif not model_only:
             sections.append(_describe_other(name, value, modules))
     return sections
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Raises UsageError unless the state is a dict."""
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"state: a {type(state).__name__} is not a dict of sections; pass one with a name for each, such as "
+            '{"model": model, "optimizer": optimizer}'
+        )
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -141,7 +150,8 @@ def _describe_module(name: str, module: nn.Module) -> Section:
             trained = isinstance(value, Shard) or parameters.has(value)
             section.add(key, value, first=not trained)
             if isinstance(value, Shard) or trained or buffers.has(value):
-                _check_writable(section.entries[key].tensor, f"{name}: tensor {key!r}")
+                if overlaps_itself(section.entries[key].tensor):
+                    raise _unwritable(f"{name}: tensor {key!r}")
             else:
                 section.derived.add(key)
     before = set(section.entries)
@@ -154,16 +164,13 @@ def _describe_module(name: str, module: nn.Module) -> Section:
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether elements share memory, as in what expand() gives: such a tensor can be read, and not written."""
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or tensor.is_contiguous():
         return False
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _check_writable(tensor: Tensor, where: str) -> None:
-    if overlaps_itself(tensor):
-        raise UsageError(
-            f"{where} has elements that share memory, and could not be restored; give it its own: .clone()"
-        )
+def _unwritable(where: str) -> UsageError:
+    return UsageError(f"{where} has elements that share memory, and could not be restored; give it its own: .clone()")
 
 
 def is_extra_state(name: str) -> bool:
@@ -185,7 +192,7 @@ class _Owned:
 
 
 def _memory_of(tensor: Tensor) -> int | None:
-    if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided or not tensor.numel():
+    if not has_addresses(tensor.device) or tensor.layout != torch.strided or not tensor.numel():
         return None
     return tensor.untyped_storage().data_ptr() or None
 
@@ -313,7 +320,8 @@ def _add_optimizer(
                 )
             path = (section.name, parameter, key)
             if isinstance(value, Tensor | Shard):
-                _check_writable(value.tensor if isinstance(value, Shard) else value, show(path))
+                if overlaps_itself(value.tensor if isinstance(value, Shard) else value):
+                    raise _unwritable(show(path))
                 section.add(f"{parameter}/{key}", value, _inherited_layout(path, value, parameters.get(parameter)))
             else:
                 values.setdefault(parameter, {})[key] = section.encode(value, path)

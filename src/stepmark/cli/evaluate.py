@@ -13,7 +13,7 @@ from stepmark.launch.world import World
 from stepmark.liveness.process_exit import say
 
 if TYPE_CHECKING:
-    from stepmark.watcher.command import Request
+    from stepmark.watcher.evaluation_data import Request
 
 HELP = "evaluate a checkpoint, or every checkpoint of a run as it is committed"
 ENDS_AT_SIGNALS = True  # with exit code 75, since the same command continues
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--greater_is_better", choices=("true", "false"), help="whether greater values of that metric are better")
     moved = "update the run's `best` although --data is not the data of the run"
     add("--update_best", action="store_true", help=moved)
-    add("--device", default="auto", metavar="STR", help="auto, xla, cuda, neuron or cpu (default: auto)")
+    add("--device", default="auto", metavar="STR", help="auto, xla, cpu, or an accelerator of torch's (default: auto)")
     add("--trust_remote_code", action="store_true", help="execute Python code that came with the model")
     base = "base model of an adapter: a folder or a name of the hub (default: as in the adapter's configuration)"
     add("--base-model", "--base_model", metavar="MODEL", help=base)
@@ -72,8 +72,7 @@ def _say_interrupted(reason: str) -> None:
 
 
 def _request(parsed: argparse.Namespace) -> Request:
-    from stepmark.watcher.command import Request
-    from stepmark.watcher.evaluation_data import DataChoice
+    from stepmark.watcher.evaluation_data import DataChoice, Request
 
     def truth(given: str | None) -> bool | None:
         return None if given is None else given == "true"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stepmark.liveness.collection import without_collection
 
 if TYPE_CHECKING:
     from stepmark.interchange.sources.foreign import ForeignCheckpoint
-    from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
 
 
 def is_foreign(path: Path) -> bool:
@@ -55,21 +54,20 @@ def show_foreign(path: Path, config: Path | None, as_json: bool) -> int:
 
     found = _open(path, config)
     if as_json:
-        print(json.dumps({**summary(found), "tensors": [_to_json(n, t) for n, t in found.model.items()]}, indent=2))
+        tensors = [
+            {"name": name, "dtype": each.dtype, "shape": list(each.shape), "pieces": len(each.pieces)}
+            for name, each in found.model.items()
+        ]
+        print(json.dumps({**summary(found), "tensors": tensors}, indent=2))
         return 0
-    rows = [(name, tensor.dtype, str(list(tensor.shape)), _shards(tensor)) for name, tensor in found.model.items()]
+    rows = [
+        (name, each.dtype, str(list(each.shape)), f"{len(each.pieces)} pieces" if len(each.pieces) > 1 else "1 file")
+        for name, each in found.model.items()
+    ]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
     listed = ["  " + "  ".join([*(f"{row[i]:{widths[i]}}" for i in range(3)), row[3]]) for row in rows]
     print("\n".join([*lines(found), "", "model:", *listed]))
     return 0
-
-
-def _shards(tensor: ForeignTensor) -> str:
-    return "1 file" if len(tensor.pieces) == 1 else f"{len(tensor.pieces)} pieces"
-
-
-def _to_json(name: str, tensor: ForeignTensor) -> dict[str, Any]:
-    return {"name": name, "dtype": tensor.dtype, "shape": list(tensor.shape), "pieces": len(tensor.pieces)}
 
 
 def verify_foreign(path: Path, config: Path | None, as_json: bool) -> int:

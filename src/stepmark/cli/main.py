@@ -27,6 +27,7 @@ from stepmark.cli import (
     plan,
     precompile,
     report,
+    sweep,
     train,
     verify,
 )
@@ -36,7 +37,17 @@ from stepmark.launch.world import World
 from stepmark.liveness.failure_report import FailureReport
 from stepmark.liveness.process_exit import reported
 
-_IN_ORDER: tuple[Any, ...] = (init, train, precompile, evaluate, consolidate, import_command, export_command, inspect)
+_IN_ORDER: tuple[Any, ...] = (
+    init,
+    train,
+    sweep,
+    precompile,
+    evaluate,
+    consolidate,
+    import_command,
+    export_command,
+    inspect,
+)
 COMMANDS: dict[str, Any] = {
     module.__name__.rpartition(".")[2].removesuffix("_command"): module
     for module in (*_IN_ORDER, plan, doctor, report, verify, cache)
@@ -74,7 +85,7 @@ def run(arguments: Sequence[str]) -> int:
         parsed, unknown = build_parser().parse_known_args(arguments)
         command = COMMANDS[parsed.command]
         if unknown:
-            explain = getattr(command, "explain_unknown", _unrecognized)
+            explain = getattr(command, "explain_unknown", "{}: unrecognized argument; see --help".format)
             raise UsageError(explain(unknown[0]))
         parsed.arguments = list(arguments)
         if not getattr(command, "ENDS_AT_SIGNALS", False):
@@ -97,10 +108,6 @@ def _output_is_closed() -> bool:
         return any(events & select.POLLERR for _, events in pipe.poll(0))
     except (OSError, ValueError):  # no descriptor behind it
         return False
-
-
-def _unrecognized(argument: str) -> str:
-    return f"{argument}: unrecognized argument; see --help"
 
 
 def _fail(error: BaseException, with_traceback: bool) -> int:

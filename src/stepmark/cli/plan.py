@@ -29,23 +29,19 @@ explain_unknown = explain_unknown_argument
 
 def run(parsed: argparse.Namespace) -> int:
     """Prints the plan; returns 0, or 1 where the device's memory was given and the recipe does not fit into it."""
+    from stepmark.model_folder.model_files import parse_size
+
     if parsed.nproc < 1:
         raise UsageError(f"--nproc: must be at least 1, but is {parsed.nproc}")
     recipe = recipe_of(parsed)
-    memory = _memory(parsed.device_memory)
+    memory = None if parsed.device_memory is None else parse_size(parsed.device_memory, "--device-memory")
     leave_out_torch_xla()
     quiet_libraries()
     work_offline_without_hub(recipe)
     with quick_imports():
-        from stepmark.preflight.plan.from_recipe import plan_recipe
+        from stepmark.preflight.plan.plan import plan_recipe
         from stepmark.preflight.plan.text import to_json, to_text
 
     plan = plan_recipe(recipe, parsed.nproc, memory, count_data=parsed.count_data)
     print(json.dumps(to_json(plan), indent=2) if parsed.json else to_text(plan))
     return 0 if plan.device_memory is None or plan.own.fits(plan.device_memory) else 1
-
-
-def _memory(text: str | None) -> int | None:
-    from stepmark.model_folder.model_files import parse_size
-
-    return None if text is None else parse_size(text, "--device-memory")

@@ -52,6 +52,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _supervise(parsed: argparse.Namespace, training: TrainingFields) -> int:
     from stepmark.cli.supervised_run import SupervisedRun
 
+    follow_supervisor()  # that of a sweep
     return start_ranks(
         parsed,
         training.signal_grace,

@@ -138,14 +138,11 @@ def fields_of(kind: type) -> Mapping[str, Field]:
         hint = typing.get_args(hints[field.name])[0] if said else hints[field.name]
         section = next((each.title for each in said if isinstance(each, Section)), section)
         helps = [each for each in said if isinstance(each, Help)] or [Help("", "")]
-        kinds = (*((bool,) if OR_BOOL in said else ()), *_members(hint))
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = (*((bool,) if OR_BOOL in said else ()), *(typing.get_args(hint) if union else (hint,)))
         values = tuple(each for each in said if isinstance(each, Values))
         found[field.name] = Field(field.name, kinds, field.default, values, helps[0], section)
     return found
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 def field_names(kind: type) -> list[str]:

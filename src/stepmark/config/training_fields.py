@@ -35,7 +35,7 @@ from stepmark.errors import UsageError
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # lr_scheduler_types that follow evaluations
 GROUP_BY_LENGTH = "group_by_length"
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
-DEVICES = ("auto", "xla", "cuda", "neuron", "cpu")
+DEVICES = ("auto", "xla", "cuda", "neuron", "tpu", "xpu", "hpu", "mps", "cpu")  # and what else torch.accelerator has
 
 _STEPS = Values(lambda value: value >= 1 or value == -1, "at least 1, or -1 for num_train_epochs", {"minimum": -1})
 _SEED = Values(lambda value: 0 <= value < 2**63, "at least 0 and below 2**63", {"minimum": 0})
@@ -367,29 +367,33 @@ def _needs_evaluations(args: TrainingFields) -> Iterator[str]:
 
 
 def _pipeline_contradictions(args: TrainingFields) -> Iterator[str]:
-    ranks, chunks, interleaved = args.pipeline_parallel_size, args.pipeline_chunks, "interleaved"
-    if (chunks > 1) != (args.pipeline_schedule == interleaved):
-        yield (
-            f"pipeline_schedule and pipeline_chunks: are {args.pipeline_schedule} and {chunks}; set pipeline_chunks to "
-            "2 or more for interleaved, and to 1 for other schedules"
-        )
-    both, micro_batches = "gradient_accumulation_steps and pipeline_parallel_size", args.gradient_accumulation_steps
-    if micro_batches < ranks:
-        yield (
-            f"{both}: {micro_batches} micro-batches are fewer than {ranks} pipeline ranks, some of which would always "
-            f"wait; set gradient_accumulation_steps to {ranks} or more"
-        )
-    if args.pipeline_schedule == interleaved and micro_batches % ranks:
-        yield (
-            f"{both}: the interleaved schedule needs a multiple of {ranks} micro-batches, and there are "
-            f"{micro_batches}; set it to {-(-micro_batches // ranks) * ranks}, or pipeline_schedule to 1f1b"
-        )
-    sizes = args.pipeline_layers
+    ranks, chunks, sizes = args.pipeline_parallel_size, args.pipeline_chunks, args.pipeline_layers
+    yield from schedule_contradictions(args.pipeline_schedule, args.gradient_accumulation_steps, ranks, chunks)
     whole = sizes is None or all(isinstance(size, int) and size >= 1 for size in sizes)
     if sizes is not None and (len(sizes) != ranks * chunks or not whole):
         yield (
             f"pipeline_layers: {list(sizes)} should have {ranks * chunks} numbers of 1 or more, one for each stage "
             "(pipeline_parallel_size times pipeline_chunks)"
+        )
+
+
+def schedule_contradictions(schedule: str, micro_batches: int, ranks: int, chunks: int) -> Iterator[str]:
+    """Why a step of this many micro-batches has no such schedule."""
+    interleaved, both = "interleaved", "gradient_accumulation_steps and pipeline_parallel_size"
+    if (chunks > 1) != (schedule == interleaved):
+        yield (
+            f"pipeline_schedule and pipeline_chunks: are {schedule} and {chunks}; set pipeline_chunks to 2 or more for "
+            "interleaved, and to 1 for other schedules"
+        )
+    if micro_batches < ranks:
+        yield (
+            f"{both}: {micro_batches} micro-batches are fewer than {ranks} pipeline ranks, some of which would always "
+            f"wait; set gradient_accumulation_steps to {ranks} or more"
+        )
+    if schedule == interleaved and micro_batches % ranks:
+        yield (
+            f"{both}: the interleaved schedule needs a multiple of {ranks} micro-batches, and there are "
+            f"{micro_batches}; set it to {-(-micro_batches // ranks) * ranks}, or pipeline_schedule to 1f1b"
         )
 
 

@@ -53,7 +53,10 @@ def parse_options(field: str, text: str) -> dict[str, Any]:
     """Parses `"momentum=0.9,nesterov=true"`, whose values are YAML, or a JSON object into a mapping. `field` is for
     error messages."""
     if text.lstrip().startswith("{"):
-        return _parse_object(field, text)
+        try:
+            return dict(json.loads(text))
+        except ValueError as error:
+            raise UsageError(f"{field}: is not a valid JSON object: {error}") from error
     options: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, separator, value = part.partition("=")
@@ -64,10 +67,3 @@ def parse_options(field: str, text: str) -> dict[str, Any]:
         except ValueError as error:
             raise UsageError(f"{field}: cannot read {part!r}: {error}") from error
     return options
-
-
-def _parse_object(field: str, text: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(text))
-    except ValueError as error:
-        raise UsageError(f"{field}: is not a valid JSON object: {error}") from error

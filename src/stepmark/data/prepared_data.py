@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from stepmark.config.data_arguments import DataArguments
-from stepmark.data.chat.conversations import Conversations, filler_of
-from stepmark.data.chat.prepared_conversations import prepare_conversations
+from stepmark.data.chat.chat_template import ChatTokenizer
+from stepmark.data.chat.conversations import SECONDS_A_LINE, Conversations, filler_of, tokenized
 from stepmark.data.data_description import describe_mixture, describe_source
 from stepmark.data.loader.mixture import JoinedSamples, Mixture, limited
 from stepmark.data.sources.corpus import Corpus
@@ -22,6 +22,7 @@ from stepmark.data.sources.sources import Splits, open_sources
 from stepmark.data.tokenize.encoding import Tally, TextEncoder, encode_texts
 from stepmark.data.tokenize.packing import PackedBlocks
 from stepmark.data.tokenize.token_cache import TokenFile, find_or_write
+from stepmark.data.tokenize.tokenized_rows import TokenizedRows, write_rows
 from stepmark.errors import DataError, UsageError
 from stepmark.filesystem.cache_folder import cache_root
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 FORMAT = 2  # of a cache entry; a new number invalidates all entries
 FINGERPRINT = 1  # with another number, no earlier run can be resumed
 DEFAULT_BLOCK_SIZE = 1024
-SECONDS_A_LINE = 10.0  # of progress
+SPLITS = ("train", "validation")
 Progress = Callable[[str], None]
 
 
@@ -82,7 +83,7 @@ def prepare(
         return _prepare_source(config, tokenizer, root, say, may_be_short)
     parts = []
     for number, source in enumerate(config.sources, start=1):
-        numbered = partial(_say_of_source, say, number)
+        numbered = partial(lambda number, line: say(f"source {number}: {line}"), number)
         parts.append(_prepare_source(replace(source, max_eval_samples=None), tokenizer, root, numbered, may_be_short))
     train = Mixture([part.train for part in parts], config.weights)
     for line in train.describe():
@@ -95,10 +96,6 @@ def prepare(
     return Prepared(train, validation, fingerprint, all(part.cached for part in parts), description)
 
 
-def _say_of_source(say: Progress, number: int, line: str) -> None:
-    say(f"source {number}: {line}")
-
-
 def _prepare_source(
     config: DataArguments, tokenizer: PreTrainedTokenizerBase, root: Path, say: Progress, may_be_short: bool
 ) -> Prepared:
@@ -107,10 +104,10 @@ def _prepare_source(
     splits = open_sources(config)
     contents = [(each.where, each.content) for each in splits.train.sources]
     if config.messages_column is not None:
-        chats, held_out, cached = prepare_conversations(config, splits, tokenizer, block_size, root, say)
+        chats, held_out, cached = _prepare_conversations(config, splits, tokenizer, block_size, root, say)
         description = describe_source(config, block_size, config.validation_split_percentage, contents)
         return Prepared(chats, held_out, chats.fingerprint, cached, description)
-    for name, texts in (("train", splits.train), ("validation", splits.validation)):
+    for name, texts in zip(SPLITS, (splits.train, splits.validation), strict=True):
         if texts is not None:
             say(f"{name} data: {texts.reads}")
     encoder = TextEncoder.of(tokenizer)
@@ -139,6 +136,39 @@ def _prepare_source(
     return Prepared(train, validation, fingerprint, cached, description)
 
 
+def _prepare_conversations(
+    config: DataArguments, splits: Splits, tokenizer: Any, block_size: int, root: Path, say: Progress
+) -> tuple[Conversations, Conversations | None, bool]:
+    """Training and validation samples of at most `block_size` tokens, and whether the cache had them. The chat template
+    is part of an entry's key, too."""
+    assert config.messages_column is not None
+    chat = ChatTokenizer(tokenizer, config.messages_column, config.assistant_only_loss)
+    sets = {name: rows for name, rows in zip(SPLITS, splits.divided(), strict=True) if rows is not None}
+    for name, rows in sets.items():
+        say(f"{name} data: conversations of {rows.where}")
+    parts = [f"conversations={FORMAT}", *(f"{name}={rows.content}" for name, rows in sets.items())]
+    parts += [f"tokenizer={TextEncoder.of(tokenizer).content}", f"template={tokenizer.chat_template}"]
+    parts += [f"column={config.messages_column}", f"answers={config.assistant_only_loss}"]
+    entry = root / xxhash.xxh3_128_hexdigest("\0".join(parts).encode())
+
+    def write(folder: Path) -> dict[str, Any]:
+        files: dict[str, Any] = {}
+        for name, rows in sets.items():
+            files |= write_rows(folder, f"{name}-", tokenized(rows.read(), chat))
+        return {"format": FORMAT, "files": files}
+
+    def samples(name: str, limit: int | None) -> Conversations:
+        rows = TokenizedRows(entry, prefix=f"{name}-")
+        packing = config.packing
+        made = Conversations(rows, tokenizer, max_length=block_size, packing=packing, max_samples=limit)
+        say(_describe_conversations(name, made, block_size, cached=cached))
+        return made
+
+    _, cached = find_or_write(entry, write, overwrite=config.overwrite_cache)
+    train = samples("train", config.max_train_samples)
+    return train, samples("validation", config.max_eval_samples) if "validation" in sets else None, cached
+
+
 def choose_block_size(wanted: int | None, longest: int) -> int:
     """Tokens in a block: `wanted`, else 1024 or what the tokenizer's model takes, if that is less.
 
@@ -156,7 +186,7 @@ def choose_block_size(wanted: int | None, longest: int) -> int:
 def _tokenize(folder: Path, splits: Splits, encoder: TextEncoder, processes: int, say: Progress) -> dict[str, Any]:
     """Writes the tokens of all texts into a new entry of the cache; returns its metadata."""
     meta: dict[str, Any] = {"format": FORMAT, "dtype": encoder.dtype.str, "tokens": {}, "read": {}, "files": {}}
-    for name, texts in zip(("train", "validation"), splits.divided(), strict=True):
+    for name, texts in zip(SPLITS, splits.divided(), strict=True):
         if texts is None:
             continue
         tally, shown = Tally(), _TokenizingProgress(name, texts, say)
@@ -199,3 +229,14 @@ def _describe_split(split: str, meta: dict[str, Any], *, cached: bool) -> str:
     line = f"{'cached' if cached else 'tokenized'} {split}: {amount} tokens in {documents:,} document"
     line += "" if documents == 1 else "s"
     return line + (f"; {without_text:,} without text left out" if without_text else "")
+
+
+def _describe_conversations(name: str, data: Conversations, block_size: int, *, cached: bool) -> str:
+    line = f"{'cached' if cached else 'tokenized'} {name}: {data.conversations:,} conversations"
+    if data.packed:
+        line += f" packed into {len(data):,} blocks of {block_size} tokens"
+    if data.truncated:
+        line += f"; {data.truncated:,} cut to {block_size} tokens, {data.tokens_left_out:,} tokens left out"
+    if data.rows_left_out:
+        line += f"; {data.rows_left_out:,} without a target left out"
+    return line

@@ -16,13 +16,11 @@ from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import ComputeMetrics, summarize
 from stepmark.evaluation.restored_model import ModelReader
 from stepmark.parallel.parallelize import parallelized
-from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from stepmark.training.loss import LossFunction, MicroBatchLoss
 from stepmark.training.micro_batches import autocast_dtype
 from stepmark.training.model_wrappers import without_wrapper
-from stepmark.training.pipelined_forward import PipelinedForward
 
 
 def evaluate(
@@ -53,7 +51,7 @@ def evaluate(
         dataset: has `__len__` and `__getitem__`; or a dict of such, whose names are added to the prefix.
         mesh: the ranks; default: those that the model was parallelized for, else all of them, data parallel, on
             `device`.
-        device: `auto` (default), `xla`, `cuda`, `neuron` or `cpu`; ignored with `mesh`.
+        device: `auto` (default), or as in a recipe; ignored with `mesh`.
         batch_size: samples of a batch of one rank, default 8.
         bf16: run under bfloat16 autocast; default False.
         fp16: run under float16 autocast; default False.
@@ -78,24 +76,19 @@ def evaluate(
         UsageError: the model was parallelized for another mesh.
     """
     mesh = _mesh_of(model, mesh) or Mesh.create(device=device)
-    model = _on_device(model, mesh, trust_remote_code)
+    if isinstance(model, nn.Module):
+        model = without_wrapper(model)
+        place_module(model, mesh.runtime)
+    else:
+        model = ModelReader(mesh.runtime, trust_remote_code=trust_remote_code).read(Path(model))
     runtime, axis = mesh.runtime, mesh.data_parallel
     dtype = autocast_dtype(bf16=bf16, fp16=fp16)
     loss = MicroBatchLoss(
         model, compute_loss_func=compute_loss_func, label_smoothing=label_smoothing_factor, lazy=runtime.lazy
     )
-    evaluator = Evaluator(
-        model,
-        loss,
-        runtime,
-        mesh.context.host,
-        dtype,
-        preprocess_logits_for_metrics,
-        mesh.reporting_ranks,
-        stages=None if staged(model) is None else PipelinedForward(model, loss, mesh, dtype),
-    )
+    evaluator = Evaluator.on_mesh(model, loss, mesh, dtype, preprocess_logits=preprocess_logits_for_metrics)
     metrics: dict[str, float] = {}
-    for prefix, each in named_sets(dataset, metric_key_prefix):
+    for prefix, each in named_sets(dataset, metric_key_prefix).items():
         loader = DataLoader(
             each,
             batch_size,
@@ -125,19 +118,11 @@ def _mesh_of(model: nn.Module | str | Path, given: Mesh | None) -> Mesh | None:
     return made.mesh
 
 
-def _on_device(model: nn.Module | str | Path, mesh: Mesh, trust_remote_code: bool) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        return ModelReader(mesh.runtime, trust_remote_code=trust_remote_code).read(Path(model))
-    model = without_wrapper(model)
-    place_module(model, mesh.runtime)
-    return model
-
-
-def named_sets(dataset: Any, prefix: str) -> list[tuple[str, Any]]:
-    """Each evaluation set with the prefix of its metrics. Raises DataError for an empty set."""
+def named_sets(dataset: Any, prefix: str) -> dict[str, Any]:
+    """The evaluation sets by the prefix of their metrics. Raises DataError for an empty set."""
     sets = dataset.items() if isinstance(dataset, Mapping) else [(None, dataset)]
     for name, each in sets:
         if hasattr(each, "__len__") and not len(each):
             which = "the evaluation set" if name is None else f"the evaluation set {name!r}"
             raise DataError(f"{which} is empty; give one with samples")
-    return [(prefix if name is None else f"{prefix}_{name}", each) for name, each in sets]
+    return {prefix if name is None else f"{prefix}_{name}": each for name, each in sets}

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,11 +28,13 @@ from stepmark.evaluation.predictions import (
 )
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.progress import EVALUATION, entering, staying
+from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating, unwrapped
-from stepmark.training.one_graph_per_step.transformers_forward import lazy_forward
+from stepmark.training.one_graph_per_step.transformers_forward import forward_without_reads
 from stepmark.training.pipelined_forward import PipelinedForward
 
 BatchResult = tuple[Tensor | None, Any, Any]
@@ -96,6 +98,15 @@ class Evaluator:
     reporting: Sequence[int] | None = None
     prediction_step: PredictionStep | None = None
     stages: PipelinedForward | None = None
+
+    @classmethod
+    def on_mesh(
+        cls, model: nn.Module, loss: MicroBatchLoss, mesh: Mesh, dtype: torch.dtype | None, **others: Any
+    ) -> Self:
+        """The evaluator of a model on a mesh, with autocast to `dtype` and `others` of the arguments."""
+        stages = None if staged(model) is None else PipelinedForward(model, loss, mesh, dtype)
+        reporting = mesh.reporting_ranks
+        return cls(model, loss, mesh.runtime, mesh.context.host, dtype, reporting=reporting, stages=stages, **others)
 
     def __call__(
         self,
@@ -224,11 +235,11 @@ class Evaluator:
     def _weight(self, micro_batch: MicroBatch) -> Weight:
         """The weight with which a mean over the batch's targets becomes their sum."""
         count = float(self.loss.count(micro_batch))
-        targets, one = self.runtime.place([torch.tensor([count]), torch.ones(1)])
+        targets, one = self.runtime.numbers([count]), self.runtime.numbers([1.0])
         return Weight(targets.reshape(()), one.reshape(()))
 
     def _on_device(self, inputs: Any) -> contextlib.AbstractContextManager[None]:
-        return lazy_forward(inputs) if self.runtime.lazy else contextlib.nullcontext()
+        return forward_without_reads(inputs, lazy=self.runtime.lazy)
 
     def _has_loss(self, inputs: Any) -> bool:
         asked = isinstance(inputs, Mapping) and inputs.get("return_loss") is True

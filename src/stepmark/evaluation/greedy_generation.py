@@ -55,7 +55,8 @@ def greedy_tokens(model: Any, inputs: Mapping[str, Any], config: Any, runtime: R
     rows = len(next(value for value in inputs.values() if isinstance(value, Tensor)))
     encoded = model.get_encoder()(**{name: value for name, value in inputs.items() if name != "decoder_input_ids"})
     rest = {"attention_mask": inputs["attention_mask"]} if "attention_mask" in inputs else {}
-    ends = _ends(config)
+    given = config.eos_token_id
+    ends = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [int(given)]
     padding = config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
     on_host = torch.full((rows, config.max_length), padding, dtype=torch.int64)
     on_host[:, 0] = config.decoder_start_token_id
@@ -90,11 +91,6 @@ def _check(model: Any, config: Any) -> None:
                 f"predict_with_generate: {name} is {getattr(config, name)}, and a lazy device generates greedily, with "
                 f"static shapes; set it to {neutral[-1]}, or evaluate on device: cpu or cuda"
             )
-
-
-def _ends(config: Any) -> list[int]:
-    ends = config.eos_token_id
-    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
 
 
 def _forced(config: Any, position: int) -> int | None:

@@ -125,14 +125,10 @@ def name_of(function: Any) -> str:
 
 
 def _number(value: Any) -> float | None:
-    if hasattr(value, "item") and getattr(value, "size", None) is not None and _has_one_element(value):
-        value = value.item()
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:
+        count = value.numel() if hasattr(value, "numel") else value.size
+        value = value.item() if count == 1 else value
     return value if isinstance(value, numbers.Real) else None  # type: ignore[return-value]
-
-
-def _has_one_element(value: Any) -> bool:
-    count = value.numel() if hasattr(value, "numel") else value.size
-    return bool(count == 1)
 
 
 def _shown(value: Any) -> str:

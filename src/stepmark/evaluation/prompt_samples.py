@@ -36,7 +36,7 @@ class PromptSampler:
     def __init__(self, tokenizer: Any, prompts: Sequence[str], tokens: int, positions: int | None) -> None:
         if tokenizer is None:
             raise UsageError("sample_prompts: the Trainer needs the tokenizer for them; pass processing_class")
-        self._tokenizer, self._new = tokenizer, tokens
+        self.prompts, self._tokenizer, self._new = prompts, tokenizer, tokens
         encoder = TextEncoder.of(tokenizer)
         self._ids = [[*encoder.prefix, *ids] for ids in encoder.encode(list(prompts))]
         for prompt, ids in zip(prompts, self._ids, strict=True):

@@ -15,11 +15,38 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from stepmark.filesystem import descriptors
 from stepmark.filesystem.visibility import when_visible
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+
+# Descriptors of files that are open for writing. A data worker that is forked during a save inherits them, and the
+# space of a deleted file stays allocated while any process has it open. So in the forked process they are redirected
+# to /dev/null at once. Their numbers stay in use, so that objects that hold them do not close another file. The
+# parent's locks end with the parent.
+_open: set[int] = set()
+
+
+def _opened(descriptor: int) -> int:
+    """Notes an open descriptor; returns it."""
+    _open.add(descriptor)
+    return descriptor
+
+
+def _let_go() -> None:
+    if not _open:
+        return
+    try:
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # no descriptor is left: the files stay open as long as this process lives
+        return
+    for descriptor in _open:
+        os.dup2(nowhere, descriptor, inheritable=False)
+    os.close(nowhere)
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def make_folder(path: Path) -> None:
@@ -51,14 +78,14 @@ def open_for_writing(path: Path, *, truncate: bool = False, exclusive: bool = Fa
     """A descriptor of the file, which is created if it does not exist."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     flags |= (os.O_TRUNC if truncate else 0) | (os.O_EXCL if exclusive else 0)
-    return descriptors.opened(os.open(path, flags, 0o666))
+    return _opened(os.open(path, flags, 0o666))
 
 
 def open_past_cache(path: Path) -> int | None:
     """A descriptor for direct writes of full pages from page-aligned memory, past the page cache. None where the file
     system does not support that. It takes a tenth of the processor time, and leaves the cache to the program."""
     try:
-        return descriptors.opened(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT))
+        return _opened(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT))
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ENOTSUP):
             return None
@@ -95,7 +122,7 @@ def _naming(descriptor: int) -> Iterator[None]:
 
 def close(descriptor: int) -> None:
     """Closes the descriptor; some network file systems report a failed write only here."""
-    descriptors.closing(descriptor)
+    _open.discard(descriptor)
     os.close(descriptor)
 
 
@@ -141,7 +168,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def overwrite_file(path: Path, data: bytes) -> None:
     """Writes a small file in place, where there is no room for another one. A reader may find half of it."""
-    descriptor = descriptors.opened(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    descriptor = _opened(os.open(path, os.O_RDWR | os.O_CLOEXEC))
     try:
         write_at(descriptor, memoryview(data), 0)
         os.ftruncate(descriptor, len(data))
@@ -164,11 +191,6 @@ def usual_permissions(folder: Path) -> int:
     finally:
         close(descriptor)
         remove_file(path)
-
-
-def touch(path: Path) -> None:
-    """Sets the file's times to now, by the clock of the file system."""
-    os.utime(path)
 
 
 def rename(source: Path, target: Path) -> None:

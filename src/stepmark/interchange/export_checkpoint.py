@@ -14,10 +14,10 @@ from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.errors import UsageError
 from stepmark.interchange.sinks import dcp, hf_trainer
 from stepmark.interchange.sinks.export_plan import ExportFormat, ExportOptions
-from stepmark.interchange.sinks.output_files import MAX_SHARD, write_folder
 from stepmark.interchange.sources.stepmark_checkpoint import find_checkpoint, open_stepmark
 from stepmark.model_folder.consolidate import consolidate
 from stepmark.model_folder.new_folder import WritingListener, check_out
+from stepmark.model_folder.output_files import MAX_SHARD, write_folder
 
 SILENT = WritingListener()
 FORMATS: dict[str, ExportFormat] = {"dcp": dcp, "hf-trainer": hf_trainer}  # by what --to names
@@ -67,5 +67,5 @@ def export_checkpoint(
         if step_of(final) not in (None, step):
             raise UsageError(f"{out} has the name of another step: {checkpoint} is of step {step}")
         plan = FORMATS[form].plan(found, options)
-        size = write_folder(found, plan.files, final, out, listener)
+        size = write_folder(plan.files, found.records, final, out, listener)
     return Exported(checkpoint, step, size, tuple(plan.notes), (*found.lost, *plan.lost))

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from stepmark.errors import LaunchError, UsageError
 from stepmark.filesystem.error_advice import with_advice
@@ -76,7 +76,7 @@ def supervise(
     """
     make = partial(_Ranks, signal_grace=signal_grace, resumable=resumable, unblocks_sigint=unblocks_sigint)
     restarts = Restarts(max_restarts, run) if run is not None and max_restarts else None
-    with _forwarded_signals() as signals:
+    with forwarded_signals() as signals:
         while True:
             try:
                 ended = _attempt(make, command, nproc, signals)
@@ -163,7 +163,7 @@ class _Ending:
     interrupted: bool = False
 
 
-def _attempt(make: Callable[..., _Ranks], command: Sequence[str], nproc: int, signals: _ForwardedSignals) -> _Ending:
+def _attempt(make: Callable[..., _Ranks], command: Sequence[str], nproc: int, signals: ForwardedSignals) -> _Ending:
     """Starts the ranks once, and returns when all have ended. Raises OSError if they cannot be started."""
     with _reports_folder() as reports, socket.create_server(("127.0.0.1", 0)) as listener:
         board = StepBoard(reports, nproc)
@@ -370,16 +370,22 @@ def _describe(code: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-class _ForwardedSignals:
+class Receiver(Protocol):
+    """What signals are forwarded to: the ranks of a run, or the runs of a sweep."""
+
+    def forward(self, number: int) -> None: ...
+
+
+class ForwardedSignals:
     """Forwards the supervisor's signals to every rank. `received`: the name of the last one."""
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._ranks: _Ranks | None = None
+        self._ranks: Receiver | None = None
         self._early: list[int] = []  # signals that came before the ranks were started
 
     @contextlib.contextmanager
-    def to(self, ranks: _Ranks) -> Iterator[None]:
+    def to(self, ranks: Receiver) -> Iterator[None]:
         """Inside the block, signals go to these ranks, beginning with those that came earlier."""
         self._ranks = ranks
         while self._early:
@@ -405,8 +411,8 @@ class _ForwardedSignals:
 
 
 @contextlib.contextmanager
-def _forwarded_signals() -> Iterator[_ForwardedSignals]:
-    signals = _ForwardedSignals()
+def forwarded_signals() -> Iterator[ForwardedSignals]:
+    signals = ForwardedSignals()
     heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN or number not in IGNORABLE]
     before = {number: signal.signal(number, signals.forward) for number in heard}
     try:

@@ -123,12 +123,13 @@ def keep_failure(folder: Path, error: BaseException, rank: int) -> None:
 
 
 def kept_failures(folder: Path, since: float = 0.0) -> dict[str, str]:
-    """The last failure of each rank in the run's folder, by its file, after this time (seconds since 1970)."""
+    """The last failure of each rank in the run's folder, by its file, after this time (seconds since 1970): a line that
+    says what and when, and the traceback."""
     found = {}
     for path in sorted((folder / FAILURES).glob("rank-*.txt")):
-        titles = [line for line in path.read_text(errors="replace").splitlines() if line.startswith(TITLE)]
-        if titles and path.stat().st_mtime > since:
-            found[f"{FAILURES}/{path.name}"] = titles[-1].removeprefix(TITLE)
+        _, title, last = f"\n{path.read_text(errors='replace')}".rpartition(f"\n{TITLE}")
+        if title and path.stat().st_mtime > since:
+            found[f"{FAILURES}/{path.name}"] = last
     return found
 
 

@@ -1,23 +1,21 @@
 """Writes the model of a checkpoint, sharded or not, as a plain Hugging Face model folder; an adapter as peft's.
 
 The folder is written under a hidden name beside the final one, synced, and renamed: it appears complete or not at all.
-Safetensors are streamed: memory is bounded by the number of threads, not by the model. For torch.save, the tensors of
-one output file are in memory at a time.
+Files are streamed: memory is bounded by the number of threads, not by the model.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-import xxhash
 
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
+from stepmark.checkpoint.format.checksums import file_checksum
 from stepmark.checkpoint.format.integrity import check_integrity, check_size
 from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import (
@@ -30,19 +28,17 @@ from stepmark.checkpoint.format.manifest import (
     read_manifest,
     save_of,
 )
-from stepmark.checkpoint.format.verified_file import VerifiedFile
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
-from stepmark.filesystem import files
-from stepmark.model_folder.gather import StoredShard
+from stepmark.model_folder.checkpoint_tensors import CheckpointTensors
 from stepmark.model_folder.merge_adapter import Merge, merge_adapter
-from stepmark.model_folder.model_files import ModelFile, adapter_file, index_of, split_into_files
-from stepmark.model_folder.new_folder import WritingListener, check_out, check_room, writing
-from stepmark.model_folder.writers import THREADS, write_pytorch, write_safetensors
+from stepmark.model_folder.model_files import FORMATS
+from stepmark.model_folder.new_folder import WritingListener, check_out
+from stepmark.model_folder.output_files import DataFile, OutputFile, Streams, model_files, tensor_file, write_folder
+from stepmark.tensor_files.global_tensor import GlobalTensor
 
 UNLIMITED = 2**63  # bytes
 EVALUATION = "evaluation"  # in a checkpoint's metadata: how its run evaluates
 EVALUATION_FILE = "stepmark_evaluation.json"  # the same beside a consolidated model
-Sources = dict[str, list[StoredShard]]
 
 # Files that say how training went on, and nothing of the model.
 _OF_A_RUN = {VALUES, "trainer_state.json", "used_recipe.yaml"}
@@ -71,7 +67,7 @@ def consolidate(
     Args:
         source: A checkpoint, or a run: its newest complete checkpoint is used.
         out: The folder to create. It must not exist, or be empty.
-        form: "safetensors", which is streamed, or "pytorch", for which the tensors of one output file are in memory.
+        form: "safetensors" or "pytorch".
         max_shard_size: Bytes of tensors in one file, at most; a larger tensor gets its own file.
         listener: Progress callbacks.
         merge: Merge an adapter into its base model, all of which is in memory then; the files are safetensors.
@@ -141,39 +137,39 @@ def _consolidate_one(
     group = _group(checkpoint, manifest)
     if merge is not None and group != ADAPTER:
         raise CheckpointMismatch(f"--merge-adapters: {checkpoint} holds a complete model and no adapter; leave it out")
-    sources = _sources(checkpoint, manifest, group)
+    source = CheckpointTensors(checkpoint, manifest)
+    tensors = source.group(group)
     check_integrity(checkpoint, manifest)
-    shards = _files_of(manifest, group, form, max_size if merge is None else UNLIMITED)
+    model = weight_files(tensors, group, form, max_size if merge is None else UNLIMITED)
     others = [entry for entry in manifest.files if _belongs_to_model(entry)]
     config, reader = ("adapter_config.json", "peft") if group == ADAPTER else ("config.json", "transformers")
     if not any(entry.name == config for entry in others):
         listener.warn(f"{checkpoint} has no {config}; {reader} needs one beside the weights")
-    size = sum(shard.size for shard in shards)
-    check_room(final.parent, size + sum(entry.size for entry in others))
-    with writing(final, final) as temporary:
-        listener.begin(size)
-        for entry in others:
-            _copy_file(checkpoint, entry, temporary)
-        if form == "pytorch":
-            _write_pytorch(temporary, shards, checkpoint, manifest, group, listener)
-        else:
-            _write_safetensors(temporary, shards, sources, listener)
-        if len(shards) > 1:
-            name, data = index_of(shards, form)
-            files.write_file(temporary / name, data)
-        if merge is not None:
-            merge_adapter(temporary, merge, manifest, max_size)
-        if evaluation := decode_plain(manifest.metadata).get(EVALUATION):
-            files.write_file(temporary / EVALUATION_FILE, json.dumps(evaluation, indent=2).encode())
-        written = [path for path in sorted(temporary.iterdir()) if path.suffix in (".safetensors", ".bin")]
-    size = size if merge is None else sum((final / path.name).stat().st_size for path in written)
+    planned: list[OutputFile] = [*(_VerifiedFile(checkpoint, entry) for entry in others), *model]
+    if evaluation := decode_plain(manifest.metadata).get(EVALUATION):
+        planned.append(DataFile(EVALUATION_FILE, json.dumps(evaluation, indent=2).encode()))
+    finish = None if merge is None else partial(merge_adapter, merge=merge, manifest=manifest, max_shard_size=max_size)
+    size = write_folder(planned, source.records, final, final, listener, finish)
+    written = [path for path in sorted(final.iterdir()) if path.suffix in (".safetensors", ".bin")]
+    if merge is not None:
+        size = sum(path.stat().st_size for path in written)
     return Consolidated(checkpoint, final, tuple(path.name for path in written), size)
 
 
-def _files_of(manifest: Manifest, group: str, form: str, max_size: int) -> list[ModelFile]:
-    """The files to write."""
-    tensors = manifest.tensors[group]
-    return [adapter_file(tensors, form, max_size)] if group == ADAPTER else split_into_files(tensors, form, max_size)
+def weight_files(tensors: Mapping[str, GlobalTensor], group: str, form: str, max_size: int) -> list[OutputFile]:
+    """The files of a model, or the one in which peft looks for an adapter.
+
+    Raises UsageError where an adapter is larger than `max_size`.
+    """
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if group == ADAPTER and size > max_size:
+        raise UsageError(
+            f"--max-shard-size: the adapter has {size / 1e6:,.1f} MB of tensors, and peft reads it from one file; give "
+            "a larger size"
+        )
+    if group == ADAPTER:
+        return [tensor_file(f"{ADAPTER}.{FORMATS[form][1]}", tensors)]
+    return model_files(tensors, max_size, form)
 
 
 def _group(checkpoint: Path, manifest: Manifest) -> str:
@@ -185,68 +181,26 @@ def _group(checkpoint: Path, manifest: Manifest) -> str:
     raise CheckpointMismatch(f"{checkpoint} has no section {MODEL!r} with tensors to consolidate; it holds {held}")
 
 
-def _sources(checkpoint: Path, manifest: Manifest, group: str) -> Sources:
-    """The shards of each tensor. Raises CheckpointDamaged, naming file and tensor.
-
-    Files are read through the page cache: the system reads ahead there, which is quicker than our threads' own reads.
-    """
-    opened: dict[int, VerifiedFile] = {}
-    found: Sources = {}
-    for name, tensor in manifest.tensors[group].items():
-        found[name] = []
-        for number, tensor_slice in tensor.slices:
-            try:
-                if number not in opened:
-                    opened[number] = VerifiedFile(checkpoint, manifest, manifest.files[number])
-            except CheckpointDamaged as error:
-                raise CheckpointDamaged(f"{error}; tensor {name!r} is in that file") from error
-            found[name].append(StoredShard(opened[number], opened[number].tensor(name, tensor.dtype, tensor_slice)))
-    return found
-
-
 def _belongs_to_model(entry: FileEntry) -> bool:
     """Config, generation config, tokenizer: files without tensors that are not about the run or the old shards."""
     return entry.header is None and entry.name not in _OF_A_RUN and not entry.name.endswith(".index.json")
 
 
-def _copy_file(checkpoint: Path, entry: FileEntry, folder: Path) -> None:
-    """Copies a file without tensors. Raises CheckpointDamaged where it is not as it was written."""
-    path, target = check_size(checkpoint, entry), folder / entry.name
-    files.make_folder(target.parent)
-    hasher = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as source, target.open("wb", buffering=0) as copy:
-        while block := source.read(1 << 22):
-            hasher.update(block)
-            files.write_at(copy.fileno(), memoryview(block), copy.tell())
-            copy.seek(len(block), os.SEEK_CUR)
-        files.sync(copy.fileno())
-    if hasher.hexdigest() != entry.digest:
-        raise CheckpointDamaged(f"{path} does not match its checksum")
+@dataclass(frozen=True)
+class _VerifiedFile:
+    """A file without tensors, copied from a checkpoint."""
 
+    checkpoint: Path
+    entry: FileEntry
+    size = 0
 
-def _write_safetensors(folder: Path, shards: Sequence[ModelFile], sources: Sources, listener: WritingListener) -> None:
-    """Writes the files one after the other, while those before are synced."""
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-consolidate") as pool:
-        syncs = []
-        for shard in shards:
-            write_safetensors(folder / shard.name, shard.tensors, sources, pool, listener.advance)
-            syncs.append(pool.submit(files.sync_file, folder / shard.name))
-        for sync in syncs:
-            sync.result()
+    @property
+    def name(self) -> str:
+        return self.entry.name
 
-
-def _write_pytorch(
-    folder: Path,
-    shards: Sequence[ModelFile],
-    checkpoint: Path,
-    manifest: Manifest,
-    group: str,
-    listener: WritingListener,
-) -> None:
-    """Writes the files one after the other; the tensors of one are in memory at a time."""
-    from stepmark.checkpoint.restore.tensor_reader import TensorReader
-
-    with TensorReader(checkpoint, manifest, threads=THREADS, alone=False) as reader:
-        for shard in shards:
-            write_pytorch(folder / shard.name, shard.tensors, reader, group, listener.advance)
-            files.sync_file(folder / shard.name)
+    def write(self, path: Path, streams: Streams) -> None:
+        """Raises CheckpointDamaged where it is not as it was written."""
+        source = check_size(self.checkpoint, self.entry)
+        shutil.copyfile(source, path)
+        if file_checksum(path)[1] != self.entry.digest:
+            raise CheckpointDamaged(f"{source} does not match its checksum")

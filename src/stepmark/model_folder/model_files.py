@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from stepmark.checkpoint.format.dtypes import item_size
-from stepmark.checkpoint.format.manifest import ADAPTER, TensorEntry
 from stepmark.errors import UsageError
+from stepmark.tensor_files.global_tensor import GlobalTensor
+
+Tensors = Mapping[str, GlobalTensor]
 
 # format -> (stem, suffix, suffix of the index), as transformers looks for them
 FORMATS = {
@@ -24,24 +23,6 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 <
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class ModelFile:
-    """One file of the model, and the tensors in it."""
-
-    name: str
-    tensors: Mapping[str, TensorEntry]
-
-    @property
-    def size(self) -> int:
-        """Bytes of its tensors."""
-        return sum(tensor_bytes(tensor) for tensor in self.tensors.values())
-
-
-def tensor_bytes(tensor: TensorEntry) -> int:
-    """Bytes of a global tensor."""
-    return math.prod(tensor.shape) * item_size(tensor.dtype)
-
-
 def parse_size(text: str, flag: str = "--max-shard-size") -> int:
     """Bytes of "5GB" (10^9), "5GiB" (2^30) or a plain number. Raises UsageError, which names `flag`."""
     match = _SIZE.fullmatch(text.strip())
@@ -52,12 +33,12 @@ def parse_size(text: str, flag: str = "--max-shard-size") -> int:
     return size
 
 
-def split_into_files(tensors: Mapping[str, TensorEntry], form: str, max_shard_size: int) -> list[ModelFile]:
-    """Shards of at most `max_shard_size` bytes of tensors, in the tensors' order; a larger tensor has its own."""
-    parts: list[dict[str, TensorEntry]] = [{}]
+def split_into_files(tensors: Tensors, form: str, max_shard_size: int) -> dict[str, Tensors]:
+    """Files of at most `max_shard_size` bytes of tensors, in the tensors' order; a larger tensor has its own."""
+    parts: list[dict[str, GlobalTensor]] = [{}]
     filled = 0
     for name, tensor in tensors.items():
-        size = tensor_bytes(tensor)
+        size = tensor.nbytes
         if parts[-1] and filled + size > max_shard_size:
             parts.append({})
             filled = 0
@@ -65,27 +46,16 @@ def split_into_files(tensors: Mapping[str, TensorEntry], form: str, max_shard_si
         filled += size
     stem, suffix, _ = FORMATS[form]
     if len(parts) == 1:
-        return [ModelFile(f"{stem}.{suffix}", parts[0])]
-    return [ModelFile(f"{stem}-{n:05d}-of-{len(parts):05d}.{suffix}", part) for n, part in enumerate(parts, start=1)]
+        return {f"{stem}.{suffix}": parts[0]}
+    return {f"{stem}-{n:05d}-of-{len(parts):05d}.{suffix}": part for n, part in enumerate(parts, start=1)}
 
 
-def adapter_file(tensors: Mapping[str, TensorEntry], form: str, max_shard_size: int) -> ModelFile:
-    """The one file in which peft looks for an adapter. Raises UsageError where that would be too large."""
-    file = ModelFile(f"{ADAPTER}.{FORMATS[form][1]}", tensors)
-    if file.size > max_shard_size:
-        raise UsageError(
-            f"--max-shard-size: the adapter has {file.size / 1e6:,.1f} MB of tensors, and peft reads it from one file; "
-            "give a larger size"
-        )
-    return file
-
-
-def index_of(shards: list[ModelFile], form: str) -> tuple[str, bytes]:
+def index_of(shards: Mapping[str, Tensors], form: str) -> tuple[str, bytes]:
     """Name and contents of the index from tensors to files."""
     stem, _, suffix = FORMATS[form]
     body = {
-        "metadata": {"total_size": sum(shard.size for shard in shards)},
-        "weight_map": {name: shard.name for shard in shards for name in sorted(shard.tensors)},
+        "metadata": {"total_size": sum(tensor.nbytes for part in shards.values() for tensor in part.values())},
+        "weight_map": {name: file for file, part in shards.items() for name in sorted(part)},
     }
     return f"{stem}.{suffix}", (json.dumps(body, indent=2) + "\n").encode()
 

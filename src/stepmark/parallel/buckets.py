@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -148,25 +149,16 @@ class Bucket:
     def local_layouts(self) -> Iterator[tuple[Member, Layout]]:
         """Which elements of each member's global tensor this rank's shard holds, at which offsets in it."""
         for member in self.members:
-            begin, end = max(self.begin, member.begin), min(self.end, member.end)
-            if begin < end:
-                shape = layout_of(member.parameter) or Layout.full(member.parameter.shape)
-                yield (
-                    member,
-                    slice_of(member.runs, shape.shape, begin - member.begin, end - member.begin, begin - self.begin),
-                )
-
-
-def slice_of(runs: Sequence[tuple[TensorSlice, int]], shape: Shape, start: int, stop: int, at: int) -> Layout:
-    """Layout of elements [start, stop) of a member with these runs, of a global tensor of `shape`, stored at offset
-    `at` of another tensor."""
-    parts = []
-    for tensor_slice, begin in runs:
-        low, high = max(start, begin), min(stop, begin + tensor_slice.numel)
-        if low < high:
-            inner = TensorSlice(tensor_slice.box, tensor_slice.start + low - begin, tensor_slice.start + high - begin)
-            parts.append(Part(inner, at + low - start))
-    return Layout(shape, tuple(parts))
+            parts = []
+            for tensor_slice, offset in member.runs:
+                first = member.begin + offset  # in the bucket
+                begin, end = max(self.begin, first), min(self.end, first + tensor_slice.numel)
+                if begin < end:
+                    start = tensor_slice.start - first
+                    parts.append(Part(TensorSlice(tensor_slice.box, start + begin, start + end), begin - self.begin))
+            if parts:
+                layout = layout_of(member.parameter) or Layout.full(member.parameter.shape)
+                yield member, Layout(layout.shape, tuple(parts))
 
 
 def _place_of_run(part: Part, local_shape: Shape) -> int | None:
@@ -204,8 +196,9 @@ def make_buckets(
             kind = (parameter.dtype, replication_of(parameter, tensor_axis_size))
             kinds.setdefault(kind, []).append((name, parameter))
         for parameters in kinds.values():
-            runs = _split_into_buckets(parameters, first, limit, reordered)
-            buckets += [Bucket(index, run, axis, tensor_axis_size) for run in runs]
+            for run in runs_of([parameter.numel() for _, parameter in parameters], limit, first):
+                members = _members(parameters[run.start : run.stop], reordered)
+                buckets.append(Bucket(index, members, axis, tensor_axis_size))
     return buckets
 
 
@@ -225,19 +218,23 @@ def _default_limit(runtime: Runtime) -> int:
     return HOST_BUCKET_ELEMENTS if runtime.host_memory else EAGER_BUCKET_ELEMENTS
 
 
-def _split_into_buckets(
-    parameters: Sequence[tuple[str, nn.Parameter]], first: int, limit: int, reordered: bool
-) -> Iterator[list[Member]]:
-    run: list[Member] = []
-    most = first
-    for name, parameter in parameters:
-        if run and run[-1].end + parameter.numel() > most:
-            yield run
-            run, most = [], limit
-        begin = run[-1].end if run else 0
-        run.append(Member.of(name, parameter, begin) if reordered else Member.in_place(name, parameter, begin))
-    if run:
-        yield run
+def runs_of(sizes: Sequence[int], limit: int, first: int | None = None) -> Iterator[range]:
+    """Splits positions into runs whose sizes add up to at most `limit`, those of the first run to `first`; to more
+    where one size is larger."""
+    begin, total, most = 0, 0, limit if first is None else first
+    for position, size in enumerate(sizes):
+        if position > begin and total + size > most:
+            yield range(begin, position)
+            begin, total, most = position, 0, limit
+        total += size
+    if sizes:
+        yield range(begin, len(sizes))
+
+
+def _members(named: Sequence[tuple[str, nn.Parameter]], reordered: bool) -> list[Member]:
+    begins = accumulate((parameter.numel() for _, parameter in named), initial=0)
+    make = Member.of if reordered else Member.in_place
+    return [make(name, parameter, begin) for (name, parameter), begin in zip(named, begins, strict=False)]
 
 
 def complete_on_host(bucket: Bucket, runtime: Runtime) -> Tensor:

@@ -30,12 +30,12 @@ from stepmark.parallel.tensor.attention_heads import Heads, heads_of
 from stepmark.parallel.tensor.autograd_collectives import reduce_from
 from stepmark.parallel.tensor.dropout import RegionSeeds, has_dropout, seed_regions
 from stepmark.parallel.tensor.layers import TensorParallelRegion, input_dim, shard_columns, shard_rows
-from stepmark.parallel.tensor.plan_checks import check_plan
 from stepmark.parallel.tensor.plans import (
     COLUMN_STYLES,
     ROW_STYLES,
     Placement,
     Style,
+    check_plan,
     plan_of,
     shard,
     shard_among_groups,
@@ -48,6 +48,7 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import agree_on_weights
 from stepmark.sharding.layout import Layout, Shape, annotate, layout_of
 from stepmark.sharding.replication import Replication, annotate_replication
+from stepmark.sharding.views import copy_slices
 
 logger = logging.getLogger("stepmark")
 
@@ -168,13 +169,6 @@ def _refuse_saving(*args: Any, **options: Any) -> None:
     )
 
 
-@dataclass(frozen=True)
-class _ShardedParameter:
-    name: str
-    parameter: nn.Parameter
-    placement: Placement
-
-
 class _Parallelization:
     """One call of `parallelize`: the constructor checks everything, the other methods change the model."""
 
@@ -202,7 +196,7 @@ class _Parallelization:
             if id(each.layer) not in skipped
         ]
         self._heads = self._find_heads(modules)
-        self._sharded = [*self._vocabulary_shards(), *self._plan_shards()]
+        self._sharded = list(self._shards())
         ends = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if is_wrapper(each)]
         exempt = [*ends, *(table.called for table in tables)]
         check_plan(model, plan, [part for each in exempt for part in each.modules()])
@@ -217,25 +211,22 @@ class _Parallelization:
                 found[name] = heads
         return found
 
-    def _vocabulary_shards(self) -> Iterator[_ShardedParameter]:
-        for each in self._tables:
-            for name, parameter in (*each.own_parameters(), *each.parameters_of("b")):
-                yield self._vocabulary_shard(name, parameter)
-
-    def _vocabulary_shard(self, name: str, parameter: nn.Parameter) -> _ShardedParameter:
-        placement = shard_vocabulary(tuple(parameter.shape), self._axis.rank, self._axis.size)
-        return _ShardedParameter(name, parameter, placement)
-
-    def _plan_shards(self) -> Iterator[_ShardedParameter]:
+    def _shards(self) -> Iterator[tuple[nn.Parameter, Placement]]:
+        for table in self._tables:
+            for _, parameter in (*table.own_parameters(), *table.parameters_of("b")):
+                yield parameter, self._vocabulary_shard(parameter)
         for name, each, style in self._styles:
             if style.kind in COLUMN_STYLES or style.kind in ROW_STYLES:
                 yield from self._linear_shards(name, each, style)
             elif style.kind == "all_reduce" and any(is_wrapper(module) for module in each.called.modules()):
                 raise UsageError(f"tensor_parallel_size: adapters in {name} are not supported; leave them out")
             elif style.kind == "embedding_rowwise":
-                yield self._vocabulary_shard(name, each.layer.weight)
+                yield each.layer.weight, self._vocabulary_shard(each.layer.weight)
 
-    def _linear_shards(self, name: str, each: AdaptedLayer, style: Style) -> Iterator[_ShardedParameter]:
+    def _vocabulary_shard(self, parameter: nn.Parameter) -> Placement:
+        return shard_vocabulary(tuple(parameter.shape), self._axis.rank, self._axis.size)
+
+    def _linear_shards(self, name: str, each: AdaptedLayer, style: Style) -> Iterator[tuple[nn.Parameter, Placement]]:
         """The shards of a linear layer and, along the same outputs or inputs, of its adapters."""
         rows = style.kind in ROW_STYLES
         heads = self._heads.get(_parent(name))
@@ -246,8 +237,7 @@ class _Parallelization:
         for own, parameter, dim in found:
             if rows and parameter.dim() == 1:
                 continue  # the bias stays complete: it is added once, after the sum
-            placement = self._place(own, parameter, 0 if parameter.dim() == 1 else dim, style, groups)
-            yield _ShardedParameter(own, parameter, placement)
+            yield parameter, self._place(own, parameter, 0 if parameter.dim() == 1 else dim, style, groups)
 
     def _place(self, name: str, parameter: Tensor, dim: int, style: Style, groups: int | None) -> Placement:
         shape, rank, size = tuple(parameter.shape), self._axis.rank, self._axis.size
@@ -262,13 +252,13 @@ class _Parallelization:
         return shard(shape, dim, rank, size, style.packed)
 
     def shard_parameters(self) -> None:
-        for each in self._sharded:
-            if layout_of(each.parameter) is not None:
+        for parameter, placement in self._sharded:
+            if layout_of(parameter) is not None:
                 continue  # tied to one that is sharded already
-            _replace(each.parameter, each.placement)
-            annotate(each.parameter, each.placement.layout)
-            if each.placement.count > 1:
-                annotate_replication(each.parameter, Replication(each.placement.count, partial=True))
+            _replace(parameter, placement)
+            annotate(parameter, placement.layout)
+            if placement.count > 1:
+                annotate_replication(parameter, Replication(placement.count, partial=True))
         partial = [each for _, each, style in self._styles if style.kind == "replicated_with_grad_allreduce"]
         replicated = [parameter for each in partial for parameter in each.called.parameters()]
         columns = [each for _, each, style in self._styles if style.kind in COLUMN_STYLES]
@@ -312,7 +302,7 @@ class _Parallelization:
         heads = {id(each.layer) for each in adapted_layers("", output)} if output is not None else set()
         head: VocabParallelHead | None = None
         for each in self._tables:
-            size = next(c.placement.layout.shape[0] for c in self._sharded if c.parameter is each.layer.weight)
+            size = next(place.layout.shape[0] for held, place in self._sharded if held is each.layer.weight)
             vocabulary = Vocabulary(size, self._axis, self._mesh.runtime)
             if isinstance(each.layer, nn.Embedding):
                 shard_embedding(each.layer, vocabulary)
@@ -356,10 +346,5 @@ def _replace(parameter: nn.Parameter, placement: Placement) -> None:
 def local_shard(complete: Tensor, layout: Layout, shape: Shape) -> Tensor:
     """The local tensor of `shape` that `layout` describes, copied from the complete one; padding is zero."""
     local = torch.zeros(shape, dtype=complete.dtype)
-    for each in layout.parts:
-        box = each.slice.box
-        at = each.at if isinstance(each.at, tuple) else (0,) * local.dim()
-        target = tuple(slice(start, start + length) for start, length in zip(at, box.lengths, strict=True))
-        source = tuple(slice(start, start + length) for start, length in zip(box.offsets, box.lengths, strict=True))
-        local[target] = complete[source]
+    copy_slices(complete, local, layout)
     return local

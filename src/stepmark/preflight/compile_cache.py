@@ -70,7 +70,7 @@ def read_entry(path: Path, kind: str) -> CacheEntry:
     stats = [each.stat() for each in files]
     written = max(stat.st_mtime for stat in stats)
     used = max(written, *(stat.st_atime for stat in stats[1:] or stats))
-    state = {NEURON: _neuron_state, XLA: _xla_state, DATA: _data_state}[kind](path, files, time.time() - written, used)
+    state = _state(kind, path, files, time.time() - written, used)
     return CacheEntry(path, kind, state, sum(stat.st_size for stat in stats[1:] or stats), used)
 
 
@@ -89,24 +89,20 @@ def _paths(folder: Path, depth: int) -> Iterator[tuple[str, Path]]:
                 yield from _paths(child, depth - 1)
 
 
-def _neuron_state(path: Path, files: list[Path], idle: float, used: float) -> str:
-    locks = [each for each in files if each.suffix == ".lock"] + list(path.parent.glob(f"{path.name}*.lock"))
-    if any(_is_locked(each) for each in locks):
-        return RUNNING
-    if (path / DONE_MARK).is_file() or (has_binary(path) and not locks):
-        return DONE
-    if (path / "model.log").is_file():
-        return FAILED
-    return RUNNING if idle < ABANDONED_AFTER else INCOMPLETE
-
-
-def _xla_state(path: Path, files: list[Path], idle: float, used: float) -> str:
-    return IN_USE if idle < JUST_WRITTEN else DONE
-
-
-def _data_state(path: Path, files: list[Path], idle: float, used: float) -> str:
-    if (path / "meta.json").is_file():
+def _state(kind: str, path: Path, files: list[Path], idle: float, used: float) -> str:
+    """`idle`: seconds since the last write."""
+    if kind == XLA:
+        return IN_USE if idle < JUST_WRITTEN else DONE
+    if kind == DATA and (path / "meta.json").is_file():
         return IN_USE if time.time() - used < READ_LATELY else DONE
+    if kind == NEURON:
+        locks = [each for each in files if each.suffix == ".lock"] + list(path.parent.glob(f"{path.name}*.lock"))
+        if any(_is_locked(each) for each in locks):
+            return RUNNING
+        if (path / DONE_MARK).is_file() or (has_binary(path) and not locks):
+            return DONE
+        if (path / "model.log").is_file():
+            return FAILED
     return RUNNING if idle < ABANDONED_AFTER else INCOMPLETE
 
 
@@ -170,7 +166,7 @@ def delete(entries: Sequence[CacheEntry]) -> list[CacheEntry]:
 
 
 def _delete(entry: CacheEntry) -> bool:
-    """Renames the entry first, so that no process finds a part of it."""
+    """Renames the entry first, so that no process finds a part of it; what cannot be removed keeps that name."""
     trash = entry.path.with_name(f"{TRASH}{uuid.uuid4().hex}")
     try:
         if read_entry(entry.path, entry.kind).state in PROTECTED:
@@ -178,14 +174,9 @@ def _delete(entry: CacheEntry) -> bool:
         entry.path.rename(trash)
     except OSError:
         return False
-    remove(trash)
+    if trash.is_dir():
+        shutil.rmtree(trash, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            trash.unlink()
     return True
-
-
-def remove(path: Path) -> None:
-    """Removes a file or a folder; one that cannot be removed stays under its hidden name."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-        return
-    with suppress(OSError):
-        path.unlink()

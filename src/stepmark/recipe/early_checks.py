@@ -59,18 +59,14 @@ def check_metrics(recipe: Recipe) -> None:
 
 
 def check_model_folder(name: str) -> None:
-    """Checks a path before anything is loaded; other names may be on the Hugging Face hub."""
+    """Checks a path before anything is loaded; other names may be on the Hugging Face hub.
+
+    Raises UsageError, which names the command that converts it, for a foreign checkpoint or one of shards."""
     folder = Path(name)
-    if folder.is_dir():
-        _check_format(folder)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise UsageError(f"model_name_or_path: {folder} has no config.json; name a Hugging Face model folder")
-    if not folder.is_dir() and (folder.exists() or folder.is_absolute() or name.startswith((".", "~"))):
-        raise UsageError(f"model_name_or_path: {folder} is not a folder; name a Hugging Face model folder")
-
-
-def _check_format(folder: Path) -> None:
-    """Raises UsageError, which names the command that converts it, for a foreign checkpoint or one of shards."""
+    if not folder.is_dir():
+        if folder.exists() or folder.is_absolute() or name.startswith((".", "~")):
+            raise UsageError(f"model_name_or_path: {folder} is not a folder; name a Hugging Face model folder")
+        return
     if (folder / MANIFEST).is_file():
         weights = read_manifest(folder).tensors.get(MODEL, {})
         if any(len(weight.slices) > 1 for weight in weights.values()):
@@ -84,6 +80,8 @@ def _check_format(folder: Path) -> None:
     hint = None if has_weights(folder) else import_hint(folder, f"{folder.name}-model --model-only")
     if hint is not None:
         raise UsageError(f"model_name_or_path: {folder} is not a Hugging Face model folder; {hint}")
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"model_name_or_path: {folder} has no config.json; name a Hugging Face model folder")
 
 
 ENDPOINT = "https://huggingface.co"

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +20,7 @@ from stepmark.liveness.collection import quick_imports
 from stepmark.parallel.loading.load import ModelFactory, load_model, new_model
 from stepmark.recipe.early_checks import check_model_folder
 from stepmark.runtime.module_placement import cast_module
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
+from stepmark.trainer.run_folder.run_identity import SPECIAL
 
 
 def build_tokenizer(config: ModelArguments) -> Any:
@@ -39,16 +37,13 @@ def build_tokenizer(config: ModelArguments) -> Any:
             f"{field}: no tokenizer could be loaded from {name!r}: it has no tokens; set tokenizer_name to the "
             "model's tokenizer"
         )
-    if config.chat_template_path is not None:
-        tokenizer.chat_template = _chat_template(config.chat_template_path)
-    return tokenizer
-
-
-def _chat_template(path: str) -> str:
+    path = config.chat_template_path
     try:
-        return Path(path).read_text(encoding="utf-8")
+        if path is not None:
+            tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UsageError(f"chat_template_path: {path} cannot be read ({error}); name a text file with Jinja") from error
+    return tokenizer
 
 
 def build_config(config: ModelArguments, tokenizer: Any) -> Any:
@@ -57,7 +52,8 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     name = str(config.config_name)
-    overrides = _overrides(config)
+    wanted = config.config_overrides or {}
+    overrides = parse_options("config_overrides", wanted) if isinstance(wanted, str) else dict(wanted)
     by_type = name in CONFIG_MAPPING and not Path(name).exists()
     try:
         trust = config.trust_remote_code
@@ -71,8 +67,9 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
     unknown = [key for key in overrides if not hasattr(made, key)]
     if unknown:
         raise UsageError(f"config_overrides: {type(made).__name__} has no {unknown[0]}{_similar(unknown[0], made)}")
-    given = {} if tokenizer is None else {"vocab_size": len(tokenizer), **_special_tokens(tokenizer)}
-    values = {**given, **overrides}
+    special = {name: getattr(tokenizer, name, None) for name in SPECIAL}
+    given = {} if tokenizer is None else {"vocab_size": len(tokenizer), **special}
+    values = {**{name: value for name, value in given.items() if value is not None}, **overrides}
     if tokenizer is not None and values["vocab_size"] < len(tokenizer):
         raise UsageError(
             f"config_overrides: vocab_size {values['vocab_size']} is less than the tokenizer's {len(tokenizer)} tokens"
@@ -87,14 +84,19 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
         raise UsageError(f"config_overrides: {type(made).__name__} rejects {overrides}: {message}") from error
 
 
-def check_config(recipe: Recipe, tokenizer: Any) -> None:
-    """Checks the configuration of a new model, which costs nothing, before data are tokenized for it.
+def check_config(recipe: Recipe, tokenizer: Any, *, makes_model: bool = False) -> None:
+    """Checks the configuration of a new model, which costs nothing, before data are tokenized for it. `makes_model`:
+    also makes the model, without weights.
 
-    Raises UsageError as `build_config`, and DataError where blocks are longer than the model takes.
+    Raises UsageError where the fields do not describe a model, and DataError where blocks are longer than it takes.
     """
-    if recipe.model.config_name is not None:
-        length = choose_block_size(recipe.data.block_size, tokenizer.model_max_length)
-        check_block_size(build_config(recipe.model, tokenizer), length)
+    if recipe.model.config_name is None:
+        return
+    made = build_config(recipe.model, tokenizer)
+    check_block_size(made, choose_block_size(recipe.data.block_size, tokenizer.model_max_length))
+    if makes_model:
+        with torch.device("meta"):
+            make_model(recipe.model, made)
 
 
 def check_block_size(config: Any, length: int) -> None:
@@ -105,14 +107,6 @@ def check_block_size(config: Any, length: int) -> None:
             f"block_size: {length} tokens are more than the model's {longest} positions; lower block_size, or raise "
             "the positions in config_overrides"
         )
-
-
-def check_new_model(config: ModelArguments, tokenizer: Any) -> None:
-    """Raises UsageError where no model can be made of `config_name` and `config_overrides`; it gets no weights."""
-    if config.config_name is not None:
-        made = build_config(config, tokenizer)
-        with torch.device("meta"):
-            _new_model(config, made)
 
 
 def build_model(
@@ -133,7 +127,7 @@ def build_model(
     torch.manual_seed(seed)
     name, trust = config.model_name_or_path, config.trust_remote_code
     if name is None:
-        model = _new_model(config, build_config(config, tokenizer), factory, dtype)
+        model = make_model(config, build_config(config, tokenizer), factory, dtype)
     elif factory is not None:
         with _explained(name, "loaded"):
             model = load_model(factory, name, dtype=dtype, trust_remote_code=trust)
@@ -164,7 +158,7 @@ def build_untrained(
         return with_adapter(make() if factory is None else factory.new(make), config)
 
 
-def _new_model(
+def make_model(
     config: ModelArguments, made: Any, factory: ModelFactory | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.nn.Module:
     """Raises UsageError where the fields do not describe a model."""
@@ -235,16 +229,6 @@ def _explained(name: str, what: str) -> Iterator[None]:
         raise UsageError(f"model_name_or_path: no model can be {what} from {name}: {_first_line(error)}") from error
 
 
-def _overrides(config: ModelArguments) -> dict[str, Any]:
-    given = config.config_overrides or {}
-    return parse_options("config_overrides", given) if isinstance(given, str) else dict(given)
-
-
-def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name, None) is not None}
-
-
 def _first_line(error: Exception) -> str:
     line = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {line}" if isinstance(error, LookupError) or not line else line
@@ -263,28 +247,19 @@ def with_adapter(model: nn.Module, config: ModelArguments) -> nn.Module:
     """
     if config.peft is None:
         return model
-    from peft import get_peft_model
+    from peft import LoraConfig, get_peft_model
 
+    modules = config.lora_target_modules  # one name means its modules, other text is a pattern of complete names
     try:
-        adapted: Any = get_peft_model(model, _lora(config))
+        lora = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=config.lora_r,
+            lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # a float will do
+            lora_dropout=config.lora_dropout,
+            target_modules=[modules] if isinstance(modules, str) and modules.isidentifier() else modules,
+        )
+        adapted: Any = get_peft_model(model, lora)
     except (ValueError, TypeError) as error:  # as peft rejects modules and values
         raise UsageError(f"lora_target_modules: {' '.join(str(error).split())}") from error
     made: nn.Module = adapted
     return made
-
-
-def _lora(config: ModelArguments) -> LoraConfig:
-    from peft import LoraConfig
-
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=config.lora_r,
-        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # a float will do
-        lora_dropout=config.lora_dropout,
-        target_modules=_modules(config.lora_target_modules),
-    )
-
-
-def _modules(given: str | list | None) -> str | list | None:
-    """One name means the modules of that name; other text is a pattern of complete names, as in peft."""
-    return [given] if isinstance(given, str) and given.isidentifier() else given

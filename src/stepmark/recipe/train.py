@@ -73,15 +73,13 @@ def check_recipe(recipe: Recipe) -> None:
     Raises:
         StepmarkError: A run of the recipe would be refused.
     """
-    from stepmark.recipe.model import build_tokenizer, check_config, check_new_model
+    from stepmark.recipe.model import build_tokenizer, check_config
 
     check_early(recipe)
     work_offline_without_hub(recipe)
     _check_names(recipe.training)
     _load_metrics(recipe.evaluation.metrics)
-    tokenizer = build_tokenizer(recipe.model)
-    check_config(recipe, tokenizer)
-    check_new_model(recipe.model, tokenizer)
+    check_config(recipe, build_tokenizer(recipe.model), makes_model=True)
 
 
 def build_trainer(
@@ -181,7 +179,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
 def _check_names(args: TrainingFields) -> None:
     """Raises UsageError for an optimizer, schedule or reporter that does not exist, before anything is built."""
     from stepmark.config.optimizers import check_optimizer
-    from stepmark.trainer.setup import reporters
+    from stepmark.trainer.callbacks import reporters
     from stepmark.training.learning_rate_schedule import check_schedule
 
     check_optimizer(args.optim)

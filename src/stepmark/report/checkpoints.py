@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.best_link import best_step
-from stepmark.checkpoint.format.checkpoint_folders import step_of
+from stepmark.checkpoint.format.checkpoint_folders import best_step, step_of
 from stepmark.checkpoint.format.integrity import check_integrity
 from stepmark.checkpoint.format.manifest import Manifest, read_manifest
 from stepmark.errors import CheckpointError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,8 +12,11 @@ from stepmark.report.history import Attempt, EvaluationPoint, History, Line
 
 POINTS = 1500  # of one line, at most
 BARS = 48
+Values = Sequence[float | None]
 PARTS = ("step", "data", "save", "evaluation")
 GIGA = 1e9
+AXES = ("tokens", "epoch", "flops")  # that a curve can be drawn over, beside steps and time
+PLACES = 200  # at most, at which a run's position on these axes is given
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,8 @@ def figures(histories: Sequence[History], *, points: int = POINTS) -> list[Figur
     """All figures of training that have values in at least one run; a line has at most about so many points."""
     curves = [_of_logs(histories, key, figure, points) for key, figure in CURVES.items()]
     time = [_time(histories[0])] if len(histories) == 1 else []
-    every = [_loss(histories, points), *_other_metrics(histories), *curves, *time, _memory(histories, points)]
+    loss, others = _loss(histories, points), _other_metrics(histories)
+    every = [loss, _bits(loss, histories), *others, *curves, *time, _memory(histories, points)]
     return [figure for figure in every if figure.series]
 
 
@@ -120,6 +125,20 @@ def _loss(histories: Sequence[History], points: int) -> Figure:
             for series in _points(history, run, name)
         ]  # fmt: skip
     return figure
+
+
+def _bits(loss: Figure, histories: Sequence[History]) -> Figure:
+    """The loss of models of bytes, in bits."""
+    found = [
+        replace(each, y=_scaled(each.y, 1 / math.log(2)), mean=each.mean and _scaled(each.mean, 1 / math.log(2)))
+        for each in loss.series
+        if histories[each.run].of_bytes
+    ]
+    return replace(loss, name="bits", title="Bits per byte", unit="loss / ln 2, of models of bytes", series=found)
+
+
+def _scaled(values: Values, factor: float) -> list[float | None]:
+    return [None if value is None else value * factor for value in values]
 
 
 def _other_metrics(histories: Sequence[History]) -> list[Figure]:
@@ -178,7 +197,7 @@ def _lines(history: History, run: int, name: str, key: str, points: int = POINTS
     origin = origin_of(history)
     found = [line_of(history.logs, name, "line", run, key, origin, scale, points)]
     found += [line_of(lost, f"{name}, trained again", "lost", run, key, origin, scale, points) for lost in history.lost]
-    return [series for series in found if any(y is not None for y in series.y)]
+    return [series for series in found if series.x and (series.kind != "lost" or any(y is not None for y in series.y))]
 
 
 def line_of(
@@ -198,6 +217,39 @@ def line_of(
     x, times = [float(kept[i]["step"]) for i in indices], [_since(kept[i], origin) for i in indices]
     mean = means(values, indices, points)
     return Series(name, kind, run, x, [values[i] for i in indices], times, mean=mean)
+
+
+def axes(history: History, places: int = PLACES) -> dict[str, tuple[list[float], list[float]]]:
+    """Steps, and the target tokens, epochs and FLOPs of the model by each of them, for the axes that the run has."""
+    lines = {line["step"]: line for lines in (*history.lost, history.logs, history.closing) for line in lines}
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for axis, key in zip(AXES[:2], ("target_tokens", "epoch"), strict=True):
+        known = [(0.0, 0.0)]
+        known += [(float(at), value) for at in sorted(lines) if (value := _finite(lines[at].get(key))) is not None]
+        every = math.ceil(len(known) / places)
+        kept = [*known[:-1:every], known[-1]]
+        if len(known) > 1:
+            found[axis] = [at for at, _ in kept], [value for _, value in kept]
+    costs = sorted(
+        line["model_flops_per_second"] / line["tokens_per_second"]
+        for line in history.logs
+        if _finite(line.get("model_flops_per_second")) and _finite(line.get("tokens_per_second"))
+    )
+    if costs and "tokens" in found:
+        steps, tokens = found["tokens"]
+        cost = float(f"{costs[len(costs) // 2]:.6g}")  # the same in runs that differ by rounding
+        found["flops"] = steps, [each * cost for each in tokens]
+    return found
+
+
+def interpolated(known: tuple[list[float], list[float]] | None, x: float) -> float | None:
+    """The value at step `x` of an axis, linearly between known steps, and beyond the last one."""
+    if known is None:
+        return None
+    steps, values = known
+    at = min(max(bisect_left(steps, x), 1), len(steps) - 1)
+    share = (x - steps[at - 1]) / (steps[at] - steps[at - 1])
+    return values[at - 1] + share * (values[at] - values[at - 1])
 
 
 def _points(history: History, run: int, metric: str) -> list[Series]:
@@ -255,9 +307,6 @@ def total_seconds(history: History) -> dict[str, float]:
     found = {part: spent([*history.logs, *history.closing], part) for part in PARTS}
     again = sum(spent(lost, part) for lost in history.lost for part in PARTS)
     return {**found, "again": again} if again else found
-
-
-Values = Sequence[float | None]
 
 
 def thin(values: Values, most: int) -> list[int]:

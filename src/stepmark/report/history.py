@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +64,22 @@ class Attempt:
 
 @dataclass(frozen=True)
 class BestEvaluation:
-    """The best evaluation by this metric; the run's own where a concurrent one has the same value."""
+    """The best evaluation by this metric; the run's own where a concurrent one has the same value. Of several, the one
+    with the lowest `order` is the best."""
 
     metric: str
     step: int
     value: float
     concurrent: bool
+    order: float
 
 
 @dataclass
 class History:
     """Everything read from a run's folder. `logs`: the valid training lines, by step; `lost`: lines whose steps were
     trained again, one list per resumption; `closing`: the lines at the ends of processes that reached the run's last
-    step; `failures`: each rank's last one by its file, where the status is not newer; `liveness`: read only while the
-    status is "running"."""
+    step; `failures`: each rank's last one by its file, with its traceback, where the status is not newer; `liveness`:
+    read only while the status is "running"."""
 
     folder: Path
     name: str
@@ -142,6 +147,15 @@ class History:
         counts = [number(line.get("target_tokens")) for line in [*self.logs[-1:], *self.closing[-1:]]]
         return max((count for count in counts if count is not None), default=None)
 
+    @property
+    def of_bytes(self) -> bool:
+        """Whether the model's tokens are bytes, by the tokenizer of a checkpoint or of the folder itself."""
+        paths = [*self.folder.glob("checkpoint-*/tokenizer.json"), self.folder / "tokenizer.json"]
+        try:
+            return len(json.loads(paths[0].read_bytes())["model"]["vocab"]) == 256
+        except (OSError, ValueError, LookupError, TypeError):
+            return False
+
     def resumptions(self) -> list[tuple[Attempt, Attempt]]:
         """Each process that was followed by another, paired with its successor."""
         return list(zip(self.attempts, self.attempts[1:], strict=False))
@@ -161,7 +175,42 @@ class History:
         if not found:
             return None
         value, step, concurrent = min(found)
-        return BestEvaluation(metric, step, sign * value, concurrent)
+        return BestEvaluation(metric, step, sign * value, concurrent, value)
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """The folder itself if a run has written it, else the runs anywhere in it, in the order of their names with numbers
+    by value.
+
+    Raises UsageError if the folder does not exist or contains no run.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} does not exist; pass a run's output_dir")
+    found = [folder] if _is_run(folder) else sorted(_runs_in(folder), key=_natural)
+    if not found:
+        raise UsageError(
+            f"{folder} is not a run's output_dir: it contains neither {METRICS} nor a checkpoint, nor runs"
+        )
+    return found
+
+
+def _is_run(folder: Path) -> bool:
+    known = (METRICS, STATUS, EVENTS, FAILURES)
+    return any((folder / name).exists() for name in known) or any(folder.glob("checkpoint-*"))
+
+
+def _runs_in(folder: Path) -> Iterator[Path]:
+    for inner in folder.iterdir():
+        if inner.is_dir() and not inner.name.startswith("."):
+            if _is_run(inner):
+                yield inner
+            elif not inner.is_symlink():  # which may lead back
+                yield from _runs_in(inner)
+
+
+def _natural(path: Path) -> list[tuple[float, str]]:
+    parts = re.split(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", str(path))
+    return [(float(part) if index % 2 else math.inf, part) for index, part in enumerate(parts)]
 
 
 def read_history(folder: Path) -> History:
@@ -171,13 +220,12 @@ def read_history(folder: Path) -> History:
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} does not exist; pass a run's output_dir")
-    known = (METRICS, STATUS, EVENTS, FAILURES)
-    if not any((folder / name).exists() for name in known) and not any(folder.glob("checkpoint-*")):
+    if not _is_run(folder):
         raise UsageError(f"{folder} is not a run's output_dir: it contains neither {METRICS} nor a checkpoint")
     history = History(folder, folder.resolve().name, status=RunStatus.read(folder).content)
     history.failures = kept_failures(folder, history.status.get("time", 0.0) - JUST_BEFORE)
     if not history.status and history.failures:  # it has failed before it trained
-        history.status = {"state": FAILED, "reason": next(iter(history.failures.values()))}
+        history.status = {"state": FAILED, "reason": next(iter(history.failures.values())).partition("\n")[0]}
     if history.status.get("state") == RUNNING:
         history.liveness = read_liveness(folder)
     history.events = [line for line in read_lines(folder / EVENTS) if isinstance(line.get("event"), str)]
@@ -301,6 +349,29 @@ def _ending(history: History, began: float, until: float) -> str | None:
 
 
 def names(histories: Sequence[History]) -> list[str]:
-    """The runs' names, or their paths if two names are equal."""
+    """The runs' names, or if two are equal their paths from the folder that contains all; a run that is there twice has
+    one name."""
     plain = [history.name for history in histories]
-    return plain if len(set(plain)) == len(plain) else [str(history.folder) for history in histories]
+    folders = [history.folder.resolve() for history in histories]
+    if len(set(plain)) == len(set(folders)):
+        return plain
+    parent = os.path.commonpath(folders)
+    return [os.path.relpath(folder, parent) for folder in folders]
+
+
+def short_names(histories: Sequence[History]) -> list[str]:
+    """`names`, in whose comma-separated parts the beginning that all runs share is cut, up to its last separator."""
+    rows = [name.split(",") for name in names(histories)]
+    columns = []
+    for parts in zip_longest(*rows, fillvalue=""):
+        shared = re.match(r"(.*(?:[=/_ ]|(?<!\de)-))?", os.path.commonprefix(parts))  # noqa: RUF071 - of characters
+        cut = len(shared[0]) if shared is not None and len(set(parts)) > 1 else 0
+        columns.append([part[cut:] for part in parts])
+    return [",".join(filter(None, row)) for row in zip(*columns, strict=True)]
+
+
+def best_of(histories: Sequence[History]) -> int | None:
+    """The index of the run with the best evaluation; None of one run, or where runs have different metrics."""
+    found = [(best.order, index, best.metric) for index, each in enumerate(histories) if (best := each.best())]
+    comparable = len(histories) > 1 and len({metric for *_, metric in found}) == 1
+    return min(found)[1] if comparable else None

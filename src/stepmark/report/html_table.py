@@ -1,9 +1,10 @@
-"""Tables of the page, and the colors of curves and of compared runs."""
+"""Tables of the page, its files, and the colors of curves and of compared runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib import resources
 
 
 def table(name: str, heads: Sequence[str], rows: Iterable[Sequence[str]], *, sortable: bool = False) -> str:
@@ -34,6 +35,11 @@ def _sorter(names: Sequence[str]) -> str:
 def sorted_by(value: float | None, cell: str) -> str:
     """A cell of a sortable table that is sorted by a number; None goes to the end."""
     return f"{'' if value is None else repr(float(value))}|{cell}"
+
+
+def asset(name: str) -> str:
+    """The text of a file of the page."""
+    return resources.files("stepmark.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def _cell(kind: str, name: str, cell: str, sortable: bool) -> str:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import stepmark
 from stepmark.report import text
-from stepmark.report.checkpoints import Checkpoint
-from stepmark.report.figures import Figure, Mark, Series, total_seconds
-from stepmark.report.history import History, names
-from stepmark.report.html_table import color
-from stepmark.report.summary import commands, header, tiles, trouble
+from stepmark.report.checkpoints import Checkpoint, read_checkpoints
+from stepmark.report.figures import Figure, Mark, Series, axes, origin_of, total_seconds
+from stepmark.report.history import History, best_of, names, short_names
+from stepmark.report.html_table import asset, color
+from stepmark.report.summary import commands, header, header_of_all, printed, tiles, trouble, trouble_of_all
 from stepmark.report.tables import (
     attempt_table,
     checkpoint_table,
     configuration_table,
+    differences,
     event_table,
     run_table,
     sample_table,
@@ -42,60 +45,83 @@ PARTS = {
 
 def render(
     histories: Sequence[History],
+    folders: Sequence[Path],
     figures: Sequence[Figure],
     marks: Sequence[Mark],
-    checkpoints: Sequence[Checkpoint],
     now: float,
     live: Mapping[str, Any] | None = None,
 ) -> str:
-    """The complete, self-contained HTML page. `checkpoints` belong to the first run; `now` is in seconds since 1970;
-    `live`: the version of a page that loads itself again, and after how many seconds it asks for another."""
-    first = histories[0]
-    written = f"Written by stepmark {stepmark.__version__}, {text.moment(now)}, from {escape(str(first.folder))}."
+    """The complete, self-contained HTML page; `now` is in seconds since 1970. `live`: the version of a page that loads
+    itself again, and after how many seconds it asks for another."""
+    runs, checkpoints = names(histories), [read_checkpoints(history) for history in histories]
+    several, short, place = len(histories) > 1, short_names(histories), _places(histories)
+    where = Path(os.path.commonpath([history.folder.resolve() for history in histories]))
+    written = f"Written by stepmark {stepmark.__version__}, {text.moment(now)}, from {escape(str(where))}."
+    top = [_top_of_one(histories[0], checkpoints[0])]
+    if several:
+        top = [header_of_all(where.name, histories), trouble_of_all(histories, checkpoints, short)]
+        top.append(run_table(histories, place))
     body = [
-        header(first),
-        trouble(first, checkpoints),
-        tiles(first, checkpoints),
-        commands(first),
-        run_table(histories) if len(histories) > 1 else "",
+        *top,
         configuration_table(histories),
-        _curves(figures, marks, names(histories)),
-        _of_first(first) if len(histories) > 1 else "",
-        _time(first),
+        _curves(figures, marks, short),
         sample_table(histories),
-        checkpoint_table(first, checkpoints),
-        attempt_table(first),
-        event_table(first),
+        _runs(histories, checkpoints, runs) if several else _rest_of_one(histories[0], checkpoints[0]),
         f"<footer>{written}</footer>",
     ]
     data = {
-        "runs": names(histories),
-        "colors": [color(index) for index in range(_color_count(histories, figures))],
+        "runs": short,
+        "names": runs,
+        "command": shlex.join(["stepmark", "report", *(str(folder.absolute()) for folder in folders)]),
+        "colors": [color(index) for index in place] if several else [color(index) for index in range(_most(figures))],
         "figures": [asdict(figure) for figure in figures],
         "marks": [asdict(mark) for mark in marks],
+        "axes": [axes(history) for history in histories],
+        "best": best_of(histories),
+        "fields": differences(histories) if several else {},
         "live": live,
     }
-    return _asset("page.html").format(
-        title=escape(first.name),
-        style=_asset("uplot.min.css") + _asset("page.css"),
+    return asset("page.html").format(
+        title=escape(where.name),
+        style=asset("uplot.min.css") + asset("page.css"),
         body="\n".join(part for part in body if part),
         data=_embedded(data),
         script=_script(),
     )
 
 
-def _of_first(first: History) -> str:
-    return f'<p class="soft small">Times, checkpoints, attempts and events below are those of {escape(first.name)}.</p>'
+def _places(histories: Sequence[History]) -> list[int]:
+    """Each run's place in the order in which they began: it has the same color when later ones are added."""
+    began = [origin_of(history) for history in histories]
+    order = sorted(range(len(began)), key=lambda index: began[index])
+    return [order.index(index) for index in range(len(began))]
+
+
+def _top_of_one(history: History, checkpoints: Sequence[Checkpoint], level: str = "h1") -> str:
+    parts = header(history, level), trouble(history, checkpoints), printed(history), tiles(history, checkpoints)
+    return "\n".join((*parts, commands(history)))
+
+
+def _rest_of_one(history: History, checkpoints: Sequence[Checkpoint]) -> str:
+    parts = _time(history), checkpoint_table(history, checkpoints), attempt_table(history), event_table(history)
+    return "\n".join(parts)
+
+
+def _runs(histories: Sequence[History], checkpoints: Sequence[Sequence[Checkpoint]], runs: Sequence[str]) -> str:
+    """What a page of one run shows, folded for each. The ids inside are those of the first only."""
+    folded = ""
+    for index, (history, saved, name) in enumerate(zip(histories, checkpoints, runs, strict=True)):
+        inner = _top_of_one(history, saved, "h3") + configuration_table([history]) + _rest_of_one(history, saved)
+        if index:
+            inner = inner.replace(' id="', f' id="{index}-')
+        folded += f'<details class="of-run" id="run-{index}"><summary>{escape(name)}</summary>{inner}</details>'
+    return f"<h2>Each run</h2>{folded}"
 
 
 def _script() -> str:
     """uPlot with its license, and the page's own scripts."""
-    library = f"/*\n{_asset('uplot.LICENSE.txt')}*/\n{_asset('uplot.min.js')}"
-    return "\n".join((library, *(_asset(name) for name in ("format.js", "chart.js", "page.js"))))
-
-
-def _asset(name: str) -> str:
-    return resources.files("stepmark.report").joinpath("assets", name).read_text(encoding="utf-8")
+    library = f"/*\n{asset('uplot.LICENSE.txt')}*/\n{asset('uplot.min.js')}"
+    return "\n".join((library, *(asset(name) for name in ("format.js", "chart.js", "save.js", "page.js"))))
 
 
 def _embedded(data: Any) -> str:
@@ -103,9 +129,9 @@ def _embedded(data: Any) -> str:
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _color_count(histories: Sequence[History], figures: Sequence[Figure]) -> int:
-    """How many colors a figure may need: one per run, or one per curve of a single run."""
-    return max(len(histories), *(len(figure.series) for figure in figures), 1)
+def _most(figures: Sequence[Figure]) -> int:
+    """How many colors a figure of a single run may need: one per curve."""
+    return max((len(figure.series) for figure in figures), default=1)
 
 
 def _curves(figures: Sequence[Figure], marks: Sequence[Mark], runs: Sequence[str]) -> str:
@@ -113,8 +139,8 @@ def _curves(figures: Sequence[Figure], marks: Sequence[Mark], runs: Sequence[str
         return '<h2>Curves</h2><p class="soft">Nothing logged yet.</p>'
     drawn = "".join(_figure(figure, runs, wide=index == 0) for index, figure in enumerate(figures))
     return (
-        f'<div class="curves-head"><h2>Curves</h2>{_asset("controls.html")}</div>{_keys(marks)}'
-        f'<div class="charts">{drawn}</div>'
+        f'<div class="curves-head"><h2>Curves</h2>{asset("controls.html")}</div>{_keys(marks)}'
+        f'<div class="legend" id="legend"></div><div class="charts">{drawn}</div>{asset("save.html")}'
         "<noscript><p>The curves need JavaScript, which is off in this browser.</p></noscript>"
     )
 
@@ -133,7 +159,8 @@ def _figure(figure: Figure, runs: Sequence[str], *, wide: bool) -> str:
     head = f'<figcaption>{caption}<span class="buttons"></span></figcaption>'
     return (
         f'<figure id="figure-{escape(figure.name)}"{kind}>{head}'
-        f'<div class="legend"></div><div class="plot"></div>{summary_of(figure, runs)}</figure>'
+        '<div class="legend"></div><div class="plot"></div><div class="readout" role="status"></div>'
+        f"{summary_of(figure, runs)}</figure>"
     )
 
 

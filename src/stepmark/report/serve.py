@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from stepmark.errors import StepmarkError, UsageError
+from stepmark.report.history import find_runs
 from stepmark.report.write import make_page, read_histories
 from stepmark.trainer.run_folder.status import STATUS
 
@@ -21,18 +22,13 @@ WATCHED = ("metrics.jsonl", "events.jsonl", "evaluations.jsonl", STATUS, "checkp
 
 
 class LivePage:
-    """The newest page of a run, made again when its files have changed.
+    """The newest page of the runs in some folders, made again when their files have changed.
 
-    Args:
-        run: The run's folder.
-        compare: Those of other runs.
-
-    Raises:
-        UsageError: A folder is not a run's.
+    Raises UsageError where a folder is not a run's and contains none.
     """
 
-    def __init__(self, run: Path, compare: Sequence[Path]) -> None:
-        self._run, self._compare = run, compare
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
         self._lock = threading.Lock()
         self._made: tuple[str, bytes] | None = None
         self.page()
@@ -40,7 +36,7 @@ class LivePage:
     def version(self) -> str:
         """Changes when the page would."""
         found = [str(int(time.time()) // ANYWAY_AFTER)] if self._says_running() else []
-        for folder in (self._run, *self._compare):
+        for folder in self._runs():
             for path in sorted(path for pattern in WATCHED for path in folder.glob(pattern)):
                 try:
                     stat = path.stat()
@@ -49,9 +45,12 @@ class LivePage:
                 found.append(f"{path} {stat.st_mtime_ns} {stat.st_size}")
         return hashlib.blake2b("\n".join(found).encode(), digest_size=12).hexdigest()
 
+    def _runs(self) -> list[Path]:
+        return [run for folder in self._folders for run in find_runs(folder)]
+
     def _says_running(self) -> bool:
         """Whether a run's last status is that it trains, which is so of one that was killed as well."""
-        statuses = (folder / STATUS for folder in (self._run, *self._compare))
+        statuses = (folder / STATUS for folder in self._runs())
         return any(b'"running"' in status.read_bytes() for status in statuses if status.is_file())
 
     def page(self) -> bytes:
@@ -59,9 +58,9 @@ class LivePage:
         version = self.version()
         with self._lock:
             if self._made is None or self._made[0] != version:
-                histories = read_histories(self._run, self._compare)
+                histories = read_histories(self._folders[0], self._folders[1:])
                 live = {"version": version, "seconds": ASK_EVERY}
-                self._made = version, make_page(histories, live).encode()
+                self._made = version, make_page(histories, self._folders, live).encode()
             return self._made[1]
 
 
@@ -72,14 +71,14 @@ class _Server(ThreadingHTTPServer):
         """A browser that has gone is none of the server's business."""
 
 
-def open_server(run: Path, compare: Sequence[Path], port: int) -> ThreadingHTTPServer:
+def open_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
     """A server on the loopback interface; port 0 is any free one.
 
     Raises UsageError for a folder that is not a run's, or a port that is not one, and StepmarkError for one in use.
     """
     if not 0 <= port < 1 << 16:
         raise UsageError(f"--port: should be from 0 to 65535, and is {port}")
-    live = LivePage(run, compare)
+    live = LivePage(folders)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -118,9 +117,9 @@ def open_server(run: Path, compare: Sequence[Path], port: int) -> ThreadingHTTPS
         raise StepmarkError(f"--port: {port} cannot be used ({error.strerror}); give another, or 0 for any") from error
 
 
-def serve(run: Path, compare: Sequence[Path], port: int) -> None:
+def serve(folders: Sequence[Path], port: int) -> None:
     """Serves until Ctrl-C."""
-    with open_server(run, compare, port) as server:
+    with open_server(folders, port) as server:
         print(f"http://{HOST}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from stepmark.liveness.console import CONSOLE
 from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
@@ -16,9 +18,20 @@ from stepmark.trainer.run_folder.status import STUCK
 STATES = {"done": "good", "running": "plain", "interrupted": "warn", "failed": "bad", NOT_RUNNING: "bad", STUCK: "bad"}
 CORRUPTED = {"corrupted": "is corrupted", "quarantined": "was corrupted and is quarantined"}
 SHOWN_RANKS = 8  # whose failures are listed
+SHOWN_LINES = 40  # of a console
 
 
-def header(history: History) -> str:
+def header_of_all(name: str, histories: Sequence[History]) -> str:
+    """The name of several runs, and how many are in which state."""
+    states = Counter(history.state for history in histories)
+    pills = "".join(
+        f'<span class="pill {STATES.get(state, "plain")}">{n} {escape(state)}</span>' for state, n in states.items()
+    )
+    line = f'<span class="soft">{len(histories)} runs</span>{pills}'
+    return f'<header><h1>{escape(name)}</h1><div class="line">{line}</div></header>'
+
+
+def header(history: History, level: str = "h1") -> str:
     """The run's name, state, progress and devices."""
     step, total = history.last_step, history.started.get("total_steps")
     notes = ["no step logged yet" if step is None else f"step {step:,}" + (f" of {total:,}" if total else "")]
@@ -34,12 +47,33 @@ def header(history: History) -> str:
     line = f'<span class="pill {STATES.get(state, "plain")}" id="state">{escape(state)}</span>' + "".join(
         f'<span class="soft">{escape(part)}</span>' for part in notes
     )
-    return f'<header><h1>{escape(history.name)}</h1><div class="line">{line}</div>{note}</header>'
+    return f'<header><{level}>{escape(history.name)}</{level}><div class="line">{line}</div>{note}</header>'
 
 
 def trouble(history: History, checkpoints: Sequence[Checkpoint]) -> str:
     """Everything that is wrong, once each and the run's end first; one quiet line if nothing is."""
-    found = [
+    found = _troubles(history, checkpoints)
+    items = "".join(f'<li data-kind="{escape(kind)}">{escape(message)}</li>' for kind, message in dict.fromkeys(found))
+    if not items:
+        return '<p class="calm soft small">No sign of trouble.</p>'
+    return f'<section class="trouble" id="trouble"><h2>Trouble</h2><ul>{items}</ul></section>'
+
+
+def trouble_of_all(
+    histories: Sequence[History], checkpoints: Sequence[Sequence[Checkpoint]], runs: Sequence[str]
+) -> str:
+    """The first trouble of each run that has some, with a link to the rest."""
+    items = ""
+    for index, (name, history, saved) in enumerate(zip(runs, histories, checkpoints, strict=True)):
+        if found := list(dict.fromkeys(_troubles(history, saved))):
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            items += f'<li><a href="#run-{index}">{escape(name)}</a>: {escape(found[0][1])}{more}</li>'
+    return f'<section class="trouble" id="trouble"><h2>Trouble</h2><ul>{items}</ul></section>' if items else ""
+
+
+def _troubles(history: History, checkpoints: Sequence[Checkpoint]) -> list[tuple[str, str]]:
+    """Kind and text of each."""
+    return [
         *end_of_run(history, checkpoints),
         *((str(event.get("kind", "trouble")), str(event.get("message", ""))) for event in history.of_kind("trouble")),
         *(("save_failed", f"the save of step {event.get('step')} failed") for event in history.of_kind("save_failed")),
@@ -53,15 +87,12 @@ def trouble(history: History, checkpoints: Sequence[Checkpoint]) -> str:
             for line in history.unevaluated
         ),
     ]
-    items = "".join(f'<li data-kind="{escape(kind)}">{escape(message)}</li>' for kind, message in dict.fromkeys(found))
-    if not items:
-        return '<p class="calm soft small">No sign of trouble.</p>'
-    return f'<section class="trouble" id="trouble"><h2>Trouble</h2><ul>{items}</ul></section>'
 
 
 def end_of_run(history: History, checkpoints: Sequence[Checkpoint]) -> list[tuple[str, str]]:
     """Why the run failed, or that it was killed."""
-    kept = [("traceback", f"{name}: {title}") for name, title in history.failures.items()][:SHOWN_RANKS]
+    titles = {name: told.partition("\n")[0] for name, told in history.failures.items()}
+    kept = [("traceback", f"{name}: {title}") for name, title in titles.items()][:SHOWN_RANKS]
     if history.state == "failed":
         return [("failed", f"the run failed: {history.status.get('reason') or 'no reason was recorded'}"), *kept]
     if history.state == "interrupted":
@@ -83,6 +114,19 @@ def end_of_run(history: History, checkpoints: Sequence[Checkpoint]) -> list[tupl
             f"{text.moment(history.liveness.last_beat)}{host}{resume}",
         )
     ]
+
+
+def printed(history: History) -> str:
+    """Each failed rank's traceback, and the last lines that the run has printed, folded; open where it has failed."""
+    texts = {f"Traceback: {name}": told for name, told in list(history.failures.items())[:SHOWN_RANKS]}
+    for path in sorted((history.folder / CONSOLE).glob("*.txt"))[:SHOWN_RANKS]:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
+        texts[f"Console: {CONSOLE}/{path.name}"] = "\n".join(lines)
+    opened = " open" * (history.state == "failed")
+    return "".join(
+        f"<details{opened}><summary>{escape(name)}</summary><pre>{escape(told.strip())}</pre></details>"
+        for name, told in texts.items()
+    )
 
 
 def _stuck(history: History) -> str:

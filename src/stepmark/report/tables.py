@@ -15,9 +15,9 @@ from stepmark.report import text
 from stepmark.report.attempts import read_attempts
 from stepmark.report.checkpoints import Checkpoint
 from stepmark.report.figures import total_seconds
-from stepmark.report.history import KILLED, History, names
-from stepmark.report.html_table import color, sorted_by, table
-from stepmark.report.summary import number, recent_median, speed
+from stepmark.report.history import KILLED, History, best_of, names, short_names
+from stepmark.report.html_table import asset, color, sorted_by, table
+from stepmark.report.summary import STATES, number, recent_median, speed
 
 CHECKPOINT_STATES = {
     "complete": ("good", "complete"),
@@ -27,6 +27,8 @@ CHECKPOINT_STATES = {
     "unfinished": ("warn", "unfinished"),
     "failed": ("bad", "failed"),
 }
+SHOWN_FIELDS = 8  # in which runs differ, as columns of their table
+FEW = 4  # runs that also have a table with a row for each field
 SHOWN_DELETED = 12  # deleted checkpoints; older ones are folded
 EVENT_NAMES = {
     "started": "started",
@@ -43,32 +45,47 @@ EVENT_NAMES = {
 }
 
 
-def run_table(histories: Sequence[History]) -> str:
-    """One row per run."""
+def run_table(histories: Sequence[History], colors: Sequence[int]) -> str:
+    """One row per run, with the fields in which they differ; the controls that show and hide runs and group them."""
+    fields = dict(list(differences(histories).items())[:SHOWN_FIELDS])
     rows = []
     metrics = {best.metric for history in histories if (best := history.best()) is not None}
-    for index, (name, history) in enumerate(zip(names(histories), histories, strict=True)):
+    every = zip(short_names(histories), names(histories), histories, strict=True)
+    for index, (short, name, history) in enumerate(every):
         best, last = history.best(), history.logs[-1] if history.logs else {}
         seconds = sum(total_seconds(history).values()) or None
         loss, parameters = last.get("loss"), history.started.get("parameters")
         best_cell = text.NOTHING if best is None else f"{text.value(best.value)} at step {best.step:,}"
         if best is not None and len(metrics) > 1:  # which cannot be compared
             best_cell = f"{best.metric.removeprefix('eval_')} {best_cell}"
+        marked = '<span class="pill good">best</span> ' * (index == best_of(histories))
         rows.append(
             [
-                f'<i class="dot" style="background: {color(index)}"></i>{escape(name)}',
-                escape(history.state),
-                sorted_by(parameters, text.count(parameters)),
+                f'<span class="run"><input type="checkbox" checked aria-label="show {escape(name)}">'
+                f'<label class="dot" style="background: {color(colors[index])}" title="choose a color">'
+                f'<input type="color" aria-label="color of {escape(name)}"></label>'
+                f'<a href="#run-{index}" title="{escape(name)}">{escape(short)}</a></span>',
+                f'<span class="pill {STATES.get(history.state, "plain")}">{escape(history.state)}</span>',
+                sorted_by(None if best is None or len(metrics) > 1 else best.value, marked + escape(best_cell)),
+                sorted_by(loss if isinstance(loss, (int, float)) else None, number(loss)),
+                *(sorted_by(_as_number(values[index]), escape(values[index])) for values in fields.values()),
                 sorted_by(history.last_step, _count(history.last_step)),
                 sorted_by(history.target_tokens, text.count(history.target_tokens)),
-                sorted_by(loss if isinstance(loss, (int, float)) else None, number(loss)),
-                sorted_by(None if best is None or len(metrics) > 1 else best.value, escape(best_cell)),
                 sorted_by(recent_median(history, "tokens_per_second"), speed(history, "tokens_per_second")),
+                sorted_by(parameters, text.count(parameters)),
                 sorted_by(seconds, escape(text.seconds(seconds))),
             ]
         )
-    heads = ["Run", "State", "#Parameters", "#Step", "#Tokens", "#Loss", "#Best evaluation", "#Tokens per second"]
-    return f"<h2>Runs</h2>{table('runs', [*heads, '#Time'], rows, sortable=True)}"
+    heads = ["Run", "State", "#Best evaluation", "#Loss", *(f"#{field}" for field in fields)]
+    heads += ["#Step", "#Tokens", "#Tokens per second", "#Parameters", "#Time"]
+    return f"{asset('runs.html')}{table('runs', heads, rows, sortable=True)}"
+
+
+def _as_number(value: str) -> float | None:
+    try:
+        return float(value)
+    except ValueError:
+        return None
 
 
 def checkpoint_table(history: History, checkpoints: Sequence[Checkpoint]) -> str:
@@ -156,20 +173,20 @@ def _count(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else text.NOTHING
 
 
-SHOWN = 3  # evaluations; earlier ones are folded
+SHOWN = 3  # evaluations, of several runs the last; earlier ones are folded
 
 
 def sample_table(histories: Sequence[History]) -> str:
     """The newest texts of all runs, and the earlier ones folded; nothing if there are none."""
     rows = [
         (step, name, prompt, written)
-        for name, history in zip(names(histories), histories, strict=True)
+        for name, history in zip(short_names(histories), histories, strict=True)
         for step, prompt, written in _samples(history)
     ]
     if not rows:
         return ""
     rows.sort(key=lambda row: -row[0])
-    recent = sorted({row[0] for row in rows})[-SHOWN:]
+    recent = sorted({row[0] for row in rows})[-SHOWN if len(histories) == 1 else -1 :]
     several = len(histories) > 1
     newest = _table("samples", [row for row in rows if row[0] in recent], several)
     earlier = [row for row in rows if row[0] not in recent]
@@ -215,22 +232,30 @@ def read_configuration(folder: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def configuration_table(histories: Sequence[History]) -> str:
-    """One run: what its recipe sets, folded. Several: one row for each field or fact that is not the same in all."""
-    if len(histories) == 1:
-        return _of_one(histories[0])
+def differences(histories: Sequence[History]) -> dict[str, list[str]]:
+    """The values in all runs of each field or fact that is not the same in all."""
     defaults = {name: field.default for name, field in all_fields().items()}
     given = [{**_facts(history), **read_configuration(history.folder)} for history in histories]
     fields = [name for name in dict.fromkeys(name for each in given for name in each) if name not in OF_THE_FOLDER]
-    rows = []
-    for name in fields:
-        values = [_shown(each.get(name, defaults.get(name))) for each in given]
-        if len(set(values)) > 1:
-            rows.append([f"<code>{escape(name)}</code>", *(f"<code>{escape(value)}</code>" for value in values)])
-    if not rows:
+    found = {name: [_shown(each.get(name, defaults.get(name))) for each in given] for name in fields}
+    return {name: values for name, values in found.items() if len(set(values)) > 1}
+
+
+def configuration_table(histories: Sequence[History]) -> str:
+    """One run: what its recipe sets, folded. Several: one row for each field or fact that is not the same in all,
+    unless the table of runs shows them all."""
+    if len(histories) == 1:
+        return _of_one(histories[0])
+    found = differences(histories)
+    if not found:
         return '<h2>Differences</h2><p class="soft">All recorded settings of these runs are the same.</p>'
-    heads = ["Field", *names(histories)]
-    return f"<h2>Differences</h2>{table('differences', heads, rows)}"
+    if len(histories) > FEW and len(found) <= SHOWN_FIELDS:
+        return ""
+    rows = [
+        [f"<code>{escape(name)}</code>", *(f"<code>{escape(value)}</code>" for value in values)]
+        for name, values in found.items()
+    ]
+    return f"<h2>Differences</h2>{table('differences', ['Field', *short_names(histories)], rows)}"
 
 
 def _of_one(history: History) -> str:

@@ -6,28 +6,29 @@ import csv
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from stepmark.errors import StepmarkError
-from stepmark.report.checkpoints import read_checkpoints
-from stepmark.report.figures import POINTS, Figure, figures, marks
-from stepmark.report.history import History, names, read_history
+from stepmark.report.figures import AXES, POINTS, Figure, axes, figures, interpolated, marks
+from stepmark.report.history import History, find_runs, names, read_history
 from stepmark.report.page import render
 from stepmark.report.system_figures import system_figures
 
 PAGE = "report.html"
 
 
-def write_report(run: Path, compare: Sequence[Path] = (), out: Path | None = None, tables: Path | None = None) -> Path:
-    """Writes the page of a run (default: RUN/report.html), with the curves of other runs over its own, and returns its
+def write_report(folder: Path, more: Sequence[Path] = (), out: Path | None = None, tables: Path | None = None) -> Path:
+    """Writes the page of a run, or of all runs in a folder and in `more` (default: FOLDER/report.html), and returns its
     path. With `tables`, also every figure as a CSV file of that folder.
 
-    Raises UsageError if a folder is not a run's output_dir, StepmarkError if a file cannot be written.
+    Raises UsageError if a folder is not a run's output_dir and contains none, StepmarkError if a file cannot be
+    written.
     """
-    histories = read_histories(run, compare)
-    page = out if out is not None else run / PAGE
-    content = make_page(histories)
+    histories = read_histories(folder, more)
+    page = out if out is not None else folder / PAGE
+    content = make_page(histories, (folder, *more))
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(content, encoding="utf-8")
@@ -38,35 +39,36 @@ def write_report(run: Path, compare: Sequence[Path] = (), out: Path | None = Non
     return page
 
 
-def read_histories(run: Path, compare: Sequence[Path]) -> list[History]:
-    """The run's history, and those of the runs to compare it with."""
-    return [read_history(folder) for folder in (run, *compare)]
+def read_histories(folder: Path, more: Sequence[Path]) -> list[History]:
+    """The history of each run in these folders."""
+    runs = [run for each in (folder, *more) for run in find_runs(each)]
+    with ThreadPoolExecutor(len(runs)) as pool:  # a run that seems killed is watched for some seconds
+        return list(pool.map(read_history, runs))
 
 
-def make_page(histories: Sequence[History], live: Mapping[str, Any] | None = None) -> str:
-    """The page; `live` as `render` takes it."""
-    drawn = all_figures(histories)
-    return render(histories, drawn, marks(histories), read_checkpoints(histories[0]), time.time(), live)
+def make_page(histories: Sequence[History], folders: Sequence[Path], live: Mapping[str, Any] | None = None) -> str:
+    """The page of the runs in these folders; `live` as `render` takes it."""
+    return render(histories, folders, all_figures(histories), marks(histories), time.time(), live)
 
 
 def all_figures(histories: Sequence[History], *, complete: bool = False) -> list[Figure]:
     """The figures of training and of the machine; `complete`: with every value, not those alone that are drawn."""
-    points = sys.maxsize if complete else POINTS
+    points = sys.maxsize if complete else max(POINTS * 8 // max(len(histories), 8), 100)
     return [*figures(histories, points=points), *system_figures(histories, points=points)]
 
 
 def _write_tables(folder: Path, histories: Sequence[History]) -> None:
-    runs = names(histories)
+    runs, places = names(histories), [axes(history, sys.maxsize) for history in histories]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for figure in all_figures(histories, complete=True):
             with (folder / f"{figure.name}.csv").open("w", encoding="utf-8", newline="") as file:
                 rows = csv.writer(file)
-                rows.writerow(("run", "series", "step", "seconds", "value"))
+                rows.writerow(("run", "series", "step", "seconds", "value", *AXES))
                 for each in figure.series:
-                    rows.writerows(
-                        (runs[each.run], each.name, f"{x:.0f}", time, y)
-                        for x, time, y in zip(each.x, each.times, each.y, strict=True)
-                    )
+                    others = [[interpolated(places[each.run].get(axis), x) for x in each.x] for axis in AXES]
+                    xs = [f"{x:.0f}" for x in each.x]
+                    columns = ([runs[each.run]] * len(xs), [each.name] * len(xs), xs, each.times, each.y, *others)
+                    rows.writerows(zip(*columns, strict=True))
     except OSError as error:
         raise StepmarkError(f"cannot write {folder}: {error.strerror}; choose another folder with --csv") from error

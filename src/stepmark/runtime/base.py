@@ -59,6 +59,10 @@ class Runtime(Protocol):
         """Copies every tensor in a nest of dicts, lists and tuples to the device. May be called from a background
         thread; runs no graph."""
 
+    def numbers(self, values: Sequence[float]) -> Tensor:
+        """A float32 vector of these values on the device, without waiting for it. On a lazy device they are data, not
+        constants of the graph."""
+
     def write(self, target: Tensor, value: Tensor) -> None:
         """Copies `value`, on the host, to `target`, on the device, of the same shape and dtype. The tensor object stays
         the same, and a lazy device compiles nothing."""
@@ -82,8 +86,8 @@ class Runtime(Protocol):
         """The seed that `seed` has set, as long as no random number was drawn since."""
 
     def generator_state(self) -> Tensor:
-        """The state of the generator of the device's random operations, on the host; int64 numbers or bytes. Waits for
-        nothing."""
+        """The state of the generator of the device's random operations, on the host; int64 numbers or bytes. On an
+        eager device also that of the host's generator. Waits for nothing."""
 
     def drew_since(self, state: Tensor) -> bool:
         """Whether random numbers were drawn since `generator_state` returned this."""
@@ -109,6 +113,11 @@ class Runtime(Protocol):
     def memory(self) -> DeviceMemory | None:
         """Memory use as the device's allocator counts it; None where it does not, or where the memory is the host's.
         Does not wait for the device."""
+
+
+def has_addresses(device: torch.device) -> bool:
+    """Whether tensors on the device have addresses, by which those that share memory are found."""
+    return device.type not in ("meta", "mps", "xla")  # mps: an address is that of an object, not of memory
 
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from stepmark.errors import LaunchError, PeerFailed
+from stepmark.errors import DeviceError, LaunchError, PeerFailed
 from stepmark.launch.join_clock import JoinClock, join_timeout
 from stepmark.launch.joining import connect
 from stepmark.launch.world import World
@@ -82,7 +82,7 @@ def start(device: str = "auto", timeout: float | None = None) -> Context:
     """Joins the other ranks, if there are any, and opens the device. A second call returns the same context.
 
     Args:
-        device: `auto`, `xla`, `cuda`, `neuron` or `cpu`.
+        device: `auto`, `xla`, `cpu`, or a name that torch.accelerator reports, such as `cuda` or `neuron`.
         timeout: Seconds that the ranks may take to join. Default: STEPMARK_JOIN_TIMEOUT, or 600.
 
     Raises UsageError, DeviceError or LaunchError before anything expensive is done.
@@ -105,11 +105,26 @@ def start(device: str = "auto", timeout: float | None = None) -> Context:
 
 
 def backend_for(runtime: Runtime) -> str:
-    """The backend of process groups that send tensors of the device, and of the host."""
+    """The backend of process groups that send tensors of the device, and of the host. Raises DeviceError where torch
+    knows none for the device."""
     if runtime.lazy or runtime.host_memory:
         return "gloo"
     kind = runtime.device.type
-    return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+    backend = group_backend(kind)
+    if backend is None:
+        raise DeviceError(
+            f"device: {kind} has no process group: its package registers no backend with torch.distributed, so ranks "
+            f"cannot send each other its tensors; train on one rank, or install the package's distributed part"
+        )
+    return f"cpu:gloo,{kind}:{backend}"
+
+
+def group_backend(kind: str) -> str | None:
+    """The backend of torch.distributed for devices of this type; None where none is registered."""
+    try:
+        return dist.get_default_backend_for_device(kind)
+    except ValueError:
+        return None
 
 
 def _connect(world: World, runtime: Runtime, clock: JoinClock) -> None:
@@ -126,11 +141,11 @@ def _connect(world: World, runtime: Runtime, clock: JoinClock) -> None:
 
 
 def _group_maker(world: World, runtime: Runtime) -> Callable[[dist.Store], None]:
+    backend = backend_for(runtime)  # before anybody connects
+
     def make(store: dist.Store) -> None:
         with quiet_stdout():
-            dist.init_process_group(
-                backend_for(runtime), store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT
-            )
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
 
     return make
 

@@ -12,9 +12,11 @@ from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.hardware import check_device_name, neuron_device_present, torch_xla_installed, tpu_present
 from stepmark.runtime.xla_environment import check_no_type_override
 
+LAZY = ("neuron", "tpu")  # which torch_xla opens as well
+
 
 def choose_device(wish: str = "auto") -> str:
-    """The device type that `wish` means on this machine.
+    """The device type that `wish` means on this machine: one of `DEVICES`, or another that torch.accelerator reports.
 
     `auto`: XLA if torch_xla is installed and there is a Neuron device or a TPU, otherwise torch's accelerator,
     otherwise the CPU. `PJRT_DEVICE` is ignored: transformers sets it on import wherever torch_xla is installed.
@@ -41,13 +43,14 @@ def _check_available(device: str) -> None:
         raise DeviceError("device: xla needs torch_xla, which is not installed; pip install 'stepmark[xla]'")
     if device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("device: cuda is not available: torch finds no CUDA device; choose device: cpu or auto")
-    if device == "neuron":
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None or accelerator.type != "neuron":
-            raise DeviceError(
-                "device: neuron is not available: torch has no native neuron device here; with torch_xla "
-                "choose device: xla"
-            )
+    if device in ("xla", "cuda", "cpu"):
+        return
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    found = None if accelerator is None else accelerator.type
+    if found != device:
+        others = "with torch_xla choose device: xla" if device in LAZY else f"choose device: {found or 'cpu'} or auto"
+        has = "" if found is None else f", but {found}"
+        raise DeviceError(f"device: {device} is not available: torch has no native {device} device here{has}; {others}")
 
 
 def create_runtime(device: str, local_rank: int = 0, local_size: int = 1) -> Runtime:

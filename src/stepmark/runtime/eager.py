@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,14 @@ class EagerRuntime:
         if self.host_memory:
             return batch
         return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=tensor.is_pinned()))
+
+    def numbers(self, values: Sequence[float]) -> Tensor:
+        if self.host_memory:
+            return torch.tensor(values, dtype=torch.float32)
+        if len(set(values)) == 1:  # an operation, where a copy might wait
+            return torch.full((len(values),), values[0], dtype=torch.float32, device=self.device)
+        on_host = torch.tensor(values, dtype=torch.float32)
+        return self.place(on_host.pin_memory() if can_pin(self.device) else on_host)
 
     def write(self, target: Tensor, value: Tensor) -> None:
         with torch.inference_mode(target.is_inference()), torch.no_grad():
@@ -50,19 +60,20 @@ class EagerRuntime:
         return torch.initial_seed() % 2**63
 
     def generator_state(self) -> Tensor:
+        on_host = torch.get_rng_state()
         if self.host_memory:
-            return torch.get_rng_state()
-        state: Tensor = torch.get_device_module(self.device).get_rng_state(self.device)
-        return state
+            return on_host
+        on_device: Tensor = torch.get_device_module(self.device).get_rng_state(self.device)
+        return torch.cat([on_host, on_device])  # a model may draw on either, and a device without an operation does
 
     def drew_since(self, state: Tensor) -> bool:
         return not torch.equal(state, self.generator_state())
 
     def set_generator_state(self, state: Tensor) -> None:
-        if self.host_memory:
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(self.device).set_rng_state(state, self.device)
+        on_host, on_device = map(torch.clone, state.tensor_split([len(torch.get_rng_state())]))  # torch takes no views
+        torch.set_rng_state(on_host)
+        if not self.host_memory:
+            torch.get_device_module(self.device).set_rng_state(on_device, self.device)
 
     def counters(self) -> GraphCounters | None:
         return None
@@ -84,5 +95,65 @@ class EagerRuntime:
             peak = torch.accelerator.max_memory_allocated(self.device)
         except (RuntimeError, NotImplementedError):  # an accelerator without memory statistics
             return None
-        limit = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
-        return DeviceMemory(used, peak, limit)
+        return DeviceMemory(used, peak, _memory_of(self.device))
+
+
+@functools.cache
+def _memory_of(device: torch.device) -> int | None:
+    """Bytes of the device's memory; None where its module does not say."""
+    module = torch.get_device_module(device)
+    if hasattr(module, "get_device_properties"):
+        return getattr(module.get_device_properties(device), "total_memory", None)
+    return module.mem_get_info(device)[1] if hasattr(module, "mem_get_info") else None
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Inside the block, random numbers may be drawn on the host and on this process's accelerator; afterwards their
+    generators are where they were."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        here = [torch.accelerator.current_device_index()]
+        with torch.random.fork_rng(devices=here, device_type=accelerator.type):
+            yield
+
+
+@functools.cache
+def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a native device multiplies matrices of this type, also under autocast: tried on one element."""
+    if not torch.amp.is_autocast_available(device.type):
+        return False
+    named = getattr(torch.get_device_module(device), "get_amp_supported_dtype", None)
+    try:
+        one = torch.ones(1, 1, dtype=dtype, device=device)
+        return (named is None or dtype in named()) and float(one @ one) == 1.0
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+@functools.cache
+def can_pin(device: torch.device) -> bool:
+    """Whether host memory can be page-locked for this device, so that copies to and from it need not wait: tried."""
+    if device.type in ("cpu", "xla", "mps"):  # mps: its memory is the host's, and pinning gives a tensor on it
+        return False
+    try:
+        return torch.empty(1, dtype=torch.uint8, pin_memory=True).is_pinned()
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+@functools.cache
+def has_fused_kernel(kind: type[torch.optim.Optimizer], device: torch.device) -> bool:
+    """Whether an optimizer of torch's works with `fused=True` on this device: tried on one element."""
+    if device.type in ("cpu", "xla"):
+        return device.type == "cpu"
+    parameter = torch.ones(1, device=device, requires_grad=True)
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        kind([parameter], lr=0.1, fused=True).step()  # type: ignore[call-arg]
+        return float(parameter) < 1
+    except (RuntimeError, NotImplementedError):
+        return False

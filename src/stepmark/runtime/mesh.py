@@ -78,7 +78,7 @@ class Mesh:
         Args:
             tensor_parallel_size: Size of the "tp" axis.
             pipeline_parallel_size: Size of the "pp" axis. The "dp" axis gets the remaining factor.
-            device: "auto", "xla", "cuda", "neuron" or "cpu"; ignored where `context` is given.
+            device: As in `start`; ignored where `context` is given.
             context: What `start` returned, None to call it.
 
         Returns:
@@ -90,7 +90,7 @@ class Mesh:
             LaunchError: The ranks cannot find each other.
         """
         context = context or start(device)
-        _check_sizes(context.world.size, tensor_parallel_size, pipeline_parallel_size)
+        check_sizes(context.world.size, tensor_parallel_size, pipeline_parallel_size)
         data = context.world.size // (tensor_parallel_size * pipeline_parallel_size)
         inner = {DATA: data, TENSOR: tensor_parallel_size}
         grid = RankGrid({PIPELINE: pipeline_parallel_size, **inner} if pipeline_parallel_size > 1 else inner)
@@ -136,18 +136,18 @@ class Mesh:
         return self._replicas[count]
 
 
-def _check_sizes(ranks: int, tensor: int, pipeline: int) -> None:
-    """Raises UsageError where the ranks cannot be laid out over axes of these sizes."""
+def check_sizes(ranks: int, tensor: int, pipeline: int, *, begin: str = "start") -> None:
+    """Raises UsageError where the ranks cannot be laid out over axes of these sizes. `begin`: what the user does."""
     for name, size in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", pipeline)):
         if size < 1 or ranks % size:
             raise UsageError(
-                f"{name}: {size} does not divide the {ranks} ranks; start a multiple of {max(size, 1)} ranks, or "
+                f"{name}: {size} does not divide the {ranks} ranks; {begin} a multiple of {max(size, 1)} ranks, or "
                 f"choose a divisor of {ranks}"
             )
     if ranks % (tensor * pipeline):
         raise UsageError(
             f"tensor_parallel_size and pipeline_parallel_size: {tensor} times {pipeline} does not divide the {ranks} "
-            f"ranks; start a multiple of {tensor * pipeline} ranks, or lower one of them"
+            f"ranks; {begin} a multiple of {tensor * pipeline} ranks, or lower one of them"
         )
 
 

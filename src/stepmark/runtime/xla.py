@@ -76,6 +76,9 @@ class XlaRuntime:
         (sent,) = torch_xla._XLAC._xla_tensors_from_aten([tensor.detach()], [str(self.device)])
         return sent
 
+    def numbers(self, values: Sequence[float]) -> Tensor:
+        return self._send(torch.tensor(values, dtype=torch.float32))
+
     def write(self, target: Tensor, value: Tensor) -> None:
         # Assigning a new device buffer records no operation, so the graphs stay the same.
         target.data = self._send(value.to(dtype=target.dtype))

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,8 +22,7 @@ Shape = tuple[int, ...]
 _ATTRIBUTE = "_stepmark_layout"
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """The elements of a global tensor from `offsets` on, `lengths` of them along each dim."""
 
     offsets: Shape
@@ -49,26 +49,26 @@ class Box:
 
     def within(self, shape: Sequence[int]) -> bool:
         """Whether the box lies inside a tensor of `shape`."""
-        return len(shape) == len(self.lengths) == len(self.offsets) and all(
-            offset >= 0 and length >= 0 and offset + length <= size
-            for offset, length, size in zip(self.offsets, self.lengths, shape, strict=True)
-        )
+        if not len(shape) == len(self.lengths) == len(self.offsets):
+            return False
+        for offset, length, size in zip(self.offsets, self.lengths, shape, strict=True):
+            if offset < 0 or length < 0 or offset + length > size:
+                return False
+        return True
 
     def relative_to(self, origin: Sequence[int]) -> Box:
         """The same box, with offsets counted from `origin`."""
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.lengths)
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A box of the global tensor whose elements follow in row-major order from element `start` of a slice."""
 
     box: Box
     start: int
 
 
-@dataclass(frozen=True)
-class TensorSlice:
+class TensorSlice(NamedTuple):
     """Elements [start, stop) of the row-major flattening of `box`; the complete box if the range covers it."""
 
     box: Box
@@ -82,7 +82,7 @@ class TensorSlice:
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> TensorSlice:
-        return cls.of_box((0,) * len(shape), shape)
+        return _full_slice(tuple(shape))
 
     @classmethod
     def of_range(cls, shape: Sequence[int], start: int, stop: int) -> TensorSlice:
@@ -98,7 +98,7 @@ class TensorSlice:
         return self.start == 0 and self.stop == self.box.numel
 
     def is_full(self, shape: Sequence[int]) -> bool:
-        return self.is_box and self.box == Box.full(shape)
+        return self == _full_slice(tuple(shape))
 
     @property
     def shape(self) -> Shape:
@@ -145,8 +145,7 @@ def _inside_row(lengths: Shape, row: int, start: int, stop: int) -> Iterator[tup
         yield (row, *offsets), (1, *inner)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A slice and its place in a local tensor.
 
     `at` is either the offsets of the slice's box inside the local tensor, of as many dims; or a number of elements:
@@ -157,8 +156,7 @@ class Part:
     at: Shape | int
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """What a local tensor holds of a global tensor of `shape`."""
 
     shape: Shape
@@ -166,7 +164,7 @@ class Layout:
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> Layout:
-        return cls(tuple(shape), (Part(TensorSlice.full(shape), 0),))
+        return _full_layout(tuple(shape))
 
     @classmethod
     def box(cls, shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Layout:
@@ -182,6 +180,16 @@ class Layout:
     def range(cls, shape: Sequence[int], start: int, stop: int, at: int = 0) -> Layout:
         """Elements [start, stop) of the flattened global tensor, from element `at` of the flattened local one on."""
         return cls(tuple(shape), (Part(TensorSlice.of_range(shape, start, stop), at),))
+
+
+@lru_cache(1024)  # even very many tensors have few shapes
+def _full_slice(shape: Shape) -> TensorSlice:
+    return TensorSlice.of_box((0,) * len(shape), shape)
+
+
+@lru_cache(1024)
+def _full_layout(shape: Shape) -> Layout:
+    return Layout(shape, (Part(_full_slice(shape), 0),))
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from stepmark.sharding.layout import Box, Shape, TensorSlice
 
 
-@dataclass(frozen=True)
-class Overlap:
+class Overlap(NamedTuple):
     """A box in the intersection of a stored and a wanted slice.
 
     `source` is the stored block it lies in. Elements [first, last) of the stored slice are those from its first to its

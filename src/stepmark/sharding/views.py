@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stepmark.sharding.layout import Block, Box, Part
+from stepmark.sharding.layout import Block, Box, Layout, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +36,13 @@ def block_views(tensor: Tensor, part: Part, start: int, stop: int) -> list[tuple
             view = narrow(tensor, Box(at, inside.lengths))
         views.append((block, view))
     return views
+
+
+def copy_slices(complete: Tensor, local: Tensor, layout: Layout) -> None:
+    """Copies what `layout` says from the complete tensor to the local one, converted to its dtype; the rest stays."""
+    for part in layout.parts:
+        for block, view in block_views(local, part, 0, part.slice.numel):
+            view.copy_(narrow(complete, block.box))
 
 
 def narrow(tensor: Tensor, box: Box) -> Tensor:

@@ -21,18 +21,22 @@ from transformers.trainer_callback import (
 )
 
 from stepmark.config.training_fields import TrainingFields
+from stepmark.errors import UsageError
 from stepmark.liveness import console
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.run_folder.status import DONE, RUNNING, RunStatus
 from stepmark.trainer.setup import RunParts, count_epochs
-from stepmark.trainer.telemetry.progress import ProgressDisplay, evaluation_line
+from stepmark.trainer.telemetry.progress import ProgressDisplay
 from stepmark.trainer.training_arguments import TrainingArguments
 
 Metrics = dict[str, float]
 
 logger = logging.getLogger("stepmark")
+TRAINER_STATE = "trainer_state.json"
 SHOWN = 100  # characters of a sample on the terminal
+_INTEGRATIONS = "transformers.integrations"
+_NOT_LISTED = ("flyte", "azure_ml")  # transformers does not say whether these are installed
 _OWN_STATES = ("TrainerControl",)  # in checkpoints of transformers' Trainer; not restored
 
 
@@ -41,7 +45,8 @@ class RunCallbacks:
 
     `before_hearing` is called before an event that a user's callback handles. `last_evaluation` is the step of the last
     evaluation of the Trainer's own data, with its metrics. `begun` is set once training has begun: from then on the end
-    of the process is the end of the run. `log` is the Trainer's, which a subclass may override; it calls `record`.
+    of the process is the end of the run. `training` is set until it has ended. `log` is the Trainer's, which a subclass
+    may override; it calls `record`.
     """
 
     def __init__(
@@ -57,7 +62,8 @@ class RunCallbacks:
     ) -> None:
         self.args = args
         self.run_log = run_log
-        self.handler: Any = CallbackHandler([StrategyCallback, *callbacks], model, processing_class, None, None)
+        called = [StrategyCallback, *filter(takes_part, (*reporters(args), *callbacks))]
+        self.handler: Any = CallbackHandler(called, model, processing_class, None, None)
         self.before_hearing: Callable[[], None] = lambda: None
         self.last_evaluation: tuple[int, Metrics] | None = None
         self._leads_node = leads_node
@@ -66,12 +72,17 @@ class RunCallbacks:
         self._position: tuple[int, Any] | None = None  # of the evaluated model, while that is logged
         self.reset()
 
+    def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Adds one, unless it takes no part."""
+        if takes_part(callback):
+            self.handler.add_callback(callback)
+
     def reset(self) -> None:
         """Starts over for a new run."""
         self.state = TrainerState(is_local_process_zero=self._leads_node, is_world_process_zero=self.run_log.writes)
         self.control = TrainerControl()
         self.progress = ProgressDisplay(shows=False, total=0, done=0)
-        self.begun = self._training = False
+        self.begun = self.training = False
         self.best_step: int | None = None  # where the model has the weights of the best one
 
     def model_position(self) -> tuple[int, Any]:
@@ -109,16 +120,11 @@ class RunCallbacks:
         finished = self.state.global_step >= total_steps
         self.run_log.stays_done = finished and RunStatus.read(self.run_log.folder).state == DONE
         self.run_log.status(RUNNING, self.state.global_step)
-        self.begun = self._training = True
-
-    @property
-    def training(self) -> bool:
-        """Whether training has begun and not ended."""
-        return self._training
+        self.begun = self.training = True
 
     def close(self) -> None:
         """Training has ended, in one way or another."""
-        self._training = False
+        self.training = False
         self.progress.close()
 
     # Events
@@ -129,13 +135,12 @@ class RunCallbacks:
             self.before_hearing()
         self.control = getattr(self.handler, name)(self.args, self.state, self.control, *values)
 
-    def has(self, name: str) -> bool:
-        """Whether a callback defines the event `name`, rather than inheriting the empty method of its base class."""
-        return any(_defines(callback, name) for callback in self.handler.callbacks)
-
     def hears(self, name: str) -> bool:
-        """Whether a callback that is not the run's own defines the event `name`."""
-        return any(type(each) is not StrategyCallback and _defines(each, name) for each in self.handler.callbacks)
+        """Whether a callback that is not the run's own defines the event `name`, rather than inheriting the empty
+        method of its base class."""
+        others = (each for each in self.handler.callbacks if type(each) is not StrategyCallback)
+        methods = (getattr(each, name) for each in others)
+        return any(getattr(each, "__func__", each) is not getattr(TrainerCallback, name) for each in methods)
 
     def evaluated(self, metrics: Metrics, prefix: str) -> None:
         """Logs the metrics of one set, whose keys begin with `prefix`, and calls `on_evaluate`."""
@@ -144,7 +149,7 @@ class RunCallbacks:
             self.log(metrics)
         finally:
             step, self._position = self._position[0], None
-        self.progress.evaluated(step, metrics, evaluation_line(step, metrics, prefix))
+        self.progress.evaluated(step, metrics, prefix)
         self.event("on_evaluate", metrics)
 
     def sampled(self, prompt: str, written: str) -> None:
@@ -168,7 +173,7 @@ class RunCallbacks:
         self.state.log_history.append({**logs, "epoch": epoch, "step": step})
         logs = {**logs, **machine}
         self.run_log.metrics({"step": step, "epoch": epoch, **logs})
-        if self._training:
+        if self.training:
             best = {} if self.state.best_metric is None else {"best_metric": self.state.best_metric}
             self.run_log.describe(eta_seconds=self.progress.seconds_left(step), **best)
             self.run_log.status(RUNNING, step)
@@ -176,10 +181,10 @@ class RunCallbacks:
 
     # State
 
-    def exportable_state(self) -> TrainerState:
-        """The state, with that of the callbacks which have one."""
+    def write_state(self, folder: Path) -> None:
+        """Writes the state to trainer_state.json, with that of the callbacks which have one."""
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=self._exportable()).stateful_callbacks
-        return self.state
+        self.state.save_to_json(str(folder / TRAINER_STATE))
 
     def restore_state(self, saved: TrainerState) -> None:
         """Restores the history, the best model and the callbacks' states from `saved`: their counters, and with
@@ -204,9 +209,26 @@ class RunCallbacks:
         return [callback for callback in self.handler.callbacks if isinstance(callback, ExportableState)]
 
 
-def _defines(callback: TrainerCallback, event: str) -> bool:
-    method = getattr(callback, event)
-    return getattr(method, "__func__", method) is not getattr(TrainerCallback, event)
+def reporters(args: TrainingFields) -> list[type[TrainerCallback]]:
+    """transformers' callbacks for the `report_to` names. Raises UsageError where a package is not installed."""
+    from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
+
+    installed = get_available_reporting_integrations()
+    names = installed if args.reporters == ["all"] else args.reporters
+    try:
+        found = get_reporting_integration_callbacks(names)
+    except ValueError as error:
+        raise UsageError(f"report_to: {error}") from error
+    if absent := [name for name in names if name not in (*installed, *_NOT_LISTED)]:
+        raise UsageError(f"report_to: {absent[0]} is not installed; install its package, or leave it out of report_to")
+    return found
+
+
+def takes_part(callback: TrainerCallback | type[TrainerCallback]) -> bool:
+    """Whether a callback is called. Reporters of transformers, such as TensorBoard's, and what is derived from one are
+    not while the values are placeholders."""
+    kind = callback if isinstance(callback, type) else type(callback)
+    return not (extracting_graphs() and any(each.__module__.startswith(_INTEGRATIONS) for each in kind.__mro__))
 
 
 class StrategyCallback(DefaultFlowCallback):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -138,7 +138,29 @@ class TrainerEvaluation:
             self.callbacks.evaluated(metrics, prefix)
         return dict(pause.completed[key])
 
-    def try_metrics(self, datasets: Sequence[Any], batches: Callable[[Any], Any]) -> None:
+    def prompt_sampler(self) -> PromptSampler | None:
+        """Continues `sample_prompts`; None without any. Raises UsageError where it cannot."""
+        given, model = self.args.sample_prompts, self.evaluator.model
+        prompts = [given] if isinstance(given, str) else list(given or [])
+        if not prompts:
+            return None
+        config = getattr(model, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
+            raise UsageError(
+                f"sample_prompts: {type(model).__name__} is an encoder-decoder, which continues no text; leave them "
+                "out, or use Seq2SeqTrainer with predict_with_generate"
+            )
+        positions = getattr(config, "max_position_embeddings", None)
+        return PromptSampler(self.loaders.processing_class, prompts, self.args.sample_tokens, positions)
+
+    def sample_texts(self) -> list[tuple[str, str]]:
+        """`sample_prompts` with the model's continuations; on ranks other than 0, or without prompts, an empty list."""
+        each, sampler = self.evaluator, self.prompt_sampler()
+        if sampler is None or each.host.rank != 0:
+            return []
+        return list(zip(sampler.prompts, sampler.texts(each.model, each.runtime, each.autocast_dtype), strict=True))
+
+    def try_metrics(self, datasets: Iterable[Any], batches: Callable[[Any], Any]) -> None:
         """Calls `compute_metrics` with two samples of each dataset, so that one that fails does so before training and
         not hours later. One that needs more samples gets the whole set."""
         if self.compute_metrics is None or self.args.batch_eval_metrics:
@@ -160,8 +182,8 @@ class TrainerEvaluation:
                 attempt(dataset)
 
 
-def evaluation_sets(dataset: Any) -> list[tuple[str, Any]]:
-    """The sets to evaluate, each with the prefix of its metrics.
+def evaluation_sets(dataset: Any) -> dict[str, Any]:
+    """The sets to evaluate, by the prefix of their metrics.
 
     Raises:
         UsageError: There is no evaluation data.
@@ -176,32 +198,14 @@ def evaluation_sets(dataset: Any) -> list[tuple[str, Any]]:
 
 
 def logged_evaluation(
-    history: Sequence[dict[str, float]], step: int, sets: Sequence[tuple[str, Any]]
+    history: Sequence[dict[str, float]], step: int, prefixes: Iterable[str]
 ) -> dict[str, float] | None:
     """The metrics of an evaluation of all sets at this step from the history, which resumed runs have too."""
     metrics: dict[str, float] = {}
     logs = [log for log in history if log["step"] == step]
-    for prefix, _ in sets:
+    for prefix in prefixes:
         log = next((log for log in reversed(logs) if f"{prefix}_runtime" in log), None)
         if log is None:
             return None
         metrics |= {name: value for name, value in log.items() if name != "step"}
     return metrics
-
-
-def sample_prompts(args: TrainingArguments) -> list[str]:
-    """`sample_prompts` as a list."""
-    given = args.sample_prompts
-    return [given] if isinstance(given, str) else list(given or [])
-
-
-def make_prompt_sampler(args: TrainingArguments, model: Any, processing_class: Any) -> PromptSampler | None:
-    """Continues `sample_prompts`; None without any. Raises UsageError where it cannot."""
-    prompts, config = sample_prompts(args), getattr(model, "config", None)
-    if prompts and getattr(config, "is_encoder_decoder", False):
-        raise UsageError(
-            f"sample_prompts: {type(model).__name__} is an encoder-decoder, which continues no text; leave them out, "
-            "or use Seq2SeqTrainer with predict_with_generate"
-        )
-    positions = getattr(config, "max_position_embeddings", None)
-    return PromptSampler(processing_class, prompts, args.sample_tokens, positions) if prompts else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -44,7 +45,7 @@ class LoaderFactory:
 
     def train_batches(self, dataset: Any) -> Any:
         """The batches of training data: of a dataset with a length, or of one that can only be iterated."""
-        check_readable_again("train_dataset", dataset)
+        _check_training_data(dataset)
         if is_stream(dataset):
             if self.args.train_sampling_strategy == GROUP_BY_LENGTH:
                 raise UsageError(
@@ -55,15 +56,15 @@ class LoaderFactory:
             return self._stream(dataset, self.args.per_device_train_batch_size, drop_last=drop_last)
         return PlainBatches(self.train_loader(dataset))
 
-    def sampled_batches(self, dataset: Any, sampler: Any) -> Any:
-        """The batches of training data in the order of a sampler; None: in that of the dataset."""
-        check_readable_again("train_dataset", dataset)
+    def sampled_batches(self, dataset: Any, make_sampler: Callable[[], Any]) -> Any:
+        """The batches of training data in the order of a sampler; of None in that of the dataset."""
+        _check_training_data(dataset)
         columns, batch_size = self._columns, self.args.per_device_train_batch_size
         samples: Any = dataset if columns is None else UsedColumns(dataset, columns)
         return torch.utils.data.DataLoader(
             samples,
             batch_size=batch_size,
-            sampler=sampler,
+            sampler=make_sampler(),
             collate_fn=partial(self._collation(dataset), indices=range(batch_size)),
             num_workers=self.args.dataloader_num_workers,
             drop_last=self.args.dataloader_drop_last,
@@ -71,12 +72,15 @@ class LoaderFactory:
 
     def eval_batches(self, dataset: Any) -> Any:
         """The batches of evaluation data, in order."""
+        if dataset is None:
+            raise UsageError("eval_dataset: evaluation needs one")
         if is_stream(dataset):
             return self._stream(dataset, self.args.per_device_eval_batch_size)
         return PlainBatches(self._loader(dataset, self.args.per_device_eval_batch_size, shuffle=False))
 
     def train_loader(self, dataset: Any) -> DataLoader:
         """A loader of training data, at its beginning."""
+        _check_training_data(dataset)
         return self._loader(
             dataset,
             self.args.per_device_train_batch_size,
@@ -164,14 +168,17 @@ class LoaderFactory:
     def _columns(self) -> ModelColumns | None:
         if not self.args.remove_unused_columns:
             return None
-        return ModelColumns.of_model(self.model, self.loss.labels, others_read=self._others_read_columns)
+        collator, others_read = self.data_collator, self.loss.override is not None
+        if collator is not None and not isinstance(collator, PadTo):
+            module = getattr(collator, "__module__", None) or type(collator).__module__
+            others_read |= str(module).partition(".")[0] != "transformers"
+        return ModelColumns.of_model(self.model, self.loss.labels, others_read=others_read)
 
-    @property
-    def _others_read_columns(self) -> bool:
-        """Whether a user's collator or loss may read further columns."""
-        collator = self.data_collator
-        own_collator = not (collator is None or isinstance(collator, PadTo) or _of_transformers(collator))
-        return own_collator or self.loss.override is not None
+
+def _check_training_data(dataset: Any) -> None:
+    if dataset is None:
+        raise UsageError("train_dataset: training needs one")
+    check_readable_again("train_dataset", dataset)
 
 
 def default_collator(processing_class: Any) -> CollateFn:
@@ -179,8 +186,3 @@ def default_collator(processing_class: Any) -> CollateFn:
     from transformers import DataCollatorWithPadding, default_data_collator
 
     return DataCollatorWithPadding(processing_class) if is_padder(processing_class) else default_data_collator
-
-
-def _of_transformers(collator: Any) -> bool:
-    module = getattr(collator, "__module__", None) or type(collator).__module__
-    return str(module).partition(".")[0] == "transformers"

@@ -14,12 +14,10 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, check
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.liveness.host_group import HostGroup
-from stepmark.trainer.callbacks import RunCallbacks
+from stepmark.trainer.callbacks import TRAINER_STATE, RunCallbacks
 from stepmark.trainer.run_folder.output_folder import check_named_checkpoint
 from stepmark.trainer.run_folder.run_identity import changes_of_data, check_same_run
 from stepmark.trainer.setup import RunParts
-
-TRAINER_STATE = "trainer_state.json"
 
 logger = logging.getLogger("stepmark")
 
@@ -45,10 +43,20 @@ def restore_run(
     parts.optimizer.ensure_state()
 
     def accept(path: Path, manifest: Manifest) -> None:
-        _check_manifest(path, manifest)
-        if "imported" not in checkpointer.metadata(path):  # another tool does not say what a run's identity is
-            saved, data = _saved_identity(checkpointer, path), checkpointer.metadata(path).get("data")
-            check_same_run(saved, parts.identity, str(path), changes_of_data(data, parts.data))
+        if manifest.model_only:
+            raise CheckpointMismatch(
+                f"resume_from_checkpoint: {path} holds only the model (save_only_model); start a new run with "
+                "model_name_or_path set to it"
+            )
+        saved = checkpointer.metadata(path)
+        if "imported" in saved:  # another tool does not say what a run's identity is
+            return
+        if saved.get("identity") is None:
+            raise CheckpointMismatch(
+                f"resume_from_checkpoint: {path} was not saved by a Stepmark training run; name one that was"
+            )
+        changes = changes_of_data(saved.get("data"), parts.data)
+        check_same_run(saved["identity"], parts.identity, str(path), changes)
 
     try:
         step = checkpointer.restore(sections, checkpoint, accept=accept)
@@ -82,24 +90,6 @@ def _locate_best(state: TrainerState, restored: Path, host: HostGroup) -> None:
                 "load_best_model_at_end: %s no longer exists; the best model will be chosen from later evaluations",
                 saved,
             )
-
-
-def _check_manifest(path: Path, manifest: Manifest) -> None:
-    if manifest.model_only:
-        raise CheckpointMismatch(
-            f"resume_from_checkpoint: {path} holds only the model (save_only_model); start a new run with "
-            "model_name_or_path set to it"
-        )
-
-
-def _saved_identity(checkpointer: Checkpointer, path: Path) -> Mapping[str, Any]:
-    saved = checkpointer.metadata(path).get("identity")
-    if saved is None:
-        raise CheckpointMismatch(
-            f"resume_from_checkpoint: {path} was not saved by a Stepmark training run; name one that was"
-        )
-    assert isinstance(saved, Mapping)
-    return saved
 
 
 def _warn_of_later_checkpoints(path: Path, step: int, folder: Path) -> None:

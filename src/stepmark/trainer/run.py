@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from stepmark.filesystem.error_advice import with_advice
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.xla_environment import extracting_graphs
-from stepmark.trainer.run_folder.output_folder import prepare_output_folder
+from stepmark.trainer.run_folder.output_folder import finished, prepare_output_folder
 from stepmark.trainer.run_folder.run_log import RunLog
+from stepmark.trainer.run_folder.status import DONE
 
 Metrics = dict[str, float]
 
@@ -25,7 +26,6 @@ class Run:
     def __init__(self, context: Context, folder: Path) -> None:
         self.context = context
         self.log = RunLog(folder, writes=context.host.rank == 0 and not extracting_graphs())
-        self.folder = folder
         self._prepared = False
 
     @classmethod
@@ -44,15 +44,21 @@ class Run:
 
         Raises UsageError, StepmarkError or LaunchError as `prepare_output_folder`.
         """
-        prepare_output_folder(self.folder, self.context.host)
+        prepare_output_folder(self.log.folder, self.context.host)
         self._prepared = True
 
     def begin_training(self, folder: Path) -> None:
         """As `prepare_folder`, unless the folder was prepared since the last training began. Collective."""
-        if not self._prepared or folder != self.folder:
-            self.folder = folder
+        if not self._prepared or folder != self.log.folder:
+            self.log.folder = folder
             self.prepare_folder()
         self._prepared = False
+
+    def finish(self, step: int, reason: str | None) -> None:
+        """The run is done; `reason`: why it was asked to stop before its last step."""
+        with self.writing():
+            self.log.status(DONE, step, reason)
+        finished(self.log.folder)
 
     # Results
 
@@ -66,7 +72,7 @@ class Run:
         self.write_results("train", metrics, [dataset])
         return metrics
 
-    def write_results(self, split: str, metrics: Metrics, datasets: Sequence[Any]) -> None:
+    def write_results(self, split: str, metrics: Metrics, datasets: Collection[Any]) -> None:
         """Writes `<split>_results.json`, with the number of samples where all datasets have one."""
         counted = all(hasattr(dataset, "__len__") for dataset in datasets)
         samples = {f"{split}_samples": sum(len(dataset) for dataset in datasets)} if counted else {}
@@ -79,7 +85,7 @@ class Run:
         try:
             yield
         except OSError as error:
-            reason = f"the results cannot be written to {self.folder}: {error.strerror or error}"
+            reason = f"the results cannot be written to {self.log.folder}: {error.strerror or error}"
             raise StepmarkError(
                 f"{with_advice(reason, error)}; then start the run again, with resume_from_checkpoint: true from its "
                 "last checkpoint"

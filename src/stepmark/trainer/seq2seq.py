@@ -94,8 +94,8 @@ class Seq2SeqTrainer(Trainer):
         options = self._options if self._options is not None and not generation else self._with_arguments(generation)
         with torch.no_grad():
             tokens = self._generate(inputs, options)
-        labels = inputs.get("labels")
-        length = self._padded_length()
+        labels, config = inputs.get("labels"), self._generation_config()
+        length = int(config.max_length if config.max_new_tokens is None else config.max_new_tokens + 1)
         return loss, self._padded(tokens, length), None if labels is None else self._padded(labels, length)
 
     def _generate(self, inputs: Mapping[str, Any], options: dict[str, Any]) -> Tensor:
@@ -118,10 +118,6 @@ class Seq2SeqTrainer(Trainer):
         config: Any = copy.deepcopy(self.model.generation_config)
         config.update(**config._get_default_generation_params(), defaults_only=True)
         return config
-
-    def _padded_length(self) -> int:
-        config = self._generation_config()
-        return int(config.max_length if config.max_new_tokens is None else config.max_new_tokens + 1)
 
     def _padded(self, tokens: Tensor, length: int) -> Tensor:
         missing = length - tokens.shape[-1]

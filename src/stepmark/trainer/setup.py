@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.debug_utils import DebugUnderflowOverflow
-from transformers.trainer_callback import TrainerCallback
 
 from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
 from stepmark.config.training_fields import TrainingFields, check_reduce_dtype
@@ -50,7 +49,6 @@ from stepmark.training.step import TrainStep
 logger = logging.getLogger(__name__)
 
 OPTIMIZER_STATES = 2  # fp32 states of a parameter, as in AdamW
-_NOT_LISTED = ("flyte", "azure_ml")  # transformers does not say whether these are installed
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def check_packed(model: nn.Module, *given: Any, may_call: bool = True) -> None:
     """Raises UsageError where a dataset, or one of several by name, has packed conversations and the model's attention
     crosses them. A complete model on the host is called to find out."""
     datasets = [each for one in given for each in (one.values() if isinstance(one, Mapping) else [one])]
-    eager = all(parameter.device.type in ("cpu", "cuda") for parameter in model.parameters())
+    eager = all(parameter.device.type not in ("xla", "meta") for parameter in model.parameters())
     check_packing(model, datasets, whole=may_call and eager and parallelized(model) is None)
 
 
@@ -221,6 +219,46 @@ def step_optimizer(
     )
 
 
+class RunOptimizer:
+    """The optimizer of a Trainer's runs. What was made for the run before is made again; what a user gave stays."""
+
+    def __init__(self) -> None:
+        self.named: NamedOptimizer | None = None  # made last
+        self._made: list[Any] = []  # the optimizer and the schedule that were made for the last run
+
+    def create(self, model: nn.Module, args: TrainingFields, mesh: Mesh) -> torch.optim.Optimizer:
+        """The optimizer that the arguments name."""
+        self.named = step_optimizer(model, args, mesh)
+        return self.named.inner
+
+    def for_run(self, trainer: Any, total_steps: int) -> tuple[NamedOptimizer, Any]:
+        """The step's optimizer and the schedule, after `create_optimizer_and_scheduler` of the Trainer.
+
+        Raises UsageError where that has set none.
+        """
+        names = ("optimizer", "lr_scheduler")
+        for name in names:
+            if any(getattr(trainer, name) is each for each in self._made):
+                setattr(trainer, name, None)
+        missing = [name for name in names if getattr(trainer, name) is None]
+        trainer.create_optimizer_and_scheduler(total_steps)
+        optimizer, schedule = (getattr(trainer, name) for name in names)
+        if optimizer is None or schedule is None:
+            raise UsageError(
+                "create_optimizer_and_scheduler: it has set no optimizer or no lr_scheduler; set both attributes"
+            )
+        self._made = [getattr(trainer, name) for name in missing]
+        if self.named is None or self.named.inner is not optimizer or _has_other_tensors(self.named):
+            return step_optimizer(trainer.model, trainer.args, trainer.mesh, optimizer), schedule
+        return self.named, schedule
+
+
+def _has_other_tensors(optimizer: NamedOptimizer) -> bool:
+    """Whether a user has added tensors to the groups, or removed some."""
+    own = {id(held.tensor) for held in optimizer.distribution.held}
+    return own != {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+
+
 def make_step(
     model: nn.Module, optimizer: NamedOptimizer, loss: MicroBatchLoss, mesh: Mesh, args: TrainingFields
 ) -> TrainStep:
@@ -238,11 +276,6 @@ def make_step(
         reduce_dtype=getattr(torch, args.reduce_dtype),
         seed=args.seed,
     )
-
-
-def tensors_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    """The identities of the tensors that an optimizer updates."""
-    return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
 
 
 def make_schedule(args: TrainingFields, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
@@ -279,27 +312,6 @@ def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: C
     check_room(folder, size.nbytes + 4 * states * size.elements, context.host)
 
 
-def reporters(args: TrainingFields) -> list[type[TrainerCallback]]:
-    """transformers' callbacks for the `report_to` names. Raises UsageError where a package is not installed."""
-    from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
-
-    installed = get_available_reporting_integrations()
-    names = installed if args.reporters == ["all"] else args.reporters
-    try:
-        found = get_reporting_integration_callbacks(names)
-    except ValueError as error:
-        raise UsageError(f"report_to: {error}") from error
-    if absent := [name for name in names if name not in (*installed, *_NOT_LISTED)]:
-        raise UsageError(f"report_to: {absent[0]} is not installed; install its package, or leave it out of report_to")
-    return found
-
-
-def reports(callback: TrainerCallback | type[TrainerCallback]) -> bool:
-    """Whether a callback is one of transformers' reporters, such as TensorBoard's, or derived from one."""
-    kind = callback if isinstance(callback, type) else type(callback)
-    return any(each.__module__.startswith("transformers.integrations") for each in kind.__mro__)
-
-
 def align_special_tokens(model: nn.Module, processing_class: Any) -> None:
     """Copies the tokenizer's EOS, BOS and padding token ids to the model's configurations, as transformers' Trainer
     does. A generation configuration with several EOS tokens keeps them."""
@@ -313,20 +325,11 @@ def align_special_tokens(model: nn.Module, processing_class: Any) -> None:
         if token is None:
             continue
         for each in (config.get_text_config(), getattr(model, "generation_config", None)):
-            if each is not None and _set(each, name, token):
-                changed[name] = token
+            before = getattr(each, name, None)
+            if each is None or before == token or (isinstance(before, list) and token in before):
+                continue
+            setattr(each, name, [token, *before] if isinstance(before, list) else token)
+            changed[name] = token
     if changed:
         found = ", ".join(f"{name}: {token}" for name, token in changed.items())
         logger.info("the model's configuration now has the tokenizer's special tokens: %s", found)
-
-
-def _set(config: Any, name: str, token: int) -> bool:
-    """Whether the configuration had another token."""
-    before = getattr(config, name, None)
-    if isinstance(before, list):
-        if token in before:
-            return False
-        setattr(config, name, [token, *before])
-        return True
-    setattr(config, name, token)
-    return bool(before != token)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,16 @@ from transformers.trainer_utils import (
 
 from stepmark.config.refusals import explains_keywords
 from stepmark.config.training_fields import TrainingFields, set_log_level
-from stepmark.data.loader.collate import PadTo
 from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.stream_loader import check_readable_again
 from stepmark.errors import DataError, UsageError
-from stepmark.evaluation.evaluator import Evaluation, Evaluator
+from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import check_by_batch
-from stepmark.evaluation.prompt_samples import PromptSampler
 from stepmark.evaluation.run_options import RunOptions, function_name
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.rank_heartbeats import PeerWatch
-from stepmark.parallel.optimizer.named import NamedOptimizer
-from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.context import Context
-from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
+from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.compat.given_loader import GivenLoader
 from stepmark.trainer.compat.model_factory import model_of
@@ -58,23 +53,16 @@ from stepmark.trainer.evaluation import (
     TrainerEvaluation,
     evaluation_sets,
     logged_evaluation,
-    make_prompt_sampler,
-    sample_prompts,
 )
-from stepmark.trainer.interruption.peer_watch import watch_peers
-from stepmark.trainer.interruption.run_end import record_end
+from stepmark.trainer.interruption.peer_watch import PeerWatches
 from stepmark.trainer.loaders import LoaderFactory, default_collator
-from stepmark.trainer.resume import TRAINER_STATE
 from stepmark.trainer.run import Run
-from stepmark.trainer.run_folder.adapters import Adapter, adapter_of
-from stepmark.trainer.run_folder.hub_uploads import CARD, HubCallback, HubUploads, check_hub, model_card
-from stepmark.trainer.run_folder.model_export import SavedFiles, write_model, write_model_files
-from stepmark.trainer.run_folder.output_folder import (
-    finished,
-)
+from stepmark.trainer.run_folder.adapters import Adapter
+from stepmark.trainer.run_folder.hub_uploads import HubCallback, HubUploads, check_hub, write_model_card
+from stepmark.trainer.run_folder.model_export import SavedModel, saved_processing
 from stepmark.trainer.run_folder.run_identity import identity
-from stepmark.trainer.run_folder.status import DONE
 from stepmark.trainer.setup import (
+    RunOptimizer,
     RunParts,
     align_special_tokens,
     check_packed,
@@ -84,10 +72,6 @@ from stepmark.trainer.setup import (
     make_schedule,
     make_step,
     prepare_model,
-    reporters,
-    reports,
-    step_optimizer,
-    tensors_of,
 )
 from stepmark.trainer.telemetry.progress import metric_lines
 from stepmark.trainer.training_arguments import TrainingArguments
@@ -95,7 +79,6 @@ from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import autocast, autocast_dtype
 from stepmark.training.model_wrappers import without_wrapper
-from stepmark.training.pipelined_forward import PipelinedForward
 
 
 @explains_keywords
@@ -136,6 +119,7 @@ class Trainer:
         loss_averages_over: What the loss is a mean over: `targets` (batches are weighted by their labels that are not
             -100), or `samples` although batches have labels that could be counted. Set it in a subclass with such a
             `compute_loss`. Default: that of `compute_loss_func` or of the model, else `targets`.
+        compute_loss_func: The argument of this name, which may be set.
         model_accepts_loss_kwargs: Ignored, since losses are always means. Some scripts set it.
         optimizer: The run's `torch.optim` optimizer; None before `create_optimizer`.
         lr_scheduler: The run's schedule; None before `create_scheduler`.
@@ -188,12 +172,12 @@ class Trainer:
         check_kinds(data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset)
         check_kinds(callbacks=callbacks, optimizers=optimizers)
         check_packed(model, train_dataset, eval_dataset)
-        self._opened_run = Run.open(self.args) if run is None else run
-        self.context: Context = self._opened_run.context
+        self._run = Run.open(self.args) if run is None else run
+        self.context: Context = self._run.context
         self.mesh = prepare_model(model, self.args, self.context)
         compile_as_asked(model, self.args, self.mesh)
         self.model = model
-        self._saved = adapter_of(model) or model
+        self._saved = SavedModel(model, self.mesh, Path(self.args.output_dir))
         for name in filter(self._overridden, NEED_COMPLETE_MODEL):
             check_pipeline(name, self.mesh.pipeline.size)
         if self.args.batch_eval_metrics and compute_metrics is not None:
@@ -205,33 +189,27 @@ class Trainer:
         self.processing_class = processing_class
         self.compute_metrics = compute_metrics
         self.optimizer, self.lr_scheduler = optimizers
-        self._made: tuple[Any, Any] = (None, None)  # the optimizer and the schedule of the run before
-        self._step_optimizer: NamedOptimizer | None = None
-        self._made_tensors: set[int] = set()  # that it updates
+        self._optimizers = RunOptimizer()
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.compute_loss_func = compute_loss_func
-        self._saved_files = SavedFiles(Path(self.args.output_dir), self.context.host)
+        self._set_loss()
         self.checkpoint_files: list[Callable[[Path], None]] = []
         self._callbacks = RunCallbacks(
             self.args,
-            [each for each in (*reporters(self.args), *(callbacks or ())) if _is_called(each)],
+            callbacks or (),
             model,
             processing_class,
-            self._opened_run.log,
+            self._run.log,
             leads_node=self.context.world.local_rank == 0,
             log=lambda logs: self.log(logs),
         )
-        self._hub_uploads = HubUploads(self.context.host)
+        self._hub = HubUploads(self.context.host)
         if self.args.push_to_hub and not extracting_graphs():
             check_hub(self.args, self.mesh.tensor_parallel.size * self.mesh.pipeline.size)
             self.init_hf_repo()
             if self.args.hub_strategy != "end":
-                self.add_callback(HubCallback(self._hub_uploads.repository))
-        self._watch: PeerWatch | None = None  # for the next run, where other ranks may wait for this one
-        if self.context.store is not None and not extracting_graphs():
-            self._watch = watch_peers(self.mesh, self._callbacks)
-            self._watch.start()
-            weakref.finalize(self, self._watch.close)
+                self.add_callback(HubCallback(self._hub))
+        self._watches = PeerWatches(self.mesh, self._callbacks)
         self._callbacks.event("on_init_end")
         self._memory_tracker.stop_and_update_metrics()
 
@@ -250,7 +228,7 @@ class Trainer:
         super().__setattr__(name, value)
         if name == "compute_loss" and "loss" in vars(self):
             self.loss.override = self._overridden_loss
-        elif name == "loss_averages_over" and "loss" in vars(self):
+        elif name in ("compute_loss_func", "loss_averages_over") and "loss" in vars(self):
             self._set_loss()
 
     def _overridden(self, name: str) -> bool:
@@ -289,8 +267,7 @@ class Trainer:
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Adds a callback, an object or a class that is called without arguments."""
-        if _is_called(callback):
-            self._callbacks.handler.add_callback(callback)
+        self._callbacks.add(callback)
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
         """Removes a callback, or the first one of a class, and returns it; None where there is none."""
@@ -332,8 +309,6 @@ class Trainer:
         Raises:
             UsageError: There is no training data.
         """
-        if self.train_dataset is None:
-            raise UsageError("train_dataset: training needs one")
         return self._loaders.train_loader(self.train_dataset)
 
     def get_train_dataloader(self) -> Any:
@@ -349,10 +324,8 @@ class Trainer:
         Raises:
             UsageError: There is no training data.
         """
-        if self.train_dataset is None:
-            raise UsageError("train_dataset: training needs one")
         if self._overridden("_get_train_sampler"):
-            return self._loaders.sampled_batches(self.train_dataset, call_sampler(self))
+            return self._loaders.sampled_batches(self.train_dataset, partial(call_sampler, self))
         return self._loaders.train_batches(self.train_dataset)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
@@ -377,8 +350,6 @@ class Trainer:
         if isinstance(dataset, str):
             assert isinstance(self.eval_dataset, Mapping)
             dataset = self.eval_dataset[dataset]
-        if dataset is None:
-            raise UsageError("eval_dataset: evaluation needs one")
         return self._loaders.eval_batches(dataset)
 
     def get_test_dataloader(self, test_dataset: Dataset) -> Any:
@@ -410,9 +381,7 @@ class Trainer:
             model: The model to optimize; default: the Trainer's.
         """
         if self.optimizer is None:
-            self._step_optimizer = step_optimizer(model or self.model, self.args, self.mesh)
-            self.optimizer = self._step_optimizer.inner
-            self._made_tensors = tensors_of(self.optimizer)
+            self.optimizer = self._optimizers.create(model or self.model, self.args, self.mesh)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -429,31 +398,11 @@ class Trainer:
             self.lr_scheduler = make_schedule(self.args, optimizer, num_training_steps)
         return self.lr_scheduler
 
-    def _make_optimizer_and_schedule(self, total_steps: int) -> tuple[NamedOptimizer, Any]:
-        """Those of a run. Made for an earlier run, they are made again; others stay."""
-        if self.optimizer is not None and self.optimizer is self._made[0]:
-            self.optimizer = None
-        if self.lr_scheduler is not None and self.lr_scheduler is self._made[1]:
-            self.lr_scheduler = None
-        given = self.optimizer, self.lr_scheduler
-        self.create_optimizer_and_scheduler(total_steps)
-        if self.optimizer is None or self.lr_scheduler is None:
-            raise UsageError(
-                "create_optimizer_and_scheduler: it has set no optimizer or no lr_scheduler; set both attributes"
-            )
-        self._made = (
-            self.optimizer if given[0] is None else None,
-            self.lr_scheduler if given[1] is None else None,
-        )
-        made = self._step_optimizer
-        if made is not None and made.inner is self.optimizer and tensors_of(made.inner) == self._made_tensors:
-            return made, self.lr_scheduler
-        return step_optimizer(self.model, self.args, self.mesh, self.optimizer), self.lr_scheduler
-
     def identity(self) -> dict[str, Any]:
         """Returns what a resumed run must have in common with the one that saved, as plain values."""
         own = identity(self.model, self.processing_class, self.train_dataset, self.args.seed, self._loaders.data_seed)
-        return own | (self._saved.identity(self.mesh) if isinstance(self._saved, Adapter) else {})
+        saved = self._saved.module
+        return own | (saved.identity(self.mesh) if isinstance(saved, Adapter) else {})
 
     # The loss
 
@@ -494,16 +443,6 @@ class Trainer:
         return self.context.runtime.place(inputs)
 
     @property
-    def compute_loss_func(self) -> Callable[..., torch.Tensor] | None:
-        """The loss in place of the model's own; it may be set."""
-        return self._compute_loss_func
-
-    @compute_loss_func.setter
-    def compute_loss_func(self, function: Callable[..., torch.Tensor] | None) -> None:
-        self._compute_loss_func = function
-        self._set_loss()
-
-    @property
     def label_names(self) -> list[str]:
         """The names of the inputs that are labels; they may be set."""
         return list(self.loss.labels.names)
@@ -516,7 +455,7 @@ class Trainer:
     def _set_loss(self) -> None:
         self.loss = MicroBatchLoss(
             self.model,
-            compute_loss_func=self._compute_loss_func,
+            compute_loss_func=self.compute_loss_func,
             label_smoothing=self.args.label_smoothing_factor,
             label_names=self.args.label_names,
             lazy=self.context.runtime.lazy,
@@ -547,21 +486,15 @@ class Trainer:
             RunInterrupted: A signal stopped the run, which can be resumed (a SystemExit with code 75).
         """
         self._memory_tracker.start()
-        watch, self._watch = self._watch or watch_peers(self.mesh, self._callbacks), None
-        watch.begin()
-        try:
-            output = self._train_watched(watch, resume_from_checkpoint, save_model)
-        finally:
-            watch.close()
+        resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        with self._watches.begun() as watch:
+            output = self._train(watch, resume, save_model)
         self._memory_tracker.stop_and_update_metrics(output.metrics)
         return output
 
-    def _train_watched(
-        self, watch: PeerWatch, resume_from_checkpoint: bool | str | None, save_model: bool
-    ) -> TrainOutput:
-        resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        folder = Path(self.args.output_dir)
-        self._opened_run.begin_training(folder)
+    def _train(self, watch: PeerWatch, resume: bool | str | None, save_model: bool) -> TrainOutput:
+        folder, run = Path(self.args.output_dir), self._run
+        run.begin_training(folder)
         self._callbacks.reset()
         if self._factory is not None:
             self._factory.begin_run(self.model, self.mesh)
@@ -579,46 +512,38 @@ class Trainer:
             evaluates = self.args.eval_strategy != "no"
             if evaluates:
                 self._eval_sets()
-                _ = self.prompt_sampler  # which says now what it cannot continue
+                self.evaluation.prompt_sampler()  # which says now what it cannot continue
             loop.take_folder(resumes=bool(resume))
             own = parts.loader  # callbacks get a second loader, whose position is not that of the run
             self._callbacks.show(parts, own.given if isinstance(own, GivenLoader) else own.again())
-            try:
+            with loop.recording_end():
                 with loop.stopping_at_signals(), watch:
                     if evaluates and not extracting_graphs() and not self._overridden("evaluate"):
-                        sets = [dataset for _, dataset in self._eval_sets()]
-                        self._own_evaluation.try_metrics(sets, self.get_eval_dataloader)
+                        self.evaluation.try_metrics(self._eval_sets().values(), self.get_eval_dataloader)
                     metrics, steps = loop.train(loop.restore(resume))
-                    self._hub_uploads.wait()
-                    metrics = self._opened_run.write_training(metrics, steps, self.train_dataset)
+                    self._hub.wait()
+                    metrics = run.write_training(metrics, steps, self.train_dataset)
                     self._save_state()
                 if save_model:
                     self.save_model()
                     if evaluates:
-                        sets = [dataset for _, dataset in self._eval_sets()]
-                        self._opened_run.write_results("eval", self.final_evaluation(), sets)
-                with self._opened_run.writing():
-                    self._opened_run.log.status(DONE, self.state.global_step, loop.stop_reason)
-                finished(folder)
+                        run.write_results("eval", self.final_evaluation(), self._eval_sets().values())
+                run.finish(self.state.global_step, loop.stop_reason)
                 return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
-            except BaseException as error:
-                record_end(self._callbacks, error, self.context.host)
-                raise
-            finally:
-                parts.step.close()
-                self._callbacks.close()
 
     def make_parts(self) -> RunParts:
         """The parts of a training: loader, optimizer, schedule, step."""
         loader = self._loaders.steps_of(self.get_train_dataloader(), self.args.gradient_accumulation_steps)
         total_steps = count_steps(self.args, loader)
-        optimizer, schedule = self._make_optimizer_and_schedule(total_steps)
+        optimizer, schedule = self._optimizers.for_run(self, total_steps)
+        dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
+        own_loss = self.compute_loss if self._overridden("compute_loss") else self.compute_loss_func
         return RunParts(
             args=self.args,
             context=self.context,
             mesh=self.mesh,
             model=self.model,
-            saved=self._saved,
+            saved=self._saved.module,
             loader=loader,
             optimizer=optimizer,
             schedule=schedule,
@@ -626,19 +551,13 @@ class Trainer:
             total_steps=total_steps,
             identity=self.identity(),
             data=getattr(self.train_dataset, "description", None),
-            evaluation=self._run_options(),
-        )
-
-    def _run_options(self) -> RunOptions:
-        """How the run evaluates, for evaluations of its checkpoints elsewhere."""
-        dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
-        own = self.compute_loss if self._overridden("compute_loss") else self._compute_loss_func
-        return RunOptions.of_training(
-            self.args,
-            block_size=getattr(dataset, "block_size", None),
-            metrics=function_name(self.compute_metrics),
-            loss=function_name(own),
-            columns=getattr(dataset, "sample_columns", None),
+            evaluation=RunOptions.of_training(
+                self.args,
+                block_size=getattr(dataset, "block_size", None),
+                metrics=function_name(self.compute_metrics),
+                loss=function_name(own_loss),
+                columns=getattr(dataset, "sample_columns", None),
+            ),
         )
 
     # Evaluation
@@ -646,20 +565,18 @@ class Trainer:
     @property
     def evaluator(self) -> Evaluator:
         """Evaluates with the loss and the functions that the Trainer has now."""
-        parts, autocast = (self.model, self.loss), self._autocast_dtype
-        return Evaluator(
-            *parts,
-            self.context.runtime,
-            self.context.host,
-            autocast,
-            self.preprocess_logits_for_metrics,
-            reporting=self.mesh.reporting_ranks,
+        return Evaluator.on_mesh(
+            self.model,
+            self.loss,
+            self.mesh,
+            self._autocast_dtype,
+            preprocess_logits=self.preprocess_logits_for_metrics,
             prediction_step=self._overridden_step if self._overridden("prediction_step") else None,
-            stages=None if staged(self.model) is None else PipelinedForward(*parts, self.mesh, autocast),
         )
 
     @property
-    def _own_evaluation(self) -> TrainerEvaluation:
+    def evaluation(self) -> TrainerEvaluation:
+        """Evaluates batches with what the Trainer has now, as its arguments say."""
         return TrainerEvaluation(self.evaluator, self.args, self._callbacks, self._loaders, self.compute_metrics)
 
     def evaluate(
@@ -701,7 +618,7 @@ class Trainer:
         else:
             given: Any = eval_dataset
             batches, pause = partial(self.get_eval_dataloader, given), PausableEvaluation.current()
-            metrics = self._own_evaluation.of_set(batches, metric_key_prefix, ignore_keys, pause)
+            metrics = self.evaluation.of_set(batches, metric_key_prefix, ignore_keys, pause)
         self._memory_tracker.stop_and_update_metrics(metrics)
         if own and metric_key_prefix == "eval":
             self._callbacks.last_evaluation = (self._callbacks.model_position()[0], metrics)
@@ -711,28 +628,17 @@ class Trainer:
         with evaluation.running():
             metrics = self.evaluate()
         self._callbacks.last_evaluation = (self.state.global_step, metrics)
-        for prompt, written in zip(sample_prompts(self.args), self.sample_texts(), strict=False):
+        for prompt, written in self.evaluation.sample_texts():
             self._callbacks.sampled(prompt, written)
         return metrics
 
-    @cached_property
-    def prompt_sampler(self) -> PromptSampler | None:
-        """Continues `sample_prompts`; None without any. Raises UsageError where it cannot."""
-        return make_prompt_sampler(self.args, self.model, self.processing_class)
-
-    def sample_texts(self) -> list[str]:
-        """The model's continuations of `sample_prompts`; on ranks other than 0, or without prompts, an empty list."""
-        if self.prompt_sampler is None or self.context.host.rank != 0:
-            return []
-        return self.prompt_sampler.texts(self.model, self.context.runtime, self._autocast_dtype)
-
-    def _eval_sets(self, given: Any = None) -> list[tuple[str, Any]]:
-        """The sets to evaluate, each with the prefix of its metrics."""
+    def _eval_sets(self, given: Any = None) -> dict[str, Any]:
+        """The sets to evaluate, by the prefix of their metrics."""
         dataset = self.eval_dataset if given is None else given
         if dataset is None and self._overridden("get_eval_dataloader"):
-            return [("eval", None)]
+            return {"eval": None}
         sets = evaluation_sets(dataset)
-        for _, each in sets if given is None else ():
+        for each in sets.values() if given is None else ():
             check_readable_again("eval_dataset", each)
         return sets
 
@@ -766,8 +672,8 @@ class Trainer:
         if hasattr(test_dataset, "__len__") and not len(test_dataset):
             raise DataError("test_dataset: it is empty; pass one with samples")
         self._memory_tracker.start()
-        found = self._own_evaluation.run(self.get_test_dataloader(test_dataset), gather=True, ignore_keys=ignore_keys)
-        metrics = self._own_evaluation.metrics(found, metric_key_prefix)
+        found = self.evaluation.run(self.get_test_dataloader(test_dataset), gather=True, ignore_keys=ignore_keys)
+        metrics = self.evaluation.metrics(found, metric_key_prefix)
         self._memory_tracker.stop_and_update_metrics(metrics)
         self._callbacks.event("on_predict", metrics)
         return PredictionOutput(found.predictions, found.labels, metrics)
@@ -800,10 +706,6 @@ class Trainer:
         given = dict(inputs) if isinstance(inputs, Mapping) else inputs
         return self.prediction_step(self.model, given, loss_only, ignore_keys)  # type: ignore[arg-type]
 
-    def run_evaluation(self, batches: Any, *, gather: bool) -> Evaluation:
-        """Evaluates what `get_eval_dataloader` returned, and logs nothing; see `Evaluator`. Collective."""
-        return self._own_evaluation.run(batches, gather=gather)
-
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -826,26 +728,17 @@ class Trainer:
             Numpy arrays of all samples in order (None with `prediction_loss_only`), the metrics, those of
             `compute_metrics` included, and the number of samples.
         """
-        found = self._own_evaluation.run(
+        found = self.evaluation.run(
             dataloader,
             gather=True,
             loss_only=prediction_loss_only,
             ignore_keys=ignore_keys,
             before_batch=PausableEvaluation.current().before_batch,
         )
-        metrics = self._own_evaluation.metrics(found, metric_key_prefix)
+        metrics = self.evaluation.metrics(found, metric_key_prefix)
         return EvalLoopOutput(found.predictions, found.labels, metrics, found.samples)
 
     # Saving
-
-    @property
-    def _saved_processing(self) -> Any:
-        """What is saved with the model: `processing_class`, or else that of the collator, as in transformers."""
-        collator = self.data_collator
-        if isinstance(collator, PadTo):
-            collator = collator.collate_fn
-        found = (self.processing_class, *(getattr(collator, name, None) for name in ("processor", "tokenizer")))
-        return next((each for each in found if each is not None), None)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model as a Hugging Face folder: weights, config and tokenizer. Collective.
@@ -861,38 +754,29 @@ class Trainer:
             StepmarkError: The folder cannot be written to; on all ranks.
         """
         folder = Path(output_dir or self.args.output_dir).absolute()
-        if self._saved_files.collects(folder):
-            if self.is_world_process_zero():
-                write_model_files(folder, self._saved, self._saved_processing)
-            return
-        if extracting_graphs():
-            warn_not_saved(f"the model in {folder}")
-            return
-        write_model(folder, self._saved, self.mesh, self._saved_processing, self.args.save_timeout)
+        self._saved.write(folder, self._saved_processing, self.args.save_timeout)
+
+    @property
+    def _saved_processing(self) -> Any:
+        return saved_processing(self.processing_class, self.data_collator)
 
     def _collect_model_files(self) -> None:
         """Before a checkpoint: lets an overridden `save_model` write the files that the checkpoint gets. Collective."""
         if self._overridden("save_model"):
-            self._saved_files.collect(self.save_model)
+            self._saved.collect(self.save_model)
 
     def _write_files(self, folder: Path) -> None:
-        if self._overridden("save_model"):
-            self._saved_files.move_to(folder)
-        else:
-            write_model_files(folder, self._saved, self._saved_processing)
+        self._saved.add_to(folder, self._saved_processing)
         for write in self.checkpoint_files:
             write(folder)
-        self._write_state(folder)
-
-    def _write_state(self, folder: Path) -> None:
-        self._callbacks.exportable_state().save_to_json(str(folder / TRAINER_STATE))
+        self._callbacks.write_state(folder)
 
     # The Hugging Face hub
 
     @property
     def hub_model_id(self) -> str | None:
         """The repository's complete name; None before the first upload, and on other ranks than 0."""
-        return None if self._hub_uploads.repository is None else self._hub_uploads.repository.name
+        return self._hub.name
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Creates the repository of the arguments, or finds that it exists. Collective.
@@ -904,7 +788,7 @@ class Trainer:
         Raises:
             StepmarkError: It cannot be created; on all ranks.
         """
-        self._hub_uploads.create(self.args, token, private)
+        self._hub.create(self.args, token, private)
 
     def create_model_card(self, **details: Any) -> None:
         """Writes README.md, a draft of a model card, to the run's folder, on rank 0; not while graphs are extracted.
@@ -914,9 +798,7 @@ class Trainer:
                 `tasks`, `dataset_tags`, `dataset`, `dataset_args`.
         """
         if self.context.host.rank == 0 and not extracting_graphs():
-            folder = Path(self.args.output_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / CARD).write_text(model_card(self, self.model, **details), encoding="utf-8")
+            write_model_card(self, **details)
 
     def push_to_hub(
         self,
@@ -944,14 +826,14 @@ class Trainer:
         Raises:
             StepmarkError: The folder cannot be written to, or the upload fails.
         """
-        if not self._hub_uploads.exists():
+        if not self._hub.exists():
             self.init_hf_repo(token, private)
         self.save_model()
-        if self._hub_uploads.repository is None or extracting_graphs():
+        if self._hub.name is None or extracting_graphs():
             return None
         name = (self.args.hub_model_id or Path(self.args.output_dir).name).split("/")[-1]
         self.create_model_card(**{"model_name": name, **details})
-        return self._hub_uploads.push(self.args, commit_message, blocking, revision)
+        return self._hub.push(self.args, commit_message, blocking, revision)
 
     # What scripts ask and write
 
@@ -1023,9 +905,9 @@ class Trainer:
         Raises:
             StepmarkError: The folder cannot be written to.
         """
-        with self._opened_run.writing():
+        with self._run.writing():
             Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-            self._opened_run.log.results(split, dict(metrics), combined=combined)
+            self._run.log.results(split, dict(metrics), combined=combined)
 
     def save_state(self) -> None:
         """Writes trainer_state.json to the run's folder, on rank 0; training does so itself.
@@ -1036,14 +918,9 @@ class Trainer:
         self._save_state()
 
     def _save_state(self) -> None:
-        if self.is_world_process_zero() and not extracting_graphs():
-            with self._opened_run.writing():
-                self._write_state(Path(self.args.output_dir))
-
-
-def _is_called(callback: TrainerCallback | type[TrainerCallback]) -> bool:
-    """Whether a callback takes part in the run; none that reports values does while they are placeholders."""
-    return not (extracting_graphs() and reports(callback))
+        if self._run.log.writes:
+            with self._run.writing():
+                self._callbacks.write_state(Path(self.args.output_dir))
 
 
 _OWN_HOOKS = hooks_of(Trainer)

@@ -213,8 +213,8 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
 
     @property
     def n_gpu(self) -> int:
-        """The GPUs of this process: 1, or 0 on other devices."""
-        return int(self.device.type == "cuda")
+        """The accelerators of this process: 1, or 0 on the CPU and lazy devices."""
+        return int(self.device.type not in ("cpu", "xla"))
 
     # This process among the ranks
 

@@ -23,6 +23,7 @@ from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.callbacks import RunCallbacks, is_better
 from stepmark.trainer.evaluation import PausableEvaluation
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
+from stepmark.trainer.interruption.run_end import record_end
 from stepmark.trainer.interruption.stop_request import reason_to_stop, withdraw
 from stepmark.trainer.resume import restore_run
 from stepmark.trainer.run_folder.output_folder import set_aside_earlier_attempt, set_aside_finished_run
@@ -224,17 +225,20 @@ class TrainingLoop:
     def _begin(self, restored: Path | None) -> None:
         """Records that this process is about to train."""
         parts, callbacks = self._parts, self._callbacks
-        self._monitor.started(parts, self._step, restored)
+        self._monitor.started(parts, self._step)
         if restored is not None:
-            self._record_resumption()
+            self._record_resumption(restored)
         callbacks.begin(parts.total_steps)
         if restored is not None:
             callbacks.progress.line(f"resumed from {restored} at step {self._step}")
 
-    def _record_resumption(self) -> None:
+    def _record_resumption(self, restored: Path | None = None) -> None:
         """Adds to the metrics that the steps after this one appear again."""
         run_log = self._callbacks.run_log
-        run_log.metrics({"resumed": self._step, "attempt": run_log.attempts() + 1, "mesh": self._parts.mesh.shape})
+        attempt = run_log.attempts() + 1
+        if restored is not None:
+            run_log.event("resumed", self._step, checkpoint=restored.name, attempt=attempt)
+        run_log.metrics({"resumed": self._step, "attempt": attempt, "mesh": self._parts.mesh.shape})
 
     def _finish_step_of_earlier_process(self) -> None:
         """Completes the evaluation in which the run was stopped, and ends an epoch that was left open."""
@@ -452,12 +456,14 @@ class TrainingLoop:
         with self._monitor.within("save", self._step):
             self._begin_save()
             self._callbacks.progress.line(f"{'saving' if self._args.async_save else 'saved'} checkpoint-{self._step}")
-            if self._callbacks.has("on_save"):
+            if self._callbacks.hears("on_save"):
                 self._checkpointer.wait()  # a callback may read the checkpoint, or add files to it
             self._callbacks.event("on_save")
 
     def _begin_save(self) -> None:
-        state, model_only = self._callbacks.state, self._args.save_only_model
+        state, model_only, key = self._callbacks.state, self._args.save_only_model, self._args.best_metric_key
+        evaluated_at, metrics = self._callbacks.last_evaluation or (-1, {})
+        best = {key: metrics[key]} if key is not None and evaluated_at == self._step and key in metrics else {}
         if state.best_global_step == self._step:
             state.best_model_checkpoint = str(checkpoint_path(self._checkpointer.folder, self._step))
         self._before_save()
@@ -473,20 +479,26 @@ class TrainingLoop:
                 "samples_per_step": self._parts.loader.layout.global_batch,
             },
             model_only=model_only,
-            metrics={**self._best_metric_now(), **self._monitor.anomalies.not_finite},
+            metrics={**best, **self._monitor.anomalies.not_finite},
         )
         self._saved_step = self._step
         self._monitor.save_begun(handle)
         if self._preemption is not None:
             self._preemption.add_save(handle)
 
-    def _best_metric_now(self) -> dict[str, float]:
-        """The metric for the best model, where the model was evaluated at this step."""
-        key = self._args.best_metric_key
-        step, metrics = self._callbacks.last_evaluation or (-1, {})
-        return {key: metrics[key]} if key is not None and step == self._step and key in metrics else {}
-
     # Signals, and requests to stop
+
+    @contextlib.contextmanager
+    def recording_end(self) -> Iterator[None]:
+        """Inside the block, what ends the run before its end is recorded. After it, the step is closed."""
+        try:
+            yield
+        except BaseException as error:
+            record_end(self._callbacks, error, self._parts.context.host)
+            raise
+        finally:
+            self._parts.step.close()
+            self._callbacks.close()
 
     @contextlib.contextmanager
     def stopping_at_signals(self) -> Iterator[None]:
@@ -509,16 +521,14 @@ class TrainingLoop:
 
     def _announce_stop(self, reason: str) -> None:
         more = "; press Ctrl-C again to end at once, without a checkpoint" if reason.startswith("SIGINT") else ""
-        self._say_interrupted(f"{reason}{more}")
+        if self._callbacks.run_log.writes:
+            say(f"interrupted by {reason}{more}")
         self._callbacks.run_log.stopping(self._step, reason)
 
     def _announce_end(self, reason: str) -> None:
-        self._say_interrupted(f"{reason}\n{HOW_TO_GO_ON}")
-        self._callbacks.run_log.try_status(INTERRUPTED, self._step, reason)
-
-    def _say_interrupted(self, reason: str) -> None:
         if self._callbacks.run_log.writes:
-            say(f"interrupted by {reason}")
+            say(f"interrupted by {reason}\n{HOW_TO_GO_ON}")
+        self._callbacks.run_log.try_status(INTERRUPTED, self._step, reason)
 
     def _stop_if_asked(self) -> None:
         """Before a step: where the run is to stop here, saves what is not saved, and raises RunInterrupted."""

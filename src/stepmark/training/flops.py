@@ -22,25 +22,16 @@ def flops_per_token(model: nn.Module, length: int) -> float | None:
 
     None where the config does not determine it: for models that are not from transformers, and for mixtures of experts.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return None
-    text = config.get_text_config()
-    if text is not config or any(getattr(text, name, None) for name in EXPERTS):
+    if config.get_text_config() is not config or any(getattr(config, name, None) for name in EXPERTS):
         return None
-    layers, heads = _number(text, "num_hidden_layers"), _number(text, "num_attention_heads")
-    hidden = _number(text, "hidden_size")
-    if layers is None or heads is None or hidden is None:
+    sizes: list[Any] = [
+        getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    ]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
-    size = _number(text, "head_dim") or hidden // heads
-    return 6.0 * multiplied_parameters(model) + 12.0 * layers * heads * size * length
-
-
-def multiplied_parameters(model: nn.Module) -> int:
-    """Elements of the parameters used in matrix products, each counted once, over all shards and stages."""
-    return complete_size(model).multiplied
-
-
-def _number(config: Any, name: str) -> int | None:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) and value > 0 else None
+    layers, heads, hidden = sizes
+    size = getattr(config, "head_dim", None) or hidden // heads
+    return 6.0 * complete_size(model).multiplied + 12.0 * layers * heads * size * length

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from stepmark.errors import UsageError
+
+PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 
 
 def build_schedule(
@@ -59,7 +62,7 @@ def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
     """The plain values to save: the step for a function of the step, otherwise the schedule's complete state."""
     if isinstance(schedule, LambdaLR):
         return {"step": schedule.last_epoch}
-    return {key: value for key, value in schedule.state_dict().items() if _is_plain(value)}
+    return {key: value for key, value in schedule.state_dict().items() if isinstance(value, PLAIN)}
 
 
 def restore_schedule(schedule: LRScheduler, state: Mapping[str, Any], rates: list[float]) -> None:
@@ -101,7 +104,12 @@ def advance(schedule: LRScheduler) -> None:
 
 def follows_metric(schedule: LRScheduler) -> bool:
     """Whether `schedule.step` takes a metric, like torch's ReduceLROnPlateau and transformers' GreedyLR."""
-    return "metrics" in inspect.signature(schedule.step).parameters
+    return _takes_metrics(type(schedule).step)
+
+
+@functools.cache
+def _takes_metrics(function: Callable[..., Any]) -> bool:
+    return "metrics" in inspect.signature(function).parameters
 
 
 def shows_rates(schedule: LRScheduler) -> bool:
@@ -109,7 +117,3 @@ def shows_rates(schedule: LRScheduler) -> bool:
     from transformers.optimization import AdafactorSchedule
 
     return isinstance(schedule, AdafactorSchedule)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, list, tuple, dict, type(None)))

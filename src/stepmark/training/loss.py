@@ -33,7 +33,7 @@ from stepmark.training.model_labels import (
     sums_samples,
     unwrapped,
 )
-from stepmark.training.one_graph_per_step.transformers_forward import lazy_forward
+from stepmark.training.one_graph_per_step.transformers_forward import forward_without_reads
 
 LossFunction = Callable[..., Tensor]
 Override = Callable[[nn.Module, Any, Tensor], tuple[Tensor, Any]]
@@ -204,8 +204,8 @@ class MicroBatchLoss:
             return _Result(loss / count.clamp(min=1) if self._sums_samples else loss, outputs)
 
     def recording(self, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Around a call of the model, on a lazy device; nothing elsewhere."""
-        return lazy_forward(inputs) if self._lazy else nullcontext()
+        """Around a call of the model, whose library then reads no values of the device."""
+        return forward_without_reads(inputs, lazy=self._lazy)
 
     def _call_with_labels(self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor) -> Any:
         items = {"num_items_in_batch": count.clamp(min=1)} if self._names_items else {}

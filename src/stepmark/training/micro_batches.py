@@ -43,8 +43,7 @@ class TokenCounts:
     def of(cls, counts: Sequence[int], runtime: Runtime) -> TokenCounts:
         """`counts`: target tokens of each micro-batch."""
         total_count = sum(counts)
-        on_host = [torch.tensor([float(count)]) for count in [total_count, max(total_count, 1), 0, *counts]]
-        total, divisor, zero, *each = runtime.place(on_host)
+        total, divisor, zero, *each = (runtime.numbers([n]) for n in [total_count, max(total_count, 1), 0, *counts])
         return cls(total, divisor, each, zero)
 
 

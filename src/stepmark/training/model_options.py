@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from stepmark.config.activation_checkpointing import for_device
 from stepmark.errors import DeviceError, UsageError
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.eager import computes_in
 from stepmark.training.model_labels import unwrapped
 from stepmark.training.one_graph_per_step.transformers_forward import recorded_checkpoint
 
@@ -67,12 +68,15 @@ def check_bf16(device: torch.device) -> None:
     missing = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
     if missing:
         raise DeviceError(f"bf16: {torch.cuda.get_device_name(device)} does not support bfloat16; train in float32")
+    if device.type not in ("cuda", "cpu", "xla") and not computes_in(device, torch.bfloat16):
+        raise DeviceError(f"bf16: {device.type} does not support bfloat16; train in float32")
 
 
 def check_fp16(runtime: Runtime) -> None:
     """Raises DeviceError where the device cannot train in float16: it needs to know at every step whether a gradient
     has overflowed."""
-    if runtime.lazy or runtime.device.type not in ("cuda", "cpu"):
+    native = runtime.device.type not in ("cuda", "cpu")
+    if runtime.lazy or (native and not computes_in(runtime.device, torch.float16)):
         raise DeviceError(f"fp16: {runtime.name} trains in bfloat16; set bf16: true instead")
 
 
@@ -82,15 +86,31 @@ def set_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     `from_pretrained` returns models in evaluation mode, and a callback may have left one there. A `train` of its own,
     which may keep layers in evaluation mode, is called before every step.
     """
-    if not all(module.training and _trains_as_torch(module) for module in model.modules()):  # to ask is quicker
+    if not _all_train(model):  # to ask is quicker
         model.train()
     train = getattr(optimizer, "train", None)
     if callable(train):
         train()
 
 
-def _trains_as_torch(module: nn.Module) -> bool:
-    return getattr(module.train, "__func__", None) is nn.Module.train
+@functools.cache
+def _usual_trains() -> tuple[Any, ...]:
+    """torch's and transformers' `train`, which change nothing in a module that is training already."""
+    from transformers import PreTrainedModel
+
+    return nn.Module.train, PreTrainedModel.train
+
+
+def _all_train(model: nn.Module) -> bool:
+    """Whether every module is in training mode, and none has a `train` of its own. Goes through them as quickly as it
+    can, since it does so in every step."""
+    left, usual = [model], _usual_trains()
+    while left:
+        module = left.pop()
+        if not module.training or "train" in vars(module) or type(module).train not in usual:
+            return False
+        left += [child for child in module._modules.values() if child is not None]
+    return True
 
 
 @contextlib.contextmanager

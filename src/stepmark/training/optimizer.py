@@ -23,6 +23,7 @@ from stepmark.parallel.optimizer.replicated import Replicated, replicated_around
 from stepmark.parallel.optimizer.whole_parameters import whole_parameters, whole_parameters_around
 from stepmark.parallel.optimizer.zero1_shards import flat_shards
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.eager import has_fused_kernel
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import layout_of
 
@@ -139,7 +140,8 @@ def build_optimizer(
     kind = _class_of(name, runtime, keywords)
     make = _maker(name, kind, keywords, options or {})
     used, order = _used_groups(groups, stages), [key for key, _ in named_parameters]
-    if name in WHOLE_PARAMETERS and (sharded_over is not None or _is_sharded(named_parameters)):
+    sharded = sharded_over is not None or any(layout_of(parameter) is not None for _, parameter in named_parameters)
+    if name in WHOLE_PARAMETERS and sharded:
         mesh = mesh or sharded_over
         if mesh is None:
             raise UsageError(
@@ -238,10 +240,6 @@ def _check_device(name: str, runtime: Runtime) -> None:
         raise UsageError(f"optim: {name} has no kernels for {runtime.name}; use AdamW")
 
 
-def _is_sharded(named: Sequence[tuple[str, nn.Parameter]]) -> bool:
-    return any(layout_of(parameter) is not None for _, parameter in named)
-
-
 def _class_of(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[torch.optim.Optimizer]:
     if name == ADAFACTOR:
         from transformers.optimization import Adafactor
@@ -253,6 +251,6 @@ def _class_of(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[tor
         return MuonAdamW
     if runtime.lazy:
         return LazyAdamW if name in ADAMW else LazySGD
-    if name == "adamw_torch_fused":
+    if name == "adamw_torch_fused" and has_fused_kernel(torch.optim.AdamW, runtime.device):
         keywords["fused"] = True
     return torch.optim.AdamW if name in ADAMW else torch.optim.SGD

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
+from stepmark.runtime.eager import kept_generators
 from stepmark.training.model_labels import unwrapped
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -74,7 +75,7 @@ def _try(model: nn.Module, name: str) -> None:
     positions = torch.cat([torch.arange(each, device=device) for each in _TOKENS])
     # A copy with the same weights: what user code counts or keeps in its forward pass stays as it is.
     model = copy.deepcopy(model, {id(each): each for each in model.parameters()}).eval()
-    with torch.no_grad(), torch.random.fork_rng(), contextlib.redirect_stdout(io.StringIO()):
+    with torch.no_grad(), kept_generators(), contextlib.redirect_stdout(io.StringIO()):
         together = _logits(model, ids, positions, sees[None, None])
         parts = zip((first, second), positions.split(_TOKENS), strict=True)
         alone = torch.cat([_logits(model, part, place, None) for part, place in parts])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from stepmark.data.loader.batch import MicroBatch
 from stepmark.parallel.pipeline.staged_model import StagedModel, staged
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
+from stepmark.runtime.eager import kept_generators
 from stepmark.runtime.links import Form
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
@@ -104,7 +105,7 @@ class PipelinedForward:
         if not batch.targets or not self._loss.undecided(batch.inputs):
             return
         model = self._stages.model
-        with evaluating(model), torch.random.fork_rng():
+        with evaluating(model), kept_generators():
             ((_, found),) = self._run([batch], lambda each: self._loss.shown_by(model, each.inputs))
         self._transfers.settle()
         self._loss.decide(bool(self._from_last(None if found is None else torch.tensor([int(found)]))))

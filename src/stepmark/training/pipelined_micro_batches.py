@@ -51,7 +51,7 @@ class PipelinedSchedule:
         scaler: LossScaler | None = None,
         seed: int = 42,
     ) -> None:
-        """`kind`: one of `schedules.SCHEDULES`."""
+        """`kind`: as `pipeline_schedule`."""
         self.stages = stages
         self.loss = loss
         self.gradients = gradients

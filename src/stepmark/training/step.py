@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.config.training_fields import check_reduce_dtype
+from stepmark.config.fields import fields_of, refuse
+from stepmark.config.training_fields import TrainingFields, check_reduce_dtype, schedule_contradictions
 from stepmark.data.loader.batch import StepBatch
 from stepmark.liveness.progress import PASSES, REDUCE, UPDATE, entering
 from stepmark.parallel.gradients.arithmetic import scale_to
@@ -17,7 +18,7 @@ from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.optimizer.arrivals import of_known_libraries
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.parallelize import check_not_added_to
-from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B, check_micro_batches
+from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
@@ -111,34 +112,17 @@ class TrainStep:
         self._gradients = optimizer.gradients(mesh, accumulation=accumulation, reduce_dtype=reduce_dtype)
         for parameter in model.parameters():  # what was computed before is not part of the first step
             parameter.grad = None
-        self._schedule = self._make_schedule(loss, mesh, pipeline_schedule, accumulation, autocast, seed)
         self._max_grad_norm = max_grad_norm
-
-    def _make_schedule(
-        self,
-        loss: MicroBatchLoss,
-        mesh: Mesh,
-        kind: str,
-        accumulation: int,
-        autocast: torch.dtype | None,
-        seed: int,
-    ) -> MicroBatchSchedule:
-        stages = staged(self.model)
+        self._schedule: MicroBatchSchedule
+        stages = staged(model)
+        options: dict[str, Any] = {"autocast": autocast, "scaler": scaler, "seed": seed}
         if stages is None:
-            return SequentialSchedule(
-                self.model,
-                loss,
-                self._gradients,
-                mesh,
-                arrivals=self.optimizer.arrivals,
-                autocast=autocast,
-                scaler=self.scaler,
-                seed=seed,
-            )
-        check_micro_batches(kind, accumulation, mesh.pipeline.size, len(stages.own))
-        return PipelinedSchedule(
-            stages, loss, self._gradients, mesh, kind, autocast=autocast, scaler=self.scaler, seed=seed
-        )
+            arrivals = optimizer.arrivals
+            self._schedule = SequentialSchedule(model, loss, self._gradients, mesh, arrivals=arrivals, **options)
+            return
+        fields_of(TrainingFields)["pipeline_schedule"].checked(pipeline_schedule)
+        refuse(schedule_contradictions(pipeline_schedule, accumulation, mesh.pipeline.size, len(stages.own)))
+        self._schedule = PipelinedSchedule(stages, loss, self._gradients, mesh, pipeline_schedule, **options)
 
     def __call__(self, step: int, batch: StepBatch, hooks: StepHooks | None = None) -> StepStatistics:
         """Trains one step. Collective.

@@ -3,74 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.coordination.leases import Lease
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
-from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
-from stepmark.errors import CheckpointNotFound, UsageError
+from stepmark.errors import CheckpointNotFound
 from stepmark.evaluation.run_options import RunOptions
 from stepmark.liveness.collection import quick_imports
 from stepmark.recipe.used_recipe import USED_RECIPE, read_used_recipe, recipe_file_of
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment, warn_not_saved
-from stepmark.watcher.evaluation_data import MODEL_CONFIGS, DataChoice
-from stepmark.watcher.formatting import json_of_model, json_of_run, line_of, table_of_model, table_of_run
+from stepmark.trainer.telemetry.progress import QUIET
+from stepmark.watcher.evaluation_data import Request
+from stepmark.watcher.evaluation_records import EVALUATED, FAILED, TABLE, finite
 
 _APPEAR_EVERY = 1.0  # seconds between two checks for a run that has not begun
-
-
-@dataclass(frozen=True)
-class Request:
-    """The command line of `stepmark evaluate`."""
-
-    path: Path
-    watch: bool = False
-    data: DataChoice = field(default_factory=DataChoice)
-    batch_size: int | None = None
-    device: str = "auto"
-    until: int | None = None
-    patience: int | None = None
-    metrics: str | None = None
-    evaluator: str | None = None
-    metric: str | None = None
-    greater_is_better: bool | None = None
-    interval: float = 2.0
-    as_json: bool = False
-    trust_remote_code: bool = False
-    base_model: str | None = None
-
-    def check(self) -> None:
-        """Raises UsageError for invalid arguments, before anything is loaded."""
-        self.data.check()
-        for name, least in (("batch_size", 1), ("until", 0), ("patience", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UsageError(f"--{name}: should be at least {least}, and is {value}")
-        if not 0 < self.interval <= 3600:
-            raise UsageError(f"--interval: should be a number of seconds above 0, up to 3600, and is {self.interval}")
-        if not self.path.is_dir() and not (self.watch and not self.path.exists()):
-            raise CheckpointNotFound(f"there is no folder {self.path}")
-        if self.is_run:
-            if self.path.is_dir() and not os.access(self.path, os.W_OK | os.X_OK):
-                raise UsageError(f"{self.path} cannot be written to, and its evaluations are written there")
-            return
-        for name in ("watch", "until", "patience", "metric", "greater_is_better"):
-            if getattr(self, name) not in (None, False):
-                raise UsageError(f"--{name}: applies to a run, but {self.path} is a single model")
-
-    @property
-    def is_run(self) -> bool:
-        """Whether the path is a run, or will become one; otherwise it is a single checkpoint or model."""
-        if (self.path / MANIFEST).exists() or step_of(self.path) is not None:
-            return False
-        return bool(checkpoints(self.path)) or not any((self.path / name).is_file() for name in MODEL_CONFIGS)
 
 
 def evaluate_command(request: Request) -> int:
@@ -82,9 +35,9 @@ def evaluate_command(request: Request) -> int:
         from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
         from stepmark.runtime.context import start
         from stepmark.runtime.mesh import Mesh
-        from stepmark.watcher.setup import Functions
+        from stepmark.watcher.setup import check_functions
 
-    functions = Functions.load(request.metrics, request.evaluator)
+    check_functions(request)
     cache = _compile_cache(request)
     prepare_compile_cache(cache)
     context = start(request.device)
@@ -92,11 +45,7 @@ def evaluate_command(request: Request) -> int:
     if not context.runtime.lazy:
         leave_out_torch_xla()
     mesh = Mesh.create(context=context)
-    if extracting_graphs():
-        return _extract(request, mesh, functions)
-    if request.is_run:
-        return _of_run(request, mesh, functions)
-    return _of_one(request, mesh, functions)
+    return _of_run(request, mesh) if request.is_run and not extracting_graphs() else _of_one(request, mesh)
 
 
 def _compile_cache(request: Request) -> bool | str | None:
@@ -104,15 +53,6 @@ def _compile_cache(request: Request) -> bool | str | None:
     run = request.path if request.is_run else request.path.absolute().parent
     recipe = read_used_recipe(run) or _recipe_of(request.path)
     return None if recipe is None else recipe.training.compile_cache
-
-
-def _extract(request: Request, mesh: Any, functions: Any) -> int:
-    """Evaluates one checkpoint for the graphs that this takes: of a run the newest. Nothing is recorded or printed,
-    since the values are placeholders."""
-    path = mesh.context.host.broadcast(_newest(request))
-    _evaluate_one(request, mesh, functions, path)
-    warn_not_saved(f"the evaluation of {path}")
-    return 0
 
 
 def _newest(request: Request) -> Path:
@@ -125,45 +65,28 @@ def _newest(request: Request) -> Path:
     return max(found, key=lambda path: step_of(path) or 0)
 
 
-def _of_one(request: Request, mesh: Any, functions: Any) -> int:
-    host = mesh.context.host
-    path = host.broadcast(resolve_link(request.path))
-    samples, metrics = _evaluate_one(request, mesh, functions, path)
-    if host.rank == 0:
-        show = json_of_model if request.as_json else table_of_model
-        print(show(path, samples, metrics))
-    return 0
+def _of_one(request: Request, mesh: Any) -> int:
+    """Evaluates one checkpoint or model. While graphs are extracted, nothing is printed: values are placeholders."""
+    from stepmark.watcher.setup import EvaluationSetup
 
-
-def _evaluate_one(
-    request: Request, mesh: Any, functions: Any, path: Path
-) -> tuple[dict[str | None, int], dict[str, float]]:
-    """The number of samples of each set, and the metrics of one checkpoint. Collective."""
-    lease = _try_lease(path) if mesh.context.host.rank == 0 else None
+    leads = mesh.context.host.rank == 0
+    path = mesh.context.host.broadcast(_newest(request))
+    lease = _try_lease(path) if leads else None
     try:
-        setup = _prepare(request, mesh, functions, _recipe_of(path), path)
-        if mesh.context.host.rank == 0:
+        setup = EvaluationSetup.prepare(request, mesh, _recipe_of(path), path)
+        if leads:
             _say(setup.summary(_origin(request, recipe_file_of(path), path, RunOptions.of_checkpoint(path))))
-        return {name: len(each.blocks) for name, each in setup.sets.items()}, setup.evaluate(path)
+        metrics = setup.evaluate(path)
     finally:
         if lease is not None:
             lease.release()
-
-
-def _prepare(request: Request, mesh: Any, functions: Any, recipe: Recipe | None, checkpoint: Path) -> Any:
-    """The setup by which this checkpoint, and others of its run, are evaluated."""
-    from stepmark.watcher.setup import EvaluationSetup
-
-    return EvaluationSetup.prepare(
-        mesh,
-        functions,
-        request.data,
-        recipe,
-        checkpoint,
-        request.batch_size,
-        trust_remote_code=request.trust_remote_code,
-        base_model=request.base_model,
-    )
+    if extracting_graphs():
+        warn_not_saved(f"the evaluation of {path}")
+    elif leads:
+        samples = {name or "": len(each.blocks) for name, each in setup.sets.items()}
+        content = {"path": str(path), "step": step_of(path), "samples": samples, **finite(metrics)}
+        print(json.dumps(content) if request.as_json else _table_of_model(path, samples, metrics))
+    return 0
 
 
 def _try_lease(path: Path) -> Lease | None:
@@ -206,9 +129,8 @@ def _origin(request: Request, recipe: Path | None, path: Path, options: RunOptio
     return "; ".join(notes)
 
 
-def _of_run(request: Request, mesh: Any, functions: Any) -> int:
-    from stepmark.watcher.recorder import EvaluationListener
-    from stepmark.watcher.scheduler import WatchOptions
+def _of_run(request: Request, mesh: Any) -> int:
+    from stepmark.watcher.setup import EvaluationSetup
     from stepmark.watcher.watcher import Watcher
 
     leads = mesh.context.host.rank == 0
@@ -216,7 +138,7 @@ def _of_run(request: Request, mesh: Any, functions: Any) -> int:
 
     def make_setup(checkpoint: Path) -> Any:
         recipe = read_used_recipe(request.path)
-        setup = _prepare(request, mesh, functions, recipe, checkpoint)
+        setup = EvaluationSetup.prepare(request, mesh, recipe, checkpoint)
         if leads:
             used = None if recipe is None else request.path / USED_RECIPE
             options = RunOptions.of_checkpoint(checkpoint)
@@ -225,35 +147,32 @@ def _of_run(request: Request, mesh: Any, functions: Any) -> int:
                 _say(f"{request.path / 'best'} stays as it is: --data is not the data of the run; see --update_best")
         return setup
 
-    metric, greater = _best_metric(request)
-    options = WatchOptions(request.watch, request.until, request.patience, metric, greater, request.interval)
     stream = request.as_json and request.watch
 
-    def record(line: dict[str, Any], best: bool) -> None:
+    def show(line: dict[str, Any], best: bool) -> None:
         if stream:
             print(json.dumps(line), flush=True)
         elif not request.as_json:
-            print(line_of(line, best), flush=True)
+            print(_line_of(line, best), flush=True)
 
-    watcher = Watcher(
-        request.path, mesh, make_setup, options, EvaluationListener(record, _say if leads else _say_nothing)
-    )
+    say = _say if leads else lambda text: None
+    watcher = Watcher(_with_metric(request), mesh, make_setup, show, say)
     failures = watcher.run()
-    if leads and not stream and watcher.records is not None:
-        show = json_of_run if request.as_json else table_of_run
-        print(show(request.path, watcher.records.sorted(), watcher.best))
+    if watcher.recorder is not None and not stream:
+        lines, best = watcher.recorder.records.sorted(), watcher.recorder.best
+        content = {"path": str(request.path), "best": best, "evaluations": lines}
+        print(json.dumps(content) if request.as_json else _table_of_run(request.path, lines, best))
     return 1 if failures else 0
 
 
-def _best_metric(request: Request) -> tuple[str | None, bool | None]:
-    """The metric for the best checkpoint: the one given here, or that of the run's recipe."""
-    if request.metric is not None or not request.path.is_dir():
-        return request.metric, request.greater_is_better
-    recipe = read_used_recipe(request.path)
+def _with_metric(request: Request) -> Request:
+    """With the metric for the best checkpoint of the run's recipe, unless one is given."""
+    recipe = read_used_recipe(request.path) if request.metric is None else None
     if recipe is None or recipe.training.metric_for_best_model is None:
-        return None, request.greater_is_better
-    greater = request.greater_is_better
-    return recipe.training.best_metric_key, recipe.training.greater_is_better if greater is None else greater
+        return request
+    own, greater = recipe.training, request.greater_is_better
+    greater = own.greater_is_better if greater is None else greater
+    return replace(request, metric=own.best_metric_key, greater_is_better=greater)
 
 
 def _wait_for_folder(request: Request, host: Any) -> None:
@@ -267,5 +186,58 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _say_nothing(text: str) -> None:
-    """For ranks other than 0."""
+# What is printed: a line for each evaluation as it completes, a table at the end, or JSON
+
+Lines = Sequence[Mapping[str, Any]]
+
+
+def _line_of(line: Mapping[str, Any], best: bool) -> str:
+    """A line of evaluations.jsonl in readable form."""
+    if line["status"] != EVALUATED:
+        return f"step {line['step']}: {line['status']}: {line['reason']}"
+    shown = [f"{name.removeprefix('eval_')} {_number(line[name])}" for name in _metrics([line])]
+    return f"step {line['step']}: {', '.join(shown)}{' (best)' if best else ''}"
+
+
+def _table_of_model(path: Path, samples: Mapping[str, int], metrics: Mapping[str, float]) -> str:
+    """All numbers of one model; `samples` are those of each set."""
+    count = ", ".join(f"{count} samples" + (f" of {name}" if name else "") for name, count in samples.items())
+    head = f"{path}: {count}" if count else str(path)
+    return f"{head}\n{_table([(name, _number(value)) for name, value in metrics.items()])}"
+
+
+def _table_of_run(run: Path, lines: Lines, best: int | None) -> str:
+    """A row for each evaluation, and the number of each status."""
+    evaluated = [line for line in lines if line["status"] == EVALUATED]
+    failed = sum(line["status"] == FAILED for line in lines)
+    skipped = len(lines) - len(evaluated) - failed
+    last = f"{len(evaluated)} evaluated, {skipped} skipped, {failed} failed; see {run / TABLE}"
+    if not evaluated:
+        return last
+    names = _metrics(evaluated)
+    rows = [["step", *names]]
+    for line in evaluated:
+        step = f"{line['step']} (best)" if line["step"] == best else str(line["step"])
+        rows.append([step, *(_number(line.get(name)) for name in names)])
+    return f"{_table(rows)}\n{last}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text in columns; the first is left-aligned, the others right-aligned."""
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _metrics(evaluated: Lines) -> list[str]:
+    names = dict.fromkeys(name for line in evaluated for name in line if name.startswith("eval_"))
+    return [name for name in names if not name.endswith(QUIET)]
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "not finite"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

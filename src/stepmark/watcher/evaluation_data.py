@@ -1,14 +1,18 @@
-"""The texts for an evaluation outside of training: the run's own validation data, or what --data names."""
+"""What an evaluation outside of training is asked for: the command line, and its texts: the run's own validation data,
+or what --data names."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from glob import has_magic
 from pathlib import Path
 from typing import Any
 
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
+from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.config.data_arguments import (
     STDLIB,
     TABLES,
@@ -19,7 +23,7 @@ from stepmark.config.data_arguments import (
     uncompressed_suffix,
 )
 from stepmark.config.recipe import Recipe
-from stepmark.errors import DataError, UsageError
+from stepmark.errors import CheckpointNotFound, DataError, UsageError
 from stepmark.evaluation.run_options import RunOptions
 
 MODEL_CONFIGS = ("config.json", "adapter_config.json")  # one of which a model's or an adapter's folder has
@@ -83,6 +87,55 @@ class DataChoice:
         if found.get("assistant_only_loss") and not found.get("messages_column"):
             raise UsageError("--assistant_only_loss: is for conversations; give --messages_column, or leave it out")
         return found
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line of `stepmark evaluate`. With `watch` it waits for checkpoints until the run has ended, or step
+    `until`, or a later one, is done; `interval`: seconds between two polls. After `patience` evaluations without a
+    better one, by `metric`, the run is asked to stop."""
+
+    path: Path
+    watch: bool = False
+    data: DataChoice = field(default_factory=DataChoice)
+    batch_size: int | None = None
+    device: str = "auto"
+    until: int | None = None
+    patience: int | None = None
+    metrics: str | None = None
+    evaluator: str | None = None
+    metric: str | None = None
+    greater_is_better: bool | None = None
+    interval: float = 2.0
+    as_json: bool = False
+    trust_remote_code: bool = False
+    base_model: str | None = None
+
+    def check(self) -> None:
+        """Raises UsageError for invalid arguments, before anything is loaded."""
+        self.data.check()
+        for name, least in (("batch_size", 1), ("until", 0), ("patience", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"--{name}: should be at least {least}, and is {value}")
+        if not 0 < self.interval <= 3600:
+            raise UsageError(f"--interval: should be a number of seconds above 0, up to 3600, and is {self.interval}")
+        if not self.path.is_dir() and not (self.watch and not self.path.exists()):
+            raise CheckpointNotFound(f"there is no folder {self.path}")
+        if self.is_run:
+            if self.path.is_dir() and not os.access(self.path, os.W_OK | os.X_OK):
+                raise UsageError(f"{self.path} cannot be written to, and its evaluations are written there")
+            return
+        for name in ("watch", "until", "patience", "metric", "greater_is_better"):
+            if getattr(self, name) not in (None, False):
+                raise UsageError(f"--{name}: applies to a run, but {self.path} is a single model")
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the path is a run, or will become one; otherwise it is a single checkpoint or model."""
+        if (self.path / MANIFEST).exists() or step_of(self.path) is not None:
+            return False
+        return bool(checkpoints(self.path)) or not any((self.path / name).is_file() for name in MODEL_CONFIGS)
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,7 @@ class EvaluationRecords:
 
     def done(self) -> set[EvaluationRecord]:
         """The checkpoints that need not be evaluated; those that failed in earlier processes are tried again."""
-        lines = enumerate(read_evaluations(self._run))
-        mine = [(number, line) for number, line in lines if line.get("setup") == self._setup and "step" in line]
-        return {
-            EvaluationRecord(line["step"], line["save"])
-            for number, line in mine
-            if line["status"] != FAILED or number >= self._before
-        }
+        return {each for each, number, line in self._lines() if line["status"] != FAILED or number >= self._before}
 
     def evaluated(self) -> list[dict[str, Any]]:
         """The last evaluation of each step, by step."""
@@ -74,9 +68,14 @@ class EvaluationRecords:
 
     def sorted(self) -> list[dict[str, Any]]:
         """The last line of each checkpoint, by step; several of one step in the order of writing."""
-        lines = [line for line in read_evaluations(self._run) if line.get("setup") == self._setup and "step" in line]
-        last = {EvaluationRecord(line["step"], line["save"]): line for line in lines}
+        last = {each: line for each, _, line in self._lines()}
         return sorted(last.values(), key=lambda line: int(line["step"]))
+
+    def _lines(self) -> Iterator[tuple[EvaluationRecord, int, dict[str, Any]]]:
+        """Each line of this setup, after its checkpoint and its number in the file."""
+        for number, line in enumerate(read_evaluations(self._run)):
+            if line.get("setup") == self._setup and "step" in line:
+                yield EvaluationRecord(line["step"], line["save"]), number, line
 
     def add(self, found: EvaluationRecord, status: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
         """Records a checkpoint and returns its line; None where that was done before. Call it in `locked`."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.best_link import point_best
-from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, point_best
 from stepmark.errors import UsageError
 from stepmark.trainer.interruption.stop_request import ask_to_stop
+from stepmark.watcher.evaluation_data import Request
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, EvaluationRecord, EvaluationRecords
-from stepmark.watcher.scheduler import RunState, WatchOptions
+from stepmark.watcher.scheduler import RunState
 
 FOLDER = Path("runs") / "evaluation"  # beside the folders of training
 _NO_SCALARS = ("step", "time", "world_size")
@@ -89,32 +89,25 @@ class BestTracker:
         return sum(best is None or line["step"] > best for line in evaluated)
 
 
-@dataclass(frozen=True)
-class EvaluationListener:
-    """Receives results: `record` a line of evaluations.jsonl and whether it is the best, `say` other messages."""
-
-    record: Callable[[dict[str, Any], bool], None]
-    say: Callable[[str], None]
-
-
 class EvaluationRecorder:
     """Keeps the records of one setup. `failures` counts the evaluations that failed; `best` is the step of the best
-    evaluated checkpoint that exists, which the run's link follows with `moves_best`."""
+    evaluated checkpoint that exists, which the run's link follows with `moves_best`. `show` gets each line of
+    evaluations.jsonl and whether it is the best, `say` other messages."""
 
     def __init__(
         self,
-        run: Path,
+        request: Request,
         records: EvaluationRecords,
-        options: WatchOptions,
-        listener: EvaluationListener,
+        show: Callable[[dict[str, Any], bool], None],
+        say: Callable[[str], None],
         *,
         moves_best: bool,
     ) -> None:
-        self._run = run
-        self._records = records
-        self._options = options
-        self._listener = listener
-        self._scalars = Scalars(run)
+        self.records = records
+        self._run = request.path
+        self._request = request
+        self._show, self._say = show, say
+        self._scalars = Scalars(self._run)
         self._moves_best = moves_best
         self._best: BestTracker | None = None
         self.best: int | None = None
@@ -130,12 +123,12 @@ class EvaluationRecorder:
         Raises UsageError where the evaluation lacks the metric for the best checkpoint.
         """
         self.failures += status == FAILED
-        with self._records.locked():  # so that other watchers do not link an outdated best checkpoint
-            line = self._records.add(found, status, values)
+        with self.records.locked():  # so that other watchers do not link an outdated best checkpoint
+            line = self.records.add(found, status, values)
             best = self._find_best(values) if line is not None and status == EVALUATED else None
         if line is None:
             return
-        self._listener.record(line, best == found.step)
+        self._show(line, best == found.step)
         self._scalars.add(line)
         if status == EVALUATED:
             self._check_patience()
@@ -146,27 +139,28 @@ class EvaluationRecorder:
 
     def _find_best(self, values: Mapping[str, Any]) -> int | None:
         """The step of the best evaluated checkpoint that exists, which is linked as `best` where that is wanted."""
-        options = self._options
+        asked = self._request
         if self._best is None:
-            needed = options.patience is not None
-            self._best = BestTracker.choose(options.metric, options.greater_is_better, values, needed=needed)
+            needed = asked.patience is not None
+            self._best = BestTracker.choose(asked.metric, asked.greater_is_better, values, needed=needed)
         if self._best is None:
             return None
-        lines = self._records.evaluated()
+        lines = self.records.evaluated()
         self.best = self._best.step([line for line in lines if checkpoint_path(self._run, line["step"]).is_dir()])
         if self.best is not None and self._moves_best:
             point_best(self._run, self.best)
         return self.best
 
     def _check_patience(self) -> None:
-        if self._options.patience is None or self._asked_to_stop or self._best is None:
+        patience = self._request.patience
+        if patience is None or self._asked_to_stop or self._best is None:
             return
-        evaluated = self._records.evaluated()
+        evaluated = self.records.evaluated()
         since = self._best.since(evaluated)
-        if since < self._options.patience or RunState(self._run).ended() is not None:
+        if since < patience or RunState(self._run).ended() is not None:
             return
         best = self._best.step(evaluated)
         reason = f"{self._best.metric} has not improved for {since} evaluations, since step {best}"
         ask_to_stop(self._run, reason)
         self._asked_to_stop = True
-        self._listener.say(f"asked the run to stop: {reason}")
+        self._say(f"asked the run to stop: {reason}")

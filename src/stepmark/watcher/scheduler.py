@@ -21,6 +21,7 @@ from stepmark.errors import CheckpointError, CheckpointNotFound
 from stepmark.liveness.heartbeat import STALE
 from stepmark.liveness.running_time import running_time
 from stepmark.trainer.run_folder.status import ENDED, RunStatus
+from stepmark.watcher.evaluation_data import Request
 from stepmark.watcher.evaluation_records import EvaluationRecord, EvaluationRecords
 
 STARTING = 600.0  # seconds that ranks which are started again may take until the run is claimed
@@ -63,20 +64,6 @@ BACKOFF = 0.5  # seconds, at most, that two watchers wait which claimed the same
 
 
 @dataclass(frozen=True)
-class WatchOptions:
-    """The options of a watcher. `until`: it ends once this step, or a later one, is done. `patience`: after this many
-    evaluations without a better one, the run is asked to stop. `metric` decides which is the best. `interval`: seconds
-    between two polls. Without `wait` it ends when all existing checkpoints are done."""
-
-    wait: bool = False
-    until: int | None = None
-    patience: int | None = None
-    metric: str | None = None
-    greater_is_better: bool | None = None
-    interval: float = 2.0
-
-
-@dataclass(frozen=True)
 class EvaluationJob:
     """`kind`: "prepare" the setup with a checkpoint, "skip" or "evaluate" one, "wait", or "end"."""
 
@@ -88,9 +75,9 @@ class EvaluationJob:
 class EvaluationScheduler:
     """Polls a run's folder and chooses a job; holds the lease on the chosen checkpoint until `release`."""
 
-    def __init__(self, run: Path, options: WatchOptions, say: Callable[[str], None]) -> None:
-        self._run = run
-        self._options = options
+    def __init__(self, request: Request, say: Callable[[str], None]) -> None:
+        self._run = run = request.path
+        self._request = request
         self._say = say
         self._said: set[str] = set()
         self._leases = Leases(run)
@@ -133,7 +120,7 @@ class EvaluationScheduler:
             self._lease = Lease.take(path, "setup")
             if self._lease is not None:
                 return EvaluationJob("prepare", path)
-        if not self._options.wait:
+        if not self._request.watch:
             raise CheckpointNotFound(f"{self._run} has no checkpoints; --watch waits for them")
         if ended is not None:
             raise CheckpointError(f"{self._run} has no checkpoints, and its run has ended ({ended})")
@@ -179,14 +166,14 @@ class EvaluationScheduler:
         return True
 
     def _finished(self, pending: bool, ended: str | None) -> bool:
-        options = self._options
-        if not options.wait:
+        until = self._request.until
+        if not self._request.watch:
             return True
         if pending:  # another watcher has them; if it dies, this one evaluates them
             return False
         assert self._records is not None
-        if options.until is not None:
-            if any(found.step >= options.until for found in self._records.done()):
+        if until is not None:
+            if any(found.step >= until for found in self._records.done()):
                 return True
             return ended in ("done", "failed")
         if ended is not None:

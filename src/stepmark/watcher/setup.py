@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from stepmark.config.data_arguments import columns_of
 from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointNotFound, DataError, UsageError
 from stepmark.evaluation.evaluate import evaluate
-from stepmark.evaluation.metric_functions import MetricsFunctions, load_function, load_metrics
+from stepmark.evaluation.metric_functions import load_function, load_metrics
 from stepmark.evaluation.metrics import plain_numbers, with_prefix
 from stepmark.evaluation.restored_model import ModelReader, is_adapter, needs_code, read_config
 from stepmark.evaluation.run_options import RunOptions
@@ -27,42 +27,12 @@ from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.runtime.mesh import Mesh
 from stepmark.trainer.run_folder.run_identity import tokenizer_digest
 from stepmark.training.packed_samples import check_packing
-from stepmark.watcher.evaluation_data import MODEL_CONFIGS, DataChoice, EvaluationSet, prepare_sets
+from stepmark.watcher.evaluation_data import MODEL_CONFIGS, DataChoice, EvaluationSet, Request, prepare_sets
 
 logger = logging.getLogger("stepmark")
 
 PREFIX = "eval"
 NO_METRICS = "none"  # as --metrics
-
-
-@dataclass(frozen=True)
-class Functions:
-    """The user's functions, with the names under which they were given."""
-
-    metrics: str | None = None
-    evaluator: str | None = None
-    loaded_metrics: MetricsFunctions | None = field(default=None, compare=False)
-    loaded_evaluator: Callable[..., Any] | None = field(default=None, compare=False)
-
-    @classmethod
-    def load(cls, metrics: str | None, evaluator: str | None) -> Functions:
-        """Imports the functions. Raises UsageError where they do not exist."""
-        return cls(
-            metrics,
-            evaluator,
-            load_metrics(metrics, "--metrics") if metrics not in (None, NO_METRICS) else None,
-            load_function(evaluator, "--evaluator") if evaluator else None,
-        )
-
-    def of_run(self, recipe: Recipe | None) -> Functions:
-        """With the metrics of the run's recipe, unless others, or none, were given. Raises UsageError as `load`."""
-        if self.metrics == NO_METRICS:
-            return replace(self, metrics=None)
-        named = None if recipe is None else recipe.evaluation.metrics
-        if self.metrics is not None or named is None:
-            return self
-        loaded = load_metrics(named, f"metrics (of the run; --metrics {NO_METRICS} evaluates without)")
-        return replace(self, metrics=named, loaded_metrics=loaded)
 
 
 @dataclass(frozen=True)
@@ -89,46 +59,37 @@ class EvaluationSetup:
     """Evaluates checkpoints, all in the same way. Create it with `prepare`, on all ranks.
 
     Attributes:
+        metrics, evaluator: The user's functions, `module:function`.
         moves_best: Whether the run's `best` follows the results.
     """
 
     mesh: Mesh
     sets: Mapping[str | None, EvaluationSet]
-    functions: Functions
+    metrics: str | None
+    evaluator: str | None
     tokenizer: Any
     options: RunOptions
     reader: ModelReader
     moves_best: bool
 
     @classmethod
-    def prepare(
-        cls,
-        mesh: Mesh,
-        functions: Functions,
-        choice: DataChoice,
-        recipe: Recipe | None,
-        checkpoint: Path,
-        batch_size: int | None,
-        *,
-        trust_remote_code: bool = False,
-        base_model: str | None = None,
-    ) -> EvaluationSetup:
+    def prepare(cls, request: Request, mesh: Mesh, recipe: Recipe | None, checkpoint: Path) -> EvaluationSetup:
         """`checkpoint` is one of those to be evaluated; its tokenizer is used where no recipe names one. Python code
-        of its model and tokenizer is executed only with `trust_remote_code`, whatever its recipe says. `base_model`:
-        that of adapters, where it is not what they name.
+        of its model and tokenizer is executed only where the request trusts it, whatever its recipe says.
 
         Raises DataError or UsageError where there is nothing to evaluate on, and CheckpointNotFound, on all ranks,
         where the checkpoint has been deleted in the meantime.
         """
+        choice, base_model, trust = request.data, request.base_model, request.trust_remote_code
         if base_model is not None and not is_adapter(checkpoint):
             raise UsageError(f"--base-model: {checkpoint} holds a complete model and no adapter; leave it out")
-        functions = functions.of_run(recipe)
+        metrics, evaluator = _metrics_of(request, recipe), request.evaluator or None
         options = options_of(recipe, checkpoint)
-        tokenizer, longest = _read_what_texts_need(mesh, recipe, checkpoint, trust_remote_code, base_model)
+        tokenizer, longest = _read_what_texts_need(mesh, recipe, checkpoint, trust, base_model)
         sets: dict[str | None, EvaluationSet] = {}
-        if recipe is None and not choice.sources and functions.evaluator is None:
-            raise DataError(_what_to_pass(checkpoint, options, choice, functions))
-        if choice.sources or recipe is not None or functions.evaluator is None:
+        if recipe is None and not choice.sources and evaluator is None:
+            raise DataError(_what_to_pass(checkpoint, options, choice, metrics))
+        if choice.sources or recipe is not None or evaluator is None:
             if tokenizer is None:
                 raise UsageError(
                     f"{checkpoint} has no tokenizer, so texts cannot be read (a Trainer with processing_class saves it)"
@@ -138,14 +99,15 @@ class EvaluationSetup:
                 try:
                     sets = prepare_sets(choice.with_options(options), recipe, tokenizer, longest)
                 except DataError as error:
-                    if functions.evaluator is None or choice.sources:
+                    if evaluator is None or choice.sources:
                         raise
                     logger.warning("the --evaluator gets no data: %s", error)  # it may not need data
         # Data of the run's own decide which of its checkpoints is the best, where there are such data.
         moves_best = choice.updates_best or not choice.sources or recipe is None
-        reader = ModelReader(mesh.runtime, trust_remote_code=trust_remote_code, base_model=base_model)
-        options = replace(options, per_device_eval_batch_size=batch_size or options.per_device_eval_batch_size)
-        return cls(mesh, sets, functions, tokenizer, options, reader, moves_best)
+        reader = ModelReader(mesh.runtime, trust_remote_code=trust, base_model=base_model)
+        batch_size = request.batch_size or options.per_device_eval_batch_size
+        options = replace(options, per_device_eval_batch_size=batch_size)
+        return cls(mesh, sets, metrics, evaluator, tokenizer, options, reader, moves_best)
 
     @property
     def identity(self) -> str:
@@ -156,8 +118,8 @@ class EvaluationSetup:
         """The identity as plain values."""
         return {
             "data": {name or "": each.content for name, each in self.sets.items()},
-            "metrics": self.functions.metrics,
-            "evaluator": self.functions.evaluator,
+            "metrics": self.metrics,
+            "evaluator": self.evaluator,
             "bf16": self.options.bf16,
             **({"fp16": True} if self.options.fp16 else {}),
             "label_smoothing_factor": self.options.label_smoothing_factor,
@@ -170,8 +132,7 @@ class EvaluationSetup:
             f"{len(each.blocks)} samples of up to {each.blocks.block_size} tokens of {each.source}"
             for each in self.sets.values()
         ]
-        functions, run = self.functions, self.options
-        named = {"metrics": functions.metrics, "evaluator": functions.evaluator}
+        run, named = self.options, {"metrics": self.metrics, "evaluator": self.evaluator}
         options = [f"{name} {value}" for name, value in named.items() if value]
         options += [name for name, on in (("bf16", run.bf16), ("fp16", run.fp16)) if on]
         smoothing = run.label_smoothing_factor
@@ -184,19 +145,18 @@ class EvaluationSetup:
         Raises CheckpointError where it cannot be read, MetricsError where a function of the user's fails.
         """
         model = self.reader.read(checkpoint)
-        function = self.functions.loaded_evaluator
-        if function is None:
+        if self.evaluator is None:
             return self._standard(model)
         step = read_manifest(checkpoint).step if (checkpoint / MANIFEST).is_file() else None
         blocks = {name: each.blocks for name, each in self.sets.items()}
         context = EvaluationContext(checkpoint, step, self.mesh, blocks, lambda: self._standard(model))
         model.eval()
         with torch.no_grad():
-            found = function(model, self.tokenizer, context)
-        return with_prefix(plain_numbers(found, f"--evaluator {self.functions.evaluator}"), PREFIX)
+            found = load_function(self.evaluator, "--evaluator")(model, self.tokenizer, context)
+        return with_prefix(plain_numbers(found, f"--evaluator {self.evaluator}"), PREFIX)
 
     def _standard(self, model: nn.Module) -> dict[str, float]:
-        metrics = self.functions.loaded_metrics
+        metrics = None if self.metrics is None else load_metrics(self.metrics, "--metrics")
         sets = {name: each.blocks for name, each in self.sets.items()}
         check_packing(model, sets.values(), whole=False)
         return evaluate(
@@ -213,12 +173,31 @@ class EvaluationSetup:
         )
 
 
-def _what_to_pass(checkpoint: Path, options: RunOptions, choice: DataChoice, functions: Functions) -> str:
+def check_functions(request: Request) -> None:
+    """Imports the user's functions. Raises UsageError where they do not exist."""
+    if request.metrics not in (None, NO_METRICS):
+        load_metrics(request.metrics, "--metrics")
+    if request.evaluator:
+        load_function(request.evaluator, "--evaluator")
+
+
+def _metrics_of(request: Request, recipe: Recipe | None) -> str | None:
+    """The metrics function: that of the run's recipe, unless another, or none, was given. Raises UsageError where the
+    run's cannot be imported."""
+    if request.metrics is not None:
+        return None if request.metrics == NO_METRICS else request.metrics
+    named = None if recipe is None else recipe.evaluation.metrics
+    if named is not None:
+        load_metrics(named, f"metrics (of the run; --metrics {NO_METRICS} evaluates without)")
+    return named
+
+
+def _what_to_pass(checkpoint: Path, options: RunOptions, choice: DataChoice, metrics: str | None) -> str:
     """The error for a checkpoint of a run without a recipe, evaluated without data."""
     flags = ["--data FILE (or a folder, a pattern, or python-stdlib)"]
     if options.block_size is None and choice.block_size is None:
         flags.append("--block_size N (tokens of a sample)")
-    if options.metrics is not None and functions.metrics is None:
+    if options.metrics is not None and metrics is None:
         flags.append(options.metrics_flag)
     if not any(checkpoint.glob("tokenizer*")):
         flags = ["--evaluator MODULE:FUNCTION (it has no tokenizer, so texts cannot be read)"]

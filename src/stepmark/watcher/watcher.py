@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stepmark.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, MetricsError
 from stepmark.runtime.mesh import Mesh
+from stepmark.watcher.evaluation_data import Request
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, SKIPPED, EvaluationRecords
-from stepmark.watcher.recorder import EvaluationListener, EvaluationRecorder
-from stepmark.watcher.scheduler import EvaluationJob, EvaluationScheduler, WatchOptions
+from stepmark.watcher.recorder import EvaluationRecorder
+from stepmark.watcher.scheduler import EvaluationJob, EvaluationScheduler
 from stepmark.watcher.setup import EvaluationSetup
 
 logger = logging.getLogger("stepmark")
@@ -37,35 +39,28 @@ class _EvaluationOutcome:
 
 
 class Watcher:
-    """Watches the run in a folder. `make_setup` is called with the first checkpoint that exists, on all ranks.
+    """Watches the run that is asked for. `make_setup` is called with the first checkpoint that exists, on all ranks.
 
-    On rank 0 `records` has the results, once there is a setup.
+    On rank 0 `recorder` has the results, once there is a setup; it gets `show`, and `say` is called for messages.
     """
 
     def __init__(
         self,
-        run: Path,
+        request: Request,
         mesh: Mesh,
         make_setup: Callable[[Path], EvaluationSetup],
-        options: WatchOptions,
-        listener: EvaluationListener,
+        show: Callable[[dict[str, Any], bool], None],
+        say: Callable[[str], None],
     ) -> None:
-        self._run = run
+        self._request = request
         self._mesh = mesh
         self._host = mesh.context.host
         self._make_setup = make_setup
-        self._options = options
-        self._listener = listener
-        self._scheduler = EvaluationScheduler(run, options, listener.say)
+        self._show, self._say = show, say
+        self._scheduler = EvaluationScheduler(request, say)
         self._setup: EvaluationSetup | None = None
-        self._recorder: EvaluationRecorder | None = None
+        self.recorder: EvaluationRecorder | None = None
         self._vanished = 0
-        self.records: EvaluationRecords | None = None
-
-    @property
-    def best(self) -> int | None:
-        """The step of the best evaluated checkpoint, on rank 0; None where there is none."""
-        return None if self._recorder is None else self._recorder.best
 
     def run(self) -> int:
         """Evaluates until everything is done; returns the number of evaluations that failed. Collective.
@@ -79,23 +74,23 @@ class Watcher:
                 if job.kind == "end":
                     break
                 self._do(job)
-            return int(self._host.broadcast(self._recorder.failures if self._recorder is not None else 0))
+            return int(self._host.broadcast(self.recorder.failures if self.recorder is not None else 0))
         finally:
             self._scheduler.release()
-            if self._recorder is not None:
-                self._recorder.close()
+            if self.recorder is not None:
+                self.recorder.close()
 
     def _do(self, job: EvaluationJob) -> None:
         if job.kind == "wait":
-            time.sleep(self._options.interval)
+            time.sleep(self._request.interval)
         elif job.kind == "prepare":
             assert job.checkpoint is not None
             self._prepare(job.checkpoint)
         elif job.kind == "evaluate":
             self._evaluate(job)
-        elif self._recorder is not None:
+        elif self.recorder is not None:
             assert job.found is not None
-            self._recorder.record(job.found, SKIPPED, {"reason": "retention deleted it before it was evaluated"})
+            self.recorder.record(job.found, SKIPPED, {"reason": "retention deleted it before it was evaluated"})
 
     def _prepare(self, checkpoint: Path) -> None:
         try:
@@ -104,20 +99,19 @@ class Watcher:
             self._vanished += 1
             if self._vanished > MOST_VANISHED:
                 raise
-            self._listener.say(f"{error}; looking for another one")
+            self._say(f"{error}; looking for another one")
             time.sleep(RETRY_AFTER)
             return
         finally:
             self._scheduler.release()
         if self._host.rank != 0:
             return
-        self.records = EvaluationRecords(self._run, self._setup.identity)
-        description = {**self._setup.describe(), "deleted_before": self._scheduler.deleted_before}
-        begun = self.records.begin(description)
-        self._recorder = EvaluationRecorder(
-            self._run, self.records, self._options, self._listener, moves_best=self._setup.moves_best
+        records = EvaluationRecords(self._request.path, self._setup.identity)
+        begun = records.begin({**self._setup.describe(), "deleted_before": self._scheduler.deleted_before})
+        self.recorder = EvaluationRecorder(
+            self._request, records, self._show, self._say, moves_best=self._setup.moves_best
         )
-        self._scheduler.begin(self.records, self._setup.identity, int(begun["deleted_before"]))
+        self._scheduler.begin(records, self._setup.identity, int(begun["deleted_before"]))
 
     def _evaluate(self, job: EvaluationJob) -> None:
         assert job.checkpoint is not None
@@ -125,8 +119,8 @@ class Watcher:
         if any(outcome.again for outcome in outcomes) and outcomes[0].there:
             time.sleep(RETRY_AFTER)
             outcomes = self._host.all_gather(self._try(job.checkpoint))
-        if self._recorder is not None:
-            self._record(self._recorder, job, outcomes)
+        if self.recorder is not None:
+            self._record(self.recorder, job, outcomes)
             self._scheduler.release()
 
     def _try(self, checkpoint: Path) -> _EvaluationOutcome:

@@ -17,8 +17,7 @@ from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.coordination import leases as lease
 from stepmark.checkpoint.coordination.leases import Lease, Leases
 from stepmark.checkpoint.format import verify
-from stepmark.checkpoint.format.best_link import best_step, point_best
-from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
+from stepmark.checkpoint.format.checkpoint_folders import COORDINATION, best_step, point_best
 from stepmark.checkpoint.save import apply_retention as keeper
 from stepmark.checkpoint.save.apply_retention import read_deleted
 from stepmark.cli.main import run as stepmark

@@ -16,7 +16,7 @@ import torch
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format import verify as module
-from stepmark.checkpoint.format.best_link import point_best
+from stepmark.checkpoint.format.checkpoint_folders import point_best
 from stepmark.checkpoint.format.verify import Corruption, find, verify
 from stepmark.cli import inspect as inspect_command
 from stepmark.cli import verify as verify_command

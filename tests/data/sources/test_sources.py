@@ -16,8 +16,7 @@ import pytest
 from pyarrow import csv, parquet
 
 from stepmark.config.data_arguments import DataArguments
-from stepmark.data.sources.sources import open_sources
-from stepmark.data.sources.stdlib import stdlib_texts, validation_members
+from stepmark.data.sources.sources import open_sources, stdlib_texts, validation_members
 from stepmark.errors import DataError, StepmarkError, UsageError
 
 ROWS = ['one, "two"\nthree', "", "é 😀", "007"]

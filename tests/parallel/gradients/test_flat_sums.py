@@ -148,7 +148,7 @@ def test_what_is_gone_leaves_gradients_to_autograd(dtype: torch.dtype) -> None:
         if drop:
             del optimizer
         else:
-            optimizer._gradients.close()
+            optimizer._initialized()[1].close()
         net(torch.ones(2, 3)).backward()
         assert net.first.grad is not None
         assert net.first.grad.dtype == dtype

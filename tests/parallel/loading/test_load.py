@@ -204,7 +204,7 @@ def test_no_more_than_one_tensor_at_a_time() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not any(buffer.is_meta for buffer in model.buffers())
     tapes = deferral._tapes.values()
-    assert all(sum(each.state is not None for each in tape.operations) <= 1 for tape in tapes)
+    assert all(sum(state is not None for state, _ in tape.operations) <= 1 for tape in tapes)
 
 
 @pytest.fixture(params=list(CONFIGS))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from stepmark.parallel.pipeline.schedules import SCHEDULES, ideal_idle_share, make_schedule, picture
+from stepmark.parallel.pipeline.schedules import SCHEDULES, ideal_idle_share, make_schedule
+from tests.support.schedules import picture
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "parallelism.md").read_text(encoding="utf-8")
 

@@ -16,8 +16,8 @@ from stepmark.parallel.pipeline.schedules import (
     Task,
     ideal_idle_share,
     make_schedule,
-    picture,
 )
+from tests.support.schedules import idle_share, picture
 
 Case = tuple[str, int, int, int]  # kind, ranks, micro-batches, chunks
 CASES: list[Case] = [
@@ -59,7 +59,7 @@ def test_what_a_task_needs_has_arrived(schedules: dict[Case, Schedule]) -> None:
 def test_idle_share_is_that_of_theory(schedules: dict[Case, Schedule]) -> None:
     for (kind, ranks, micro_batches, chunks), schedule in schedules.items():
         for forward, backward in ((1, 1), (1, 2), (1, 3)):
-            found = schedule.idle_share(forward, backward)
+            found = idle_share(schedule, forward, backward)
             expected = ideal_idle_share(ranks, micro_batches, chunks)
             assert found == pytest.approx(expected, abs=1e-9), (kind, ranks, micro_batches, chunks)
 

@@ -11,9 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from scripts.tables import read_rows
 from stepmark.errors import UsageError
-from stepmark.parallel.tensor.architectures import PASSED
-from stepmark.parallel.tensor.plan_checks import check_plan
-from stepmark.parallel.tensor.plans import ADDED, PLANS, plan_of
+from stepmark.parallel.architectures import TENSOR_PARALLEL
+from stepmark.parallel.tensor.plans import ADDED, PLANS, check_plan, plan_of
 from tests.support.models import SHAPE, build
 
 
@@ -73,5 +72,5 @@ def test_types_that_were_not_verified_need_a_custom_plan() -> None:
 
 
 def test_the_table_lists_the_accepted_types() -> None:
-    assert {row["model type"] for row in read_rows("tensor-parallel") if row["verdict"] == "passed"} == PASSED
-    assert {*PLANS, *ADDED} <= PASSED
+    assert {row["model type"] for row in read_rows("tensor-parallel") if row["verdict"] == "passed"} == TENSOR_PARALLEL
+    assert {*PLANS, *ADDED} <= TENSOR_PARALLEL

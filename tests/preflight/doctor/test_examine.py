@@ -16,6 +16,7 @@ from stepmark.cli.main import run
 from stepmark.config.recipe import read_recipe
 from stepmark.filesystem import files
 from stepmark.preflight.doctor import machine, shared_folder
+from stepmark.preflight.doctor.examine import look_at_graphs, look_at_recipe
 from stepmark.preflight.doctor.findings import Finding, Status
 from stepmark.preflight.doctor.machine import (
     look_at_compile_cache,
@@ -24,7 +25,6 @@ from stepmark.preflight.doctor.machine import (
     look_at_machine,
     look_at_variables,
 )
-from stepmark.preflight.doctor.recipe import look_at_graphs, look_at_recipe
 from stepmark.preflight.doctor.shared_folder import file_system, look_at_folder
 from tests.support.recipes import write_recipe
 

@@ -20,11 +20,10 @@ from stepmark.errors import UsageError
 from stepmark.preflight.plan import plan as planning
 from stepmark.preflight.plan.candidates import neighbours, smaller
 from stepmark.preflight.plan.depth import trace_deep
-from stepmark.preflight.plan.from_recipe import plan_recipe
-from stepmark.preflight.plan.plan import CheckpointSize, Plan, RankMemory, RunLength, saves
+from stepmark.preflight.plan.plan import Plan, RankMemory, plan_recipe
 from stepmark.preflight.plan.simulated_mesh import DEVICES
 from stepmark.preflight.plan.step_setup import StepSetup
-from stepmark.preflight.plan.step_trace import trace_step
+from stepmark.preflight.plan.step_trace import StepTrace, trace_step
 from stepmark.preflight.plan.text import flags, to_text
 from tests.support.own_code import folder_with_own_code
 from tests.support.ranks import Ranks
@@ -90,15 +89,15 @@ def test_a_recipe_that_cannot_run_on_the_ranks_is_an_error(tmp_path: Path) -> No
 def test_settings_that_fit_are_found_and_given_as_flags(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path, per_device_train_batch_size=8)
     own = plan_own(recipe, 4).own
-    plan = plan_recipe(recipe, 4, int(own.peak * 0.9))
+    plan = plan_recipe(recipe, 4, int(own.trace.peak * 0.9))
     assert plan.chosen is not None
     assert plan.chosen is not plan.own
-    assert plan.chosen.peak < own.peak
+    assert plan.chosen.trace.peak < own.trace.peak
     line = to_text(plan).splitlines()[-1]
     assert line.endswith(" ".join(flags(plan.own, plan.chosen)))
     again = dict(flag.removeprefix("--").split() for flag in flags(plan.own, plan.chosen))
     changed = read_recipe(str(tmp_path / "recipe.yaml"), again)
-    assert plan_own(changed, 4).own.peak == plan.chosen.peak
+    assert plan_own(changed, 4).own.trace.peak == plan.chosen.trace.peak
 
 
 @pytest.mark.parametrize(
@@ -160,9 +159,9 @@ def test_a_model_that_cannot_train_a_step_is_an_error(tmp_path: Path) -> None:
 def test_steps_of_epochs_need_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
     recipe = recipe_in(tmp_path, max_steps=-1, num_train_epochs=2.0)
-    assert plan_recipe(recipe, 2).length.steps is None
+    assert plan_recipe(recipe, 2).steps is None
     assert not (tmp_path / "cache").exists()
-    counted = plan_recipe(recipe, 2, count_data=True).length
+    counted = plan_recipe(recipe, 2, count_data=True)
     tokens = len((tmp_path / "text.txt").read_bytes())
     assert counted.steps is not None
     assert counted.tokens == pytest.approx(2 * 0.95 * tokens, rel=0.1)
@@ -181,8 +180,8 @@ def test_planned_checkpoint_is_the_one_that_is_written(ranks: Ranks, tmp_path: P
     folder = tmp_path / "out" / "checkpoint-2"
     written = sum(tensor_bytes(path) for path in folder.rglob("*.safetensors"))
     plan = plan_own(read_recipe(str(recipe), {}), 2)
-    assert plan.checkpoint.total == pytest.approx(written, rel=0.001)
-    assert plan.checkpoint.staging == pytest.approx(written / 2, rel=0.001)  # on each of two ranks
+    assert plan.checkpoint_bytes == pytest.approx(written, rel=0.001)
+    assert plan.staging_bytes == pytest.approx(written / 2, rel=0.001)  # on each of two ranks
 
 
 @pytest.mark.parametrize(
@@ -195,15 +194,13 @@ def test_planned_checkpoints_are_those_of_the_run(
     """A run saves at its last step, too."""
     recipe = recipe_in(tmp_path, max_steps=steps, save_steps=interval, save_strategy=strategy)
     own = RankMemory(recipe.training)
-    length = RunLength(32, 2, steps)
-    nothing = CheckpointSize(0, 0, 0)
-    assert saves(Plan("", 0, 1, DEVICES["cpu"], None, length, [own], nothing, [])) == expected
+    assert Plan("", 0, 1, DEVICES["cpu"], None, 32, 2, steps, [own], 0, 0, []).saves == expected
 
 
 def test_a_setting_fits_with_room_for_what_is_not_counted() -> None:
     args = TrainingFields()
-    assert RankMemory(args, usage={"parameters": 90}).fits(100)
-    assert not RankMemory(args, usage={"parameters": 91}).fits(100)
+    assert RankMemory(args, StepTrace({"update": {"parameters": 90}}, 0.0)).fits(100)
+    assert not RankMemory(args, StepTrace({"update": {"parameters": 91}}, 0.0)).fits(100)
     assert not RankMemory(args, impossible="too many ranks").fits(100)
 
 
@@ -291,10 +288,10 @@ def test_an_adapter_alone_has_gradients_and_is_saved(tmp_path: Path) -> None:
     assert adapted.model_class == complete.model_class
     added = 2 * 4 * (4 * (32 + 32) + 3 * (32 + 64))  # layers, rank, inputs and outputs of all linear layers
     assert adapted.parameters == complete.parameters + added
-    assert (adapted.checkpoint.model, complete.checkpoint.model) == (4 * added, 4 * complete.parameters)
-    assert adapted.checkpoint.optimizer == pytest.approx(8 * added, rel=0.05)
-    assert adapted.own.usage is not None
-    assert adapted.own.usage["optimizer"] == pytest.approx(8 * added, rel=0.05)
+    assert (adapted.model_bytes, complete.model_bytes) == (4 * added, 4 * complete.parameters)
+    assert adapted.optimizer_bytes == pytest.approx(8 * added, rel=0.05)
+    assert adapted.own.trace.usage is not None
+    assert adapted.own.trace.usage["optimizer"] == pytest.approx(8 * added, rel=0.05)
     unknown = recipe_in(tmp_path, **base, peft="lora", lora_target_modules=["nothing"])
     with pytest.raises(UsageError, match="lora_target_modules: "):
         plan_recipe(unknown, 1)

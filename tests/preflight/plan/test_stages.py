@@ -1,5 +1,5 @@
 """Plans of pipelines: every rank of one holds something else, and the one that needs the most counts. What is planned
-is compared with real runs in test_memory.py. Covers stage_trace.py, too."""
+is compared with real runs in test_memory.py. Covers step_setup.py, too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stepmark.errors import UsageError
 from stepmark.preflight.plan import depth, stages
 from stepmark.preflight.plan import plan as planning
 from stepmark.preflight.plan.candidates import neighbours
-from stepmark.preflight.plan.from_recipe import plan_recipe, run_length
+from stepmark.preflight.plan.plan import plan_recipe
 from stepmark.preflight.plan.simulated_mesh import DEVICES
 from stepmark.preflight.plan.stages import trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
@@ -41,7 +41,7 @@ def setup(config: Any = None, **fields: Any) -> StepSetup:
 
 def peaks(found: StepSetup) -> list[int]:
     """Of all ranks of the pipeline."""
-    return [sum(stage.trace.highest[1].values()) for stage in trace_stages(found, every=True)]
+    return [sum(stage.highest[1].values()) for stage in trace_stages(found, every=True)]
 
 
 def test_the_page_names_the_rank_that_needs_the_most(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_the_page_names_the_rank_that_needs_the_most(tmp_path: Path) -> None:
     own, worst = plan.own, plan.own.worst
     assert worst is not None
     assert [stage.layers for stage in own.stages] == [((0, 1),), ((2, 3),)]
-    assert own.peak == worst.peak == max(stage.peak for stage in own.stages)
+    assert own.trace.peak == worst.peak == max(stage.peak for stage in own.stages)
     assert [stage.in_flight for stage in own.stages] == [2, 1]
     assert own.bubble == pytest.approx(1 / 5)
     assert {option.args.pipeline_parallel_size for option in plan.options} == {1, 2}
@@ -71,9 +71,9 @@ def test_the_page_names_the_rank_that_needs_the_most(tmp_path: Path) -> None:
 def test_parameters_are_divided_and_tied_ones_are_at_both_ends() -> None:
     config = GPT2Config(n_layer=4, n_embd=32, n_head=4, vocab_size=67, n_positions=32)
     table = 4 * 67 * 32
-    held = [stage.trace.peaks["update"]["parameters"] for stage in trace_stages(setup(config), every=True)]
+    held = [stage.peaks["update"]["parameters"] for stage in trace_stages(setup(config), every=True)]
     (complete,) = [
-        stage.trace.peaks["update"]["parameters"]
+        stage.peaks["update"]["parameters"]
         for stage in trace_stages(setup(config, pipeline_layers=[1, 3]), every=True)
         if stage.rank == 0
     ]
@@ -121,7 +121,7 @@ def test_the_ranks_that_are_left_out_need_less() -> None:
     assert [stage.rank for stage in traced] == [0, 1, 2, 3]
     fewer = trace_stages(replace(found, args=replace(found.args, pipeline_layers=[2, 3, 2, 2])), every=False)
     assert [stage.rank for stage in fewer] == [0, 1, 3]
-    assert max(everywhere) == max(sum(stage.trace.highest[1].values()) for stage in traced)
+    assert max(everywhere) == max(sum(stage.highest[1].values()) for stage in traced)
 
 
 @pytest.mark.prove
@@ -141,5 +141,6 @@ def test_what_cannot_be_cut_is_an_error(tmp_path: Path) -> None:
 
 def test_a_step_has_the_samples_of_the_data_parallel_ranks(tmp_path: Path) -> None:
     fields = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 3}
-    recipe = read_recipe(str(write_recipe(tmp_path, **fields)), {})
-    assert run_length(recipe, None, 4, count_data=False, progress=print).samples_per_step == 2 * 4 * 3
+    recipe = read_recipe(str(write_recipe(tmp_path, config_overrides={"n_layer": 2}, **fields)), {})
+    with mock.patch.object(planning, "neighbours", lambda args, ranks: [args]):
+        assert plan_recipe(recipe, 4).samples_per_step == 2 * 4 * 3

@@ -47,7 +47,7 @@ def recorded(folder: str) -> dict[str, tuple[list[int], int]]:
             recipe["config_overrides"] = {**recipe["config_overrides"], layers: 4}
             with (
                 mock.patch("stepmark.parallel.buckets.LAZY_BUCKET_ELEMENTS", 2000),
-                mock.patch("stepmark.parallel.gradients.all_reduce.LAZY_BUCKET_ELEMENTS", 2000),
+                mock.patch("stepmark.parallel.gradients.exchange.LAZY_BUCKET_ELEMENTS", 2000),
             ):
                 text = texts_of_step(size, recipe)["step"]
             found[f"{model} {collective}"] = products_before(text, collective)

@@ -1,5 +1,5 @@
 """`stepmark evaluate` as a user calls it. Covers
-evaluation/run_options.py and watcher/formatting.py."""
+evaluation/run_options.py and watcher/command.py."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ STEPS, EVERY = 6, 2  # the loop keeps two checkpoints, those of steps 4 and 6
 def train_on_little(*arguments: Any) -> None:
     """The example, for which one package is the whole standard library."""
     from examples.custom_loop import main
-    from stepmark.data.sources import stdlib
+    from stepmark.data.sources import sources
 
-    with mock.patch.object(stdlib, "sysconfig", SimpleNamespace(get_path=lambda _: str(Path(email.__file__).parent))):
+    with mock.patch.object(sources, "sysconfig", SimpleNamespace(get_path=lambda _: str(Path(email.__file__).parent))):
         main(*arguments)
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from stepmark.parallel.loading.load import load_for_parallelism
-from stepmark.parallel.loading.tensor_source import part_of
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import layout_of
+from stepmark.sharding.views import copy_slices
 from tests.parallel.loading.test_load import CONFIGS
 from tests.support.counted_reads import counted_reads
 from tests.support.ranks import Ranks
@@ -129,9 +129,7 @@ def _equal(mesh: Mesh, local: nn.Parameter, whole: Tensor) -> bool:
     if layout is None:
         return torch.equal(values, whole)
     wanted = torch.zeros_like(values)
-    for part in layout.parts:
-        there = tuple(slice(o, o + n) for o, n in zip(part.slice.box.offsets, part.slice.box.lengths, strict=True))
-        part_of(wanted, part).copy_(whole.detach()[there])
+    copy_slices(whole.detach(), wanted, layout)
     return torch.equal(values, wanted)
 
 

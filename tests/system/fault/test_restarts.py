@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.filesystem.json_files import read_lines
-from stepmark.launch.supervisor import _ForwardedSignals
+from stepmark.launch.supervisor import ForwardedSignals
 from stepmark.report.attempts import read_attempts
 from stepmark.report.history import read_history
 from stepmark.trainer.run_folder.run_log import EVENTS, read_metrics
@@ -165,7 +165,7 @@ class Receiver:
 
 
 def test_a_signal_that_comes_while_ranks_start_reaches_them() -> None:
-    signals, ranks = _ForwardedSignals(), Receiver()
+    signals, ranks = ForwardedSignals(), Receiver()
     signals.forward(signal.SIGTERM, None)
     with signals.to(ranks):  # type: ignore[arg-type]
         signals.forward(signal.SIGINT, None)

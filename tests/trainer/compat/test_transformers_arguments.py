@@ -12,8 +12,8 @@ import transformers
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.errors import DataError, UsageError
+from stepmark.trainer.callbacks import reporters
 from stepmark.trainer.compat.transformers_arguments import converted
-from stepmark.trainer.setup import reporters
 from tests.support.programs import VOCABULARY, Blocks, tiny_model
 
 # Where torch_xla is installed, transformers' arguments create its device.

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
+from stepmark.parallel.pipeline.staged_model import complete_size
 from stepmark.runtime.base import DeviceMemory
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.hardware import host_memory
@@ -18,7 +19,7 @@ from stepmark.sharding.layout import Layout, annotate
 from stepmark.trainer.telemetry import throughput as peaks
 from stepmark.trainer.telemetry import throughput as speed_module
 from stepmark.trainer.telemetry.throughput import Throughput, memory_fields, peak_flops, sequence_length
-from stepmark.training.flops import flops_per_token, multiplied_parameters
+from stepmark.training.flops import flops_per_token
 
 CPU = EagerRuntime(torch.device("cpu"))
 
@@ -36,25 +37,25 @@ def llama(**fields: Any) -> LlamaForCausalLM:
 
 def test_embeddings_that_are_only_looked_up_are_not_multiplied() -> None:
     tied, untied = gpt2(), llama()
-    assert multiplied_parameters(tied) == sum(p.numel() for p in tied.parameters()) - 6 * 8
-    assert multiplied_parameters(untied) == sum(p.numel() for p in untied.parameters()) - 11 * 8
+    assert complete_size(tied).multiplied == sum(p.numel() for p in tied.parameters()) - 6 * 8
+    assert complete_size(untied).multiplied == sum(p.numel() for p in untied.parameters()) - 11 * 8
 
 
 def test_a_parameter_that_is_cut_counts_whole() -> None:
     model = gpt2()
-    whole = multiplied_parameters(model)
+    whole = complete_size(model).multiplied
     weight = model.transformer.h[0].mlp.c_fc.weight
     weight.data = weight.data[:, :16].clone()
-    assert multiplied_parameters(model) == whole - 8 * 16
+    assert complete_size(model).multiplied == whole - 8 * 16
     annotate(weight, Layout.box((8, 32), (0, 0), (8, 16)))
-    assert multiplied_parameters(model) == whole
+    assert complete_size(model).multiplied == whole
 
 
 def test_flops_of_a_token_are_those_of_the_palm_paper() -> None:
     model = llama(head_dim=6)
-    assert flops_per_token(model, 32) == 6 * multiplied_parameters(model) + 12 * 3 * 2 * 6 * 32
+    assert flops_per_token(model, 32) == 6 * complete_size(model).multiplied + 12 * 3 * 2 * 6 * 32
     model = gpt2()
-    assert flops_per_token(model, 32) == 6 * multiplied_parameters(model) + 12 * 2 * 2 * 4 * 32
+    assert flops_per_token(model, 32) == 6 * complete_size(model).multiplied + 12 * 2 * 2 * 4 * 32
 
 
 def test_nothing_is_said_of_a_model_that_does_not_tell() -> None:

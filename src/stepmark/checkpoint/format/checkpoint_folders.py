@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from stepmark.errors import CheckpointError
 from stepmark.filesystem import files
 
 COORDINATION = ".stepmark"
+BEST = "best"  # a link to the best of the checkpoints, which is never deleted
 
 logger = logging.getLogger("stepmark")
 
@@ -184,3 +186,24 @@ def check_writable(folder: Path) -> None:
             raise PermissionError(13, "permission denied")
     except OSError as error:
         raise CheckpointError(f"checkpoints cannot be written to {folder}: {error.strerror or error}") from error
+
+
+def best_step(folder: Path) -> int | None:
+    """The step that `best` points at; None where there is no such link."""
+    try:
+        return step_of(Path(os.readlink(folder / BEST)))
+    except OSError:
+        return None
+
+
+def point_best(folder: Path, step: int) -> None:
+    """Lets `best` point at this step's checkpoint, in one step and relative to the folder.
+
+    Raises FileExistsError where something else has that name.
+    """
+    link = folder / BEST
+    if link.exists() and not link.is_symlink():
+        raise FileExistsError(17, "is in the way of the link to the best checkpoint", str(link))
+    temporary = folder / f".{BEST}.{secrets.token_hex(6)}"
+    os.symlink(checkpoint_path(folder, step).name, temporary)
+    files.rename(temporary, link)

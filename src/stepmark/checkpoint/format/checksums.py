@@ -34,10 +34,10 @@ def file_checksum(path: Path) -> tuple[int, str]:
 
 def checksum_blocks(begin: int, end: int) -> list[tuple[int, int]]:
     """The checksum blocks of [begin, end) of a data region: split at multiples of CHECKSUM_BLOCK."""
-    if begin >= end:
-        return []
-    bounds = [begin, *range((begin // CHECKSUM_BLOCK + 1) * CHECKSUM_BLOCK, end, CHECKSUM_BLOCK), end]
-    return list(pairwise(bounds))
+    first = (begin // CHECKSUM_BLOCK + 1) * CHECKSUM_BLOCK
+    if end <= first:
+        return [(begin, end)] if begin < end else []
+    return list(pairwise([begin, *range(first, end, CHECKSUM_BLOCK), end]))
 
 
 def covering_blocks(begin: int, end: int, low: int, high: int) -> list[tuple[int, int, int]]:

@@ -23,19 +23,22 @@ from stepmark.filesystem.files import regular_file_size
 _MODEL_FILE = re.compile(r"model.*\.(safetensors|index\.json)\Z")
 
 
-def check_integrity(folder: Path, manifest: Manifest) -> None:
-    """Checks that every file exists with its size, and the checksums of headers and of files without tensors.
+def check_integrity(folder: Path, manifest: Manifest) -> dict[str, Header]:
+    """Checks that every file exists with its size, and the checksums of headers and of files without tensors; returns
+    the headers by file name.
 
     Raises CheckpointDamaged, naming the first file that is missing or corrupted.
     """
     check_name(folder, manifest)
+    headers = {}
     for entry in manifest.files:
         if entry.header is None:
             check_file(folder, entry)
         else:
-            read_header(folder, manifest, entry)
+            headers[entry.name] = read_header(folder, manifest, entry)
     for name in foreign_model_files(folder, manifest):
         raise CheckpointDamaged(f"{folder / name} does not belong to this checkpoint; move it away")
+    return headers
 
 
 def check_name(folder: Path, manifest: Manifest) -> None:

@@ -8,13 +8,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepmark.checkpoint.format.checksums import FILE_CHECKSUM_LENGTH, bytes_checksum
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
 from stepmark.checkpoint.format.tensor_file import natural_numbers
 from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.liveness.collection import without_collection
 from stepmark.sharding.layout import Box, Shape, TensorSlice
 
 MANIFEST = "manifest.json"
@@ -53,8 +54,7 @@ class FileEntry:
         return next((rank for rank, end in self.writers if position < end), None)
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """A global tensor, and which shard of it is in which file (an index into the manifest's files)."""
 
     dtype: str
@@ -104,6 +104,7 @@ class Manifest:
         """The manifest, once the files are written."""
         return replace(self, files=files, tensors=tensors, time=time)
 
+    @without_collection()
     def to_bytes(self) -> bytes:
         """The contents of `manifest.json`."""
         body = {
@@ -130,17 +131,17 @@ class Manifest:
         return _DIGEST_FIELD.sub(f'"digest": "{bytes_checksum(blank)}"\n}}\n'.encode(), blank)
 
 
+_compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
 def _lines(value: Any) -> str:
     """Compact JSON, with a line for each item of a long list or dict, so that a person can read it."""
 
-    def compact(item: Any) -> str:
-        return json.dumps(item, separators=(",", ":"), allow_nan=False)
-
     if isinstance(value, list) and len(value) > 1:
-        return "[\n" + ",\n".join(compact(item) for item in value) + "\n]"
+        return "[\n" + ",\n".join(map(_compact, value)) + "\n]"
     if isinstance(value, dict) and any(isinstance(item, dict) for item in value.values()):
-        return "{\n" + ",\n".join(f"{compact(key)}: {_lines(item)}" for key, item in value.items()) + "\n}"
-    return compact(value)
+        return "{\n" + ",\n".join([f"{_compact(key)}: {_lines(item)}" for key, item in value.items()]) + "\n}"
+    return _compact(value)
 
 
 def _file_to_json(file: FileEntry) -> dict[str, Any]:
@@ -195,6 +196,7 @@ def save_of(folder: Path) -> str | None:
         return None
 
 
+@without_collection()  # very many objects that stay, without cycles
 def parse_manifest(data: bytes) -> Manifest:
     """The manifest in these bytes; raises as `read_manifest` does."""
     match = _DIGEST_FIELD.search(data)
@@ -271,16 +273,19 @@ def _tensor_from_json(entry: list[Any], files: tuple[FileEntry, ...]) -> TensorE
         if not isinstance(dtype, str):
             raise ValueError(f"{dtype!r} is not a dtype")
         raise CheckpointError(f"the checkpoint has a tensor of unknown dtype {dtype[:80]!r}; use a newer Stepmark")
-    unsharded = [place, [0] * len(shape), list(shape)]
     slices = []
-    for raw in [unsharded] if type(place) is int else place:
+    for raw in [[place]] if type(place) is int else place:
         (index,) = natural_numbers(raw[:1])
-        box = Box(natural_numbers(raw[1]), natural_numbers(raw[2]))
-        start, stop = natural_numbers(raw[3:]) if len(raw) > 3 else (0, box.numel)
-        tensor_slice = TensorSlice(box, start, stop)
+        tensor_slice = TensorSlice.full(shape) if type(place) is int else _slice_from_json(raw)
         if not tensor_slice.within(shape) or tensor_slice.numel * item_size(dtype) > files[index].size:
             raise ValueError("a shard does not fit its tensor or its file")
         slices.append((index, tensor_slice))
-    if sum(tensor_slice.numel for _, tensor_slice in slices) != math.prod(shape):
+    if sum([tensor_slice.numel for _, tensor_slice in slices]) != math.prod(shape):
         raise ValueError("the shards do not cover their tensor")
     return TensorEntry(dtype, shape, tuple(slices))
+
+
+def _slice_from_json(raw: list[Any]) -> TensorSlice:
+    box = Box(natural_numbers(raw[1]), natural_numbers(raw[2]))
+    start, stop = natural_numbers(raw[3:]) if len(raw) > 3 else (0, box.numel)
+    return TensorSlice(box, start, stop)

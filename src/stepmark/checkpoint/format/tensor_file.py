@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 from stepmark.checkpoint.format.checksums import BLOCK_CHECKSUM_LENGTH, CHECKSUM_BLOCK, checksum_blocks
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.errors import CheckpointDamaged
+from stepmark.liveness.collection import without_collection
 from stepmark.sharding.layout import Shape, TensorSlice
 
 PAGE = 4096
 _STEP_DIGITS = 20
 _LARGEST_HEADER = 100_000_000  # safetensors refuses a longer one
+_LARGEST_NUMBER = (1 << 63) - 1
 
 
 class StoredTensor(NamedTuple):
@@ -38,7 +40,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def end(self) -> int:
-        return self.begin + self.slice.numel * item_size(self.dtype)
+        return self.begin + self.slice.numel * DTYPES[self.dtype][0]
 
     def checksum_blocks(self) -> list[tuple[int, int]]:
         """The byte ranges of the data region that have one checksum each."""
@@ -83,6 +85,7 @@ def header_size(tensors: Sequence[StoredTensor], save: str) -> int:
     return (size + PAGE - 1) // PAGE * PAGE
 
 
+@without_collection()
 def _render(tensors: Sequence[StoredTensor], step: int, save: str, digests: Mapping[str, Sequence[str]]) -> bytes:
     own = {
         "version": 1,
@@ -116,6 +119,7 @@ def _slice_to_json(tensor: StoredTensor) -> dict[str, Any]:
     return entry if tensor_slice.is_box else {**entry, "range": [tensor_slice.start, tensor_slice.stop]}
 
 
+@without_collection()  # very many objects that stay, without cycles
 def parse_header(data: bytes, file_size: int) -> Header:
     """The header in the file's first bytes. `data` begins at the file's start and holds at least the header.
 
@@ -167,7 +171,7 @@ def _parse(data: bytes, file_size: int) -> Header:
         position = tensor.end
         if size + position > file_size:
             raise ValueError(f"tensor {tensor.name!r} ends beyond the file's end")
-        digests[tensor.name] = _split_digests(own["digests"][tensor.name], len(tensor.checksum_blocks()))
+        digests[tensor.name] = _split_digests(own["digests"][tensor.name], len(checksum_blocks(tensor.begin, position)))
     if size + position != file_size:
         raise CheckpointDamaged(f"it has {file_size} bytes, and its header describes {size + position}")
     return Header(size, int(own["step"]), str(own["save"]), tuple(tensors), digests)
@@ -187,8 +191,8 @@ def _parse_tensor(name: str, entry: dict[str, Any], slice_entry: dict[str, Any] 
         )
         if "range" in slice_entry:
             tensor_slice = TensorSlice(tensor_slice.box, *natural_numbers(slice_entry["range"]))
-    if not tensor_slice.within(shape) or tensor_slice.shape != stored_shape:
-        raise ValueError(f"tensor {name!r} has a shard that does not fit its shape")
+        if not tensor_slice.within(shape) or tensor_slice.shape != stored_shape:
+            raise ValueError(f"tensor {name!r} has a shard that does not fit its shape")
     tensor = StoredTensor(name, dtype, shape, tensor_slice, begin)
     if tensor.end != end:
         raise ValueError(f"tensor {name!r} has {end - begin} bytes, and its shape needs {tensor.end - begin}")
@@ -197,9 +201,13 @@ def _parse_tensor(name: str, entry: dict[str, Any], slice_entry: dict[str, Any] 
 
 def natural_numbers(value: Any) -> Shape:
     """A list of non-negative integers as a tuple. Raises ValueError for anything else."""
-    if not isinstance(value, list) or any(type(number) is not int or not 0 <= number < 1 << 63 for number in value):
-        raise ValueError(f"{str(value)[:80]} is not a list of non-negative integers")
-    return tuple(value)
+    if isinstance(value, list):
+        for number in value:
+            if type(number) is not int or not 0 <= number <= _LARGEST_NUMBER:
+                break
+        else:
+            return tuple(value)
+    raise ValueError(f"{str(value)[:80]} is not a list of non-negative integers")
 
 
 def _split_digests(text: Any, count: int) -> list[str]:

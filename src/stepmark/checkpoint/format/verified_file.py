@@ -24,12 +24,21 @@ _buffers = threading.local()
 class VerifiedFile:
     """A tensor file of a checkpoint. May be read from several threads."""
 
-    def __init__(self, folder: Path, manifest: Manifest, entry: FileEntry, *, passing: bool = False) -> None:
-        """`passing`: what is read is not needed again on this node and is dropped from the page cache.
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        entry: FileEntry,
+        *,
+        passing: bool = False,
+        header: Header | None = None,
+    ) -> None:
+        """`passing`: what is read is not needed again on this node and is dropped from the page cache. `header`: as
+        `check_integrity` has read it.
 
         Raises CheckpointDamaged where it is incomplete or its header is corrupted."""
         self.path = folder / entry.name
-        self.header: Header = read_header(folder, manifest, entry)
+        self.header = header or read_header(folder, manifest, entry)
         self._entry = entry
         self._passing = PageCacheEviction(self.path) if passing else None
         self._tensors = {tensor.name: tensor for tensor in self.header.tensors}
@@ -52,6 +61,17 @@ class VerifiedFile:
         self._read(tensor, blocks, data)
         return data[begin - low : end - low]
 
+    def read_tensors(self, tensors: Sequence[StoredTensor]) -> memoryview:
+        """The checked bytes of small tensors that follow each other; valid until this thread reads again. Raises as
+        `read` does."""
+        low, high = tensors[0].begin, tensors[-1].end
+        data = reading_memory(high - low)[: high - low]
+        self._load(data, low, high)
+        for tensor in tensors:
+            for number, (first, last) in enumerate(tensor.checksum_blocks()):
+                self.compare(tensor, number, data[first - low : last - low])
+        return data
+
     def read_into(self, memory: memoryview, tensor: StoredTensor, begin: int, end: int) -> None:
         """The same bytes, into `memory`, where they may be before they are checked. Raises as `read` does."""
         blocks = covering_blocks(tensor.begin, tensor.end, begin, end)
@@ -61,12 +81,16 @@ class VerifiedFile:
             memory[:] = self.read(tensor, begin, end)
 
     def _read(self, tensor: StoredTensor, blocks: Sequence[tuple[int, int, int]], data: memoryview) -> None:
-        start, low, high = self.header.size, blocks[0][1], blocks[-1][2]
+        low = blocks[0][1]
+        self._load(data, low, blocks[-1][2])
+        for number, first, last in blocks:
+            self.compare(tensor, number, data[first - low : last - low])
+
+    def _load(self, data: memoryview, low: int, high: int) -> None:
+        start = self.header.size
         read_block(self.path, data, start + low)
         if self._passing is not None:
             self._passing.has_read(start + low, start + high)
-        for number, first, last in blocks:
-            self.compare(tensor, number, data[first - low : last - low])
 
     def compare(self, tensor: StoredTensor, number: int, data: memoryview) -> None:
         """Raises CheckpointDamaged, naming file, tensor, bytes and writer, where `data` is not block `number`."""

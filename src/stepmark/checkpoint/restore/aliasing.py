@@ -5,19 +5,20 @@ tensors at different positions have different checksums."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stepmark.checkpoint.restore.tensor_reader import ReadTarget, TensorReader
+from stepmark.runtime.base import has_addresses
 from stepmark.runtime.device import runtime_for
 
 _ALIGNED = 64  # bytes, a multiple of the size of every element
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """Bytes [begin, end) of a memory that the target of this index fills, at least in part."""
 
     memory: str
@@ -79,10 +80,12 @@ def _places(index: int, target: ReadTarget) -> Iterator[_Place]:
 
 def _extent(live: Tensor) -> tuple[str, int, int]:
     """The memory of a tensor and its byte range. A tensor whose address is unknown counts as separate."""
-    reach = sum((length - 1) * stride for length, stride in zip(live.shape, live.stride(), strict=True))
-    size = (reach + 1) * live.element_size() if live.numel() else 0
-    if live.device.type in ("cpu", "cuda") and size:
-        return str(live.device), live.data_ptr(), live.data_ptr() + size
+    size = live.nbytes
+    if size and not live.is_contiguous():
+        reach = sum((length - 1) * stride for length, stride in zip(live.shape, live.stride(), strict=True))
+        size = (reach + 1) * live.element_size()
+    if size and has_addresses(live.device):
+        return f"{live.device.type} {live.device.index}", live.data_ptr(), live.data_ptr() + size
     return f"{live.device} {id(live)}", 0, size
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.sections import Section, describe
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from stepmark.liveness.collection import without_collection
 from stepmark.liveness.deadlines import PhaseDeadlines
 from stepmark.liveness.messages import describe_error
 from stepmark.liveness.timed_collectives import TimedGroup
@@ -55,7 +57,7 @@ class Restorer:
         self,
         group: TimedGroup,
         phases: PhaseDeadlines,
-        runtime: Runtime,
+        runtime_of: Callable[[Iterable[Section]], Runtime],
         threads: int,
         alone: bool,
         accept: Accept | None,
@@ -66,7 +68,7 @@ class Restorer:
         self._group = group
         self._clock = clock
         self._phases = phases
-        self._runtime = runtime
+        self._runtime_of = runtime_of
         self._threads = threads
         self._alone = alone
         self._accept = accept
@@ -121,19 +123,18 @@ class Restorer:
             self._clock.saw(manifest.time)
             if self._accept is not None:
                 self._accept(path, manifest)
-            if self._group.rank == 0:
-                check_integrity(path, manifest)
-            reader = TensorReader(path, manifest, threads=self._threads, alone=self._alone)
+            headers = check_integrity(path, manifest) if self._group.rank == 0 else {}
+            reader = TensorReader(path, manifest, threads=self._threads, alone=self._alone, headers=headers)
             values = read_values(path, manifest)
             _check_types(values, state, path)
-            comparison = StateRestoration(manifest, values, self._runtime, str(path))
             for value in state.values():
                 if hasattr(value, "ensure_state"):  # an optimizer that would make its state in the first step
                     fresh.append(
                         (value, [name for name, held in value.named_state().items() if held.keys() <= {MASTER}])
                     )
                     value.ensure_state()
-            sections: list[Section] = describe(state)
+            sections = describe(state)
+            comparison = StateRestoration(manifest, values, self._runtime_of(sections), str(path))
             comparison.compare(state, sections)
             comparison.separate(reader)
             return comparison.unexpected()
@@ -145,9 +146,8 @@ class Restorer:
             same = True
             assert reader is not None
             assert comparison is not None
-            fill = _no_names(reader.fill, comparison.targets, self._runtime)
-            finish = _no_names(comparison.finish)
-            return self._together("reading", fill, path) or self._together("setting", finish, path)
+            fill = partial(reader.fill, comparison.targets, comparison.runtime)
+            return self._together("reading", fill, path) or self._together("setting", comparison.finish, path)
         finally:
             for optimizer, names in fresh if not same else ():
                 if hasattr(optimizer, "forget_state"):
@@ -155,12 +155,14 @@ class Restorer:
             if reader is not None:
                 reader.close()
 
-    def _together(self, name: str, stage: Callable[[], Names], path: Path) -> str | None:
-        """Runs a stage on all ranks; returns the reason where the checkpoint is corrupted, raises other errors."""
+    def _together(self, name: str, stage: Callable[[], Names | None], path: Path) -> str | None:
+        """Runs a stage, which may return unexpected tensors, on all ranks; returns the reason where the checkpoint is
+        corrupted, raises other errors."""
         error: BaseException | None = None
         self._phases.enter(name)
         try:
-            outcome = RestoreOutcome(unexpected=frozenset(stage()))
+            with without_collection():  # very many objects that stay, without cycles
+                outcome = RestoreOutcome(unexpected=frozenset(stage() or ()))
             self._phases.leave()  # the collective, which begins now, has its own deadline
         except CheckpointDamaged as problem:
             outcome = RestoreOutcome(str(problem), damaged=True, incomplete=isinstance(problem, FileIncomplete))
@@ -251,11 +253,3 @@ def _what_is_wrong(path: Path) -> str | None:
     except CheckpointDamaged as error:
         return str(error)
     return None
-
-
-def _no_names(function: Callable[..., None], *arguments: Any) -> Callable[[], Names]:
-    def stage() -> Names:
-        function(*arguments)
-        return set()
-
-    return stage

@@ -1,13 +1,19 @@
-"""Reads slices of tensors from a checkpoint's files in parallel, verifying every byte before it is used."""
+"""Reads slices of tensors from a checkpoint's files in parallel, verifying every byte before it is used.
+
+A thread reads a block of a large tensor at a time, or as many small tensors as fit into one, whose bytes cost less
+than opening the file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +23,8 @@ from torch import Tensor
 from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
 from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
 from stepmark.checkpoint.format.shard_reader import byte_blocks, copy_block, element_blocks
-from stepmark.checkpoint.format.tensor_file import StoredTensor
-from stepmark.checkpoint.format.verified_file import VerifiedFile
+from stepmark.checkpoint.format.tensor_file import Header, StoredTensor
+from stepmark.checkpoint.format.verified_file import BLOCK, VerifiedFile
 from stepmark.checkpoint.host_memory import BufferPool
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.runtime.base import Runtime
@@ -47,6 +53,11 @@ class ReadTarget:
     place: Callable[[Tensor], Tensor] | None = None
     shape: Shape | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return sum([part.slice.numel for part in self.layout.parts]) * item_size(self.dtype)
+
     def new(self) -> Tensor:
         """A new local tensor on the host."""
         dtype = torch_dtype(self.dtype)
@@ -56,15 +67,46 @@ class ReadTarget:
         return torch.empty(self.layout.parts[0].slice.shape, dtype=dtype)
 
 
+_Group = list[ReadTarget]  # targets that share one live tensor
+_Job = Callable[[], None]
+
+
+class _Run(NamedTuple):
+    """Bytes [begin, end) of a file's data, all of one tensor, and the memory for them, which gets only verified bytes
+    where it is `in_use`."""
+
+    file: VerifiedFile
+    tensor: StoredTensor
+    begin: int
+    end: int
+    where: Bytes
+    in_use: bool
+
+    def follows(self, other: _Run) -> bool:
+        """Whether both are complete tensors, and this is the next one in the file."""
+        next_one = self.file is other.file and other.end == self.begin == self.tensor.begin
+        return next_one and other.begin == other.tensor.begin and self.end == self.tensor.end
+
+
 class TensorReader:
     """The tensor files of one checkpoint, and the threads that read them. Use it as a context manager.
 
-    `alone`: no other rank of this node reads the same files at the same time.
+    `alone`: no other rank of this node reads the same files at the same time. `headers`: those that `check_integrity`
+    has read.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, *, threads: int = 4, alone: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        *,
+        threads: int = 4,
+        alone: bool = True,
+        headers: Mapping[str, Header] | None = None,
+    ) -> None:
         self.folder = folder
         self.manifest = manifest
+        self._headers = headers or {}
         self._files: dict[int, VerifiedFile] = {}
         self._alone = alone
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="stepmark-read")
@@ -88,22 +130,19 @@ class TensorReader:
 
         Raises CheckpointDamaged for bytes that are missing or do not match their checksum.
         """
-        together: dict[int, list[ReadTarget]] = {}
-        for target in targets:
-            together.setdefault(id(target if target.live is None else target.live), []).append(target)
-        waiting: list[tuple[list[ReadTarget], list[Future[None]], int]] = []
+        waiting: list[tuple[list[_Group], list[Future[None]], int]] = []
         held, memory = 0, BufferPool(IN_FLIGHT)
-        for group in together.values():
-            size = self._prepare(group, runtime, memory)
+        for groups in _batches(targets):
+            size = sum([self._prepare(group, runtime, memory) for group in groups])
             while waiting and held + size > IN_FLIGHT:
-                held -= self._finish(*waiting.pop(0), runtime)
-            jobs = [self._pool.submit(job) for target in group for job in self._jobs(target)]
-            waiting.append((group, jobs, size))
+                held -= _finish(*waiting.pop(0), runtime)
+            reads = chain.from_iterable(self._reads(target) for group in groups for target in group)
+            waiting.append((groups, [self._pool.submit(job) for job in _jobs(reads)], size))
             held += size
         for item in waiting:
-            self._finish(*item, runtime)
+            _finish(*item, runtime)
 
-    def _prepare(self, group: list[ReadTarget], runtime: Runtime, memory: BufferPool) -> int:
+    def _prepare(self, group: _Group, runtime: Runtime, memory: BufferPool) -> int:
         """Gives the targets, which share one live tensor, their host memory; returns the bytes that takes."""
         live = group[0].live
         if live is not None and live.device.type == "cpu" and is_row_major(live):
@@ -120,36 +159,21 @@ class TensorReader:
             target.host = host
         return size
 
-    def _finish(self, group: list[ReadTarget], jobs: list[Future[None]], size: int, runtime: Runtime) -> int:
-        for job in jobs:
-            job.result()
-        target = group[0]
-        if target.live is not None:
-            assert target.host is not None
-            if target.host.data_ptr() != target.live.data_ptr() or target.live.device.type != "cpu":
-                runtime.write(target.live, target.host)
-            for other in group:
-                other.host = None
-        elif target.place is not None:
-            assert target.host is not None
-            target.host = target.place(target.host)
-        return size
-
-    def _jobs(self, target: ReadTarget) -> Iterator[Callable[[], None]]:
-        """The jobs that fill a target; no two write the same bytes."""
+    def _reads(self, target: ReadTarget) -> Iterator[_Run | _Job]:
+        """The reads that fill a target; no two write the same bytes."""
         entry = self.manifest.tensors[target.group][target.name]
         assert target.host is not None
         for part in target.layout.parts:
             runs = isinstance(part.at, int) and all(stored.box == part.slice.box for _, stored in entry.slices)
             yield from self._runs(target, part, entry) if runs else self._boxes(target, part, entry)
 
-    def _runs(self, target: ReadTarget, part: Part, entry: TensorEntry) -> Iterator[Callable[[], None]]:
+    def _runs(self, target: ReadTarget, part: Part, entry: TensorEntry) -> Iterator[_Run]:
         """Stored shards and wanted slices are ranges of the same box: straight copies."""
         assert target.host is not None
         assert isinstance(part.at, int)
         size, position = item_size(entry.dtype), part.slice.start
         flat = target.host.view(-1).view(torch.uint8).numpy()
-        copy = _copy_run if _in_use(target) else _read_run
+        in_use = _in_use(target)
         for index, stored in sorted(entry.slices, key=lambda tensor_slice: tensor_slice[1].start):
             start, stop = max(stored.start, part.slice.start), min(stored.stop, part.slice.stop)
             if start >= stop:
@@ -162,11 +186,11 @@ class TensorReader:
             origin = tensor.begin - stored.start * size  # where in the data the box would begin
             shift = (part.at - part.slice.start) * size - origin
             for begin, end in byte_blocks(origin + start * size, origin + stop * size):
-                yield partial(copy, file, tensor, begin, end, flat[begin + shift : end + shift])
+                yield _Run(file, tensor, begin, end, flat[begin + shift : end + shift], in_use)
         if position != part.slice.stop:
             raise self._incomplete(target)
 
-    def _boxes(self, target: ReadTarget, part: Part, entry: TensorEntry) -> Iterator[Callable[[], None]]:
+    def _boxes(self, target: ReadTarget, part: Part, entry: TensorEntry) -> Iterator[_Job]:
         """The intersection of any two layouts, one stored block at a time."""
         found: list[Box] = []
         for index, stored in entry.slices:
@@ -188,8 +212,59 @@ class TensorReader:
     def _file(self, index: int) -> VerifiedFile:
         if index not in self._files:
             entry = self.manifest.files[index]
-            self._files[index] = VerifiedFile(self.folder, self.manifest, entry, passing=self._alone)
+            header = self._headers.get(entry.name)
+            self._files[index] = VerifiedFile(self.folder, self.manifest, entry, passing=self._alone, header=header)
         return self._files[index]
+
+
+def _batches(targets: Iterable[ReadTarget]) -> Iterator[list[_Group]]:
+    """Groups of targets that share one live tensor: those of small tensors up to a block together."""
+    groups: dict[int, _Group] = {}
+    for target in targets:
+        groups.setdefault(id(target if target.live is None else target.live), []).append(target)
+    batch: list[_Group] = []
+    size = 0
+    for group in groups.values():
+        more = sum([target.nbytes for target in group])
+        if batch and size + more > BLOCK:
+            yield batch
+            batch, size = [], 0
+        batch.append(group)
+        size += more
+    if batch:
+        yield batch
+
+
+def _jobs(reads: Iterable[_Run | _Job]) -> Iterator[_Job]:
+    """The jobs of several reads: complete tensors that follow each other in a file are read together."""
+    runs: list[_Run] = []
+    for read in reads:
+        if runs and not (isinstance(read, _Run) and read.follows(runs[-1]) and read.end - runs[0].begin <= BLOCK):
+            yield partial(_read_runs, runs)
+            runs = []
+        if isinstance(read, _Run):
+            runs.append(read)
+        else:
+            yield read
+    if runs:
+        yield partial(_read_runs, runs)
+
+
+def _finish(groups: list[_Group], jobs: list[Future[None]], size: int, runtime: Runtime) -> int:
+    """Waits for the jobs and gives live tensors their values; returns the bytes that are free again."""
+    for job in jobs:
+        job.result()
+    for group in groups:
+        target = group[0]
+        assert target.host is not None
+        if target.live is not None:
+            if target.host.data_ptr() != target.live.data_ptr() or target.live.device.type != "cpu":
+                runtime.write(target.live, target.host)
+            for other in group:
+                other.host = None
+        elif target.place is not None:
+            target.host = target.place(target.host)
+    return size
 
 
 def _like_on_host(live: Tensor, memory: BufferPool) -> Tensor:
@@ -211,13 +286,15 @@ def _in_use(target: ReadTarget) -> bool:
     return live is not None and live.device.type == "cpu" and live.data_ptr() == target.host.data_ptr()
 
 
-def _read_run(file: VerifiedFile, tensor: StoredTensor, begin: int, end: int, where: Bytes) -> None:
-    file.read_into(where.data, tensor, begin, end)
-
-
-def _copy_run(file: VerifiedFile, tensor: StoredTensor, begin: int, end: int, where: Bytes) -> None:
-    # numpy copies in this thread; torch would start a thread team in each thread of the pool.
-    np.copyto(where, np.frombuffer(file.read(tensor, begin, end), dtype=np.uint8))
+def _read_runs(runs: Sequence[_Run]) -> None:
+    file, tensor, begin, end, where, in_use = runs[0]
+    if len(runs) == 1 and not in_use:
+        file.read_into(where.data, tensor, begin, end)
+        return
+    data = file.read(tensor, begin, end) if len(runs) == 1 else file.read_tensors([run.tensor for run in runs])
+    read = np.frombuffer(data, dtype=np.uint8)
+    for run in runs:  # numpy copies in this thread; torch would start a thread team in each thread of the pool
+        np.copyto(run.where, read[run.begin - begin : run.end - begin])
 
 
 def _copy_boxes(

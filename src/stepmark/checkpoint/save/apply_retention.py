@@ -12,8 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.leases import Leases
-from stepmark.checkpoint.format.best_link import best_step
-from stepmark.checkpoint.format.checkpoint_folders import COORDINATION, checkpoint_path, checkpoints, delete, step_of
+from stepmark.checkpoint.format.checkpoint_folders import (
+    COORDINATION,
+    best_step,
+    checkpoint_path,
+    checkpoints,
+    delete,
+    step_of,
+)
 from stepmark.checkpoint.format.integrity import check_name
 from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import read_manifest

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from stepmark.checkpoint.sections import Entry, Section, describe
 from stepmark.errors import CheckpointError, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.sizes import distinct_sizes, size
+from stepmark.liveness.collection import without_collection
 from stepmark.liveness.status_store import StatusStore
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.runtime.versions import software_versions
@@ -167,24 +166,11 @@ class SavePlanner:
         key = [{name: checksum for name, checksum in one.items() if name} for one in checksums]
         values = gather_values(request.tables, checksums, self._meeting, board)
         if self._last is None or self._last[0] != key:
-            with _no_collection():
+            with without_collection():  # hundreds of thousands of objects that stay, without cycles
                 holdings = gather_rows(request.tables, checksums, self._meeting, board)
                 plan = plan_save(holdings, self._nodes, request.save, max_file_size=self._max_file_size)
             self._last = (key, plan)
         return self._last[1], values
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disables garbage collection: planning for many ranks creates hundreds of thousands of objects that all stay,
-    without cycles, and searching them again and again takes as long as planning does."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def disk_need(plan: SavePlan) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from stepmark.checkpoint.host_memory import GROUP_BYTES
 from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.sections import Entry
 from stepmark.checkpoint.threads import in_parallel
+from stepmark.liveness.collection import without_collection
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.layout import Part, TensorSlice
 from stepmark.sharding.views import block_views, flattened, is_row_major
@@ -39,8 +41,7 @@ class Extent:
     at: int
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """Elements [start, stop) of a part of an entry, to go to byte `at` of the staging memory."""
 
     entry: Entry
@@ -70,6 +71,7 @@ def staging_sizes(plan: SavePlan) -> Counter[int]:
     return sizes
 
 
+@without_collection()
 def plan_copies(plan: SavePlan, extents: Sequence[Extent], entries: Mapping[tuple[str, str], Entry]) -> list[Copy]:
     """The copies that fill the extents, those from the same tensor together. `entries` is by group and name."""
     parts: dict[tuple[str, str, TensorSlice], Part] = {}
@@ -93,6 +95,7 @@ def plan_copies(plan: SavePlan, extents: Sequence[Extent], entries: Mapping[tupl
     return sorted(copies, key=lambda copy: order[id(copy.entry.tensor)])
 
 
+@without_collection()
 @torch.no_grad()
 def copy_to_host(copies: Sequence[Copy], memory: Tensor, runtime: Runtime, *, threads: int) -> None:
     """Makes the copies. Call the runtime's `step_boundary(wait=True)` first."""
@@ -129,19 +132,26 @@ def _groups(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
 def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int) -> None:
     """Copies contiguous host memory with our own threads, since torch may have one per process; the rest with torch."""
     target = memory.numpy()
-    runs: list[tuple[int, NDArray[np.uint8]]] = []
+    chunks: list[list[tuple[int, NDArray[np.uint8]]]] = [[]]
+    size = 0  # of the last chunk
     for copy, source in found:
         if isinstance(copy.part.at, int) and source.device.type == "cpu" and is_row_major(source):
             data = _run(copy, copy.part.at, source)
-            runs += [(copy.at + begin, data[begin : begin + _CHUNK]) for begin in range(0, len(data), _CHUNK)]
+            for begin in range(0, len(data), _CHUNK):
+                run = data[begin : begin + _CHUNK]
+                if size + len(run) > _CHUNK:
+                    chunks.append([])
+                    size = 0
+                chunks[-1].append((copy.at + begin, run))
+                size += len(run)
         else:
             _copy(copy, source, memory)
 
-    def copy_run(run: tuple[int, NDArray[np.uint8]]) -> None:
-        at, data = run
-        np.copyto(target[at : at + len(data)], data)
+    def copy_chunk(chunk: list[tuple[int, NDArray[np.uint8]]]) -> None:
+        for at, data in chunk:
+            np.copyto(target[at : at + len(data)], data)
 
-    in_parallel(copy_run, runs, threads)
+    in_parallel(copy_chunk, chunks, threads)
 
 
 def _run(copy: Copy, at: int, source: Tensor) -> NDArray[np.uint8]:

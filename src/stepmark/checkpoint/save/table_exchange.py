@@ -14,6 +14,7 @@ from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.save.plan import Holding
 from stepmark.checkpoint.sections import Section
 from stepmark.errors import UsageError
+from stepmark.liveness.collection import without_collection
 from stepmark.liveness.status_store import StatusStore
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.sharding.layout import Box, TensorSlice
@@ -31,6 +32,7 @@ class RankTables:
         return {**{group: bytes_checksum(data) for group, data in self.rows.items()}, "": bytes_checksum(self.values)}
 
 
+@without_collection()
 def tabulate(sections: Sequence[Section]) -> RankTables:
     """The tables of this rank's sections."""
     rows = {}

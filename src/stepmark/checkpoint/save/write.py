@@ -115,8 +115,6 @@ def write_header(folder: Path, file: PlannedFile, step: int, save: str, checksum
     """
     listed = {
         tensor.name: [checksums[tensor.name][number] for number in range(len(tensor.checksum_blocks()))]
-        if tensor.checksum_blocks()
-        else []
         for tensor in file.tensors
     }
     data = Header(file.header_size, step, save, file.tensors, listed).to_bytes()

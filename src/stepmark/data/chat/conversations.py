@@ -46,13 +46,14 @@ class Conversations(Dataset[dict[str, Tensor]]):
     scaled_dot_product_attention, which the Trainer checks.
 
     Args:
-        source: The path of a `.jsonl` or `.json` file, also compressed, or rows.
+        source: The path of a `.jsonl` or `.json` file, also compressed, or rows; also rows that are tokenized.
         tokenizer: A tokenizer with a chat template.
         max_length: Maximum number of tokens of a sample. Default: None, no limit.
         assistant_only_loss: Computes the loss on assistant messages only, including their end of turn. Default:
             False, on all tokens.
         messages_column: The column with the messages. Default: `messages`.
         packing: Packs several conversations into one sample, which needs `max_length`. Default: False.
+        max_samples: Keeps the first ones. Default: None, all.
 
     Attributes:
         truncated: Number of truncated conversations.
@@ -72,43 +73,29 @@ class Conversations(Dataset[dict[str, Tensor]]):
 
     def __init__(
         self,
-        source: str | os.PathLike[str] | Sequence[Mapping[str, Any]],
+        source: str | os.PathLike[str] | Sequence[Mapping[str, Any]] | TokenizedRows,
         tokenizer: Any,
         *,
         max_length: int | None = None,
         assistant_only_loss: bool = False,
         messages_column: str = "messages",
         packing: bool = False,
+        max_samples: int | None = None,
     ) -> None:
-        if max_length is not None and max_length < 2:
-            raise UsageError(f"max_length: should be at least 2 tokens, and is {max_length}")
-        if packing and max_length is None:
-            raise UsageError("packing and max_length: packing needs the length of its blocks; set max_length")
-        chat = ChatTokenizer(tokenizer, messages_column, assistant_only_loss)
-        self._take(TokenizedRows.of(tokenized(_rows(source), chat)), max_length, packing, filler_of(tokenizer))
+        if isinstance(source, TokenizedRows):
+            rows = source
+        else:
+            if max_length is not None and max_length < 2:
+                raise UsageError(f"max_length: should be at least 2 tokens, and is {max_length}")
+            if packing and max_length is None:
+                raise UsageError("packing and max_length: packing needs the length of its blocks; set max_length")
+            chat = ChatTokenizer(tokenizer, messages_column, assistant_only_loss)
+            rows = TokenizedRows.of(tokenized(_rows(source), chat))
+        self._source, self._length, self._filler, self.packed = rows, max_length, filler_of(tokenizer), packing
+        self.block_size = longest = rows.longest if max_length is None else max_length
         self.sample_columns = {
             "messages_column": messages_column, "assistant_only_loss": assistant_only_loss, "packing": packing
         }  # fmt: skip
-        self._report()
-
-    @classmethod
-    def of_rows(cls, *args: Any) -> Conversations:
-        """Samples of tokenized rows; see `_take`."""
-        made = cls.__new__(cls)
-        made._take(*args)
-        return made
-
-    def _take(
-        self,
-        rows: TokenizedRows,
-        max_length: int | None,
-        packing: bool,
-        filler: int,
-        max_samples: int | None = None,
-    ) -> None:
-        """The first `max_samples` samples of `rows`; packed blocks are filled with the token `filler`."""
-        self._source, self._length, self._filler, self.packed = rows, max_length, filler, packing
-        self.block_size = longest = rows.longest if max_length is None else max_length
         lengths = rows.lengths
         self.truncated = int((lengths > longest).sum())
         self.tokens_left_out = int((lengths - longest).clip(min=0).sum())
@@ -126,16 +113,18 @@ class Conversations(Dataset[dict[str, Tensor]]):
             self._samples = [[int(kept[index]) for index in block] for block in pack(cut, longest)]
         self._samples = self._samples[:max_samples]
         self.conversations = sum(len(sample) for sample in self._samples)
-        self.fingerprint = self._hashed(rows)
+        self.fingerprint = self._hashed()
+        if rows is not source:
+            self._report()
 
     def own_padding(self, *, fixed: bool) -> PadTo:
         """Pads to the longest of a batch, and to `block_size` where shapes are `fixed`; blocks are of one length."""
         return PadTo(self.block_size if fixed and not self.packed else None, side="right")
 
-    def _hashed(self, rows: TokenizedRows) -> str:
+    def _hashed(self) -> str:
         hashed = xxhash.xxh3_128()
         for sample in self._samples:
-            for array in chain.from_iterable(self._row(rows, row) for row in sample):
+            for array in chain.from_iterable(self._row(row) for row in sample):
                 hashed.update(array.astype(np.int32).tobytes())
             if self.packed:
                 hashed.update(b"|")
@@ -155,16 +144,16 @@ class Conversations(Dataset[dict[str, Tensor]]):
         return len(self._samples)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        parts = [self._row(self._source, row) for row in self._samples[index]]
+        parts = [self._row(row) for row in self._samples[index]]
         if not self.packed:
             ids, labels = parts[0]
             return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         assert self._length is not None
         return block_of(parts, self._length, self._filler)
 
-    def _row(self, rows: TokenizedRows, row: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def _row(self, row: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """int64 ids and labels of a conversation, cut to the maximal length."""
-        ids, targets = rows.row(row)
+        ids, targets = self._source.row(row)
         ids = ids[: self._length].astype(np.int64)
         return ids, np.where(targets[: self._length], ids, IGNORED)
 

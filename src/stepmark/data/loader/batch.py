@@ -80,3 +80,17 @@ class StepLoader(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Moves to a position."""
+
+
+def note_masks(on_host: Any, placed: Any) -> None:
+    """Notes at every attention mask [rows, length] on the device whether it masks anything, as the host has seen it."""
+    for name, mask in on_host.items() if isinstance(on_host, Mapping) else ():
+        if name.endswith("attention_mask") and isinstance(mask, Tensor) and mask.ndim == 2 and placed[name] is not mask:
+            nothing, something = bool((mask == 1).all()), not bool(mask.all())
+            placed[name].masks_nothing = (nothing if nothing != something else None), placed[name]._version
+
+
+def known_to_mask_nothing(mask: Any) -> bool | None:
+    """What `note_masks` has noted, as long as the mask was not written to; None where nothing is known."""
+    known, version = getattr(mask, "masks_nothing", (None, None))
+    return known if known is not None and mask._version == version else None

@@ -283,28 +283,24 @@ def sample_lengths(dataset: Any, column: str, feature: str) -> np.ndarray:
     """
     columns = getattr(dataset, "column_names", None) or ()
     if column in columns:
-        return _of_column(column, dataset[column])
-    if feature in columns:
-        return np.fromiter((len(value) for value in dataset[feature]), dtype=np.int64, count=len(dataset))
-    return np.fromiter((_length(dataset[index], feature) for index in range(len(dataset))), np.int64, len(dataset))
-
-
-def _of_column(name: str, values: Sequence[Any]) -> np.ndarray:
-    found = np.asarray(list(values))
-    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        found = np.asarray(list(dataset[column]))
+        if found.ndim == 1 and np.issubdtype(found.dtype, np.integer):
+            return found.astype(np.int64)
         raise UsageError(
-            f"length_column_name: the column {name!r} should hold whole numbers, and has {found.dtype}; name another"
+            f"length_column_name: the column {column!r} should hold whole numbers, and has {found.dtype}; name another"
         )
-    return found.astype(np.int64)
+    in_column = feature in columns
+    values = dataset[feature] if in_column else (_entry(dataset[index], feature) for index in range(len(dataset)))
+    return np.fromiter(map(len, values), np.int64, len(dataset))
 
 
-def _length(sample: Any, feature: str) -> int:
-    if not isinstance(sample, Mapping) or feature not in sample:
-        raise UsageError(
-            f"train_sampling_strategy: group_by_length needs samples with {feature!r}, whose length counts, or a "
-            "column of lengths that length_column_name names; add one of them, or choose random"
-        )
-    return len(sample[feature])
+def _entry(sample: Any, feature: str) -> Any:
+    if isinstance(sample, Mapping) and feature in sample:
+        return sample[feature]
+    raise UsageError(
+        f"train_sampling_strategy: group_by_length needs samples with {feature!r}, whose length counts, or a column of "
+        "lengths that length_column_name names; add one of them, or choose random"
+    )
 
 
 def _tensors(features: Mapping[str, list[Any]], indices: Sequence[int]) -> Columns:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from stepmark.data.loader.batch import MicroBatch
@@ -19,6 +20,8 @@ from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.order import Stream, generator
 from stepmark.data.tokenize.packing import PackedBlocks
 from stepmark.errors import DataError, StepmarkError
+
+CAUSE = "cause_in_worker"  # an attribute of errors
 
 
 @dataclass(frozen=True)
@@ -37,20 +40,6 @@ class MicroTask:
     length: int | None = None
 
 
-@dataclass(frozen=True)
-class WorkerFailure:
-    """A worker's error, in a form that can be sent to the waiting process."""
-
-    error: StepmarkError
-    trace: str
-    cause: BaseException | None  # of the file system, which pickling the error would lose
-
-    def reraise(self) -> None:
-        """Raises the error, with the worker's traceback as a note."""
-        self.error.add_note(self.trace)
-        raise self.error from self.cause
-
-
 class Fetcher(Dataset[MicroBatch]):
     """Fetches and collates micro-batches of a dataset."""
 
@@ -65,7 +54,8 @@ class Fetcher(Dataset[MicroBatch]):
         """The micro-batch, with generators seeded for it. Raises DataError if the dataset or the collator fails."""
         with nullcontext() if self._uses_no_random_numbers else seeded_generators(task.key):
             try:
-                inputs = self._collate(self._samples(task), task)
+                indices = task.indices[: task.rows] + task.indices[-1:] * task.filler
+                inputs = self.collation(self._samples(task), indices, task.length)
                 rows = task.rows + task.filler
                 if not (task.filler and task.rows) or self.labels.can_ignore_rows(inputs, rows):
                     return self._labelled(inputs, task)
@@ -78,13 +68,16 @@ class Fetcher(Dataset[MicroBatch]):
                 ) from error
         return self.fetch(replace(task, filler=0))
 
-    def __getitem__(self, task: MicroTask) -> MicroBatch | WorkerFailure:  # type: ignore[override]
-        """As `fetch`, for a worker process: an error is a result."""
+    def __getitem__(self, task: MicroTask) -> MicroBatch | StepmarkError:  # type: ignore[override]
+        """As `fetch`, for a worker process: an error is a result, with the traceback as a note. Pickling loses its
+        cause, of which that of the file system is an attribute, too."""
         try:
             return self.fetch(task)
         except StepmarkError as error:
-            cause = error.__cause__ if isinstance(error.__cause__, OSError) else None
-            return WorkerFailure(type(error)(*error.args), traceback.format_exc(), cause)
+            failed = type(error)(*error.args)
+            failed.add_note(traceback.format_exc())
+            vars(failed)[CAUSE] = error.__cause__ if isinstance(error.__cause__, OSError) else None
+            return failed
 
     def _samples(self, task: MicroTask) -> list[Any]:
         if hasattr(self.dataset, "__getitems__"):
@@ -97,10 +90,6 @@ class Fetcher(Dataset[MicroBatch]):
         rows = samples[: task.rows] + [samples[-1]] * task.filler
         return [dict(row) if isinstance(row, dict) else row for row in rows]
 
-    def _collate(self, samples: list[Any], task: MicroTask) -> Any:
-        indices = task.indices[: task.rows] + task.indices[-1:] * task.filler
-        return self.collation(samples, indices, task.length)
-
     def _labelled(self, inputs: Any, task: MicroTask) -> MicroBatch:
         """Ignores the labels of filler rows, and counts the targets."""
         filled = task.filler > 0
@@ -111,10 +100,24 @@ class Fetcher(Dataset[MicroBatch]):
         return MicroBatch(inputs, task.rows, targets, first, filled)
 
 
+RandomStates = tuple[Any, Any, Tensor]
+
+
+def random_states() -> RandomStates:
+    """States of the global CPU generators of Python, numpy and PyTorch."""
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+
+
+def set_random_states(states: RandomStates) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.default_generator.set_state(states[2])
+
+
 @contextmanager
 def seeded_generators(key: Sequence[int]) -> Iterator[None]:
     """Python's, numpy's and PyTorch's CPU generator seeded from `key`, and restored afterwards."""
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    states = random_states()
     words = generator(Stream.DRAWS, *key).random_raw(3)
     random.seed(int(words[0]))
     np.random.seed(words[1:2].view(np.uint32))
@@ -123,6 +126,4 @@ def seeded_generators(key: Sequence[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])
+        set_random_states(states)

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.data.loader.collate import FIXED_SHAPES, CollateFn, Collation, PadTo, sample_length
-from stepmark.data.loader.fetcher import Fetcher, MicroTask, WorkerFailure
+from stepmark.data.loader.fetcher import CAUSE, Fetcher, MicroTask
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.mixture import MixtureOrder
 from stepmark.data.loader.order import BatchLayout, Epoch, LengthGroups, Position, sample_order
-from stepmark.errors import CheckpointMismatch, DataError, DataWorkerLost, UsageError
+from stepmark.errors import CheckpointMismatch, DataError, DataWorkerLost, StepmarkError, UsageError
 from stepmark.filesystem.error_advice import with_advice
 from stepmark.launch.signal_handlers import STOPPING
 
@@ -195,19 +195,15 @@ class DataLoader:
         return self._state(Position(whole, min(round((epoch - whole) * self._epoch.size), self._epoch.size)))
 
     def _state(self, position: Position) -> dict[str, Any]:
+        order = ORDERS[self.shuffle] if self._mixture is None else self._mixture.name(self.shuffle)
         return {
             "epoch": position.epoch,
             "samples": position.samples,
             "dataset_size": self._epoch.size,
             "seed": self.seed,
-            "order": self._order_name,
+            "order": order if self._groups is None else f"{GROUPED} {order}",
             **({} if self._groups is None else {"lengths": self._groups.digest, "group_size": self._groups.size}),
         }
-
-    @property
-    def _order_name(self) -> str:
-        name = ORDERS[self.shuffle] if self._mixture is None else self._mixture.name(self.shuffle)
-        return name if self._groups is None else f"{GROUPED} {name}"
 
     def _order(self, epoch: int) -> np.ndarray:
         """The samples of an epoch in their order, by index."""
@@ -221,7 +217,7 @@ class DataLoader:
         """This rank's tasks from a position to the end of its epoch, in order."""
         begin = self._epoch.begin(start)
         order = self._order(begin.epoch)
-        lengths = self._measured_lengths()
+        lengths = self._measured_lengths()  # None: ranks may choose separately
         rows = self.layout.batch_size
         for position, samples, _ in self._epoch.walk(begin):
             step = order[position.samples : position.samples + samples]
@@ -231,12 +227,14 @@ class DataLoader:
                 filler = rows - len(mine) if self.fixed_shape or not len(mine) else 0
                 first = self.layout.offset(0, micro_step)
                 of_all_ranks = step[first : first + rows * self.layout.world_size]
+                used = of_all_ranks if len(of_all_ranks) else step[-1:]
                 yield MicroTask(
                     indices=tuple((mine if len(mine) else step[-1:]).tolist()),
                     rows=len(mine),
                     filler=filler,
                     key=(self.seed, position.epoch, position.samples + offset),
-                    length=self._common_length(lengths, of_all_ranks if len(of_all_ranks) else step[-1:]),
+                    # None where no stated length fits, which raises an error when the batch is collated.
+                    length=None if lengths is None else self._collation.fit(int(lengths[used].max())),
                 )
 
     def _measured_lengths(self) -> np.ndarray | None:
@@ -252,11 +250,6 @@ class DataLoader:
                     " input_ids; give one length"
                 )
         return self._lengths
-
-    def _common_length(self, lengths: np.ndarray | None, indices: np.ndarray) -> int | None:
-        """The stated length that fits the samples of all ranks; None if ranks may choose separately, or if none
-        fits, which raises an error when the batch is collated."""
-        return None if lengths is None else self._collation.fit(int(lengths[indices].max()))
 
     def _fetch(self, tasks: Iterator[MicroTask]) -> Iterator[MicroBatch]:
         for micro_batch in self._in_workers(tasks) if self.num_workers else map(self._fetcher.fetch, tasks):
@@ -315,8 +308,8 @@ def _checked(results: Iterator[Any]) -> Iterator[MicroBatch]:
                 f"a data worker ended unexpectedly ({reason}), out of memory or of /dev/shm perhaps; lower the number"
                 " of workers, or set it to 0 to see its own error"
             ) from error
-        if isinstance(result, WorkerFailure):
-            result.reraise()
+        if isinstance(result, StepmarkError):
+            raise result from vars(result)[CAUSE]
         yield result
 
 

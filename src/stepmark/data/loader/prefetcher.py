@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from stepmark.data.loader.batch import StepBatch, StepLoader
+from stepmark.data.loader.batch import StepBatch, StepLoader, note_masks
 from stepmark.runtime.base import Runtime
 
 
@@ -46,6 +46,8 @@ class DevicePrefetcher:
         if not isinstance(step, StepBatch):
             return self.runtime.place(step)
         placed = self.runtime.place([micro_batch.inputs for micro_batch in step])
+        for micro_batch, inputs in zip(step, placed, strict=True):
+            note_masks(micro_batch.inputs, inputs)
         moved = [replace(micro_batch, inputs=inputs) for micro_batch, inputs in zip(step, placed, strict=True)]
         return replace(step, micro_batches=moved)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from stepmark.data.loader.collate import Collation
+from stepmark.data.loader.fetcher import RandomStates, random_states
 from stepmark.errors import UsageError
 
 
@@ -32,6 +33,7 @@ def check_readable_again(name: str, dataset: Any) -> None:
         )
 
 
+@dataclass(eq=False)
 class StreamLoader:
     """Reads an iterable dataset in this process, in its own order. Its last batch may be smaller; it has a length where
     the dataset has one.
@@ -49,22 +51,16 @@ class StreamLoader:
         drop_last: Leaves out a last batch that is smaller. Default: False.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int,
-        *,
-        collation: Collation,
-        prepare: Callable[[Any], Any],
-        drop_last: bool = False,
-    ) -> None:
-        self.dataset = whole(dataset)
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.prepare = prepare
-        self.collation = collation
-        self.epoch = 0
-        self._start: Mapping[str, Any] | None = None
+    dataset: Any
+    batch_size: int
+    collation: Collation
+    prepare: Callable[[Any], Any]
+    drop_last: bool = False
+    epoch: int = field(default=0, init=False)
+    _start: Mapping[str, Any] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.dataset = whole(self.dataset)
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.dataset), self.batch_size)
@@ -108,7 +104,7 @@ class StreamIterator:
             raise StopIteration
         self._taken += len(batch)
         collated = loader.collation(batch, range(first, self._taken))
-        self._exact = self._exact and all(map(np.array_equal, before, random_states()))
+        self._exact = self._exact and _are_same(before, random_states())
         return collated
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,10 +113,9 @@ class StreamIterator:
         return {"epoch": self._loader.epoch, "samples": self._taken, "dataset": state}
 
 
-def random_states() -> tuple[Any, ...]:
-    """States of the global CPU generators of Python, numpy and PyTorch."""
-    numpy_state: Any = np.random.get_state()
-    return random.getstate()[1], *numpy_state[1:3], torch.default_generator.get_state()
+def _are_same(before: RandomStates, now: RandomStates) -> bool:
+    same_numpy = np.array_equal(before[1][1], now[1][1]) and before[1][2] == now[1][2]
+    return before[0] == now[0] and same_numpy and torch.equal(before[2], now[2])
 
 
 def whole(dataset: Any) -> Any:

@@ -103,7 +103,8 @@ def _named_files(field: str, name: str, path: Path, extensions: Collection[str])
 
 def _files_of_folder(field: str, folder: Path, extensions: Collection[str]) -> tuple[list[Path], list[Path]]:
     """The files of a folder that are read, and the others."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and not _hidden(file.relative_to(folder)))
+    inside = [file for file in folder.rglob("*") if not any(part[0] == "." for part in file.relative_to(folder).parts)]
+    files = sorted(filter(Path.is_file, inside))
     known = [file for file in files if _has_reader(file, extensions)]
     others = [file for file in files if not _has_reader(file, extensions)] if TEXT in extensions else []
     other_text = [file for file in others if _is_text_kind(file) and file.stat().st_size and not _is_binary(file)]
@@ -121,10 +122,6 @@ def _files_of_folder(field: str, folder: Path, extensions: Collection[str]) -> t
     for file in chosen:
         _check_kind(field, file, extensions)
     return chosen, list({*files} - {*chosen})
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _has_reader(path: Path, extensions: Collection[str]) -> bool:

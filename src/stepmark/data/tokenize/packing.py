@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from stepmark.data.tokenize.token_cache import MappedArray
 
 IGNORED = -100  # the label that PyTorch's cross entropy and transformers' losses leave out
 
@@ -21,21 +22,19 @@ IGNORED = -100  # the label that PyTorch's cross entropy and transformers' losse
 class PackedBlocks(Dataset[dict[str, Tensor]]):
     """Blocks of `block_size` tokens of a file of ids; `max_samples` keeps only the first blocks.
 
-    Sample i is `{"input_ids": int64 [T], "labels": int64 [T]}`. The file is mapped into memory when a sample is first
-    read, and again in a process that receives a pickled copy.
+    Sample i is `{"input_ids": int64 [T], "labels": int64 [T]}`.
     """
 
     def __init__(
         self, path: Path, dtype: str, tokens: int, block_size: int, filler: int, max_samples: int | None = None
     ) -> None:
         self.path = path
-        self.dtype = dtype
+        self._ids = MappedArray(path, dtype)
         self.block_size = block_size
         self.filler = filler
         blocks = -(-tokens // block_size)
         self._blocks = blocks if max_samples is None else min(blocks, max_samples)
         self.tokens = min(tokens, self._blocks * block_size)  # tokens in the blocks that are kept, padding apart
-        self._mapped: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self._blocks
@@ -44,7 +43,7 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
         if not -self._blocks <= index < self._blocks:
             raise IndexError(f"block {index} of {self._blocks}")
         start = index % self._blocks * self.block_size
-        ids = torch.from_numpy(self._tokens()[start : start + self.block_size].astype(np.int64))
+        ids = torch.from_numpy(self._tokens(start, min(start + self.block_size, self.tokens)).astype(np.int64))
         missing = self.block_size - ids.numel()
         if not missing:
             return {"input_ids": ids, "labels": ids.clone()}
@@ -53,14 +52,8 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
             "labels": torch.cat([ids, torch.full((missing,), IGNORED)]),
         }
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": None}
-
-    def _tokens(self) -> np.ndarray:
-        if self._mapped is None:
-            mapped = np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.tokens,))
-            self._mapped = mapped.view(np.ndarray)  # slices of a memmap are slower to make
-        return self._mapped
+    def _tokens(self, start: int, stop: int) -> np.ndarray:
+        return self._ids.values[start:stop]
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -59,6 +59,26 @@ class TokenFile:
                 os.fsync(self._file.fileno())
 
 
+class MappedArray:
+    """The array in a file, mapped into memory when it is first read, and again in a process that receives a pickled
+    copy."""
+
+    def __init__(self, path: Path, dtype: str | np.dtype[Any]) -> None:
+        self._path, self._dtype = path, dtype
+        self._mapped: np.ndarray | None = None
+
+    @property
+    def values(self) -> np.ndarray:
+        if self._mapped is None:  # slices of a memmap are slower to make, and of an empty file there is none
+            filled = self._path.stat().st_size > 0
+            mapped = np.memmap(self._path, self._dtype, "r") if filled else np.empty(0, self._dtype)
+            self._mapped = mapped.view(np.ndarray)
+        return self._mapped
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mapped": None}
+
+
 def open_entry(entry: Path) -> dict[str, Any] | None:
     """The metadata given to `commit_entry`; None if the entry is missing or corrupted."""
     try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from stepmark.data.tokenize.token_cache import TokenFile
+from stepmark.data.tokenize.token_cache import MappedArray, TokenFile
 
 Array = np.ndarray[Any, Any]
 IDS, TARGETS, LENGTHS = "ids.bin", "targets.bin", "lengths.bin"
@@ -18,14 +19,12 @@ _TYPES: dict[str, np.dtype[Any]] = {IDS: np.dtype("<u4"), TARGETS: np.dtype("u1"
 class TokenizedRows:
     """Rows of token ids, each id with a flag: whether it is a target.
 
-    `folder`: where `write_rows` has put them. The files are mapped into memory when a row is first read, and again in
-    a process that receives a pickled copy.
+    `folder`: where `write_rows` has put them, with `prefix` before their files' names.
     """
 
-    def __init__(self, folder: Path | None, arrays: dict[str, Array] | None = None, prefix: str = "") -> None:
-        self._folder, self._prefix = folder, prefix
-        self._arrays = arrays
-        self._starts: Array | None = None
+    def __init__(self, folder: Path, prefix: str = "") -> None:
+        files = {name: MappedArray(folder / f"{prefix}{name}", kind) for name, kind in _TYPES.items()}
+        self._arrays: Mapping[str, MappedArray | Array] = files
 
     @classmethod
     def of(cls, rows: Iterable[tuple[list[int], list[bool]]]) -> TokenizedRows:
@@ -34,7 +33,9 @@ class TokenizedRows:
         for part in _parts(rows):
             for name, array in part.items():
                 parts[name].append(array)
-        return cls(None, {name: np.concatenate([np.empty(0, _TYPES[name]), *each]) for name, each in parts.items()})
+        made = cls.__new__(cls)
+        made._arrays = {name: np.concatenate([np.empty(0, _TYPES[name]), *each]) for name, each in parts.items()}
+        return made
 
     def __len__(self) -> int:
         return len(self._array(LENGTHS))
@@ -64,19 +65,15 @@ class TokenizedRows:
         return np.flatnonzero(some & (self.lengths > 1))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ if self._folder is None else {**self.__dict__, "_arrays": None, "_starts": None}
+        return {"_arrays": self._arrays}
 
-    @property
+    @cached_property
     def _begins(self) -> Array:
-        if self._starts is None:
-            self._starts = np.cumsum(self.lengths) - self.lengths
-        return self._starts
+        return np.cumsum(self.lengths) - self.lengths
 
     def _array(self, name: str) -> Array:
-        if self._arrays is None:
-            assert self._folder is not None
-            self._arrays = {each: _mapped(self._folder / f"{self._prefix}{each}", _TYPES[each]) for each in _TYPES}
-        return self._arrays[name]
+        found = self._arrays[name]
+        return found.values if isinstance(found, MappedArray) else found
 
 
 def write_rows(folder: Path, prefix: str, rows: Iterable[tuple[list[int], list[bool]]]) -> dict[str, dict[str, Any]]:
@@ -93,9 +90,3 @@ def _parts(rows: Iterable[tuple[list[int], list[bool]]]) -> Iterator[dict[str, A
     for ids, targets in rows:
         made: dict[str, Any] = {IDS: ids, TARGETS: targets, LENGTHS: [len(ids)]}
         yield {name: np.array(values, dtype=_TYPES[name]) for name, values in made.items()}
-
-
-def _mapped(path: Path, kind: np.dtype[Any]) -> Array:
-    if not path.stat().st_size:
-        return np.empty(0, kind)
-    return np.memmap(path, dtype=kind, mode="r").view(np.ndarray)

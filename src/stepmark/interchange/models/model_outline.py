@@ -10,6 +10,8 @@ from typing import Any
 from stepmark.errors import CheckpointMismatch
 from stepmark.sharding.layout import Shape
 
+CONFIG = "config.json"
+
 
 @dataclass(frozen=True)
 class ModelOutline:

@@ -19,9 +19,9 @@ from stepmark.interchange.neuron.optimizer import add_optimizer
 from stepmark.interchange.neuron.rank_files import Place
 from stepmark.interchange.neuron.stages import Stage, fill_from_masters
 from stepmark.interchange.neuron.unsharding import shared_value
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor, Piece
-from stepmark.interchange.tensors.records import Record
-from stepmark.interchange.tensors.saved_file import Missing, read_rank_file
+from stepmark.tensor_files.global_tensor import GlobalTensor, Piece
+from stepmark.tensor_files.records import Record
+from stepmark.tensor_files.torch_file import Missing, read_rank_file
 
 LOST_WHOLE = (
     "optimizer: without ZeRO-1, neuronx-distributed saves the states of the first expert parallel rank's experts only; "
@@ -36,12 +36,12 @@ _GROUPS = "ep_param_group_offset"
 _OFFSETS = {"base_state": "ep_base_state_offset", "shape_info": "ep_shape_info_offset"}
 
 
-def is_expert(tensor: ForeignTensor | Missing) -> bool:
+def is_expert(tensor: GlobalTensor | Missing) -> bool:
     """Whether expert parallel ranks have different parts of it: only fused experts have three dims."""
-    return isinstance(tensor, ForeignTensor) and len(tensor.shape) == 3
+    return isinstance(tensor, GlobalTensor) and len(tensor.shape) == 3
 
 
-def joined_experts(name: str, arrays: list[ForeignTensor]) -> ForeignTensor:
+def joined_experts(name: str, arrays: list[GlobalTensor]) -> GlobalTensor:
     """The expert parallel ranks' tensors, which follow each other along dim 0."""
     pieces: list[Piece] = []
     at = 0
@@ -49,7 +49,7 @@ def joined_experts(name: str, arrays: list[ForeignTensor]) -> ForeignTensor:
         pieces += [Piece(p.array, (p.offsets[0] + at, *p.offsets[1:])) for p in array.pieces]
         at += array.shape[0]
     first = arrays[0]
-    return ForeignTensor(name, first.dtype, (at, *first.shape[1:]), tuple(pieces))
+    return GlobalTensor(name, first.dtype, (at, *first.shape[1:]), tuple(pieces))
 
 
 def add_expert_optimizer(
@@ -114,9 +114,9 @@ def _split(value: dict[str, Any], where: Path) -> tuple[dict[str, Any], dict[str
     return common, experts
 
 
-def _parts(tensors: list[ForeignTensor | Missing], number: int) -> list[ForeignTensor | Missing]:
+def _parts(tensors: list[GlobalTensor | Missing], number: int) -> list[GlobalTensor | Missing]:
     """An expert parallel rank's own part of a tensor, for each tensor parallel rank."""
-    return [ForeignTensor.whole(t.name, t.pieces[number].array) for t in tensors if isinstance(t, ForeignTensor)]
+    return [GlobalTensor.whole(t.name, t.pieces[number].array) for t in tensors if isinstance(t, GlobalTensor)]
 
 
 def _joined_states(parts: list[Stage], where: Path) -> dict[str, dict[str, list[Any]]]:
@@ -133,7 +133,7 @@ def _joined_states(parts: list[Stage], where: Path) -> dict[str, dict[str, list[
 
 
 def _joined(values: list[Any], name: str) -> Any:
-    if isinstance(values[0], ForeignTensor) and values[0].shape:
+    if isinstance(values[0], GlobalTensor) and values[0].shape:
         return joined_experts(name, values)
     return shared_value(values, name)
 

@@ -22,7 +22,6 @@ _NAME = re.compile(
 _COLUMN = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv_proj", "gate_up_proj", "embed_tokens", "lm_head"}
 _ROW = {"o_proj", "down_proj"}
 _MEMBERS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
-HEADS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
 
 
 @dataclass(frozen=True)

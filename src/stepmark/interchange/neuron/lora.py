@@ -15,8 +15,8 @@ from stepmark.interchange.neuron.head_layout import HeadLayout
 from stepmark.interchange.neuron.stages import Stage, model_of
 from stepmark.interchange.sources.finish import config_path, finish
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.source_files import read_json
+from stepmark.tensor_files.global_tensor import GlobalTensor
+from stepmark.tensor_files.source_files import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
@@ -133,11 +133,11 @@ def _module(name: str) -> str:
     return "q_proj" if name.endswith("weight_q") else match["module"]
 
 
-def _part(stage: Stage, name: str, dim: int, rank: int) -> ForeignTensor:
+def _part(stage: Stage, name: str, dim: int, rank: int) -> GlobalTensor:
     """A rank's part of a whole tensor; those of fused modules are in the order of the ranks. The first rank's file,
     which should have the same, is compared."""
     own, first, count = stage.tensors[name][rank], stage.tensors[name][0], len(stage.tensors[name])
-    if not isinstance(own, ForeignTensor) or not isinstance(first, ForeignTensor):
+    if not isinstance(own, GlobalTensor) or not isinstance(first, GlobalTensor):
         raise CheckpointDamaged(f"{found_path(stage, name)}: not every rank has its file")
     size, remainder = divmod(own.shape[dim], count)
     if remainder:
@@ -154,7 +154,7 @@ def _peft_name(name: str) -> str:
 def found_path(stage: Stage, name: str) -> str:
     """File and tensor, for messages."""
     first = stage.tensors[name][0]
-    return first.where if isinstance(first, ForeignTensor) else str(first.path)
+    return first.where if isinstance(first, GlobalTensor) else str(first.path)
 
 
 def _attention_width(config: Mapping[str, Any] | None) -> int | None:

@@ -26,10 +26,8 @@ from stepmark.interchange.neuron.stages import Stage, fill_from_masters, head_la
 from stepmark.interchange.sources.dcp_store import is_store
 from stepmark.interchange.sources.finish import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.saved_file import Missing, read_rank_file
-from stepmark.interchange.tensors.stored_array import StoredArray
-from stepmark.interchange.tensors.torch_file import read_torch_file
+from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
+from stepmark.tensor_files.torch_file import Missing, read_dict, read_rank_file
 
 _NUMBER = re.compile(r"(\d+)\D*\Z")
 _STEPS = ("global_step", "total_steps", "step")
@@ -108,8 +106,8 @@ def _read_extras(
     tag: Path, found: ForeignCheckpoint, contents: dict[Place, dict[str, Any]], first_layout: bool
 ) -> None:
     """The step and the schedule; in the first layout, the model lies inside each file."""
-    user = _plain_file(tag / "user_content.pt")
-    found.schedule = _plain_file(tag / "scheduler.pt")
+    user = read_dict(tag / "user_content.pt")
+    found.schedule = read_dict(tag / "scheduler.pt")
     for place, value in list(contents.items()) if first_layout else []:
         if isinstance(value.get("model"), dict):
             contents[place] = value["model"]
@@ -120,11 +118,6 @@ def _read_extras(
     found.step = next((user[key] for key in _STEPS if user and type(user.get(key)) is int), None)
     if user and not first_layout:
         found.lost.append(f"user_content.pt: {', '.join(sorted(map(str, user)))[:200]}, apart from the step")
-
-
-def _plain_file(path: Path) -> dict[str, Any] | None:
-    value = read_torch_file(path).value if path.is_file() else None
-    return value if isinstance(value, dict) else None
 
 
 def stages_of(files: dict[Place, Path], contents: dict[Place, dict[str, Any]], found: ForeignCheckpoint) -> list[Stage]:
@@ -143,9 +136,9 @@ def stages_of(files: dict[Place, Path], contents: dict[Place, dict[str, Any]], f
 
 def _rank_tensors(
     files: dict[Place, Path], contents: dict[Place, dict[str, Any]], pp: int, tp: int, experts: int
-) -> dict[str, ForeignTensor | Missing]:
+) -> dict[str, GlobalTensor | Missing]:
     """A rank's tensors, those of all expert parallel ranks together."""
-    found: dict[str, ForeignTensor | Missing] = {}
+    found: dict[str, GlobalTensor | Missing] = {}
     for name, value in contents[Place(pp, tp)].items():
         if name == LORA_CONFIG:
             continue
@@ -161,7 +154,7 @@ def _rank_tensors(
     return found
 
 
-def _experts(name: str, values: list[Any], paths: list[Path]) -> ForeignTensor:
+def _experts(name: str, values: list[Any], paths: list[Path]) -> GlobalTensor:
     """Experts follow each other along dim 0; anything else is on every expert parallel rank.
 
     Raises CheckpointDamaged where a rank does not have it: reading the first one's file instead is right for what all
@@ -171,13 +164,13 @@ def _experts(name: str, values: list[Any], paths: list[Path]) -> ForeignTensor:
     for path, array in zip(paths, values, strict=True):
         if not isinstance(array, StoredArray):
             raise CheckpointDamaged(f"{path}: tensor {name!r} is not there, and other expert parallel ranks have it")
-        tensors.append(ForeignTensor.whole(name, array))
+        tensors.append(GlobalTensor.whole(name, array))
     first = tensors[0]
     if len(tensors) == 1:
         return first
     if not is_expert(first):
         replicas = [piece for tensor in tensors[1:] for piece in tensor.pieces]
-        return ForeignTensor(name, first.dtype, first.shape, first.pieces, tuple(replicas))
+        return GlobalTensor(name, first.dtype, first.shape, first.pieces, tuple(replicas))
     files = [tensor.pieces[0].array.path for tensor in tensors]
     borrowed = next((path for path, file in zip(paths[1:], files[1:], strict=True) if file == files[0]), None)
     if borrowed is not None:

@@ -13,11 +13,11 @@ from stepmark.interchange.neuron.stages import Stage
 from stepmark.interchange.neuron.unsharding import row_chunks, shared_value
 from stepmark.interchange.sources.optimizer_names import NAMES, numbered_names
 from stepmark.interchange.sources.torch_optimizer import as_tensor, plain, state_shape
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.pickle_reader import natural
-from stepmark.interchange.tensors.records import Record
-from stepmark.interchange.tensors.saved_file import Missing, read_rank_file
 from stepmark.sharding.layout import Shape
+from stepmark.tensor_files.global_tensor import GlobalTensor
+from stepmark.tensor_files.pickle_reader import natural
+from stepmark.tensor_files.records import Record
+from stepmark.tensor_files.torch_file import Missing, read_rank_file
 
 LOST_MASTERS = "master weights: the converter to full files kept those of the first data parallel rank only"
 
@@ -154,12 +154,12 @@ def zero_states(
 
 def _joined(
     name: str, key: str, chunks: list[Any], shape: Shape, where: Path, full: bool, only_first: bool
-) -> ForeignTensor | Any | None:
+) -> GlobalTensor | Any | None:
     """A state of all data parallel ranks; None for masters that a converter has lost."""
     locals_ = [_local(name, key, chunk, where) for chunk in chunks]
-    if not isinstance(locals_[0], ForeignTensor) or not locals_[0].shape:
+    if not isinstance(locals_[0], GlobalTensor) or not locals_[0].shape:
         return shared_value(locals_, f"{where}: {name}/{key}")
-    if not all(isinstance(local, ForeignTensor) for local in locals_):
+    if not all(isinstance(local, GlobalTensor) for local in locals_):
         raise CheckpointDamaged(f"{where}: not every data parallel rank has the state {name}/{key}")
     if len(locals_[0].shape) != len(shape):
         raise CheckpointMismatch(
@@ -178,6 +178,6 @@ def _local(name: str, key: str, value: Any, where: Path) -> Any:
     if isinstance(value, Missing):
         raise CheckpointDamaged(f"{value.path} is missing; it holds the optimizer's state {name}/{key}")
     found = as_tensor(f"{name}/{key}", value)
-    if not isinstance(found, ForeignTensor) and not isinstance(found, bool | int | float | str | None):
+    if not isinstance(found, GlobalTensor) and not isinstance(found, bool | int | float | str | None):
         raise CheckpointMismatch(f"{where}: the optimizer's state {name}/{key} is a {type(found).__name__}")
     return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.neuron import lora as neuron_lora
 from stepmark.interchange.neuron import neuronx_distributed as nxd
 from stepmark.interchange.neuron.optimizer import Unrecoverable, add_optimizer
@@ -21,12 +21,12 @@ from stepmark.interchange.neuron.rank_files import Place, check_grid, first_layo
 from stepmark.interchange.neuron.stages import Stage, fill_from_masters, head_layout, model_of, optimizer_of
 from stepmark.interchange.sources.finish import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
-from stepmark.interchange.tensors.source_files import read_json
-from stepmark.interchange.tensors.torch_file import read_torch_file
+from stepmark.interchange.sources.transformers_trainer import read_trainer_state
+from stepmark.tensor_files.source_files import read_json
+from stepmark.tensor_files.torch_file import read_dict
 
 SHARDS, OLD_SHARDS = "shards", "tensor_parallel_shards"
 _METADATA = re.compile(r"mp_metadata_pp_rank_(\d+)\.(json|pt)\Z")
-_STATE = "trainer_state.json"
 _PART = (
     "optimizer: optimum-neuron saves the ZeRO-1 states of one data parallel rank only; those of the others are in no "
     "file, so training starts again with a new optimizer"
@@ -81,10 +81,10 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     stages = nxd.stages_of(files, _own_parameters(contents, metadata, files), found)
     for stage, described in zip(stages, metadata, strict=True):
         stage.dims = dict(described.parameters or {})
-    _read_state(found)
+    read_trainer_state(found)
     if not options.model_only or any(stage.lacks_weights for stage in stages):
         _add_optimizers(stages, folder, shards, files, whole, old, found)
-        found.schedule = nxd._plain_file(folder / "scheduler.pt")
+        found.schedule = read_dict(folder / "scheduler.pt")
     for stage in stages:
         fill_from_masters(stage)
     outline = outline_for(found.files, options, sum(len(stage.tensors) for stage in stages))
@@ -140,7 +140,7 @@ def read_metadata(shards: Path, stages: int) -> list[StageMetadata]:
         if path is None:
             raise CheckpointDamaged(f"{shards}: the metadata of pipeline stage {number} is missing")
         try:
-            found.append(_from_json(read_json(path)) if path.suffix == ".json" else _from_pickle(path))
+            found.append(_from_json(read_json(path)) if path.suffix == ".json" else _old_stage(read_dict(path) or {}))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointDamaged(f"{path} is malformed: {error!r}") from error
     return found
@@ -161,11 +161,6 @@ def _from_json(body: Mapping[str, Any]) -> StageMetadata:
     return StageMetadata(parameters, heads)
 
 
-def _from_pickle(path: Path) -> StageMetadata:
-    value = read_torch_file(path).value
-    return _old_stage(value if isinstance(value, dict) else {})
-
-
 def _old_stage(value: Mapping[str, Any]) -> StageMetadata:
     """What `sharded_metadata` and `gqa_qkv_metadata` say: a name that is missing there is on every rank."""
     heads = value.get("gqa_qkv_metadata") or {}
@@ -179,17 +174,6 @@ def _old_stage(value: Mapping[str, Any]) -> StageMetadata:
 
 def _old_metadata(contents: Mapping[Place, dict[str, Any]], stages: int) -> list[StageMetadata]:
     return [_old_stage(contents[Place(pp, 0)]) for pp in range(stages)]
-
-
-def _read_state(found: ForeignCheckpoint) -> None:
-    path = found.folder / _STATE
-    if not path.is_file():
-        return
-    state = read_json(path)
-    step = state.get("global_step")
-    if not isinstance(step, int | float) or int(step) != step or step < 0:
-        raise CheckpointMismatch(f"{path}: its global_step is {str(step)[:40]}, not a step")
-    found.step, found.trainer_state = int(step), state
 
 
 # The optimizer

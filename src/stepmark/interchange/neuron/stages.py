@@ -14,12 +14,12 @@ from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.neuron.head_layout import BLOCKED, NATURAL, TILED, WIDE, HeadLayout, moves_of
 from stepmark.interchange.neuron.unsharding import shared_value, unsharded
 from stepmark.interchange.sources.foreign import ForeignOptimizer
-from stepmark.interchange.tensors.array_reader import ArrayReader, Part
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.saved_file import Missing
 from stepmark.sharding.layout import Shape
+from stepmark.tensor_files.array_reader import ArrayReader, Part
+from stepmark.tensor_files.global_tensor import GlobalTensor
+from stepmark.tensor_files.torch_file import Missing
 
-Local = ForeignTensor | Missing
+Local = GlobalTensor | Missing
 
 
 @dataclass
@@ -63,15 +63,15 @@ def fill_from_masters(stage: Stage) -> None:
         if masters is None or any(not isinstance(local, Missing) for local in locals_):
             raise CheckpointDamaged(f"{missing.path} is missing; it holds tensor {name!r}")
         dtype = missing.dtype or "BF16"
-        stage.tensors[name] = [ForeignTensor(name, dtype, m.shape, m.pieces, (), True) for m in masters]
+        stage.tensors[name] = [GlobalTensor(name, dtype, m.shape, m.pieces, (), True) for m in masters]
 
 
-def model_of(stages: Sequence[Stage], heads: HeadLayout | None) -> dict[str, ForeignTensor]:
+def model_of(stages: Sequence[Stage], heads: HeadLayout | None) -> dict[str, GlobalTensor]:
     """All tensors under Hugging Face's names. Raises CheckpointDamaged where two stages have one."""
-    found: dict[str, ForeignTensor] = {}
+    found: dict[str, GlobalTensor] = {}
     for stage in stages:
         for name, locals_ in stage.tensors.items():
-            present = [local for local in locals_ if isinstance(local, ForeignTensor)]
+            present = [local for local in locals_ if isinstance(local, GlobalTensor)]
             for new, tensor in _unsharded(stage, name, present, heads).items():
                 known = found.get(new)
                 if known is None:
@@ -85,8 +85,8 @@ def model_of(stages: Sequence[Stage], heads: HeadLayout | None) -> dict[str, For
 
 
 def _unsharded(
-    stage: Stage, name: str, locals_: Sequence[ForeignTensor], heads: HeadLayout | None
-) -> dict[str, ForeignTensor]:
+    stage: Stage, name: str, locals_: Sequence[GlobalTensor], heads: HeadLayout | None
+) -> dict[str, GlobalTensor]:
     dim: Any = stage.dims.get(name, "name")
     try:
         return unsharded(locals_, moves_of(name, [local.shape for local in locals_], heads, dim))
@@ -128,13 +128,13 @@ def _add_states(
     names = list(dict.fromkeys(m.name for m in moves_of(name, [shape] * len(stage.tensors[name]), heads, dim)))
     for key, locals_ in state.items():
         first = locals_[0]
-        if isinstance(first, ForeignTensor) and first.shape == shape:
+        if isinstance(first, GlobalTensor) and first.shape == shape:
             for new, tensor in _unsharded(stage, name, locals_, heads).items():
                 # Moments of norms may differ in the last bits: each rank sums their gradients over its own activations.
                 replicas = tensor.replicas if len(shape) > 1 else ()
-                renamed = ForeignTensor(f"{new}/{key}", tensor.dtype, tensor.shape, tensor.pieces, replicas)
+                renamed = GlobalTensor(f"{new}/{key}", tensor.dtype, tensor.shape, tensor.pieces, replicas)
                 states.setdefault(new, {})[key] = renamed
-        elif isinstance(first, ForeignTensor) and first.shape not in ((), (1,)):
+        elif isinstance(first, GlobalTensor) and first.shape not in ((), (1,)):
             raise CheckpointMismatch(
                 f"{first.where} is {list(first.shape)}, and its parameter {list(shape)}, which is a part or several in "
                 "one; import the model alone with --model-only"
@@ -209,9 +209,9 @@ def _arranged(stage: Stage, prefix: str, heads: HeadLayout, arrangement: str) ->
     """How the replicas lie, as their values show."""
     wide = HeadLayout(heads.queries, heads.keys, heads.copies, heads.size, WIDE)
     stored = {name: stage.tensors[name] for name in stage.tensors if name.startswith(f"{prefix}weight")}
-    found: dict[str, ForeignTensor] = {}
+    found: dict[str, GlobalTensor] = {}
     for name, locals_ in stored.items():
-        found |= _unsharded(stage, name, [local for local in locals_ if isinstance(local, ForeignTensor)], wide)
+        found |= _unsharded(stage, name, [local for local in locals_ if isinstance(local, GlobalTensor)], wide)
     pairs = [tensor for name, tensor in found.items() if ".k_proj." in name or ".v_proj." in name]
     rows = [_head_bytes(tensor, heads) for tensor in pairs]
     if all(one[p] == one[p % heads.keys] for one in rows for p in range(len(one))):
@@ -225,7 +225,7 @@ def _arranged(stage: Stage, prefix: str, heads: HeadLayout, arrangement: str) ->
     )
 
 
-def _head_bytes(tensor: ForeignTensor, heads: HeadLayout) -> list[int]:
+def _head_bytes(tensor: GlobalTensor, heads: HeadLayout) -> list[int]:
     """A checksum of each stored head."""
     import math
 
@@ -237,5 +237,5 @@ def _head_bytes(tensor: ForeignTensor, heads: HeadLayout) -> list[int]:
     for p in range(count):
         part = Part(tensor, p * elements, (p + 1) * elements, reader.memory(elements * item_size(tensor.dtype)))
         reader.fill([part])
-        found.append(xxhash.xxh3_64_intdigest(part.memory.data))
+        found.append(xxhash.xxh3_64_intdigest(part.memory))
     return found

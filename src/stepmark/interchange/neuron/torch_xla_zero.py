@@ -16,16 +16,16 @@ from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.models.model_outline import ModelOutline
 from stepmark.interchange.neuron.optimizer import zero_states
 from stepmark.interchange.sources import plain
-from stepmark.interchange.sources.finish import CONFIG, files_beside, finish, fit_model, outline_for
+from stepmark.interchange.sources.finish import files_beside, finish, fit_model, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
-from stepmark.interchange.sources.optimizer_names import FILE_ORDER, NAMES, agreed_names
-from stepmark.interchange.sources.state_dict_files import clean_name, read_weights, without_prefix
+from stepmark.interchange.sources.optimizer_names import NAMES, agreed_names
+from stepmark.interchange.sources.state_dict_files import read_weights, without_prefix
 from stepmark.interchange.sources.torch_optimizer import split_state_dict
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.pickle_reader import natural
-from stepmark.interchange.tensors.saved_file import read_saved
 from stepmark.model_folder.model_files import has_weights
 from stepmark.sharding.layout import Shape
+from stepmark.tensor_files.global_tensor import GlobalTensor
+from stepmark.tensor_files.pickle_reader import natural
+from stepmark.tensor_files.torch_file import read_saved
 
 _RANK = re.compile(r"(?P<stem>.*?)(?P<rank>\d+)\D*\.(?:pt|pth|bin|ckpt|tar)\Z")
 _OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optim", "opt")
@@ -77,15 +77,12 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
                 f"{files[0]} numbers the parameters in the model's order, in which safetensors files are not; give the "
                 "model's config with --config, or import the model alone with --model-only"
             )
-        orders = {} if outline is None else {CONFIG: outline.parameters}
-        if in_order:
-            orders[FILE_ORDER] = {n: shape for n, shape in saved.items() if outline is None or n in outline.parameters}
-        found.optimizer = _assembled(optimizers, orders, outline, files[0], found)
+        found.optimizer = _assembled(optimizers, outline, files[0], found, saved if in_order else None)
     found.step = next((contents[0][key] for key in plain.STEPS if type(contents[0].get(key)) is int), None)
     return finish(found, options, outline)
 
 
-def _unordered(tensor: ForeignTensor) -> bool:
+def _unordered(tensor: GlobalTensor) -> bool:
     return any(piece.array.path.suffix == ".safetensors" for piece in tensor.pieces)
 
 
@@ -98,13 +95,10 @@ def _optimizer_in(value: Any, path: Path) -> dict[str, Any]:
     return found
 
 
-def _model(
-    folder: Path, value: dict[str, Any], others: set[Path], found: ForeignCheckpoint
-) -> dict[str, ForeignTensor]:
+def _model(folder: Path, value: dict[str, Any], others: set[Path], found: ForeignCheckpoint) -> dict[str, GlobalTensor]:
     """The weights: in the ranks' files, in Hugging Face's, or in the one other file of torch.save."""
     if any(isinstance(value.get(key), dict) for key in plain.MODELS):
-        _, state = plain.model_in(value, folder, found.lost)
-        return without_prefix({clean_name(name): ForeignTensor.whole(name, array) for name, array in state.items()})
+        return plain.model_in(value, folder, found.lost)
     if has_weights(folder):
         return without_prefix(read_weights(folder, found.records))
     beside = [p for p in folder.iterdir() if p.suffix in plain.SUFFIXES and p.is_file() and p not in others]
@@ -114,16 +108,15 @@ def _model(
             f"{folder} has the optimizer's files of {len(others)} ranks, and {len(models) or 'no'} files that may be "
             "the model's; put the one of this step beside them, with a name such as model.pt"
         )
-    _, state = plain.model_in(plain.value_of(models[0], found), models[0], found.lost)
-    return without_prefix({clean_name(name): ForeignTensor.whole(name, array) for name, array in state.items()})
+    return plain.model_in(plain.value_of(models[0], found), models[0], found.lost)
 
 
 def _assembled(
     contents: list[dict[str, Any]],
-    orders: Mapping[str, Mapping[str, Shape]],
     outline: ModelOutline | None,
     path: Path,
     found: ForeignCheckpoint,
+    saved: Mapping[str, Shape] | None,
 ) -> ForeignOptimizer:
     """The optimizer of all ranks by names."""
     _, groups = split_state_dict(contents[0], str(path))
@@ -131,8 +124,7 @@ def _assembled(
         shapes = {int(number): natural(shape) for number, shape in contents[0]["shape_info"].items()}
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointDamaged(f"{path}: its shape_info is malformed") from error
-    names, rule = agreed_names(orders, groups, shapes, str(path), outline)
-    found.assumed.append(f"the optimizer numbers its parameters; their names follow from {rule}")
+    names = agreed_names(found, groups, shapes, path, outline, saved)
     states = zero_states(contents, names, path, False, False, found.lost)
     for group in groups:
         group["params"] = [names[number] for number in group["params"]]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.neuron.head_layout import Move
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor, Piece
 from stepmark.sharding.layout import Box
+from stepmark.tensor_files.global_tensor import GlobalTensor, Piece
 
 
-def unsharded(locals_: Sequence[ForeignTensor], moves: Sequence[Move]) -> dict[str, ForeignTensor]:
+def unsharded(locals_: Sequence[GlobalTensor], moves: Sequence[Move]) -> dict[str, GlobalTensor]:
     """The global tensors that the ranks' tensors, which may be in several pieces themselves, are parts of.
 
     Raises CheckpointDamaged where the ranks' tensors have different types.
@@ -20,7 +20,7 @@ def unsharded(locals_: Sequence[ForeignTensor], moves: Sequence[Move]) -> dict[s
     dtypes = {tensor.source_dtype for tensor in locals_}
     if len(dtypes) != 1:
         raise CheckpointDamaged(f"{locals_[0].where} is {' and '.join(sorted(dtypes))} on different ranks")
-    found: dict[str, ForeignTensor] = {}
+    found: dict[str, GlobalTensor] = {}
     by_name: dict[str, list[Move]] = {}
     for move in moves:
         by_name.setdefault(move.name, []).append(move)
@@ -28,14 +28,14 @@ def unsharded(locals_: Sequence[ForeignTensor], moves: Sequence[Move]) -> dict[s
         local, dim = locals_[0], own[0].dim
         if not local.shape:
             pieces, replicas = local.pieces, tuple(piece for other in locals_[1:] for piece in other.pieces)
-            found[name] = ForeignTensor(local.name, local.dtype, (), pieces, replicas, local.rounds)
+            found[name] = GlobalTensor(local.name, local.dtype, (), pieces, replicas, local.rounds)
             continue
         size = max(move.at + move.length for move in own)
         shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
         taken = [piece for move in own if not move.replica for piece in _moved(locals_[move.rank].pieces, local, move)]
         again = [piece for move in own if move.replica for piece in _moved(locals_[move.rank].pieces, local, move)]
         again += [piece for move in own for piece in _moved(locals_[move.rank].replicas, local, move)]
-        found[name] = ForeignTensor(local.name, local.dtype, shape, tuple(taken), tuple(again), local.rounds)
+        found[name] = GlobalTensor(local.name, local.dtype, shape, tuple(taken), tuple(again), local.rounds)
     return found
 
 
@@ -45,15 +45,15 @@ def shared_value(values: Sequence[Any], where: str) -> Any:
     Raises CheckpointDamaged where the ranks have different values: their files are of several saves.
     """
     first = values[0]
-    if all(isinstance(value, ForeignTensor) for value in values):
+    if all(isinstance(value, GlobalTensor) for value in values):
         replicas = [piece for value in values[1:] if value is not first for piece in (*value.pieces, *value.replicas)]
         return replace(first, replicas=(*first.replicas, *replicas))
-    if any(isinstance(value, ForeignTensor) or value != first for value in values):
+    if any(isinstance(value, GlobalTensor) or value != first for value in values):
         raise CheckpointDamaged(f"{where} differs from rank to rank; the files are of several saves")
     return first
 
 
-def _moved(pieces: Sequence[Piece], local: ForeignTensor, move: Move) -> list[Piece]:
+def _moved(pieces: Sequence[Piece], local: GlobalTensor, move: Move) -> list[Piece]:
     offsets = [0] * len(local.shape)
     lengths = list(local.shape)
     offsets[move.dim], lengths[move.dim] = move.start, move.length
@@ -68,7 +68,7 @@ def _moved(pieces: Sequence[Piece], local: ForeignTensor, move: Move) -> list[Pi
     return found
 
 
-def row_chunks(name: str, chunks: Sequence[ForeignTensor], shape: Sequence[int]) -> ForeignTensor:
+def row_chunks(name: str, chunks: Sequence[GlobalTensor], shape: Sequence[int]) -> GlobalTensor:
     """A tensor that ZeRO-1 cut along dim 0 into equal chunks, the last ones padded; `shape` is without padding.
 
     Raises CheckpointDamaged where chunks are missing or do not fit the shape.
@@ -92,9 +92,4 @@ def row_chunks(name: str, chunks: Sequence[ForeignTensor], shape: Sequence[int])
             if common is not None:
                 at = (common.offsets[0] + number * size, *common.offsets[1:])
                 pieces.append(Piece(piece.part(common), at))
-    return ForeignTensor(name, first.dtype, tuple(shape), tuple(pieces))
-
-
-def shapes_of(tensors: Mapping[str, ForeignTensor]) -> dict[str, tuple[int, ...]]:
-    """The shapes by name."""
-    return {name: tensor.shape for name, tensor in tensors.items()}
+    return GlobalTensor(name, first.dtype, tuple(shape), tuple(pieces))

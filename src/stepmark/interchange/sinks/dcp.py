@@ -15,14 +15,13 @@ from typing import Any
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.interchange.sinks.export_plan import ExportOptions, ExportPlan, optimizer_of
-from stepmark.interchange.sinks.output_files import ArchivesFile, DataFile, OutputFile, copied_files
 from stepmark.interchange.sources import torchtitan
 from stepmark.interchange.sources.dcp_store import METADATA
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.pickle_writer import Call, Global, Instance, dumps
-from stepmark.interchange.tensors.torch_writer import Reshaped, TorchArchive
+from stepmark.model_folder.output_files import ArchivesFile, DataFile, OutputFile, copied_files
 from stepmark.sharding.layout import Shape
+from stepmark.tensor_files.global_tensor import GlobalTensor
+from stepmark.tensor_files.torch_writer import Call, Global, Instance, Reshaped, TorchArchive, dumps
 
 CHUNK = 64 << 20  # bytes of a tensor in one record, unless a row has more
 FILE = 2 << 30  # bytes of a file, at most about so many
@@ -105,16 +104,16 @@ class _Writer:
             return
         name = ".".join(map(str, path))
         self.paths[name] = path
-        if isinstance(value, ForeignTensor | Reshaped):
+        if isinstance(value, GlobalTensor | Reshaped):
             self._add_tensor(name, value)
         else:
             self._add_value(name, value)
 
-    def _add_tensor(self, name: str, value: ForeignTensor | Reshaped) -> None:
+    def _add_tensor(self, name: str, value: GlobalTensor | Reshaped) -> None:
         if id(value) in self._known:
             self._add_name(name, *self._known[id(value)][1:])
             return
-        tensor, shape = (value, value.shape) if isinstance(value, ForeignTensor) else (value.tensor, value.shape)
+        tensor, shape = (value, value.shape) if isinstance(value, GlobalTensor) else (value.tensor, value.shape)
         chunks, records = [], []
         for number, (start, rows, part) in enumerate(_chunks(tensor, shape)):
             sizes = (rows, *shape[1:]) if shape else ()
@@ -154,7 +153,7 @@ class _Writer:
         return DataFile(METADATA, dumps(Instance(Global(_METADATA, "Metadata"), state)))
 
 
-def _chunks(tensor: ForeignTensor, shape: Shape) -> Iterator[tuple[int, int, ForeignTensor]]:
+def _chunks(tensor: GlobalTensor, shape: Shape) -> Iterator[tuple[int, int, GlobalTensor]]:
     """First row, rows and part of each chunk; `shape` is what the tensor is stored as, whose rows may be in groups."""
     if not shape or not math.prod(shape):
         yield 0, shape[0] if shape else 0, tensor
@@ -178,7 +177,7 @@ def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
     else:
         for path, value in _values(source):
             writer.add(path, value)
-    found = ExportPlan([*writer.files, writer.metadata(), *copied_files(source)])
+    found = ExportPlan([*writer.files, writer.metadata(), *copied_files(source.files)])
     if any(MASTER in state for state in optimizer.states.values()):
         found.notes.append(_MASTERS)
     if options.titan:

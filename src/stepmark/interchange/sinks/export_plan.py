@@ -10,11 +10,10 @@ from typing import Any, Protocol
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models.model_class import outline_of
-from stepmark.interchange.models.model_outline import ModelOutline
-from stepmark.interchange.sinks.output_files import OutputFile
-from stepmark.interchange.sources.finish import CONFIG
+from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
+from stepmark.model_folder.output_files import OutputFile
+from stepmark.tensor_files.global_tensor import GlobalTensor
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def in_order(names: Sequence[str], order: dict[str, Any], source: ForeignCheckpo
     return sorted(names, key=lambda name: positions[name])
 
 
-def weights_in_full_precision(source: ForeignCheckpoint) -> tuple[dict[str, ForeignTensor], bool]:
+def weights_in_full_precision(source: ForeignCheckpoint) -> tuple[dict[str, GlobalTensor], bool]:
     """The model, with fp32 master weights in place of what they were rounded to; and whether there are any."""
     states = source.optimizer.states if source.optimizer is not None else {}
     found = {name: states.get(name, {}).get(MASTER, tensor) for name, tensor in source.model.items()}

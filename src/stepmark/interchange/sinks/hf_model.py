@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from stepmark.interchange.neuron.lora import PREFIX
-from stepmark.interchange.sinks.output_files import (
+from stepmark.interchange.sources.foreign import ForeignCheckpoint
+from stepmark.model_folder.new_folder import WritingListener, check_out
+from stepmark.model_folder.output_files import (
     MAX_SHARD,
     DataFile,
     copied_files,
     model_files,
-    safetensors_file,
+    tensor_file,
     write_folder,
 )
-from stepmark.interchange.sources.foreign import ForeignCheckpoint
-from stepmark.model_folder.new_folder import WritingListener, check_out
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -32,6 +32,6 @@ def write_model_folder(
     adapter = {name: tensor for name, tensor in source.model.items() if source.adapter and name.startswith(PREFIX)}
     base = {name: tensor for name, tensor in source.model.items() if name not in adapter}
     planned = model_files(base, max_shard) if base else []
-    planned += [safetensors_file(ADAPTER, adapter)] if adapter else []
-    planned += [*copied_files(source), *(DataFile(name, data) for name, data in source.texts.items())]
-    return write_folder(source, planned, final, out, listener)
+    planned += [tensor_file(ADAPTER, adapter)] if adapter else []
+    planned += [*copied_files(source.files), *(DataFile(name, data) for name, data in source.texts.items())]
+    return write_folder(planned, source.records, final, out, listener)

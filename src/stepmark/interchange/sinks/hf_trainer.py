@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from stepmark.checkpoint.format.rows import MASTER
-from stepmark.interchange.models.model_outline import ModelOutline, read_config
+from stepmark.interchange.models.model_outline import CONFIG, ModelOutline, read_config
 from stepmark.interchange.sinks.export_plan import (
     ExportOptions,
     ExportPlan,
@@ -21,12 +21,10 @@ from stepmark.interchange.sinks.export_plan import (
     weights_in_full_precision,
 )
 from stepmark.interchange.sinks.imported_state import trainer_state_bytes
-from stepmark.interchange.sinks.output_files import DataFile, OutputFile, copied_files, model_files, torch_file
-from stepmark.interchange.sources.finish import CONFIG
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.interchange.sources.optimizer_names import NAMES
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.stored_array import StoredArray
+from stepmark.model_folder.output_files import MAX_SHARD, DataFile, OutputFile, copied_files, model_files, torch_file
+from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 
 _MASTERS = (
     "the weights are written in fp32, from the master weights; load the model in fp32 (with bf16=True for autocast), "
@@ -41,8 +39,8 @@ def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
     optimizer_of(source)
     outline = outline_for(source, options)
     weights, masters = weights_in_full_precision(source)
-    found = ExportPlan(model_files(weights), notes=[_MASTERS] if masters else [])
-    found.files += copied_files(source, without=(CONFIG,))
+    found = ExportPlan(model_files(weights, MAX_SHARD), notes=[_MASTERS] if masters else [])
+    found.files += copied_files(source.files, without=(CONFIG,))
     found.files.append(_config(source, masters))
     found.files.append(torch_file("optimizer.pt", numbered(source, outline)))
     if source.schedule is not None:
@@ -104,8 +102,8 @@ def _random_states(source: ForeignCheckpoint) -> dict[str, Any]:
     }
 
 
-def _bytes_tensor(data: bytes) -> ForeignTensor:
-    return ForeignTensor.whole("a generator's state", StoredArray(Path(), 0, "U8", (len(data),), (1,), data))
+def _bytes_tensor(data: bytes) -> GlobalTensor:
+    return GlobalTensor.whole("a generator's state", StoredArray(Path(), 0, "U8", (len(data),), (1,), data))
 
 
 def cpu_generator_state(seed: int) -> bytes:

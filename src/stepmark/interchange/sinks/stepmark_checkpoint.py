@@ -27,15 +27,15 @@ from stepmark.errors import UsageError
 from stepmark.filesystem import files
 from stepmark.interchange.sinks.imported_state import run_values, trainer_state_bytes
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
-from stepmark.interchange.tensors.array_reader import ArrayReader
-from stepmark.interchange.tensors.file_output import FileOutput
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.records import Record, RecordChecks
-from stepmark.interchange.tensors.streaming import Place, write_jobs
 from stepmark.model_folder.new_folder import WritingListener, check_out, check_room, writing
-from stepmark.model_folder.writers import THREADS, run_jobs
+from stepmark.model_folder.output_files import THREADS, run_jobs
 from stepmark.runtime.versions import software_versions
 from stepmark.sharding.layout import TensorSlice
+from stepmark.tensor_files.array_reader import ArrayReader
+from stepmark.tensor_files.file_output import FileOutput
+from stepmark.tensor_files.global_tensor import GlobalTensor
+from stepmark.tensor_files.records import Record, RecordChecks
+from stepmark.tensor_files.streaming import Place, write_jobs
 
 SECTION = "optimizer"
 GROUP = f"{OPTIMIZER}/{SECTION}"
@@ -79,7 +79,7 @@ def write_checkpoint(source: ForeignCheckpoint, out: Path, listener: WritingList
 def _write_files(
     folder: Path,
     plan: SavePlan,
-    tensors: Mapping[tuple[str, str], ForeignTensor],
+    tensors: Mapping[tuple[str, str], GlobalTensor],
     records: Iterable[Record],
     step: int,
     save: str,
@@ -116,13 +116,13 @@ def _add_checksums(found: dict[int, str], origin: int, begin: int, data: memoryv
             found[low // CHECKSUM_BLOCK - first] = block_checksum(data[low - origin - begin : high - origin - begin])
 
 
-def _tensors(source: ForeignCheckpoint) -> dict[tuple[str, str], ForeignTensor]:
+def _tensors(source: ForeignCheckpoint) -> dict[tuple[str, str], GlobalTensor]:
     """All tensors by group and name."""
     found = {(MODEL, name): tensor for name, tensor in source.model.items()}
     if source.optimizer is not None:
         for parameter, state in source.optimizer.states.items():
             for key, value in state.items():
-                if isinstance(value, ForeignTensor):
+                if isinstance(value, GlobalTensor):
                     found[GROUP, f"{parameter}/{key}"] = value
     return found
 
@@ -153,7 +153,7 @@ def _optimizer_values(source: ForeignCheckpoint) -> dict[str, Any]:
         members.update(dict.fromkeys(group["params"], index))
     state = {}
     for name, values in optimizer.states.items():
-        rest = {key: value for key, value in values.items() if not isinstance(value, ForeignTensor)}
+        rest = {key: value for key, value in values.items() if not isinstance(value, GlobalTensor)}
         if rest:
             state[name] = encode_plain(rest, name)
     return {"state": state, "groups": groups, "members": members}

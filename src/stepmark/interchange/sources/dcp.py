@@ -12,13 +12,13 @@ from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models.model_outline import ModelOutline
 from stepmark.interchange.sources import torchtitan
 from stepmark.interchange.sources.dcp_store import METADATA, DcpStore, is_store, read_store
-from stepmark.interchange.sources.finish import CONFIG, files_beside, finish, outline_for, take_own_names
+from stepmark.interchange.sources.finish import files_beside, finish, outline_for, take_own_names
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.name_map import new_names
-from stepmark.interchange.sources.optimizer_names import FILE_ORDER, agreed_names
+from stepmark.interchange.sources.optimizer_names import agreed_names
 from stepmark.interchange.sources.state_dict_files import clean_name, without_prefix
 from stepmark.interchange.sources.torch_optimizer import STEP, as_tensor, plain, state_shape
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
+from stepmark.tensor_files.global_tensor import GlobalTensor
 
 _STATE = re.compile(r"(?P<key>[^.]+(?:\.[^.]+)??)\.state\.(?P<name>.+)\.(?P<item>[^.]+)\Z")
 _GROUP = re.compile(r"(?P<key>[^.]+(?:\.[^.]+)??)\.param_groups\.(?P<name>.+)\.(?P<item>[^.]+)\Z")
@@ -61,12 +61,12 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     return finish(found, options, outline)
 
 
-def model_of(store: DcpStore, outline: ModelOutline | None, lost: list[str]) -> dict[str, ForeignTensor]:
+def model_of(store: DcpStore, outline: ModelOutline | None, lost: list[str]) -> dict[str, GlobalTensor]:
     """The model's tensors; other tensors are added to `lost`.
 
     Raises CheckpointMismatch where it cannot be told which are the model's.
     """
-    groups: dict[str, dict[str, ForeignTensor]] = {}
+    groups: dict[str, dict[str, GlobalTensor]] = {}
     for name in store.order:
         tensor = store.tensors.get(name)
         if tensor is None or _of_optimizer(name, store.paths[name]):
@@ -113,7 +113,7 @@ def _split(name: str, path: tuple[str, ...], outline: ModelOutline | None) -> tu
     return (head, rest) if known else ("", name)
 
 
-def _model_key(groups: dict[str, dict[str, ForeignTensor]], outline: ModelOutline | None) -> str | None:
+def _model_key(groups: dict[str, dict[str, GlobalTensor]], outline: ModelOutline | None) -> str | None:
     if outline is not None:
         fits = {key: len(without_prefix(tensors).keys() & outline.state.keys()) for key, tensors in groups.items()}
         best = max(fits.values(), default=0)
@@ -192,14 +192,9 @@ def _names(
         known = changed.keys() or found.model.keys()
         stripped = {key: key.removeprefix("module.") if key not in known else key for key in keys}
         return {key: changed.get(name, name) for key, name in stripped.items()}
-    same_class = all(old == new for old, new in changed.items())
-    orders = {CONFIG: outline.parameters} if outline is not None and same_class else {}
-    if ordered:
-        saved = {name: tensor.shape for name, tensor in found.model.items()}
-        orders[FILE_ORDER] = {n: shape for n, shape in saved.items() if outline is None or n in outline.parameters}
     shapes = {int(key): shape for key, state in states.items() if (shape := state_shape(state))}
-    names, rule = agreed_names(orders, groups, shapes, str(where), outline, changed)
-    found.assumed.append(f"the optimizer numbers its parameters; their names follow from {rule}")
+    saved = {name: tensor.shape for name, tensor in found.model.items()} if ordered else None
+    names = agreed_names(found, groups, shapes, where, outline, saved, changed)
     return {str(number): name for number, name in names.items()}
 
 
@@ -216,7 +211,7 @@ def _named(
             raise CheckpointMismatch(f"{where}: the state of parameter {key[:80]!r} is in no group")
         name = names[key]
         result[name] = {
-            item: value if isinstance(value, ForeignTensor) else as_tensor(f"{name}/{item}", value)
+            item: value if isinstance(value, GlobalTensor) else as_tensor(f"{name}/{item}", value)
             for item, value in state.items()
         }
     _share_steps(result)

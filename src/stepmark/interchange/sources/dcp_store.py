@@ -6,7 +6,6 @@ which lists every record of every file, and the global shape from `state_dict_me
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from typing import Any
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.interchange.sources.state_dict_files import assembled
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor, Piece
-from stepmark.interchange.tensors.pickle_reader import PickledObject, natural, read_pickle
-from stepmark.interchange.tensors.records import Record
-from stepmark.interchange.tensors.source_files import inside
-from stepmark.interchange.tensors.stored_array import StoredArray
-from stepmark.interchange.tensors.torch_file import read_torch_file
+from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
+from stepmark.tensor_files.pickle_reader import PickledObject, natural, read_pickle
+from stepmark.tensor_files.records import Record
+from stepmark.tensor_files.source_files import inside
+from stepmark.tensor_files.torch_file import read_torch_file
 
 METADATA = ".metadata"
 _LARGEST = 512 << 20
@@ -31,7 +29,7 @@ class DcpStore:
     `ordered`: the records of several ranks are in another. `paths` are the keys on the way to each name."""
 
     folder: Path
-    tensors: dict[str, ForeignTensor] = field(default_factory=dict)
+    tensors: dict[str, GlobalTensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
@@ -93,7 +91,7 @@ def _metadata(path: Path) -> PickledObject:
     try:
         if path.stat().st_size > _LARGEST:
             raise CheckpointDamaged(f"{path} is too large for what it is")
-        found = read_pickle(io.BytesIO(path.read_bytes()))
+        found = read_pickle(path.read_bytes())
     except OSError as error:
         raise cannot_read(path, error) from error
     except CheckpointError as error:
@@ -135,11 +133,9 @@ def _entry(folder: Path, said_by: Path, index: Any, info: Any) -> _Entry:
 
 def _add(store: DcpStore, pieces: dict[str, list[Piece]], entry: _Entry) -> None:
     try:
-        file = read_torch_file(entry.path, entry.begin, entry.size)
+        value = read_torch_file(entry.path, store.records, entry.begin, entry.size)
     except CheckpointError as error:
         raise type(error)(f"{error}; {entry.name!r} is in that file") from error
-    store.records += file.records
-    value = file.value
     if isinstance(value, StoredArray) and (entry.offsets is not None or entry.name not in store.values):
         offsets = entry.offsets if entry.offsets is not None else (0,) * len(value.shape)
         if len(offsets) != len(value.shape):
@@ -149,10 +145,10 @@ def _add(store: DcpStore, pieces: dict[str, list[Piece]], entry: _Entry) -> None
         store.values[entry.name] = value
 
 
-def _tensor(path: Path, name: str, pieces: list[Piece], shape: tuple[int, ...] | None) -> ForeignTensor:
+def _tensor(path: Path, name: str, pieces: list[Piece], shape: tuple[int, ...] | None) -> GlobalTensor:
     tensor = assembled(name, pieces)
     if shape is not None and len(shape) == len(tensor.shape):
-        tensor = ForeignTensor(name, tensor.dtype, shape, tensor.pieces)
+        tensor = GlobalTensor(name, tensor.dtype, shape, tensor.pieces)
     elif shape is not None:
         raise CheckpointDamaged(f"{path}: tensor {name!r} is {list(shape)}, and its shards are {list(tensor.shape)}")
     tensor.check()

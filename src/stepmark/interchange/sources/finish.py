@@ -13,13 +13,12 @@ from typing import Any
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.models.model_class import outline_of
-from stepmark.interchange.models.model_outline import ModelOutline
+from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.torch_optimizer import STEP, factored_shape, number_tensor, scalar
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.source_files import leads_out
+from stepmark.tensor_files.global_tensor import GlobalTensor
+from stepmark.tensor_files.source_files import leads_out
 
-CONFIG = "config.json"
 TAKEN = (
     CONFIG,
     "generation_config.json",
@@ -124,7 +123,7 @@ def finish(found: ForeignCheckpoint, options: ImportOptions, outline: ModelOutli
     return found
 
 
-def _exact(tensor: ForeignTensor, dtype: str) -> ForeignTensor:
+def _exact(tensor: GlobalTensor, dtype: str) -> GlobalTensor:
     return tensor if tensor.dtype == dtype else replace(tensor, dtype=dtype)
 
 
@@ -133,7 +132,7 @@ def fit_model(found: ForeignCheckpoint, outline: ModelOutline) -> None:
 
     Raises CheckpointMismatch, naming file and tensor, where the model is another.
     """
-    config = found.files.get(CONFIG, "config.json")
+    config = found.files.get(CONFIG, CONFIG)
     take_own_names(found, outline)
     found.architecture, found.tied = outline.architecture, dict(outline.tied)
     for name in [name for name in found.model if name not in outline.state]:
@@ -191,7 +190,7 @@ def _complete_optimizer(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -
     downcast = any(tensor.dtype == "F64" for tensor in optimizer.tensors())
     for name, state in optimizer.states.items():
         for key, value in state.items():
-            if isinstance(value, ForeignTensor) and value.dtype in _FLOATS:
+            if isinstance(value, GlobalTensor) and value.dtype in _FLOATS:
                 state[key] = _exact(value, "F32")
         parameter = found.model.get(name)
         if parameter is None:
@@ -231,7 +230,7 @@ def _check_keys(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -> None:
                 )
 
 
-def _check_shapes(name: str, state: dict[str, Any], parameter: ForeignTensor) -> None:
+def _check_shapes(name: str, state: dict[str, Any], parameter: GlobalTensor) -> None:
     if factored_shape(state) not in (None, parameter.shape):
         raise CheckpointMismatch(
             f"{parameter.where} is {list(parameter.shape)}, and its optimizer's sums over rows and columns are of "
@@ -239,7 +238,7 @@ def _check_shapes(name: str, state: dict[str, Any], parameter: ForeignTensor) ->
         )
     for key in ("exp_avg", "exp_avg_sq", MASTER, "momentum_buffer", "max_exp_avg_sq"):
         value = state.get(key)
-        if isinstance(value, ForeignTensor) and value.shape != parameter.shape:
+        if isinstance(value, GlobalTensor) and value.shape != parameter.shape:
             raise CheckpointMismatch(
                 f"{value.where} is {list(value.shape)}, and its parameter is {list(parameter.shape)}"
             )
@@ -268,7 +267,7 @@ def steps_of(optimizer: ForeignOptimizer) -> int | None:
     """The step that an optimizer counts, None where it does not."""
     for state in optimizer.states.values():
         step = state.get(STEP)
-        if isinstance(step, ForeignTensor) and step.shape in ((), (1,)):
+        if isinstance(step, GlobalTensor) and step.shape in ((), (1,)):
             return _whole(scalar(step.pieces[0].array, step.where), step.where)
         if isinstance(step, int | float):
             return _whole(step, "the optimizer's step")

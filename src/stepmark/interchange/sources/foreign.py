@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.records import Record
+from stepmark.tensor_files.global_tensor import GlobalTensor
+from stepmark.tensor_files.records import Record
 
 
 @dataclass
@@ -22,9 +22,9 @@ class ForeignOptimizer:
     groups: list[dict[str, Any]]
     states: dict[str, dict[str, Any]]
 
-    def tensors(self) -> Iterable[ForeignTensor]:
+    def tensors(self) -> Iterable[GlobalTensor]:
         """All tensors among the states."""
-        return (value for state in self.states.values() for value in state.values() if isinstance(value, ForeignTensor))
+        return (value for state in self.states.values() for value in state.values() if isinstance(value, GlobalTensor))
 
 
 @dataclass
@@ -52,7 +52,7 @@ class ForeignCheckpoint:
 
     kind: str
     folder: Path
-    model: dict[str, ForeignTensor]
+    model: dict[str, GlobalTensor]
     optimizer: ForeignOptimizer | None = None
     step: int | None = None
     schedule: Mapping[str, Any] | None = None
@@ -67,7 +67,7 @@ class ForeignCheckpoint:
     architecture: str | None = None
     tied: dict[str, str] = field(default_factory=dict)
 
-    def tensors(self) -> Iterable[ForeignTensor]:
+    def tensors(self) -> Iterable[GlobalTensor]:
         """Those of the model and of the optimizer."""
         yield from self.model.values()
         if self.optimizer is not None:

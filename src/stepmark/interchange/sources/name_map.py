@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
-from stepmark.interchange.tensors.source_files import open_file
+from stepmark.tensor_files.source_files import open_file
 
 Value = TypeVar("Value")
 

@@ -10,15 +10,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.models.model_outline import ModelOutline
+from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
+from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.interchange.sources.state_dict_files import clean_name
 from stepmark.sharding.layout import Shape
 
 NAMES = "param_names"
 FILE_ORDER = "the file's order of names"
+NONE_RENAMED: Mapping[str, str] = MappingProxyType({})
 Decays = Callable[[str], bool]
 _TRANSFORMERS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
@@ -140,49 +144,43 @@ def _numbers(group: Mapping[str, Any], where: str) -> list[int]:
 
 
 def agreed_names(
-    orders: Mapping[str, Mapping[str, Shape]],
+    found: ForeignCheckpoint,
     groups: Sequence[Mapping[str, Any]],
     shapes: Mapping[int, Shape],
-    where: str,
+    where: Path,
     outline: ModelOutline | None,
-    renamed: Mapping[str, str] | None = None,
-) -> tuple[dict[int, str], str]:
-    """The names by each of several orders of parameters that fits; all have to agree.
+    saved: Mapping[str, Shape] | None,
+    renamed: Mapping[str, str] = NONE_RENAMED,
+) -> dict[int, str]:
+    """The names by the order of parameters in the config's model, and by that of the file's tensors: of these, those
+    that fit have to agree. Adds to `found` where they come from. `saved` is None where the file's order is arbitrary.
 
-    Args:
-        orders: Names to shapes, by where the order comes from, the likeliest first.
-        groups: As for `numbered_names`, like the rest.
-        shapes: Of the states.
-        where: The file.
-        outline: The model of the config, if there is one.
-        renamed: New names.
-
-    Returns:
-        The names, and where they come from, in words.
-
-    Raises:
-        CheckpointMismatch: None fits, or two give different names.
+    With new names (`renamed`), the saving program has another class than the config. The rest is as for
+    `numbered_names`. Raises CheckpointMismatch where no order fits, or two give different names.
     """
-    norms, frozen = (
-        (outline.layer_norms, outline.frozen) if outline is not None else (frozenset[str](), frozenset[str]())
-    )
+    orders: dict[str, Mapping[str, Shape]] = {}
+    if outline is not None and all(old == new for old, new in renamed.items()):
+        orders[CONFIG] = outline.parameters
+    if saved is not None:
+        orders[FILE_ORDER] = {n: shape for n, shape in saved.items() if outline is None or n in outline.parameters}
+    norms, frozen = (outline.layer_norms, outline.frozen) if outline is not None else (frozenset(), frozenset())
     fits: list[tuple[str, dict[int, str], str]] = []
-    error: CheckpointMismatch | None = None
+    errors: list[CheckpointMismatch] = []
     for source, known in orders.items():
         try:
-            fits.append((source, *numbered_names(groups, shapes, known, where, norms, frozen, renamed)))
-        except CheckpointMismatch as found:
-            error = error or found
+            fits.append((source, *numbered_names(groups, shapes, known, str(where), norms, frozen, renamed)))
+        except CheckpointMismatch as error:
+            errors.append(error)
     if not fits:
-        assert error is not None
-        raise error
+        raise errors[0]
     source, names, rule = fits[0]
     if any(other != names for _, other, _ in fits):
         raise CheckpointMismatch(
             f"{where} numbers the optimizer's parameters, and {' and '.join(orders)} differ in which is which; import "
             "the model alone with --model-only"
         )
-    return names, f"{source} ({rule})"
+    found.assumed.append(f"the optimizer numbers its parameters; their names follow from {source} ({rule})")
+    return names
 
 
 def _given_names(

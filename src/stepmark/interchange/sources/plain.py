@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.models.model_outline import ModelOutline
-from stepmark.interchange.sources.finish import CONFIG, files_beside, finish, outline_for, take_own_names
+from stepmark.interchange.sources.finish import files_beside, finish, outline_for, take_own_names
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.sources.name_map import new_names, renamed
-from stepmark.interchange.sources.optimizer_names import FILE_ORDER, agreed_names
+from stepmark.interchange.sources.optimizer_names import agreed_names
 from stepmark.interchange.sources.state_dict_files import clean_name, without_prefix
 from stepmark.interchange.sources.torch_optimizer import split_state_dict, state_shape, whole_optimizer
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.pickle_reader import PickledObject
-from stepmark.interchange.tensors.safetensors_file import read_safetensors
-from stepmark.interchange.tensors.saved_file import read_saved
-from stepmark.interchange.tensors.stored_array import StoredArray
-from stepmark.interchange.tensors.torch_file import arrays_in
+from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
+from stepmark.tensor_files.pickle_reader import PickledObject
+from stepmark.tensor_files.safetensors_file import read_safetensors
+from stepmark.tensor_files.torch_file import arrays_in, read_saved
 
 MODELS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
 STEPS = ("step", "global_step", "iteration", "iter")
@@ -51,8 +48,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     found = ForeignCheckpoint("plain state dict", folder, {}, files=files_beside(path.parent))
     value = value_of(path, found)
     _check_alone(value, path)
-    _, state = model_in(value, path, found.lost)
-    tensors = without_prefix({clean_name(name): ForeignTensor.whole(name, array) for name, array in state.items()})
+    tensors = model_in(value, path, found.lost)
     found.model = renamed(tensors, options.names)
     outline = outline_for(found.files, options, len(found.model))
     take_own_names(found, outline)
@@ -61,7 +57,9 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         found.lost.append("optimizer: the file has none")
     elif not options.model_only:
         states, groups = split_state_dict(_only(optimizers, path), str(path))
-        names = _names(states, groups, found, outline, path, new_names(tensors, options.names))
+        shapes = {key: shape for key, one in states.items() if (shape := state_shape(one))}
+        saved = {name: tensor.shape for name, tensor in found.model.items()}
+        names = agreed_names(found, groups, shapes, path, outline, saved, new_names(tensors, options.names))
         found.optimizer = whole_optimizer(states, groups, names, path)
     found.step = next((value[name] for name in STEPS if type(value.get(name)) is int), None)
     return finish(found, options, outline)
@@ -115,15 +113,15 @@ def value_of(path: Path, found: ForeignCheckpoint) -> dict[str, Any]:
     return value
 
 
-def model_in(value: dict[str, Any], path: Path, lost: list[str]) -> tuple[str, dict[str, StoredArray]]:
-    """The key of the model in the file, "" if the file is the model, and its tensors; nested dicts are joined with
-    dots. Tensors that have no names are added to `lost`."""
-    for key in MODELS:
-        if isinstance(value.get(key), dict):
-            others = [name for name, item in value.items() if name != key and next(arrays_in(item), None) is not None]
-            lost += [f"{str(name)[:80]}: other tensors of the file" for name in others if not is_optimizer(value[name])]
-            return key, _flat(value[key], path, lost)
-    return "", _flat(value, path, lost)
+def model_in(value: dict[str, Any], path: Path, lost: list[str]) -> dict[str, GlobalTensor]:
+    """The model's tensors in a file, of which it may be a part; nested dicts are joined with dots. Tensors that have no
+    names are added to `lost`."""
+    key = next((key for key in MODELS if isinstance(value.get(key), dict)), None)
+    if key is not None:
+        others = [name for name, item in value.items() if name != key and next(arrays_in(item), None) is not None]
+        lost += [f"{str(name)[:80]}: other tensors of the file" for name in others if not is_optimizer(value[name])]
+    arrays = _flat(value if key is None else value[key], path, lost)
+    return without_prefix({clean_name(name): GlobalTensor.whole(name, array) for name, array in arrays.items()})
 
 
 def _flat(
@@ -146,25 +144,3 @@ def _flat(
     if not found and not prefix:
         raise CheckpointMismatch(f"{path} holds no tensors by name; it is not the state dict of a model")
     return found
-
-
-def _names(
-    state: dict[Any, dict[str, Any]],
-    groups: list[dict[str, Any]],
-    found: ForeignCheckpoint,
-    outline: ModelOutline | None,
-    path: Path,
-    changed: dict[str, str],
-) -> dict[Any, str]:
-    """Each number to a name. The saving program numbered in the order of its own class, which its state dict has; the
-    config's class may have another. Without new names the two are the same class, and have to agree."""
-    shapes = {key: shape for key, one in state.items() if (shape := state_shape(one))}
-    saved = {name: tensor.shape for name, tensor in found.model.items()}
-    orders = {FILE_ORDER: saved}
-    if outline is not None:
-        orders = {FILE_ORDER: {name: shape for name, shape in saved.items() if name in outline.parameters}}
-        if all(old == new for old, new in changed.items()):
-            orders = {CONFIG: outline.parameters, **orders}
-    names, rule = agreed_names(orders, groups, shapes, str(path), outline, changed)
-    found.assumed.append(f"the optimizer numbers its parameters; their names follow from {rule}")
-    return dict(names)

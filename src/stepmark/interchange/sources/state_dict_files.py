@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor, Piece
-from stepmark.interchange.tensors.records import Record
-from stepmark.interchange.tensors.safetensors_file import read_safetensors
-from stepmark.interchange.tensors.saved_file import read_saved
-from stepmark.interchange.tensors.source_files import inside, read_json
-from stepmark.interchange.tensors.stored_array import StoredArray
 from stepmark.model_folder.model_files import INDEXES, SINGLE
+from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
+from stepmark.tensor_files.records import Record
+from stepmark.tensor_files.safetensors_file import read_safetensors
+from stepmark.tensor_files.source_files import inside, read_json
+from stepmark.tensor_files.torch_file import read_saved
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _PART = re.compile(r"-(\d+)-of-(\d+)\.")
 
 
-def read_weights(folder: Path, records: list[Record]) -> dict[str, ForeignTensor]:
+def read_weights(folder: Path, records: list[Record]) -> dict[str, GlobalTensor]:
     """The model's tensors; adds the records of zip archives to `records`.
 
     Raises CheckpointDamaged, naming the file, where one is missing or malformed.
@@ -36,7 +35,7 @@ def read_weights(folder: Path, records: list[Record]) -> dict[str, ForeignTensor
     raise CheckpointDamaged(f"{folder} has no weights: neither {' nor '.join(SINGLE)}, nor an index of several files")
 
 
-def _read_indexed(folder: Path, index: Path, records: list[Record]) -> dict[str, ForeignTensor]:
+def _read_indexed(folder: Path, index: Path, records: list[Record]) -> dict[str, GlobalTensor]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointDamaged(f"{index} is malformed: it has no weight_map")
@@ -48,7 +47,7 @@ def _read_indexed(folder: Path, index: Path, records: list[Record]) -> dict[str,
     return found
 
 
-def read_files(paths: Iterable[Path], records: list[Record]) -> dict[str, ForeignTensor]:
+def read_files(paths: Iterable[Path], records: list[Record]) -> dict[str, GlobalTensor]:
     """The tensors of several files; those of a DCP writer are shards, all others are complete."""
     pieces: dict[str, list[Piece]] = {}
     for path in paths:
@@ -96,14 +95,14 @@ def state_dict_of(path: Path, records: list[Record]) -> dict[str, StoredArray]:
     return arrays
 
 
-def assembled(name: str, pieces: list[Piece]) -> ForeignTensor:
+def assembled(name: str, pieces: list[Piece]) -> GlobalTensor:
     """A tensor of shards whose global shape is nowhere: the least that holds them all."""
     dims = {len(piece.offsets) for piece in pieces}
     dtypes = {piece.array.dtype for piece in pieces}
     if len(dims) != 1 or len(dtypes) != 1:
         raise CheckpointDamaged(f"{pieces[0].array.path}: the shards of tensor {name!r} have different types or dims")
     ends = [[at + size for at, size in zip(p.offsets, p.array.shape, strict=True)] for p in pieces]
-    return ForeignTensor(name, dtypes.pop(), tuple(map(max, zip(*ends, strict=True))), tuple(pieces))
+    return GlobalTensor(name, dtypes.pop(), tuple(map(max, zip(*ends, strict=True))), tuple(pieces))
 
 
 def clean_name(name: str) -> str:
@@ -111,7 +110,7 @@ def clean_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def without_prefix(tensors: dict[str, ForeignTensor]) -> dict[str, ForeignTensor]:
+def without_prefix(tensors: dict[str, GlobalTensor]) -> dict[str, GlobalTensor]:
     """Without the `module.` that DistributedDataParallel puts in front of all names."""
     while tensors and all(name.startswith("module.") for name in tensors):
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}

@@ -7,25 +7,19 @@ records, and read when they are written elsewhere.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
-from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.integrity import check_integrity, read_values
 from stepmark.checkpoint.format.json_values import decode, decode_plain
-from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, OPTIMIZER, Manifest, TensorEntry, read_manifest
-from stepmark.checkpoint.format.shard_reader import byte_blocks
-from stepmark.checkpoint.format.tensor_file import StoredTensor
-from stepmark.checkpoint.format.verified_file import VerifiedFile
+from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, OPTIMIZER, Manifest, read_manifest
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.interchange.sources.finish import files_beside
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor, Piece
-from stepmark.interchange.tensors.records import Record
-from stepmark.interchange.tensors.source_files import read_json
-from stepmark.interchange.tensors.stored_array import StoredArray
+from stepmark.model_folder.checkpoint_tensors import CheckpointTensors
+from stepmark.tensor_files.global_tensor import GlobalTensor
+from stepmark.tensor_files.source_files import read_json
 
 KIND = "stepmark"
 RUN = "run"
@@ -33,25 +27,6 @@ TRAINER_STATE = "trainer_state.json"
 _OPTIMIZERS = ("named", "optimizer")
 _SCHEDULES = ("scheduler", "lr_scheduler", "schedule")
 _SWITCHES = {"foreach": None, "fused": None, "capturable": False}  # how a step is computed, on this device
-
-
-@dataclass(frozen=True)
-class StoredShardRecord(Record):
-    """A shard in a tensor file, with the checksums of its blocks."""
-
-    file: VerifiedFile
-    stored: StoredTensor
-
-    def check(self, data: memoryview | None = None) -> int:
-        """Verifies all of it; returns its bytes. Raises CheckpointDamaged where it does not match its checksums."""
-        begin = self.stored.begin
-        if data is None:
-            for low, high in byte_blocks(begin, self.stored.end):
-                self.file.read(self.stored, low, high)
-            return self.size
-        for number, (low, high) in enumerate(self.stored.checksum_blocks()):
-            self.file.compare(self.stored, number, data[low - begin : high - begin])
-        return self.size
 
 
 def find_checkpoint(source: Path) -> Path:
@@ -92,7 +67,7 @@ def open_stepmark(folder: Path) -> ForeignCheckpoint:
         held = ", ".join(manifest.sections) or "nothing"
         raise CheckpointMismatch(f"{folder} has no section {MODEL!r} with tensors; it holds {held}")
     sections = read_values(folder, manifest)
-    tensors = _Tensors(folder, manifest)
+    tensors = CheckpointTensors(folder, manifest)
     found = ForeignCheckpoint(KIND, folder, tensors.group(MODEL), step=manifest.step, files=files_beside(folder))
     found.mesh = dict(manifest.mesh)
     model = sections.get(MODEL) or {}
@@ -107,39 +82,8 @@ def open_stepmark(folder: Path) -> ForeignCheckpoint:
     return found
 
 
-class _Tensors:
-    """The tensors of a checkpoint's files; each file is opened once."""
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder = folder
-        self._manifest = manifest
-        self._files: dict[int, VerifiedFile] = {}
-        self.records: list[Record] = []
-
-    def group(self, group: str) -> dict[str, ForeignTensor]:
-        """All tensors of a group."""
-        return {name: self._tensor(name, entry) for name, entry in self._manifest.tensors.get(group, {}).items()}
-
-    def _tensor(self, name: str, entry: TensorEntry) -> ForeignTensor:
-        pieces: list[Piece] = []
-        for number, tensor_slice in entry.slices:
-            if number not in self._files:
-                self._files[number] = VerifiedFile(self._folder, self._manifest, self._manifest.files[number])
-            file = self._files[number]
-            stored = file.tensor(name, entry.dtype, tensor_slice)
-            begin, length = file.header.size + stored.begin, stored.end - stored.begin
-            self.records.append(StoredShardRecord(file.path, name, begin, length, 0, file, stored))
-            size = item_size(entry.dtype)
-            for block in tensor_slice.blocks():
-                array = StoredArray.contiguous(file.path, begin + block.start * size, entry.dtype, block.box.lengths)
-                pieces.append(Piece(array, block.box.offsets))
-        tensor = ForeignTensor(name, entry.dtype, entry.shape, tuple(pieces))
-        tensor.check()
-        return tensor
-
-
 def _optimizer(
-    folder: Path, manifest: Manifest, sections: Mapping[str, Any], tensors: _Tensors
+    folder: Path, manifest: Manifest, sections: Mapping[str, Any], tensors: CheckpointTensors
 ) -> ForeignOptimizer | None:
     """The optimizer by parameter names; None where there is none."""
     names = [name for name, kind in manifest.sections.items() if kind in _OPTIMIZERS]
@@ -165,7 +109,7 @@ def _optimizer(
     return ForeignOptimizer(groups, states)
 
 
-def _groups(values: Mapping[str, Any], stored: Mapping[str, ForeignTensor]) -> tuple[list[dict[str, Any]], set[str]]:
+def _groups(values: Mapping[str, Any], stored: Mapping[str, GlobalTensor]) -> tuple[list[dict[str, Any]], set[str]]:
     """The groups with names in "params", and all names."""
     from stepmark.interchange.sources.torch_optimizer import scalar
 

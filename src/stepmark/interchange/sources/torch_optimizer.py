@@ -10,11 +10,10 @@ from typing import Any
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.sources.foreign import ForeignOptimizer
 from stepmark.interchange.sources.optimizer_names import NAMES
-from stepmark.interchange.tensors.array_reader import ArrayReader
-from stepmark.interchange.tensors.conversion import number
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.stored_array import StoredArray
 from stepmark.sharding.layout import Shape
+from stepmark.tensor_files.array_reader import ArrayReader
+from stepmark.tensor_files.conversion import number
+from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 
 STEP = "step"
 _FACTORS = (("exp_avg_sq_row", "exp_avg_sq_col"), ("row_var", "col_var"))  # of transformers; of torch, of size 1 there
@@ -39,7 +38,7 @@ def plain(value: Any, where: str) -> Any:
         return {key: plain(item, where) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item, where) for item in value]
-    if isinstance(value, ForeignTensor):
+    if isinstance(value, GlobalTensor):
         return scalar(value.pieces[0].array, where)
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -57,10 +56,10 @@ def scalar(array: StoredArray, where: str) -> int | float:
     return found
 
 
-def number_tensor(name: str, value: float, path: Path) -> ForeignTensor:
+def number_tensor(name: str, value: float, path: Path) -> GlobalTensor:
     """A tensor for a number, such as a step that a tool counts with an integer."""
     array = StoredArray(path, 0, "F32", (), (), struct.pack("<f", value))
-    return ForeignTensor.whole(name, array)
+    return GlobalTensor.whole(name, array)
 
 
 def factored_shape(state: Mapping[str, Any]) -> Shape | None:
@@ -80,7 +79,7 @@ def state_shape(state: Mapping[str, Any]) -> Shape | None:
 
 def array_shape(value: Any) -> Shape | None:
     """The shape of an array or tensor, None of anything else."""
-    return value.shape if isinstance(value, StoredArray | ForeignTensor) else None
+    return value.shape if isinstance(value, StoredArray | GlobalTensor) else None
 
 
 def whole_optimizer(
@@ -100,4 +99,4 @@ def whole_optimizer(
 
 def as_tensor(name: str, value: Any) -> Any:
     """A state's value: arrays become tensors."""
-    return ForeignTensor.whole(name, value) if isinstance(value, StoredArray) else value
+    return GlobalTensor.whole(name, value) if isinstance(value, StoredArray) else value

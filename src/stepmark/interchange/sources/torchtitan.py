@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.models.model_outline import ModelOutline, read_config
-from stepmark.interchange.sources.finish import CONFIG
+from stepmark.interchange.models.model_outline import CONFIG, ModelOutline, read_config
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor, Piece
-from stepmark.interchange.tensors.torch_writer import Reshaped
+from stepmark.tensor_files.global_tensor import GlobalTensor, Piece
+from stepmark.tensor_files.torch_writer import Reshaped
 
 EMBEDDING = "tok_embeddings.weight"
 _NAMES = {
@@ -59,7 +58,7 @@ def convert(found: ForeignCheckpoint, outline: ModelOutline | None) -> None:
         return
     optimizer.states = {
         _renamed(found, name): {
-            key: _reordered(name, value, heads) if isinstance(value, ForeignTensor) and value.shape else value
+            key: _reordered(name, value, heads) if isinstance(value, GlobalTensor) and value.shape else value
             for key, value in state.items()
         }
         for name, state in optimizer.states.items()
@@ -97,7 +96,7 @@ def _renamed(found: ForeignCheckpoint, name: str) -> str:
     )
 
 
-def _reordered(name: str, tensor: ForeignTensor, heads: dict[str, int]) -> ForeignTensor:
+def _reordered(name: str, tensor: GlobalTensor, heads: dict[str, int]) -> GlobalTensor:
     match = _LAYER.match(name)
     count = heads.get(match[2]) if match else None
     if count is None:
@@ -133,7 +132,7 @@ class Titan:
     torchtitan's."""
 
     names: dict[str, str]
-    model: dict[str, ForeignTensor | Reshaped]
+    model: dict[str, GlobalTensor | Reshaped]
     states: dict[str, dict[str, Any]]
 
 
@@ -175,7 +174,7 @@ def _interleaved(name: str, value: Any, heads: dict[str, int]) -> Any:
     """Rows in Meta's order, where the two halves of a rotation alternate; anything but wq and wk as it is."""
     match = _LAYER.match(name)
     count = heads.get(match[2]) if match else None
-    if count is None or not isinstance(value, ForeignTensor) or not value.shape:
+    if count is None or not isinstance(value, GlobalTensor) or not value.shape:
         return value
     rows, columns = value.shape
     size = rows // count

@@ -12,19 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.models.model_outline import ModelOutline
+from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources import dcp
 from stepmark.interchange.sources.dcp_store import is_store, read_store
-from stepmark.interchange.sources.finish import CONFIG, files_beside, finish, fit_model, outline_for, steps_of
+from stepmark.interchange.sources.finish import files_beside, finish, fit_model, outline_for, steps_of
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.optimizer_names import numbered_names
 from stepmark.interchange.sources.state_dict_files import clean_name, read_files, read_weights, without_prefix
 from stepmark.interchange.sources.torch_optimizer import split_state_dict, state_shape, whole_optimizer
-from stepmark.interchange.tensors.foreign_tensor import ForeignTensor
-from stepmark.interchange.tensors.saved_file import read_saved
-from stepmark.interchange.tensors.source_files import read_json
-from stepmark.interchange.tensors.torch_file import read_torch_file
 from stepmark.model_folder.model_files import has_weights
+from stepmark.tensor_files.global_tensor import GlobalTensor
+from stepmark.tensor_files.source_files import read_json
+from stepmark.tensor_files.torch_file import read_dict, read_saved
 
 STATE = "trainer_state.json"
 TRAINER = "transformers Trainer"
@@ -46,13 +45,15 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     found = ForeignCheckpoint(_kind(folder), folder, {}, files=files_beside(folder))
     found.model = _weights(folder, found)
     outline = outline_for(found.files, options, len(found.model))
-    _read_state(found)
+    read_trainer_state(found)
     if outline is not None:
         found.files |= {CONFIG: options.config} if options.config is not None else {}
         fit_model(found, outline)  # before the optimizer, whose message would say less
     if not options.model_only:
         found.optimizer = _optimizer(folder, found, outline)
-        found.schedule = _schedule_of_step(found, _schedule(folder))
+        found.schedule = _schedule_of_step(
+            found, next(filter(None, (read_dict(folder / name) for name in _SCHEDULERS)), None)
+        )
     found.lost += _left(folder)
     return finish(found, options, outline)
 
@@ -62,7 +63,7 @@ def _kind(folder: Path) -> str:
     return f"{tool} with FSDP" if any((folder / name).exists() for name in _FSDP_MODELS) else tool
 
 
-def _weights(folder: Path, found: ForeignCheckpoint) -> dict[str, ForeignTensor]:
+def _weights(folder: Path, found: ForeignCheckpoint) -> dict[str, GlobalTensor]:
     whole, sharded = (folder / name for name in _FSDP_MODELS)
     if whole.is_file():
         return without_prefix(read_files([whole], found.records))
@@ -77,7 +78,8 @@ def _weights(folder: Path, found: ForeignCheckpoint) -> dict[str, ForeignTensor]
     return without_prefix(read_weights(folder, found.records))
 
 
-def _read_state(found: ForeignCheckpoint) -> None:
+def read_trainer_state(found: ForeignCheckpoint) -> None:
+    """Takes the step and the rest of trainer_state.json, if there is one. Raises CheckpointMismatch."""
     path = found.folder / STATE
     if not path.is_file():
         return
@@ -140,14 +142,6 @@ def _check_version(found: ForeignCheckpoint, outline: ModelOutline, path: Path) 
                 f"that of {here}; import with that version installed, or the model alone with --model-only"
             )
         found.assumed.append(f"the order of parameters in transformers {said} is that in {here}")
-
-
-def _schedule(folder: Path) -> dict[str, Any] | None:
-    path = next((folder / name for name in _SCHEDULERS if (folder / name).is_file()), None)
-    if path is None:
-        return None
-    value = read_torch_file(path).value
-    return value if isinstance(value, dict) else None
 
 
 def _schedule_of_step(found: ForeignCheckpoint, schedule: dict[str, Any] | None) -> Mapping[str, Any] | None:

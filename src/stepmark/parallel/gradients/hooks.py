@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepmark.errors import UsageError
-
-Result = TypeVar("Result")
 
 _holders: Any = WeakTensorKeyDictionary()  # by parameter: a weak reference to the hooks that take its gradient
 
@@ -77,15 +75,3 @@ def _hook(owner: Callable[[], Any], index: int, arrived: Callable[[Any, int], ob
 def _remove(handles: Sequence[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def weakly(method: Callable[..., Result]) -> Callable[..., Result]:
-    """The bound method, which does not keep its object: whoever is called back must not keep what owns it."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> Result:
-        found = reference()
-        assert found is not None
-        return found(*arguments)
-
-    return call

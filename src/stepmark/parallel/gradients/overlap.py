@@ -15,14 +15,51 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.errors import UsageError
 from stepmark.parallel.gradients.flat_sums import FlatSums
-from stepmark.parallel.gradients.hooks import weakly
-from stepmark.parallel.gradients.rank_weights import RankWeights
 from stepmark.runtime.collectives import GroupCollectives, keep_abandoned
 
 Finish = Callable[[], Tensor]
+
+
+class RankWeights:
+    """The ranks' shares of a step's target tokens. What they have to tell each other is on its way from the start.
+
+    Args:
+        tokens: This rank's target tokens, a 0-dim float32 tensor on the device.
+        axis: The data parallel axis.
+    """
+
+    def __init__(self, tokens: Tensor, axis: GroupCollectives) -> None:
+        self._rank = axis.rank
+        self._finish: Callable[[], Tensor] | None = axis.start_all_gather(tokens.reshape(1))
+        self._tokens = tokens
+        self._on_host: list[float] | None = None
+
+    def own(self) -> Tensor:
+        """This rank's share: a 0-dim float32 tensor on the device."""
+        return self._shares()[self._rank]
+
+    def factor(self) -> Tensor | float:
+        """This rank's share, as a number where that is known without waiting for the device."""
+        known = self._tokens.device.type == "cpu" and not is_fake(self._tokens)
+        return self.on_host()[self._rank] if known else self.own()
+
+    def on_host(self) -> list[float]:
+        """The share of each rank; waits for the device."""
+        if self._on_host is None:
+            self._on_host = [float(share) for share in self._shares().tolist()]
+        return self._on_host
+
+    def _shares(self) -> Tensor:
+        """Zeros in a step without any target."""
+        if self._finish is not None:
+            self._tokens, self._finish = self._finish(), None
+        return self._tokens / self._tokens.sum().clamp(min=1)
+
+
 Start = Callable[[FlatSums, int, RankWeights], Finish]
 
 _overlapping: weakref.WeakKeyDictionary[GroupCollectives, weakref.ref[OverlappedReduction]]
@@ -63,7 +100,14 @@ class OverlappedReduction:
         self._completed: list[int] = []
         self._sent: dict[int, Finish] = {}
         self._sent_versions: dict[int, int] = {}  # of the sums when they were sent, by bucket
-        sums.arrived = weakly(self._arrived)
+        me = weakref.ref(self)  # which `sums` must not keep alive
+
+        def arrived(number: int, position: int) -> None:
+            found = me()
+            assert found is not None
+            found._arrived(number, position)
+
+        sums.arrived = arrived
 
     def __del__(self) -> None:
         if getattr(self, "_sent", None):  # an error has ended the step

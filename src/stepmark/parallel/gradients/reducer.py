@@ -15,44 +15,19 @@ Flat buckets are sent while the last backward pass makes their gradients, tensor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from stepmark.parallel.buckets import Bucket, make_buckets
-from stepmark.parallel.gradients.all_reduce import AllReduce
 from stepmark.parallel.gradients.arithmetic import add_partial_of_buckets
+from stepmark.parallel.gradients.exchange import AllReduce, ReduceScatter
 from stepmark.parallel.gradients.flat_sums import FlatSums
 from stepmark.parallel.gradients.overlap import OverlappedReduction
-from stepmark.parallel.gradients.rank_weights import RankWeights
-from stepmark.parallel.gradients.reduce_scatter import ReduceScatter
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.gradients.tensor_sums import TensorSums
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
-
-
-class Exchange(Protocol):
-    """What data parallel ranks send each other.
-
-    Attributes:
-        weighs_arriving: Whether `start` uses `sums.weighted`, so that gradients may be weighted as they arrive.
-    """
-
-    weighs_arriving: bool
-
-    def start(self, sums: FlatSums, number: int, weights: RankWeights) -> Callable[[], Tensor]:
-        """Starts the reduction of a bucket's sums to their mean by the ranks' weights; the result waits for it."""
-
-    def reduced(self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor) -> ReducedGradients:
-        """Completes what has been started for every bucket."""
-
-    def at_once(self, sums: TensorSums, loss: Tensor, tokens: Tensor) -> ReducedGradients:
-        """Reduces tensors."""
-
-    def show(self, sums: FlatSums | TensorSums, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
-        """See `GradientReducer.show`."""
 
 
 class GradientReducer:
@@ -64,7 +39,7 @@ class GradientReducer:
         mesh: The mesh.
     """
 
-    def __init__(self, sums: FlatSums | TensorSums, exchange: Exchange, mesh: Mesh) -> None:
+    def __init__(self, sums: FlatSums | TensorSums, exchange: AllReduce | ReduceScatter, mesh: Mesh) -> None:
         self._sums = sums
         self._exchange = exchange
         self._mesh = mesh

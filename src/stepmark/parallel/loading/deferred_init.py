@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_map_only
 
 from stepmark.errors import UsageError
-from stepmark.parallel.loading.tensor_source import TensorSource, part_of, passing
+from stepmark.parallel.loading.tensor_source import TensorSource, passing
 from stepmark.sharding.layout import Layout, Shape
-from stepmark.sharding.views import narrow
+from stepmark.sharding.views import copy_slices
 
 SMALL = 32 << 10  # bytes: smaller tensors are not deferred
 
@@ -50,48 +50,21 @@ _OVERWRITES = {
 
 
 @dataclass(frozen=True)
-class _View:
-    """A view of a deferred storage."""
-
-    size: Shape
-    stride: Shape
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _View:
-        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-
-@dataclass(frozen=True)
 class _Later:
     """An argument that is computed when it is needed."""
 
     value: Callable[[], Any]
 
 
-@dataclass(frozen=True)
-class _Operation:
-    """An in-place operation on a view, with its other arguments and, where it draws, the generator's state before."""
-
-    function: Any
-    view: _View
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-    state: Tensor | None
-
-    def run(self, target: Tensor) -> None:
-        given = tree_map_only(_Later, lambda each: each.value(), self.arguments)
-        self.function(target, *given, **self.keywords)
-
-
 @dataclass(eq=False)
 class _Tape:
-    """What fills a deferred storage of `numel` elements. `keeper` holds the storage, so that no other has its key."""
+    """What fills a deferred storage of `numel` elements: functions of the flat tensor, each with the generator's state
+    before it, where it draws. `keeper` holds the storage, so that no other has its key."""
 
     numel: int
     dtype: torch.dtype
     keeper: Tensor
-    operations: list[_Operation] = field(default_factory=list)
+    operations: list[tuple[Tensor | None, Callable[[Tensor], object]]] = field(default_factory=list)
 
     def play(self) -> Tensor:
         """The storage's elements, in one dim. What nothing has written is 0. The generator stays as it is."""
@@ -99,26 +72,23 @@ class _Tape:
         generator = torch.default_generator
         before = generator.get_state()
         with torch.no_grad():
-            for each in self.operations:
-                if each.state is not None:
-                    generator.set_state(each.state)
-                target = flat.as_strided(each.view.size, each.view.stride, each.view.offset)
-                each.run(target)
+            for state, write in self.operations:
+                if state is not None:
+                    generator.set_state(state)
+                write(flat)
         generator.set_state(before)
         return flat
 
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """The values of a tensor that a constructor made: on a tape, or at hand. See `Source`."""
+    """The values of a tensor that a constructor made: on a tape, or at hand. See `TensorSource`."""
 
     shape: Shape
     value: Callable[[], Tensor]
 
     def fill(self, local: Tensor, layout: Layout) -> None:
-        full = self.value()
-        for part in layout.parts:
-            part_of(local, part).copy_(narrow(full, part.slice.box))
+        copy_slices(self.value(), local, layout)
 
 
 class _NotMeta(TorchFunctionMode):
@@ -219,9 +189,10 @@ class DeferredInit(TorchDispatchMode):
         """A new deferred tensor, filled with a number, a tensor's values, or nothing in particular."""
         empty: Tensor = torch.empty(shape, dtype=dtype, device="meta")
         tape = self._tapes[_key(empty)] = _Tape(empty.numel(), dtype, empty)
-        if value is not None:
-            function = _aten.copy_.default if isinstance(value, _Later) else _aten.fill_.Scalar
-            tape.operations.append(_Operation(function, _View.of(empty), (value,), {}, None))
+        if isinstance(value, _Later):
+            tape.operations.append((None, lambda flat: flat.view(shape).copy_(value.value())))
+        elif value is not None:
+            tape.operations.append((None, lambda flat: flat.fill_(value)))
         return empty
 
     def _compute(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -243,7 +214,7 @@ class DeferredInit(TorchDispatchMode):
         return _Later(value)
 
     def _write(self, function: Any, target: Tensor, others: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
-        tape, view = self._tape(target), _View.of(target)
+        tape, place = self._tape(target), _place_of(target)
         later = tree_map_only(Tensor, self._frozen, others)
         state = None
         if torch.Tag.nondeterministic_seeded in function.tags:
@@ -253,12 +224,14 @@ class DeferredInit(TorchDispatchMode):
                     "save it, and load it from there"
                 )
             state = torch.default_generator.get_state()
-            reach = 1 + sum((size - 1) * stride for size, stride in zip(view.size, view.stride, strict=True))
-            scratch = passing(reach, target.dtype).as_strided(view.size, view.stride)
-            function(scratch, *tree_map_only(Tensor, self._real, others), **keywords)
+            function(place(passing(tape.numel, target.dtype)), *tree_map_only(Tensor, self._real, others), **keywords)
         if function in _OVERWRITES and target.numel() == tape.numel:
             tape.operations.clear()
-        tape.operations.append(_Operation(function, view, later, keywords, state))
+
+        def write(flat: Tensor) -> None:
+            function(place(flat), *tree_map_only(_Later, lambda each: each.value(), later), **keywords)
+
+        tape.operations.append((state, write))
         return target
 
     def _write_out(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -269,8 +242,8 @@ class DeferredInit(TorchDispatchMode):
             return function(*arguments, **keywords)
         blank = torch.empty(target.shape, dtype=target.dtype)
         later = self._later(function, arguments, {**keywords, "out": blank})
-        tape = self._tape(target)
-        tape.operations.append(_Operation(_aten.copy_.default, _View.of(target), (later,), {}, None))
+        place = _place_of(target)
+        self._tape(target).operations.append((None, lambda flat: place(flat).copy_(later.value())))
         return target
 
     def _is_deferred(self, value: Any) -> bool:
@@ -290,8 +263,14 @@ class DeferredInit(TorchDispatchMode):
             copy = tensor.detach().clone()
             return _Later(lambda: copy)
         now = self._tape(tensor)
-        tape, view = _Tape(now.numel, now.dtype, now.keeper, list(now.operations)), _View.of(tensor)
-        return _Later(lambda: tape.play().as_strided(view.size, view.stride, view.offset))
+        tape, place = _Tape(now.numel, now.dtype, now.keeper, list(now.operations)), _place_of(tensor)
+        return _Later(lambda: place(tape.play()))
+
+
+def _place_of(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """Gives the view of a flat storage that a deferred tensor is now."""
+    size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return lambda flat: flat.as_strided(size, stride, offset)
 
 
 def replace(tensor: Tensor, value: Tensor) -> None:

@@ -65,13 +65,6 @@ class ModelFactory:
         self.shard(model)
         fill(model, sources, self.runtime)
 
-    def fill_from_files(self, model: Any, files: list[Path], config: Any) -> None:
-        """Shards and fills a model that `from_pretrained` has constructed on the meta device. `config` is
-        transformers' description of this loading: dtypes, renamed tensors."""
-        sources = prepare(model, open_files(files), config)
-        self.shard(model)
-        fill(model, sources, self.runtime)
-
 
 def fill(model: nn.Module, sources: Mapping[str, TensorSource], runtime: Runtime) -> None:
     """Gives every parameter on the meta device its values, and moves the buffers to the device.
@@ -147,35 +140,22 @@ def load_for_parallelism(
             f"argument; write load_for_parallelism(Mesh.create({sizes}))"
         )
     factory = model_factory(
-        mesh, sequence_parallel, parallelize_embedding, plan, pipeline_layers=pipeline_layers,
-        pipeline_chunks=pipeline_chunks,
-    )  # fmt: skip
-    with patched_constructors(factory):
-        yield
-
-
-def model_factory(
-    mesh: Mesh,
-    sequence_parallel: bool = False,
-    parallelize_embedding: bool = True,
-    plan: Any = None,
-    *,
-    pipeline_layers: Sequence[int] | None = None,
-    pipeline_chunks: int = 1,
-) -> ModelFactory:
-    """The factory of models for a rank of the mesh; the arguments are those of `parallelize`."""
-    from stepmark.parallel.parallelize import parallelize
-
-    shard = functools.partial(
-        parallelize,
-        mesh=mesh,
+        mesh,
         sequence_parallel=sequence_parallel,
         parallelize_embedding=parallelize_embedding,
         plan=plan,
         pipeline_layers=pipeline_layers,
         pipeline_chunks=pipeline_chunks,
     )
-    return ModelFactory(shard, mesh.runtime)
+    with patched_constructors(factory):
+        yield
+
+
+def model_factory(mesh: Mesh, **options: Any) -> ModelFactory:
+    """The factory of models for a rank of the mesh; the options are those of `parallelize`."""
+    from stepmark.parallel.parallelize import parallelize
+
+    return ModelFactory(functools.partial(parallelize, mesh=mesh, **options), mesh.runtime)
 
 
 def load_model(factory: ModelFactory, folder: str | Path, *, model_class: Any = None, **options: Any) -> Any:
@@ -200,34 +180,89 @@ def new_model(
 @contextmanager
 def patched_constructors(factory: ModelFactory) -> Iterator[None]:
     """Context in which transformers models are created by `factory`, through patched constructors."""
-    from transformers import PreTrainedModel
-
-    building = _Building()
     with ExitStack() as patches:
-        for each in _subclasses(PreTrainedModel):
-            if "__init__" in vars(each):
-                patches.enter_context(mock.patch.object(each, "__init__", _constructor(each, factory, building)))
-        later = _patching_new_classes(PreTrainedModel.__dict__["__init_subclass__"], factory, building, patches)
-        patches.enter_context(mock.patch.object(PreTrainedModel, "__init_subclass__", classmethod(later)))
-        patches.enter_context(
-            mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(_from_pretrained(factory, building)))
-        )
+        _Patches(factory, patches)
         yield
 
 
-@dataclass
-class _Building:
-    """Whether a model is being created: models inside it are not created separately."""
+class _Patches:
+    """Makes transformers' models by `factory`, until `patches` are undone."""
 
-    active: bool = False
+    def __init__(self, factory: ModelFactory, patches: ExitStack) -> None:
+        from transformers import PreTrainedModel
+
+        self._factory = factory
+        self._patches = patches
+        self._building = False  # whether a model is being created: models inside it are not created separately
+        for each in _subclasses(PreTrainedModel):
+            self._patch_constructor(each)
+        # transformers imports its models' modules lazily: classes that are defined meanwhile are patched, too.
+        prepare: Any = PreTrainedModel.__dict__["__init_subclass__"]
+
+        def prepare_class(owner: type, **options: Any) -> None:
+            prepare.__get__(None, owner)(**options)
+            self._patch_constructor(owner)
+
+        self._patch(PreTrainedModel, "__init_subclass__", classmethod(prepare_class))
+        self._patch(PreTrainedModel, "from_pretrained", classmethod(self._from_pretrained(PreTrainedModel)))
+
+    def _patch(self, owner: type, name: str, value: Any) -> None:
+        self._patches.enter_context(mock.patch.object(owner, name, value))
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
-        self.active = True
+    def _being_built(self) -> Iterator[None]:
+        self._building = True
         try:
             yield
         finally:
-            self.active = False
+            self._building = False
+
+    def _patch_constructor(self, owner: type) -> None:
+        original: Any = vars(owner).get("__init__")
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def construct(model: Any, *args: Any, **options: Any) -> None:
+            # The first constructor to be called is the model's own; those of its parents and parts follow inside it.
+            if self._building:
+                original(model, *args, **options)
+                return
+            with self._being_built():
+                deferral = DeferredInit(self._factory.small)
+                with deferral:
+                    original(model, *args, **options)
+                self._factory.shard_and_fill(model, deferral)
+
+        self._patch(owner, "__init__", construct)
+
+    def _read(self, model: Any, state_dict: Any, files: Any, config: Any, *_: Any, **__: Any) -> Any:
+        """In place of the part of `from_pretrained` that reads the files."""
+        from transformers.utils.loading_report import LoadStateDictInfo
+
+        if state_dict is not None or config.hf_quantizer is not None or config.device_map is not None:
+            raise UsageError(
+                "from_pretrained: state_dict, device_map and quantization are not supported with parallel loading"
+            )
+        sources = prepare(model, open_files([Path(file) for file in files]), config)
+        self._factory.shard(model)
+        fill(model, sources, self._factory.runtime)
+        return LoadStateDictInfo(set(), set(), set(), [], {}, set()), None
+
+    def _from_pretrained(self, base: Any) -> Callable[..., Any]:
+        original = base.__dict__["from_pretrained"]
+        parts: dict[str, Any] = {
+            "_load_pretrained_model": staticmethod(self._read),
+            "_finalize_model_loading": staticmethod(lambda model, config, info: info),
+        }
+
+        def from_pretrained(owner: Any, name: Any, *args: Any, **options: Any) -> Any:
+            if Path(str(name)).is_dir() and not options.get("variant") and not options.get("subfolder"):
+                open_folder(Path(str(name)))  # fails earlier than transformers does, and with a clearer error
+            with self._being_built(), mock.patch.multiple(base, **parts):
+                return original.__get__(None, owner)(name, *args, **options)
+
+        return from_pretrained
 
 
 def _subclasses(parent: type) -> list[type]:
@@ -237,63 +272,3 @@ def _subclasses(parent: type) -> list[type]:
     for child in children:
         found += [each for each in (child, *_subclasses(child)) if each not in found]
     return found
-
-
-def _constructor(owner: type, factory: ModelFactory, building: _Building) -> Callable[..., None]:
-    original: Any = vars(owner)["__init__"]
-
-    @functools.wraps(original)
-    def construct(self: Any, *args: Any, **options: Any) -> None:
-        # The first constructor to be called is the model's own; those of its parents and parts follow inside it.
-        if building.active:
-            original(self, *args, **options)
-            return
-        with building():
-            deferral = DeferredInit(factory.small)
-            with deferral:
-                original(self, *args, **options)
-            factory.shard_and_fill(self, deferral)
-
-    return construct
-
-
-def _patching_new_classes(
-    original: Any, factory: ModelFactory, building: _Building, patches: ExitStack
-) -> Callable[..., None]:
-    """Also patches classes that are defined meanwhile: transformers imports its models' modules lazily."""
-
-    def prepare_class(owner: type, **options: Any) -> None:
-        original.__get__(None, owner)(**options)
-        if "__init__" in vars(owner):
-            patches.enter_context(mock.patch.object(owner, "__init__", _constructor(owner, factory, building)))
-
-    return prepare_class
-
-
-def _from_pretrained(factory: ModelFactory, building: _Building) -> Callable[..., Any]:
-    from transformers import PreTrainedModel
-    from transformers.utils.loading_report import LoadStateDictInfo
-
-    original = PreTrainedModel.__dict__["from_pretrained"]
-
-    def read(model: Any, state_dict: Any, files: Any, config: Any, *_: Any, **__: Any) -> Any:
-        if state_dict is not None or config.hf_quantizer is not None or config.device_map is not None:
-            raise UsageError(
-                "from_pretrained: state_dict, device_map and quantization are not supported with parallel loading"
-            )
-        factory.fill_from_files(model, [Path(file) for file in files], config)
-        return LoadStateDictInfo(set(), set(), set(), [], {}, set()), None
-
-    def from_pretrained(owner: Any, name: Any, *args: Any, **options: Any) -> Any:
-        if Path(str(name)).is_dir() and not options.get("variant") and not options.get("subfolder"):
-            open_folder(Path(str(name)))  # fails earlier than transformers does, and with a clearer error
-        with (
-            building(),
-            mock.patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(read)),
-            mock.patch.object(
-                PreTrainedModel, "_finalize_model_loading", staticmethod(lambda model, config, info: info)
-            ),
-        ):
-            return original.__get__(None, owner)(name, *args, **options)
-
-    return from_pretrained

@@ -1,8 +1,8 @@
 """Sources of a parameter's values, from which a rank reads only its own shard.
 
-A `Source` knows a global tensor's shape and can give any box of it. `StoredTensor` is one in a safetensors file, of
-which only the bytes asked for are read, through a buffer of `BUFFER` bytes; memory maps are not used, because their
-pages count as the process's memory, and a file that shrinks under them ends the process.
+A `TensorSource` knows a global tensor's shape and can give any box of it. `SafetensorsSource` is one in a safetensors
+file, of which only the bytes asked for are read, through a buffer of `BUFFER` bytes; memory maps are not used, because
+their pages count as the process's memory, and a file that shrinks under them ends the process.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor
 from stepmark.checkpoint.format.dtypes import DTYPES, torch_dtype
 from stepmark.checkpoint.format.tensor_file import header_length, natural_numbers, read_entries
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
-from stepmark.sharding.layout import Box, Layout, Part, Shape
-from stepmark.sharding.views import narrow
+from stepmark.sharding.layout import Box, Layout, Shape
+from stepmark.sharding.views import block_views
 
 BUFFER = 8 << 20
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -50,15 +50,6 @@ def passing(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype, count=numel)
 
 
-def part_of(local: Tensor, part: Part) -> Tensor:
-    """The view of `local` (contiguous) that holds a part, of the shape of its box."""
-    assert part.slice.is_box, "parameters are sharded into boxes"
-    lengths = part.slice.box.lengths
-    if isinstance(part.at, int):
-        return local.view(-1)[part.at : part.at + part.slice.numel].view(lengths)
-    return narrow(local, Box(part.at, lengths))
-
-
 @dataclass(frozen=True)
 class SafetensorsSource:
     """A tensor in a safetensors file, from byte `begin` of it on."""
@@ -74,33 +65,30 @@ class SafetensorsSource:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def fill(self, local: Tensor, layout: Layout) -> None:
-        """See `Source`. Raises CheckpointDamaged where the file ends before or cannot be read."""
+        """See `TensorSource`. Raises CheckpointDamaged where the file ends before or cannot be read."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointDamaged(f"{self.path} cannot be opened: {error.strerror}") from error
         try:
+            step = BUFFER // self.dtype.itemsize
             for part in layout.parts:
-                self._read_box(descriptor, part.slice.box, part_of(local, part))
+                for start in range(0, part.slice.numel, step):
+                    for block, view in block_views(local, part, start, min(start + step, part.slice.numel)):
+                        self._read_box(descriptor, block.box, view)
         finally:
             os.close(descriptor)
 
     def _read_box(self, descriptor: int, box: Box, target: Tensor) -> None:
-        """Slabs of the box of at most `BUFFER` bytes (one element along all dims but the last, at least)."""
-        for slab in _slabs(box, BUFFER // self.dtype.itemsize):
-            if slab.numel:
-                buffer = passing(slab.numel * self.dtype.itemsize, torch.uint8)
-                data: Any = buffer.numpy()
-                self._read_runs(descriptor, slab, memoryview(data))
-                narrow(target, slab.relative_to(box.offsets)).copy_(buffer.view(self.dtype).view(slab.lengths))
-
-    def _read_runs(self, descriptor: int, box: Box, memory: memoryview) -> None:
-        """Reads the box, in row-major order, one contiguous run of the file at a time."""
-        done = 0
+        """Reads one contiguous run of the file at a time."""
+        buffer = passing(box.numel * self.dtype.itemsize, torch.uint8)
+        data: Any = buffer.numpy()
+        memory, done = memoryview(data), 0
         for start, numel in _runs(box, self.shape):
             nbytes = numel * self.dtype.itemsize
             self._read(descriptor, memory[done : done + nbytes], self.begin + start * self.dtype.itemsize)
             done += nbytes
+        target.copy_(buffer.view(self.dtype).view(box.lengths))
 
     def _read(self, descriptor: int, memory: memoryview, offset: int) -> None:
         done = 0
@@ -114,23 +102,6 @@ class SafetensorsSource:
             if got == 0:
                 raise CheckpointDamaged(f"{self.path} ends at byte {offset + done}, inside tensor {self.name!r}")
             done += got
-
-
-def _slabs(box: Box, limit: int) -> Iterator[Box]:
-    """Splits a box, in row-major order, into boxes of at most `limit` elements."""
-    if box.numel <= limit or not box.lengths:
-        yield box
-        return
-    inner = math.prod(box.lengths[1:])
-    step = max(limit // inner, 1)
-    for first in range(0, box.lengths[0], step):
-        count = min(step, box.lengths[0] - first)
-        slab = Box((box.offsets[0] + first, *box.offsets[1:]), (count, *box.lengths[1:]))
-        if inner <= limit:
-            yield slab
-        else:
-            rest = _slabs(Box(slab.offsets[1:], slab.lengths[1:]), limit)
-            yield from (Box((slab.offsets[0], *each.offsets), (1, *each.lengths)) for each in rest)
 
 
 def _runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:

@@ -14,12 +14,42 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from stepmark.parallel.optimizer.master_weights import follow
-from stepmark.parallel.optimizer.parameter_division import ROUND_ELEMENTS, divide, runs_of
+from stepmark.parallel.buckets import runs_of
+from stepmark.parallel.optimizer.replicated import follow
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout, layout_of
 from stepmark.sharding.views import block_views, narrow
+
+ROUND_ELEMENTS = 8 * 2**20  # of one rank: the full bandwidth, and little memory beside the model
+Round = tuple[tuple[int, ...], ...]  # for each rank the positions of the parameters that it sends, end to end
+
+
+def divide(costs: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each item: the costliest first, each to the rank with the lowest cost so far (Graham 1969). The same
+    on every rank."""
+    totals, owners = [0] * ranks, [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        owners[index] = min(range(ranks), key=lambda rank: (totals[rank], rank))
+        totals[owners[index]] += costs[index]
+    return owners
+
+
+def make_rounds(
+    parameters: Sequence[Tensor], sizes: Sequence[int], owners: Sequence[int], ranks: int, limit: int | None
+) -> list[Round]:
+    """Rounds, each of parameters of one dtype, in which every parameter is sent once, by its owner; a rank sends at
+    most `limit` elements at a time (None: ROUND_ELEMENTS), or one parameter. `sizes` are their elements."""
+    rounds: list[Round] = []
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        same = [index for index, parameter in enumerate(parameters) if parameter.dtype == dtype]
+        owned = [[index for index in same if owners[index] == rank] for rank in range(ranks)]
+        sent = [
+            [tuple(own[run.start : run.stop]) for run in runs_of([sizes[i] for i in own], limit or ROUND_ELEMENTS)]
+            for own in owned
+        ]
+        rounds += zip_longest(*sent, fillvalue=())
+    return rounds
 
 
 class GatheredParameters:
@@ -46,7 +76,7 @@ class GatheredParameters:
         self._layouts: list[list[Layout]] = self._axis.gather_objects(own)  # by rank, then by parameter
         sizes = [math.prod(layout.shape) for layout in own]
         self._owners = divide(sizes, self._axis.size)
-        self._rounds = self._make_rounds(sizes, round_elements or ROUND_ELEMENTS)
+        self._rounds = make_rounds(self._parameters, sizes, self._owners, self._axis.size, round_elements)
         self.complete: dict[int, nn.Parameter] = {}
         for index, parameter in enumerate(self._parameters):
             if self._owners[index] == self._axis.rank:
@@ -54,17 +84,6 @@ class GatheredParameters:
                 zeros = torch.zeros(own[index].shape, dtype=dtype, device=mesh.runtime.device)
                 self.complete[index] = nn.Parameter(zeros)
         self.refresh()
-
-    def _make_rounds(self, sizes: Sequence[int], limit: int) -> list[tuple[tuple[int, ...], ...]]:
-        """For each round the positions of the parameters of each rank, of one dtype."""
-        rounds = []
-        for dtype in dict.fromkeys(parameter.dtype for parameter in self._parameters):
-            owned: list[list[int]] = [[] for _ in range(self._axis.size)]
-            for index, (parameter, owner) in enumerate(zip(self._parameters, self._owners, strict=True)):
-                if parameter.dtype == dtype:
-                    owned[owner].append(index)
-            rounds += list(zip_longest(*(runs_of(each, sizes, limit) for each in owned), fillvalue=()))
-        return rounds
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -307,3 +307,32 @@ class NamedOptimizer:
         """Bytes of optimizer state that this rank holds, master weights included."""
         values = [value for held in self._held for value in self._state_of(held).values()]
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def named_around(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    distribute: Callable[[Groups], Distribution],
+    runtime: Runtime,
+) -> NamedOptimizer:
+    """An optimizer that the user created over the model's parameters, which gets the tensors of a distribution in their
+    place. `names` are the model's.
+
+    Raises:
+        UsageError: It holds a parameter that is not in the model.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        if any(parameter not in names for parameter in group["params"]):
+            raise UsageError(
+                "optimizers: the optimizer holds a parameter that is not in the model, so that no checkpoint would "
+                "have it; make its module part of the model (model.criterion = …), or leave it out"
+            )
+        groups.append({**group, "params": [(names[parameter], parameter) for parameter in group["params"]]})
+
+    def exchange(held: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        for own, group in zip(optimizer.param_groups, held, strict=True):
+            own["params"] = group["params"]
+        return optimizer
+
+    return NamedOptimizer(distribute(groups), groups, exchange, runtime, given=True)

@@ -3,20 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
-from stepmark.errors import UsageError
 from stepmark.parallel.buckets import check_real
 from stepmark.parallel.gradients.reducer import GradientReducer, mean_gradients
 from stepmark.parallel.optimizer.arrivals import Arrivals
-from stepmark.parallel.optimizer.master_weights import WrittenParameters, follow
-from stepmark.parallel.optimizer.named import Groups, Held, NamedOptimizer
+from stepmark.parallel.optimizer.named import Groups, Held, NamedOptimizer, named_around
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import layout_of
+
+
+class WrittenParameters:
+    """Which parameters of a lazy device were written by anything but the optimizer, such as `load_state_dict`. On eager
+    devices values are compared (`follow`): torch does not count what is written to `parameter.data`."""
+
+    def __init__(self, parameters: Sequence[Tensor], runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._parameters = list(parameters) if runtime.lazy else []
+        self.forget()
+
+    def forget(self) -> None:
+        """From here on writes count; call it after the optimizer's own."""
+        self._versions = [self._runtime.version(parameter) for parameter in self._parameters]
+
+    def found(self) -> list[Tensor]:
+        """Those that were written since."""
+        pairs = zip(self._parameters, self._versions, strict=True)
+        return [parameter for parameter, version in pairs if self._runtime.version(parameter) != version]
+
+
+@torch.no_grad()
+def follow(master: Tensor, parameter: Tensor) -> Tensor:
+    """The fp32 master with the values of a parameter that was written, in place: the parameter's, where the two are not
+    the same up to rounding. Both have one shape and device; nothing waits for that."""
+    rounded = master.to(parameter.dtype)
+    known = parameter.device.type == "cpu" and not is_fake(parameter)
+    if not (known and torch.equal(rounded, parameter)):
+        master.copy_(torch.where(rounded == parameter, master, parameter.float()))
+    return master
 
 
 class Replicated:
@@ -103,15 +133,7 @@ def replicated_around(
     Raises:
         UsageError: It holds a parameter that is not in the model.
     """
-    groups = []
-    for group in optimizer.param_groups:
-        if any(parameter not in names for parameter in group["params"]):
-            raise UsageError(
-                "optimizers: the optimizer holds a parameter that is not in the model, so that no checkpoint would "
-                "have it; make its module part of the model (model.criterion = …), or leave it out"
-            )
-        groups.append({**group, "params": [(names[parameter], parameter) for parameter in group["params"]]})
-    distribution = Replicated(
-        groups, runtime, order=list(names.values()), master_weights=False, bucket_elements=bucket_elements
+    distribute = partial(
+        Replicated, runtime=runtime, order=list(names.values()), master_weights=False, bucket_elements=bucket_elements
     )
-    return NamedOptimizer(distribution, groups, lambda _: optimizer, runtime, given=True)
+    return named_around(optimizer, names, distribute, runtime)

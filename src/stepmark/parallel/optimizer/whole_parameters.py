@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,8 @@ from torch import Tensor, nn
 from stepmark.errors import UsageError
 from stepmark.parallel.gradients.reducer import GradientReducer, mean_gradients
 from stepmark.parallel.optimizer.elementwise import sharding_unit
-from stepmark.parallel.optimizer.gathered_parameters import GatheredParameters
-from stepmark.parallel.optimizer.named import Groups, Held, Make, NamedOptimizer
-from stepmark.parallel.optimizer.parameter_division import ROUND_ELEMENTS, Round, divide, make_rounds
+from stepmark.parallel.optimizer.gathered_parameters import GatheredParameters, Round, divide, make_rounds
+from stepmark.parallel.optimizer.named import Groups, Held, Make, NamedOptimizer, named_around
 from stepmark.parallel.optimizer.replicated import Replicated
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout, layout_of
@@ -62,9 +62,9 @@ class WholeParameters:
         parameters = {name: parameter for group in groups for name, parameter in group["params"]}
         self.names = [name for name in order or parameters if name in parameters]
         self.parameters = [parameters[name] for name in self.names]
-        owners = [self._axis.rank] * len(self.names)
+        owners, sizes = [self._axis.rank] * len(self.names), [parameter.numel() for parameter in self.parameters]
         if zero_1:
-            owners = divide([parameter.numel() for parameter in self.parameters], self._axis.size)
+            owners = divide(sizes, self._axis.size)
         mine = [name for name, owner in zip(self.names, owners, strict=True) if owner == self._axis.rank]
         elementwise = {name for group in groups if elementwise_group(group) for name, _ in group["params"]}
         self._gathered: GatheredParameters | None = None
@@ -92,9 +92,9 @@ class WholeParameters:
         self.held = [self._complete(held, parameters) for held in self._own.held]
         self.arrivals = self._own.arrivals
         self.place = {"mesh": mesh.shape, "rank": mesh.context.world.rank, "parameters": self._own.names}
-        limit = bucket_elements or ROUND_ELEMENTS
-        divided = zero_1 and self._axis.size > 1
-        self._rounds = make_rounds(self.parameters, owners, self._axis.size, limit) if divided else []
+        self._rounds: list[Round] = []
+        if zero_1 and self._axis.size > 1:
+            self._rounds = make_rounds(self.parameters, sizes, owners, self._axis.size, bucket_elements)
 
     def _complete(self, held: Held, parameters: Mapping[str, nn.Parameter]) -> Held:
         """A parameter that was gathered has another layout, and perhaps another dtype, than this rank's shard of it."""
@@ -130,16 +130,18 @@ class WholeParameters:
             self._publish(each)
 
     def _publish(self, each: Round) -> None:
-        """All-gathers the parameters of a round."""
-        own = [self.parameters[index].reshape(-1) for index in each.sent[self._axis.rank]]
-        padding = each.length - sum(part.numel() for part in own)
-        sent = torch.cat([*own, torch.zeros(padding, dtype=each.dtype, device=self._mesh.runtime.device)])
-        (gathered,) = self._axis.all_gather([sent])
-        for rank, values in enumerate(gathered.split(each.length)):
+        """All-gathers the parameters of a round; each rank's are padded to the same length."""
+        sent = [[self.parameters[index] for index in indices] for indices in each]
+        dtype = next(parameter.dtype for parameters in sent for parameter in parameters)
+        sizes = [[parameter.numel() for parameter in parameters] for parameters in sent]
+        length = max(map(sum, sizes))
+        padding = torch.zeros(length - sum(sizes[self._axis.rank]), dtype=dtype, device=self._mesh.runtime.device)
+        own = [parameter.reshape(-1) for parameter in sent[self._axis.rank]]
+        (gathered,) = self._axis.all_gather([torch.cat([*own, padding])])
+        for rank, values in enumerate(gathered.split(length)):
             if rank != self._axis.rank:
-                received = [self.parameters[index] for index in each.sent[rank]]
-                parts = values[: sum(p.numel() for p in received)].split([p.numel() for p in received])
-                for parameter, part in zip(received, parts, strict=True):
+                parts = values[: sum(sizes[rank])].split(sizes[rank])
+                for parameter, part in zip(sent[rank], parts, strict=True):
                     parameter.copy_(part.view(parameter.shape))
 
 
@@ -200,18 +202,12 @@ def whole_parameters_around(
             "shards that; pass an optimizer that has not taken a step"
         )
 
-    def exchange(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        for own, group in zip(optimizer.param_groups, groups, strict=True):
-            own["params"] = group["params"]
-        return optimizer
-
-    named = [{**g, "params": [(names[each], each) for each in g["params"]]} for g in optimizer.param_groups]
-    distribution = WholeParameters(
-        named,
-        mesh,
+    distribute = partial(
+        WholeParameters,
+        mesh=mesh,
         order=list(names.values()),
         zero_1=False,
         master_weights=False,
         bucket_elements=bucket_elements,
     )
-    return NamedOptimizer(distribution, named, exchange, mesh.runtime, given=True)
+    return named_around(optimizer, names, distribute, mesh.runtime)

@@ -19,8 +19,8 @@ from stepmark.parallel.buckets import Bucket, complete_on_host, make_buckets
 from stepmark.parallel.gradients.reducer import GradientReducer, sharded_gradients
 from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.parallel.optimizer.elementwise import check_elementwise
-from stepmark.parallel.optimizer.master_weights import WrittenParameters, follow
 from stepmark.parallel.optimizer.named import Groups, Held, Make, NamedOptimizer
+from stepmark.parallel.optimizer.replicated import WrittenParameters, follow
 from stepmark.runtime.collectives import start_gather_in_place
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from stepmark.config.training_fields import DEVICES
 from stepmark.errors import UsageError
@@ -19,6 +18,7 @@ from stepmark.parallel.optimizer.lazy_optimizers import lazy_class
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.optimizer.whole_parameters import whole_parameters
 from stepmark.parallel.optimizer.zero1_shards import flat_shards
+from stepmark.runtime.eager import has_fused_kernel
 from stepmark.runtime.mesh import DATA, TENSOR, Mesh
 
 DEFAULT_MAX_NORM = 1.0
@@ -142,36 +142,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         _check_groups("grad_norm_groups", self._grad_norm_groups, mesh.grid.groups(TENSOR), "tensor parallel")
         kind: Callable[..., torch.optim.Optimizer]
         kind = lazy_class(self._optimizer_class) if mesh.runtime.lazy else self._optimizer_class
-        sharded, gradients = self._divide(groups, self._maker(kind, mesh.runtime.device), mesh)
-        self.defaults = dict(sharded.inner.defaults)
-        self.param_groups = sharded.inner.param_groups
-        self._live = sharded, gradients, mesh
-
-    def _divide(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-        mesh: Mesh,
-    ) -> tuple[NamedOptimizer, GradientReducer]:
-        limit = self._bucket_elements
-        if self._unit == "parameter":
-            by_element = partial(updates_elements, self._optimizer_class)
-            divided = whole_parameters(
-                groups, make, mesh, elementwise_group=by_element, bucket_elements=limit, given=True
-            )
-            dtype: torch.dtype | None = torch.float32
-        else:
-            divided = flat_shards(groups, make, mesh, bucket_elements=limit, given=True)
-            dtype = torch.float32 if self._reduce_in_fp32 else None
-        accumulation = 2 if self._accumulate_in_fp32 else 1
-        return divided, divided.gradients(
-            mesh, accumulation=accumulation, reduce_dtype=dtype, on_arrival=self._accumulate_in_fp32
-        )
-
-    def _maker(
-        self, kind: Callable[..., torch.optim.Optimizer], device: torch.device
-    ) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-        arguments = _fused_unless_chosen(kind, device, self._arguments)
+        arguments = _fused_unless_chosen(kind, mesh.runtime.device, self._arguments)
 
         def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
             try:
@@ -179,7 +150,20 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             except (TypeError, ValueError) as error:
                 raise UsageError(f"{self._optimizer_class.__name__}: {error}") from error
 
-        return make
+        whole = self._unit == "parameter"
+        divide = flat_shards
+        if whole:
+            divide = partial(whole_parameters, elementwise_group=partial(updates_elements, self._optimizer_class))
+        sharded = divide(groups, make, mesh, bucket_elements=self._bucket_elements, given=True)
+        gradients = sharded.gradients(
+            mesh,
+            accumulation=2 if self._accumulate_in_fp32 else 1,
+            reduce_dtype=torch.float32 if whole or self._reduce_in_fp32 else None,
+            on_arrival=self._accumulate_in_fp32,
+        )
+        self.defaults = dict(sharded.inner.defaults)
+        self.param_groups = sharded.inner.param_groups
+        self._live = sharded, gradients, mesh
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group before the parameters are sharded.
@@ -201,10 +185,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     @property
     def _sharded(self) -> NamedOptimizer:
         return self._initialized()[0]
-
-    @property
-    def _gradients(self) -> GradientReducer:
-        return self._initialized()[1]
 
     def _initialized(self) -> tuple[NamedOptimizer, GradientReducer, Mesh]:
         if self._live is None:
@@ -265,7 +245,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if self._live is None:
             super().zero_grad(set_to_none)
         else:
-            self._gradients.reset()
+            self._live[1].reset()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard of the state, master weights included, as references.
@@ -311,8 +291,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 def _fused_unless_chosen(kind: Any, device: torch.device, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's arguments, with `fused=True` where this class has a fused kernel on the device and the arguments
     say nothing about how to compute. Results differ from those of the other ways by rounding."""
-    supported = device.type in _get_fused_kernels_supported_devices()
-    if kind in _FUSED and supported and not any(arguments.get(choice) is not None for choice in _WAYS_TO_COMPUTE):
+    chosen = any(arguments.get(choice) is not None for choice in _WAYS_TO_COMPUTE)
+    if kind in _FUSED and not chosen and has_fused_kernel(kind, device):
         return {**arguments, "fused": True}
     return dict(arguments)
 

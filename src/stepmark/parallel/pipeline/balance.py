@@ -19,7 +19,6 @@ counted like this all the same, as the schedule is not known when a model is cut
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -33,17 +32,9 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 LOSS_PER_WORD = 4  # elementwise operations of the loss for each word of the vocabulary, beside the head's product
 
 
-@dataclass(frozen=True)
-class Passes:
-    """What a training step repeats of the last stage's layers and of its end, beside what it repeats of the other
-    layers."""
-
-    last_layers: float = 1.0
-    end: float = 1.0
-
-
-ONCE = Passes()
-CHECKPOINTED = Passes(last_layers=4 / 5, end=3 / 5)
+# What a training step repeats of the last stage's layers, and of its end, beside what it repeats of the other layers.
+ONCE = 1.0, 1.0
+CHECKPOINTED = 4 / 5, 3 / 5
 
 
 def layer_costs(layers: nn.ModuleList, config: Any) -> list[float]:
@@ -77,17 +68,19 @@ def _active_experts(config: Any) -> float:
     return 1.0
 
 
-def balanced(costs: Sequence[float], end: float, stages: int, passes: Passes = ONCE) -> list[int]:
+def balanced(costs: Sequence[float], end: float, stages: int, passes: tuple[float, float] = ONCE) -> list[int]:
     """The number of layers of each stage, 1 or more, so that the most expensive stage is as cheap as possible; of
-    several ways the most even one. `end`: what the last stage has besides its layers."""
+    several ways the most even one. `end`: what the last stage has besides its layers. `passes`: ONCE, or
+    CHECKPOINTED."""
     count = len(costs)
+    of_last_layers, of_end = passes
     before = [0.0, *accumulate(costs)]
 
     @cache
     def best(stage: int, begin: int) -> tuple[float, float, tuple[int, ...]]:
         """Of this stage and all after it, from layer `begin` on: the highest cost, the sum of squares, the sizes."""
         if stage == stages - 1:
-            cost = passes.last_layers * (before[count] - before[begin]) + passes.end * end
+            cost = of_last_layers * (before[count] - before[begin]) + of_end * end
             return cost, cost**2, (count - begin,)
         ways = []
         for stop in range(begin + 1, count - (stages - stage - 1) + 1):

@@ -57,24 +57,23 @@ class SkippedLayer(_Placeholder):
 
 @dataclass(frozen=True)
 class RouterColumns:
-    """Router logits behind hidden states of `width` columns and `dtype`: `experts` columns for each router."""
+    """Router logits behind hidden states of `width` columns: `experts` columns for each router."""
 
     width: int
     experts: int
-    dtype: torch.dtype
 
     def pack(self, hidden: Tensor) -> Tensor:
         """The hidden states with the logits of all routers so far behind them."""
         logits = [each.reshape(*hidden.shape[:-1], -1) for each in collected_router_logits()]
         return torch.cat([hidden, *logits], dim=-1)
 
-    def unpack(self, received: Tensor) -> Tensor:
-        """The hidden states; the logits go where transformers collects those of the layers."""
+    def unpack(self, received: Tensor, dtype: torch.dtype) -> Tensor:
+        """The hidden states, in their `dtype`; the logits go where transformers collects those of the layers."""
         columns = received.shape[-1] - self.width
         if columns:  # the layers so far may have no routers
             logits = received[..., self.width :].reshape(-1, columns)
             collected_router_logits().extend(logits.split(self.experts, dim=-1))
-        return received[..., : self.width].to(self.dtype)
+        return received[..., : self.width].to(dtype)
 
 
 def collected_router_logits() -> list[Tensor]:
@@ -100,13 +99,14 @@ class ReceivingLayer(SkippedLayer):
 
     received: Any = None
 
-    def __init__(self, layer: nn.Module, returns: str, routers: RouterColumns | None) -> None:
+    def __init__(self, layer: nn.Module, returns: str, routers: RouterColumns | None, dtype: torch.dtype) -> None:
         super().__init__(layer, returns)
         self._routers = routers
+        self._dtype = dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         received = self.received()
-        return self._returned(received if self._routers is None else self._routers.unpack(received))
+        return self._returned(received if self._routers is None else self._routers.unpack(received, self._dtype))
 
 
 class EndingLayer(_Placeholder):

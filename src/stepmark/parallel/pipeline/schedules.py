@@ -23,8 +23,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from stepmark.errors import UsageError
-
 GPIPE, ONE_F_ONE_B, INTERLEAVED = "gpipe", "1f1b", "interleaved"
 SCHEDULES = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
 FORWARD, BACKWARD = "F", "B"
@@ -91,20 +89,6 @@ class Schedule:
                 held += 1 if task.kind == FORWARD else -1
                 most = max(most, held)
         return most
-
-    def idle_share(self, forward: float = 1.0, backward: float = 2.0) -> float:
-        """The share of a step in which a rank waits, on average, where a stage's passes take `forward` and `backward`
-        seconds, transfers take none, and both ends of an exchange wait for each other."""
-        now = [0.0] * self.ranks
-        work = 0.0
-        for number, tick in enumerate(self.ticks):
-            for rank, tasks in enumerate(tick):
-                spent = sum(forward if task.kind == FORWARD else backward for task in tasks)
-                now[rank] += spent
-                work += spent
-            for one, other in self.exchanges(number):
-                now[one] = now[other] = max(now[one], now[other])
-        return 1 - work / self.ranks / max(now)
 
 
 @lru_cache(maxsize=64)
@@ -181,49 +165,6 @@ def _interleaved(ranks: int, rank: int, micro_batches: int, chunks: int) -> list
     ]
 
 
-def check_micro_batches(kind: str, micro_batches: int, ranks: int, chunks: int) -> None:
-    """Raises UsageError where a step of so many micro-batches has no such schedule."""
-    if kind not in SCHEDULES:
-        raise UsageError(f"pipeline_schedule: {kind!r} is unknown; choose one of {', '.join(SCHEDULES)}")
-    if (chunks > 1) != (kind == INTERLEAVED):
-        raise UsageError(
-            f"pipeline_schedule and pipeline_chunks: interleaved runs several stages on a rank, the other schedules "
-            f"one, but they are {kind} and {chunks}; set pipeline_chunks to 2 or more with interleaved, else to 1"
-        )
-    if micro_batches < ranks:
-        raise UsageError(
-            f"gradient_accumulation_steps: {micro_batches} micro-batches are fewer than the {ranks} stages of "
-            f"pipeline_parallel_size, so that some stage would always wait; set it to {ranks} or more"
-        )
-    if kind == INTERLEAVED and micro_batches % ranks:
-        raise UsageError(
-            f"gradient_accumulation_steps: pipeline_schedule interleaved needs a multiple of pipeline_parallel_size "
-            f"({ranks}), and it is {micro_batches}; set it to {-(-micro_batches // ranks) * ranks}, or use 1f1b"
-        )
-
-
 def ideal_idle_share(ranks: int, micro_batches: int, chunks: int = 1) -> float:
     """The share of a step in which a rank of a pipeline waits, by theory: (p - 1) / (v m + p - 1)."""
     return (ranks - 1) / (chunks * micro_batches + ranks - 1)
-
-
-def picture(schedule: Schedule) -> str:
-    """The schedule as text: a line for each rank, a column for each tick. A forward pass is the micro-batch's number, a
-    backward pass the number in brackets; with chunks, a letter for the chunk follows."""
-    cells = [[_cell(tick[rank], schedule) for tick in schedule.ticks] for rank in range(schedule.ranks)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(schedule.ticks))]
-    lines = []
-    for rank, row in enumerate(cells):
-        padded = (cell.center(width) for cell, width in zip(row, widths, strict=True))
-        lines.append(f"rank {rank} │ {' '.join(padded)}".rstrip())
-    return "\n".join(lines)
-
-
-def _cell(tasks: tuple[Task, ...], schedule: Schedule) -> str:
-    return "+".join(_name(task, schedule) for task in tasks) or "·"
-
-
-def _name(task: Task, schedule: Schedule) -> str:
-    chunk = "abcdefgh"[task.stage // schedule.ranks % 8] if schedule.stages > schedule.ranks else ""
-    name = f"{task.micro_batch}{chunk}"
-    return name if task.kind == FORWARD else f"({name})"

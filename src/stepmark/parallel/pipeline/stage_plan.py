@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from stepmark.errors import UsageError
-from stepmark.parallel.pipeline.architectures import PASSED, ROUTER_LOSSES
+from stepmark.parallel.architectures import ROUTER_LOSSES, STAGES
 from stepmark.parallel.pipeline.balance import (
     CHECKPOINTED,
     EXPERTS,
@@ -21,6 +21,7 @@ from stepmark.parallel.pipeline.balance import (
     end_cost,
     layer_costs,
 )
+from stepmark.parallel.pipeline.placeholders import RouterColumns
 from stepmark.parallel.tensor.dropout import has_dropout
 
 BEHIND_THE_LAYERS = ("final_layer_norm", "project_out")  # OPT defines these before its layers
@@ -41,8 +42,7 @@ class StagePlan:
         returns: What a layer returns: "tensor", "list", or "tuple2" for a tuple of two.
         tied: The names of embeddings whose table is the head's, too.
         draws: Whether training draws random numbers.
-        routers: The columns of a router's logits and of hidden states, where the loss needs the routers of all layers;
-            None elsewhere.
+        routers: The columns of routers' logits, where the loss needs the routers of all layers; None elsewhere.
     """
 
     layers: str
@@ -52,7 +52,7 @@ class StagePlan:
     returns: str
     tied: tuple[str, ...]
     draws: bool
-    routers: tuple[int, int] | None
+    routers: RouterColumns | None
 
     @property
     def stages(self) -> int:
@@ -101,7 +101,7 @@ def _verified(model: Any) -> str:
         raise UsageError(
             f"pipeline_parallel_size: {kind} is an encoder-decoder, which cannot be cut into stages; set it to 1"
         )
-    if kind not in PASSED or type(model).__name__ != _causal_class(kind):
+    if kind not in STAGES or type(model).__name__ != _causal_class(kind):
         raise UsageError(
             f"pipeline_parallel_size: {type(model).__name__} is not among the models that were verified to compute the "
             "same in stages (docs/tables.md); set it to 1"
@@ -114,7 +114,7 @@ def _verified(model: Any) -> str:
                 f"them; set {name} to false in config_overrides"
             )
     _check_layers_are_called(config)
-    return PASSED[kind]
+    return STAGES[kind]
 
 
 def asked_of_all_layers(model: Any) -> tuple[str, ...]:
@@ -124,10 +124,9 @@ def asked_of_all_layers(model: Any) -> tuple[str, ...]:
     return tuple(name for name in names if any(getattr(config, name, False) for config in configs))
 
 
-def _routers(config: Any) -> tuple[int, int] | None:
-    """The columns of a router's logits and of hidden states, where the loss needs the routers of all layers."""
+def _routers(config: Any) -> RouterColumns | None:
     experts = next((getattr(config, name) for name in EXPERTS if isinstance(getattr(config, name, None), int)), None)
-    return (experts, config.hidden_size) if getattr(config, ROUTER_LOGITS, False) and experts else None
+    return RouterColumns(config.hidden_size, experts) if getattr(config, ROUTER_LOGITS, False) and experts else None
 
 
 def _check_layers_are_called(config: Any) -> None:
@@ -226,11 +225,3 @@ def _tied(
             )
         tied += embeddings
     return tuple(tied)
-
-
-def places(plan: StagePlan, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module that some stage has and others do not, with its name."""
-    layers = model.get_submodule(plan.layers)
-    assert isinstance(layers, nn.ModuleList)
-    yield from ((f"{plan.layers}.{index}", layer) for index, layer in enumerate(layers))
-    yield from ((name, model.get_submodule(name)) for name in (*plan.before, *plan.after))

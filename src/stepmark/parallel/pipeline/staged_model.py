@@ -10,6 +10,7 @@ and the first stage has the other part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,31 +22,62 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stepmark.errors import UsageError
-from stepmark.parallel.model_size import ModelSize
 from stepmark.parallel.pipeline.placeholders import (
     EndingLayer,
     ReceivingLayer,
-    RouterColumns,
     SkippedLayer,
     StageEnd,
     collect_router_logits,
     skipped,
 )
-from stepmark.parallel.pipeline.stage_plan import StagePlan, asked_of_all_layers, places
+from stepmark.parallel.pipeline.stage_plan import StagePlan, asked_of_all_layers
 from stepmark.runtime.mesh import Mesh
+from stepmark.sharding.layout import layout_of
 from stepmark.sharding.replication import annotate_replication, replication_of
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class _Swap:
-    """A place in the module tree, and what is there while a stage runs and between its runs."""
+class ModelSize:
+    """Sums over the parameters of a complete model, each counted once, over all shards.
 
-    modules: dict[str, nn.Module | None]
-    key: str
-    running: nn.Module
-    resting: nn.Module
+    Attributes:
+        elements: Their elements.
+        trained: Elements of those that require gradients.
+        nbytes: Their bytes, in their own dtypes.
+        multiplied: Elements of those that are used in matrix products: an embedding used only for lookup is excluded,
+            one tied to the head is included.
+        outside_embeddings: Elements of those that are not an embedding's, whatever else it is tied to.
+    """
+
+    elements: int
+    trained: int
+    nbytes: int
+    multiplied: int
+    outside_embeddings: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelSize:
+        """The size of a model that was not cut into pipeline stages; it may be sharded otherwise."""
+        sizes = {id(parameter): _numel(parameter) for parameter in model.parameters()}
+        nbytes = sum(sizes[id(parameter)] * parameter.element_size() for parameter in model.parameters())
+        looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        used = {
+            id(parameter)
+            for module in model.modules()
+            if not isinstance(module, nn.Embedding)
+            for parameter in module.parameters(recurse=False)
+        }
+        multiplied = sum(size for key, size in sizes.items() if key not in looked_up - used)
+        trained = sum(sizes[id(parameter)] for parameter in model.parameters() if parameter.requires_grad)
+        outside = sum(size for key, size in sizes.items() if key not in looked_up)
+        return cls(sum(sizes.values()), trained, nbytes, multiplied, outside)
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    layout = layout_of(parameter)
+    return parameter.numel() if layout is None else math.prod(layout.shape)
 
 
 class StagedModel:
@@ -68,23 +100,25 @@ class StagedModel:
         if plan.routers is not None:
             collect_router_logits(model)
         self._receivers: dict[int, ReceivingLayer] = {}
-        found = dict(places(plan, model))
+        layers: Any = model.get_submodule(plan.layers)
+        found: dict[str, nn.Module] = {f"{plan.layers}.{index}": layer for index, layer in enumerate(layers)}
+        found |= {name: model.get_submodule(name) for name in (*plan.before, *plan.after)}
         running = {stage: self._arrangement(stage, found) for stage in self.own}
         resting = self._resting(found, running)
-        self._swaps: dict[int, list[_Swap]] = {}
-        for stage in self.own:
-            swaps = []
-            for name, module in running[stage].items():
-                parent, _, key = name.rpartition(".")
-                modules = model.get_submodule(parent)._modules
-                if module is not resting[name]:
-                    swaps.append(_Swap(modules, key, module, resting[name]))
-            self._swaps[stage] = swaps
+        homes = {name: model.get_submodule(name.rpartition(".")[0])._modules for name in found}
+        # Places in the module tree, and what is there while a stage runs and between its runs.
+        self._swaps = {
+            stage: [
+                (homes[name], name.rpartition(".")[2], module, resting[name])
+                for name, module in running[stage].items()
+                if module is not resting[name]
+            ]
+            for stage in self.own
+        }
         self._note_ties(found, mesh.tensor_parallel.size)
         complete = list(model.parameters())
         for name, module in resting.items():
-            parent, _, key = name.rpartition(".")
-            model.get_submodule(parent)._modules[key] = module
+            homes[name][name.rpartition(".")[2]] = module
         own = {id(parameter) for parameter in model.parameters()}
         self._elsewhere = WeakIdKeyDictionary({each: None for each in complete if id(each) not in own})
         model.register_forward_pre_hook(self._check_active, prepend=True)
@@ -104,7 +138,6 @@ class StagedModel:
         """What is at each place while a stage runs."""
         plan, (begin, end) = self.plan, self.plan.bounds[stage]
         like = next(found[f"{plan.layers}.{begin}"].parameters())
-        routers = _columns(plan, like)
         arranged: dict[str, nn.Module] = {}
         for index in range(plan.bounds[-1][1]):
             name = f"{plan.layers}.{index}"
@@ -112,10 +145,10 @@ class StagedModel:
             if begin <= index < end:
                 arranged[name] = layer
             elif index == begin - 1:
-                arranged[name] = self._receivers[stage] = ReceivingLayer(layer, plan.returns, routers)
+                arranged[name] = self._receivers[stage] = ReceivingLayer(layer, plan.returns, plan.routers, like.dtype)
             else:
                 ending = index == end
-                arranged[name] = EndingLayer(layer, routers) if ending else SkippedLayer(layer, plan.returns)
+                arranged[name] = EndingLayer(layer, plan.routers) if ending else SkippedLayer(layer, plan.returns)
         for name in plan.before:
             arranged[name] = found[name] if stage == 0 else skipped(found[name], like)
         for name in plan.after:
@@ -168,15 +201,15 @@ class StagedModel:
         self._check_unchanged()
         if received is not None:
             self._receivers[stage].received = received
-        for swap in self._swaps[stage]:
-            swap.modules[swap.key] = swap.running
+        for modules, key, running, _ in self._swaps[stage]:
+            modules[key] = running
         self._active = True
         try:
             yield
         finally:
             self._active = False
-            for swap in self._swaps[stage]:
-                swap.modules[swap.key] = swap.resting
+            for modules, key, _, resting in self._swaps[stage]:
+                modules[key] = resting
             if received is not None:
                 self._receivers[stage].received = None
 
@@ -202,13 +235,6 @@ class StagedModel:
         """Runs the last stage: what `call`, which calls the model, returns. `received`: see `hidden_states`."""
         with self._arranged(self.last, received):
             return call()
-
-
-def _columns(plan: StagePlan, like: nn.Parameter) -> RouterColumns | None:
-    if plan.routers is None:
-        return None
-    experts, width = plan.routers
-    return RouterColumns(width, experts, like.dtype)
 
 
 _staged: WeakKeyDictionary[nn.Module, StagedModel] = WeakKeyDictionary()

@@ -11,7 +11,6 @@ from stepmark.errors import UsageError
 from stepmark.parallel.tensor.adapted_layers import base_of
 
 KEYS_AND_VALUES = ("k_proj", "v_proj", "key_proj", "value_proj", "key", "value", "k", "v")
-QUERIES = ("q_proj", "query_proj", "query", "q")
 QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 WIDTHS = ("split_size", "embed_dim", "hidden_size", "all_head_size", "inner_dim")

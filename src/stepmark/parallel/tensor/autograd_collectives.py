@@ -16,11 +16,9 @@ sharded along a dim. `gather` is for a result whose gradient is then replicated,
 is partial. A sharded dim has one equal shard per rank.
 """
 
-# autograd.Function's own signatures are loose: mypy cannot follow them.
-# mypy: disable-error-code="override, no-untyped-call, no-any-return"
-
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -28,88 +26,64 @@ from torch.autograd import Function
 
 from stepmark.runtime.collectives import Collectives
 
+Operation = Callable[[Tensor], Tensor]
+
 
 def copy_to(tensor: Tensor, axis: Collectives) -> Tensor:
     """A replicated tensor, for use by computations that differ among ranks and produce partial gradients."""
-    return _CopyTo.apply(tensor, axis)
+    return _apply(tensor, lambda given: given.view_as(given), lambda gradient: axis.all_reduce([gradient])[0])
 
 
 def reduce_from(tensor: Tensor, axis: Collectives) -> Tensor:
     """The sum of a partial tensor, replicated. The result may reuse the memory of `tensor`."""
-    return _ReduceFrom.apply(tensor, axis)
+    return _apply(tensor, lambda given: axis.all_reduce([given.detach()])[0], lambda gradient: gradient)
 
 
 def gather(tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
     """The complete tensor of shards along `dim`, replicated."""
-    return _Gather.apply(tensor, axis, dim)
+    return _apply(tensor, _all_gather(axis, dim), lambda gradient: axis.own_shard(gradient, dim))
 
 
 def scatter(tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
     """This rank's shard along `dim` of a replicated tensor."""
-    return _Scatter.apply(tensor, axis, dim)
+
+    def own_shard(given: Tensor) -> Tensor:
+        return axis.own_shard(given.detach(), dim).contiguous()
+
+    return _apply(tensor, own_shard, lambda gradient: axis.all_gather([gradient], dim)[0])
 
 
 def gather_partial(tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
     """Like `gather`, for use by computations that differ among ranks and produce partial gradients."""
-    return _GatherPartial.apply(tensor, axis, dim)
+    return _apply(tensor, _all_gather(axis, dim), lambda gradient: axis.reduce_scatter([gradient], dim)[0])
 
 
 def reduce_scatter(tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
     """This rank's shard along `dim` of the sum of a partial tensor."""
-    return _ReduceScatter.apply(tensor, axis, dim)
+
+    def summed_shard(given: Tensor) -> Tensor:
+        return axis.reduce_scatter([given.detach()], dim)[0].contiguous()
+
+    return _apply(tensor, summed_shard, lambda gradient: axis.all_gather([gradient], dim)[0])
 
 
-class _CopyTo(Function):
+def _all_gather(axis: Collectives, dim: int) -> Operation:
+    return lambda given: axis.all_gather([given.detach()], dim)[0].contiguous()
+
+
+def _apply(tensor: Tensor, forward: Operation, backward: Operation) -> Tensor:
+    made: Tensor = _Collective.apply(tensor, forward, backward)
+    return made
+
+
+class _Collective(Function):
+    """An operation, and the one that its gradient goes through."""
+
     @staticmethod
-    def forward(context: Any, tensor: Tensor, axis: Collectives) -> Tensor:
-        context.axis = axis
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return context.axis.all_reduce([gradient])[0], None
-
-
-class _ReduceFrom(Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, axis: Collectives) -> Tensor:
-        return axis.all_reduce([tensor.detach()])[0]
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
-        context.axis, context.dim = axis, dim
-        return axis.all_gather([tensor.detach()], dim)[0].contiguous()
+    def forward(context: Any, tensor: Tensor, forward: Operation, backward: Operation) -> Tensor:
+        context.operation = backward
+        return forward(tensor)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return context.axis.own_shard(gradient, context.dim), None, None
-
-
-class _Scatter(Function):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
-        context.axis, context.dim = axis, dim
-        return axis.own_shard(tensor.detach(), dim).contiguous()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return context.axis.all_gather([gradient], context.dim)[0], None, None
-
-
-class _GatherPartial(_Gather):
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return context.axis.reduce_scatter([gradient], context.dim)[0], None, None
-
-
-class _ReduceScatter(_Scatter):
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
-        context.axis, context.dim = axis, dim
-        return axis.reduce_scatter([tensor.detach()], dim)[0].contiguous()
+        return context.operation(gradient), None, None

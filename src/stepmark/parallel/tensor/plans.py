@@ -1,4 +1,4 @@
-"""Which modules tensor parallelism shards, and which slice of each parameter a rank then holds. Arithmetic only.
+"""Which modules tensor parallelism shards, and which slice of each parameter a rank then holds.
 
 A plan maps module names (with `*` for a layer's number) to styles, as transformers' `tp_plan`s do. Modules that a plan
 does not name are replicated.
@@ -7,12 +7,14 @@ does not name are replicated.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from stepmark.errors import UsageError
-from stepmark.parallel.tensor.architectures import PASSED
+from stepmark.parallel.architectures import TENSOR_PARALLEL
 from stepmark.sharding.layout import Box, Layout, Shape
 
 COLUMN_STYLES = ("colwise", "colwise_gather_output", "packed_colwise")
@@ -47,6 +49,8 @@ REFUSED = {
     "youtu": "its plan omits the rotary part that all heads share (multi-head latent attention)",
 }
 """Model types whose plan in transformers does not reproduce the unsharded model's results, and why."""
+
+LATENT_ATTENTION = ("kv_a_proj_with_mqa", "kv_a_proj", "kv_a_layernorm")
 
 _INSIDE_SAVED_MODULE = re.compile(r"\.(original_module|modules_to_save\.[^.]+)(?=\.)")  # in names, with peft
 
@@ -96,7 +100,7 @@ def plan_of(model: Any, given: Mapping[str, str] | None = None) -> dict[str, Sty
             "for a layer's number"
         )
     kind = _model_type(model)
-    if given is None and kind not in PASSED:
+    if given is None and kind not in TENSOR_PARALLEL:
         raise UsageError(
             f"tensor_parallel_size: {kind} is not among the architectures that were verified against the unsharded "
             "model (docs/tables.md); compare the results yourself and pass parallelize(plan=...), with "
@@ -152,6 +156,53 @@ def _model_type(model: Any) -> str:
 
 def _expression(pattern: str) -> str:
     return re.escape(pattern).replace(r"\*", r"\d+")
+
+
+def check_plan(model: Any, styles: Mapping[str, Style], exempt: Iterable[nn.Module]) -> None:
+    """Checks that a plan covers every module that would otherwise train incorrectly without an error.
+
+    Between a layer sharded by columns and one sharded by rows, activations differ among ranks. A module with parameters
+    there, if the plan does not name it, would get partial gradients; or its parameters are for all heads, and every
+    rank would use the first ones. Neither has to fail. Which modules lie there cannot be seen from outside, so the plan
+    must name every module with parameters inside a module that has children whose outputs or inputs stay sharded.
+
+    `exempt`: modules that the plan need not cover (embedding and head). Raises UsageError, naming the module.
+    """
+    modules = dict(model.named_modules())
+    exempt_ids = {id(module) for module in exempt}
+    parents = {
+        name.rpartition(".")[0]
+        for name, style in styles.items()
+        if style.kind in ("colwise", "rowwise") and id(modules[name]) not in exempt_ids
+    }
+    for parent in sorted(parents):
+        _check_region(parent, modules[parent], styles, exempt_ids)
+
+
+def _check_region(parent: str, region: nn.Module, styles: Mapping[str, Style], exempt_ids: set[int]) -> None:
+    latent = [name for name, _ in region.named_children() if name in LATENT_ATTENTION]
+    if latent:
+        raise UsageError(
+            f"tensor_parallel_size: {parent}.{latent[0]} computes keys that all heads share (multi-head latent "
+            "attention), which is not supported; set tensor_parallel_size: 1"
+        )
+    for inner, module in region.named_modules(prefix=parent):
+        if id(module) in exempt_ids or _named(inner, styles):
+            continue
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        if own:
+            raise UsageError(
+                f"tensor_parallel_size: the plan shards modules in {parent or 'the model'} but does not mention "
+                f"{f'{inner}.{own[0]}'.removeprefix('.')}; add its module to a custom plan: 'replicate' if all ranks "
+                "compute the same with it, 'replicated_with_grad_allreduce' if each uses it on its own heads or units"
+            )
+
+
+def _named(name: str, styles: Mapping[str, Style]) -> bool:
+    """Whether a plan names the module, or one that contains it."""
+    while name not in styles and "." in name:
+        name = name.rpartition(".")[0]
+    return name in styles
 
 
 def shard(shape: Shape, dim: int, rank: int, size: int, packed: int = 1) -> Placement:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
-from stepmark.errors import LaunchError
+from stepmark.errors import LaunchError, StepmarkError
 from stepmark.launch.world import World
 from stepmark.preflight.doctor.findings import Finding, Status
 from stepmark.preflight.doctor.known_versions import judge_versions
@@ -21,11 +25,13 @@ from stepmark.preflight.doctor.machine import (
     look_at_variables,
     neuron_driver,
 )
-from stepmark.preflight.doctor.recipe import fewest_ranks, look_at_graphs, look_at_recipe
 from stepmark.preflight.doctor.shared_folder import look_at_folder
+from stepmark.runtime.compile_cache import NEURON_FLAGS, without_cache_folder
 from stepmark.runtime.versions import PACKAGES, refused_peft, software_versions
 
 MARKS = {Status.OK: " ", Status.WARNING: "?", Status.FAILURE: "!"}
+RECIPE, GRAPHS = "recipe", "graphs"
+PROBLEM = "warning: "  # begins a line of `stepmark precompile`
 RUNTIME_PACKAGE = "aws-neuronx-runtime-lib"
 
 
@@ -78,6 +84,61 @@ def _neuron_runtime() -> str | None:
     command = ["dpkg-query", "--show", "--showformat=${Version}", RUNTIME_PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.split("-")[0] or None if done.returncode == 0 else None
+
+
+def look_at_recipe(path: str, recipe: Recipe, device: str) -> Iterator[Finding]:
+    """Checks the recipe in the file `path` as a run on `device` does, before it reads data; the first fault counts."""
+    before = os.environ.get("USE_TORCH_XLA")
+    quiet_libraries()
+    if device != "xla":
+        leave_out_torch_xla()
+    try:
+        from stepmark.recipe.train import check_recipe
+
+        check_recipe(recipe)
+    except StepmarkError as error:
+        yield Finding(RECIPE, path, str(error), Status.FAILURE)
+    else:
+        yield Finding(RECIPE, path, "its fields, the files that they name and the model are in order")
+    finally:
+        if before is None:
+            os.environ.pop("USE_TORCH_XLA", None)
+
+
+def look_at_graphs(path: str, recipe: Recipe) -> Iterator[Finding]:
+    """Makes the graphs of the recipe at `path` as `stepmark precompile` does, in processes of their own, and compiles
+    none of them on Neuron. There are as many ranks as the recipe's mesh has at least."""
+    ranks = fewest_ranks(recipe)
+    name = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    print(f"doctor: making the graphs of {path} for {name}, which takes as long as a first step", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="stepmark-doctor-") as folder:
+        command = ["precompile", path, "--nproc", str(ranks), "--compile_cache", folder]
+        done = subprocess.run(
+            [sys.executable, "-m", "stepmark", *command], env=_environment(), capture_output=True, text=True
+        )
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        text = errors[-1].removeprefix("error: ") if errors else f"could not be made (exit code {done.returncode})"
+        yield Finding(GRAPHS, name, text, Status.FAILURE)
+        return
+    lines = done.stdout.splitlines()
+    problems = [line.removeprefix(PROBLEM) for line in lines if line.startswith(PROBLEM)]
+    yield from (Finding(GRAPHS, name, problem, Status.WARNING) for problem in problems)
+    if not problems:
+        yield Finding(GRAPHS, name, "nothing in them that a compiler for accelerators rejects")
+
+
+def fewest_ranks(recipe: Recipe) -> int:
+    """The smallest number of ranks that the recipe's mesh allows."""
+    training = recipe.training
+    replicas = 2 if training.zero_1 else 1
+    return training.tensor_parallel_size * training.pipeline_parallel_size * replicas
+
+
+def _environment() -> dict[str, str]:
+    """Under the variable nothing is compiled for Neuron, and nothing saved."""
+    flags = without_cache_folder(os.environ.get(NEURON_FLAGS, ""))
+    return {**os.environ, NEURON_FLAGS: flags, "NEURON_EXTRACT_GRAPHS_ONLY": "1"}
 
 
 def will_fail(findings: Sequence[Finding]) -> bool:

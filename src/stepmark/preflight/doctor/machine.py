@@ -11,6 +11,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import torch
@@ -20,9 +21,11 @@ from stepmark.filesystem.cache_folder import GRAPHS, cache_root
 from stepmark.launch.world import World
 from stepmark.preflight.doctor.findings import Finding, Status
 from stepmark.runtime.compile_cache import NEURON_FLAGS, NEURON_URL, Setting, neuron_place
+from stepmark.runtime.context import group_backend
 from stepmark.runtime.device import choose_device
+from stepmark.runtime.eager import can_pin
 from stepmark.runtime.hardware import neuron_device_present, tpu_present
-from stepmark.runtime.neuron.neuron_environment import CORES, visible_cores
+from stepmark.runtime.neuron.neuron_environment import CORES, core_of, visible_cores
 from stepmark.runtime.versions import installed_version
 from stepmark.runtime.xla_environment import TYPE_OVERRIDES, is_on
 
@@ -130,13 +133,12 @@ def _cores(world: World, ranks: int) -> Iterator[Finding]:
     see its own only."""
     try:
         cores = len(visible_cores())
+        if world.size > 1:
+            core_of(world)
     except LaunchError as error:
         yield Finding(TOPIC, CORES, str(error), Status.FAILURE)
         return
-    if world.size > 1 and cores > 1 and cores != world.local_size:
-        text = f"lists {cores} cores for the {world.local_size} ranks of this machine; list one core per rank"
-        yield Finding(TOPIC, CORES, text, Status.FAILURE)
-    elif world.size == 1 and 0 < cores < ranks:
+    if world.size == 1 and 0 < cores < ranks:
         text = f"lists {cores} cores, and the recipe's mesh needs {ranks} ranks, each with a core of its own"
         yield Finding(TOPIC, CORES, text, Status.WARNING)
 
@@ -238,6 +240,7 @@ def look_at_devices(wish: str) -> Iterator[Finding]:
     yield Finding(DEVICES, "CPU", f"{cores} cores", values={"cores": cores})
     yield from _neuron(wish)
     yield from _cuda()
+    yield from _native()
     if tpu_present():
         yield Finding(DEVICES, "TPU", f"{len(glob.glob('/dev/accel[0-9]*'))} devices")
     try:
@@ -287,3 +290,37 @@ def _cuda() -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(index)
         text = f"{properties.name}, {properties.total_memory / 1e9:.1f} GB; CUDA {torch.version.cuda}, driver {driver}"
         yield Finding(DEVICES, f"CUDA {index}", text, values={"memory": properties.total_memory})
+
+
+def _native() -> Iterator[Finding]:
+    """The accelerator of torch's, where it is another one than CUDA, and what training on it needs of its package."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type == "cuda":
+        return
+    kind, count = accelerator.type, torch.accelerator.device_count()
+    package = ", ".join(_packages_of(kind)) or f"torch {torch.__version__}"
+    group, compilers, pins = group_backend(kind), _compilers_for(kind), can_pin(accelerator)
+    text = (
+        f"{count} devices of {package}; process group {group or 'none: one rank only'}; torch.compile by "
+        f"{', '.join(compilers) or 'no backend'}; {'pinned' if pins else 'no pinned'} host memory"
+    )
+    values = {"count": count, "package": package, "process_group": group, "compilers": compilers, "pinned_memory": pins}
+    yield Finding(DEVICES, kind, text, values=values)
+
+
+def _packages_of(kind: str) -> list[str]:
+    """The installed packages that torch loads as backends, with their versions: one has brought this device, unless
+    torch has it itself."""
+    if torch._C._get_privateuse1_backend_name() != kind:
+        return []
+    loaded = {point.dist for point in entry_points(group="torch.backends") if point.dist is not None}
+    return sorted(f"{each.name} {each.version}" for each in loaded)
+
+
+def _compilers_for(kind: str) -> list[str]:
+    """The backends of torch.compile for the device: inductor where it has code for it, and those of packages."""
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+
+    init_backend_registration()
+    inductor = ["inductor"] if get_scheduling_for_device(kind) is not None else []
+    return inductor + sorted({point.name for point in entry_points(group="torch_dynamo_backends")})

@@ -3,69 +3,55 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from stepmark.config.optimizers import check_optimizer
+from stepmark.config.quiet_libraries import quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
-from stepmark.errors import UsageError
+from stepmark.data.loader.order import BatchLayout, Epoch
+from stepmark.data.prepared_data import choose_block_size, prepare
+from stepmark.data.tokenize.tokenizer import check_own_code
+from stepmark.errors import DataError, UsageError
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.preflight.plan.candidates import neighbours, smaller
 from stepmark.preflight.plan.depth import trace_deep
-from stepmark.preflight.plan.simulated_mesh import DEVICES, PlannedDevice
+from stepmark.preflight.plan.simulated_mesh import PlannedDevice, planned_device
 from stepmark.preflight.plan.stages import StageTrace, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
-from stepmark.preflight.plan.step_trace import meta_model
+from stepmark.preflight.plan.step_trace import StepTrace, meta_model
+from stepmark.recipe.model import build_config, build_tokenizer, check_block_size
+from stepmark.runtime.device import choose_device
+from stepmark.runtime.hardware import check_device_name
+from stepmark.runtime.mesh import check_sizes
 from stepmark.trainer.run_folder.adapters import adapter_of
+from stepmark.training.flops import EXPERTS
 
 HEADROOM = 0.9  # of a device's memory: the rest is for the runtime, its libraries and fragmentation
 
-
-@dataclass(frozen=True)
-class RunLength:
-    """Length of a run.
-
-    Attributes:
-        block_size: Tokens in a sample.
-        samples_per_step: Over all ranks.
-        steps: Of the complete run; None if that depends on data that was not counted.
-    """
-
-    block_size: int
-    samples_per_step: int
-    steps: int | None
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.samples_per_step * self.block_size
-
-    @property
-    def tokens(self) -> int | None:
-        """Tokens of the complete run; an upper bound where an epoch's last step is not full."""
-        return None if self.steps is None else self.steps * self.tokens_per_step
+NOT_TRACED = StepTrace({"": {}}, 0.0)
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of a rank with some settings; in a pipeline, of the one that needs the most.
+    """Memory of a rank with some settings.
 
     Attributes:
         args: The settings.
-        peak_of: The part of the step in which most is allocated.
-        usage: Bytes by category at that peak.
-        checkpointed: Bytes of optimizer state and master weights for an element of a parameter, as they are saved.
+        trace: The traced step; in a pipeline that of the rank with the highest peak.
         impossible: Why these settings cannot be used; None if they can.
         stages: The ranks of a pipeline that were traced: with the recipe's own settings all of them.
     """
 
     args: TrainingFields
-    peak_of: str = ""
-    usage: dict[str, int] | None = None
-    checkpointed: float = 0.0
+    trace: StepTrace = NOT_TRACED
     impossible: str | None = None
     stages: tuple[StageTrace, ...] = ()
 
@@ -81,43 +67,69 @@ class RankMemory:
         args = self.args
         return ideal_idle_share(args.pipeline_parallel_size, args.gradient_accumulation_steps, args.pipeline_chunks)
 
-    @property
-    def peak(self) -> int:
-        """Bytes."""
-        return sum((self.usage or {}).values())
-
     def fits(self, device_memory: int) -> bool:
         """Whether it fits with some room for what is not counted."""
-        return self.impossible is None and self.peak <= HEADROOM * device_memory
-
-
-@dataclass(frozen=True)
-class CheckpointSize:
-    """Bytes of a checkpoint's tensors, and of host memory that each rank copies them to (on average; a lazy device
-    passes complete tensors, one at a time, beside that)."""
-
-    model: int
-    optimizer: int
-    staging: int
-
-    @property
-    def total(self) -> int:
-        return self.model + self.optimizer
+        return self.impossible is None and self.trace.peak <= HEADROOM * device_memory
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a recipe. `options` are the recipe's own settings, then others; `device_memory` in bytes."""
+    """The plan of a recipe.
+
+    Attributes:
+        model_class: The model's class.
+        parameters: Of the complete model.
+        ranks: All ranks.
+        device: What is planned for.
+        device_memory: Bytes of each device; None: nothing is said about what fits.
+        block_size: Tokens in a sample.
+        samples_per_step: Over all ranks.
+        steps: Of the complete run; None if that depends on data that was not counted.
+        options: The recipe's own settings, then others.
+        model_bytes, optimizer_bytes: Of a checkpoint's tensors.
+        notes: Lines that the reader should know.
+    """
 
     model_class: str
     parameters: int
     ranks: int
     device: PlannedDevice
     device_memory: int | None
-    length: RunLength
+    block_size: int
+    samples_per_step: int
+    steps: int | None
     options: Sequence[RankMemory]
-    checkpoint: CheckpointSize
+    model_bytes: int
+    optimizer_bytes: int
     notes: Sequence[str]
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.samples_per_step * self.block_size
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the complete run; an upper bound where an epoch's last step is not full."""
+        return None if self.steps is None else self.steps * self.tokens_per_step
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.model_bytes + self.optimizer_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of host memory that each rank copies a checkpoint to, on average. A lazy device passes complete
+        tensors, one at a time, beside that."""
+        return -(-self.checkpoint_bytes // self.ranks)
+
+    @property
+    def saves(self) -> int | None:
+        """Checkpoints of the complete run; None where that is unknown."""
+        args = self.own.args
+        if args.save_strategy != "steps" or self.steps is None:
+            return 0 if args.save_strategy == "no" else None
+        interval = args.save_steps if args.save_steps >= 1 else math.ceil(args.save_steps * self.steps)
+        return math.ceil(self.steps / max(int(interval), 1))  # the last step is saved as well
 
     @property
     def own(self) -> RankMemory:
@@ -131,73 +143,94 @@ class Plan:
         return next((option for option in self.options if option.fits(self.device_memory)), None)
 
 
-def make_plan(
-    recipe: Recipe,
-    config: Any,
-    ranks: int,
-    length: RunLength,
-    device: str,
-    device_memory: int | None = None,
-    notes: Sequence[str] = (),
-) -> Plan:
-    """Plans a recipe.
+def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *, count_data: bool = False) -> Plan:
+    """Plans a recipe for `ranks` ranks with `device_memory` bytes each; None: nothing is said about what fits. With
+    `count_data`, an epoch's steps are counted in the data, which is tokenized for that.
 
-    Args:
-        recipe: The recipe.
-        config: The model's configuration.
-        ranks: All ranks of the run.
-        length: Steps and tokens.
-        device: The device type to plan for.
-        device_memory: Bytes of a rank's device; default None: nothing is said about what fits.
-        notes: Lines that the reader of the plan should know.
-
-    Raises:
-        UsageError: The recipe's own settings cannot be used on these ranks.
+    Raises UsageError or DataError for what the recipe describes wrongly.
     """
+    quiet_libraries()
     args = recipe.training
-    check_mesh(args, ranks)
-    trust = recipe.model.trust_remote_code
-    adapter = None if recipe.model.peft is None else recipe.model
-    setup = StepSetup(config, args, ranks, length.block_size, DEVICES[device], trust, adapter)
+    check_optimizer(args.optim)
+    check_sizes(ranks, args.tensor_parallel_size, args.pipeline_parallel_size, begin="plan for")
+    notes: list[str] = []
+    tokenizer = _tokenizer(recipe, notes)
+    config = _config(recipe, tokenizer)
+    block_size = choose_block_size(recipe.data.block_size, getattr(tokenizer, "model_max_length", 2**62))
+    replicas = ranks // (args.tensor_parallel_size * args.pipeline_parallel_size)
+    batch = BatchLayout(args.per_device_train_batch_size, replicas, args.gradient_accumulation_steps).global_batch
+    steps = args.max_steps if args.max_steps > 0 else None
+    if steps is None and count_data and tokenizer is not None:
+        say = partial(print, file=sys.stderr, flush=True)
+        epoch = Epoch(len(prepare(recipe.data, tokenizer, progress=say).train), batch, args.dataloader_drop_last)
+        steps = math.ceil(args.num_train_epochs * epoch.steps())
+    try:
+        check_block_size(config, block_size)
+    except DataError as error:
+        raise UsageError(str(error)) from error
+    if any(getattr(config, name, None) for name in EXPERTS):
+        notes.append("A mixture of experts is planned as if every expert saw every token: an upper bound.")
+    device = planned_device(_device(recipe, notes))
+    setup = StepSetup(config, args, ranks, block_size, device, recipe.model)
     model_class, parameters, trained, elements = _count(setup)
-    measured = [_measure(setup, each, own=each is args) for each in neighbours(args, ranks)]
-    if measured[0].impossible is not None:
-        raise UsageError(measured[0].impossible)
-    if device_memory is not None and not any(each.fits(device_memory) for each in measured):
-        others = [each for each in smaller(args, ranks) if each not in [one.args for one in measured]]
-        measured += _until_one_fits(setup, others, device_memory)
+    options = [_measure(setup, each, own=each is args) for each in neighbours(args, ranks)]
+    if options[0].impossible is not None:
+        raise UsageError(options[0].impossible)
+    if device_memory is not None and not any(each.fits(device_memory) for each in options):
+        tried = [one.args for one in options]
+        for settings in (each for each in smaller(args, ranks) if each not in tried):
+            options.append(_measure(setup, settings))
+            if options[-1].fits(device_memory):
+                break
     size = torch.finfo(getattr(torch, args.dtype)).bits // 8
-    optimizer = 0 if args.save_only_model else round(trained * measured[0].checkpointed)
-    total = elements * size + optimizer
+    optimizer = 0 if args.save_only_model else round(trained * options[0].trace.saved_per_element)
     return Plan(
         model_class,
         parameters,
         ranks,
-        DEVICES[device],
+        device,
         device_memory,
-        length,
-        measured,
-        CheckpointSize(elements * size, optimizer, -(-total // ranks)),
+        block_size,
+        batch,
+        steps,
+        options,
+        elements * size,
+        optimizer,
         notes,
     )
 
 
-def check_mesh(args: TrainingFields, ranks: int) -> None:
-    """Raises UsageError where the ranks do not make the mesh of the arguments."""
-    if ranks < 1:
-        raise UsageError(f"--nproc: must be at least 1, but is {ranks}")
-    tensor, stages = args.tensor_parallel_size, args.pipeline_parallel_size
-    for name, size in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", stages)):
-        if ranks % size:
-            raise UsageError(
-                f"{name}: {size} does not divide the {ranks} ranks; plan for a multiple of {size} ranks, or choose a "
-                f"divisor of {ranks}"
-            )
-    if ranks % (tensor * stages):
+def _tokenizer(recipe: Recipe, notes: list[str]) -> Any | None:
+    try:
+        return build_tokenizer(recipe.model)
+    except UsageError as error:
+        notes.append(f"Planned with the configuration's own vocabulary: {error}")
+        return None
+
+
+def _config(recipe: Recipe, tokenizer: Any | None) -> Any:
+    name = recipe.model.model_name_or_path
+    if name is None:
+        return build_config(recipe.model, tokenizer)
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        check_own_code(error, "model_name_or_path", name)
         raise UsageError(
-            f"tensor_parallel_size and pipeline_parallel_size: {tensor} times {stages} does not divide the {ranks} "
-            f"ranks; plan for a multiple of {tensor * stages} ranks, or lower one of them"
-        )
+            f"model_name_or_path: {name} has no readable config.json; a plan needs it, but no weights"
+        ) from error
+
+
+def _device(recipe: Recipe, notes: list[str]) -> str:
+    wish = recipe.training.device_name
+    check_device_name(wish)
+    if wish != "auto":
+        return wish
+    found = choose_device("auto")
+    notes.append(f"device: auto is {found} on this machine; --device xla or --device cuda plans for another one.")
+    return found
 
 
 def _count(setup: StepSetup) -> tuple[str, int, int, int]:
@@ -209,17 +242,8 @@ def _count(setup: StepSetup) -> tuple[str, int, int, int]:
         parameters, trained = sum(size for size, _ in sizes), sum(size for size, needed in sizes if needed)
         state = (adapter_of(model) or model).state_dict(keep_vars=True)
         saved = {id(value): value.numel() for value in state.values()}
-        inner = getattr(model, "base_model", None) if setup.adapter is not None else None
+        inner = getattr(model, "base_model", None) if setup.model.peft is not None else None
         return type(model if inner is None else inner.model).__name__, parameters, trained, sum(saved.values())
-
-
-def _until_one_fits(setup: StepSetup, tried: Sequence[TrainingFields], device_memory: int) -> list[RankMemory]:
-    found: list[RankMemory] = []
-    for settings in tried:
-        found.append(_measure(setup, settings))
-        if found[-1].fits(device_memory):
-            break
-    return found
 
 
 def _measure(setup: StepSetup, args: TrainingFields, *, own: bool = False) -> RankMemory:
@@ -231,18 +255,7 @@ def _measure(setup: StepSetup, args: TrainingFields, *, own: bool = False) -> Ra
     try:
         if changed.staged:
             stages = tuple(trace_stages(changed, every=own))
-            worst = max(stages, key=lambda stage: stage.peak)
-            return RankMemory(args, worst.peak_of, worst.usage, worst.trace.saved_per_element, stages=stages)
-        trace = trace_deep(changed)
+            return RankMemory(args, max(stages, key=lambda stage: stage.peak), stages=stages)
+        return RankMemory(args, trace_deep(changed))
     except UsageError as error:
         return RankMemory(args, impossible=str(error))
-    return RankMemory(args, trace.peak_of, trace.usage, trace.saved_per_element)
-
-
-def saves(plan: Plan) -> int | None:
-    """Checkpoints of the complete run; None where that is unknown."""
-    args, steps = plan.own.args, plan.length.steps
-    if args.save_strategy != "steps" or steps is None:
-        return 0 if args.save_strategy == "no" else None
-    interval = args.save_steps if args.save_steps >= 1 else math.ceil(args.save_steps * steps)
-    return math.ceil(steps / max(int(interval), 1))  # the last step is saved as well

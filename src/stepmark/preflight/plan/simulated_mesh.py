@@ -34,7 +34,7 @@ class PlannedDevice:
     """The properties of a device type that decide what is allocated.
 
     Attributes:
-        name: "cpu", "cuda", "neuron" or "xla".
+        name: As in a recipe.
         lazy: Whether operations become a graph.
         host_memory: Whether its memory is the host's.
         rounding: Bytes to whose multiple its allocator rounds.
@@ -51,9 +51,13 @@ GENERATOR_STATE = 5056  # bytes of that of torch's CPU generator
 DEVICES = {
     "cpu": PlannedDevice("cpu", host_memory=True),
     "cuda": PlannedDevice("cuda", rounding=512),
-    "neuron": PlannedDevice("neuron"),
     "xla": PlannedDevice("xla", lazy=True),
 }
+
+
+def planned_device(name: str) -> PlannedDevice:
+    """The device of this type. Of a native device nothing else is known than that operations run one by one."""
+    return DEVICES.get(name) or PlannedDevice(name)
 
 
 class SimulatedRuntime(EagerRuntime):

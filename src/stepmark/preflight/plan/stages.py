@@ -21,34 +21,18 @@ TRACED = 6  # micro-batches of gpipe up to which all are traced
 
 
 @dataclass(frozen=True)
-class StageTrace:
-    """Memory of one rank of a pipeline.
+class StageTrace(StepTrace):
+    """The step of one rank of a pipeline.
 
     Attributes:
         rank: Its coordinate on the pipeline's axis.
         layers: The first and the last layer of each of its stages.
         in_flight: The most forward passes whose activations it keeps.
-        trace: The traced step.
     """
 
     rank: int
     layers: tuple[tuple[int, int], ...]
     in_flight: int
-    trace: StepTrace
-
-    @property
-    def usage(self) -> dict[str, int]:
-        """Bytes by category at the highest peak, which is in the part `peak_of` of the step."""
-        return self.trace.usage
-
-    @property
-    def peak_of(self) -> str:
-        return self.trace.peak_of
-
-    @property
-    def peak(self) -> int:
-        """Bytes."""
-        return sum(self.usage.values())
 
 
 def trace_stages(setup: StepSetup, *, every: bool) -> list[StageTrace]:
@@ -70,7 +54,7 @@ def trace_stages(setup: StepSetup, *, every: bool) -> list[StageTrace]:
     for rank in traced:
         layers = tuple((begin, end - 1) for begin, end in bounds[rank :: len(ranks)])
         trace = _trace(dataclasses.replace(setup, args=args, stage=rank))
-        found.append(StageTrace(rank, layers, in_flight(args, rank), trace))
+        found.append(StageTrace(trace.peaks, trace.saved_per_element, rank, layers, in_flight(args, rank)))
     return found
 
 

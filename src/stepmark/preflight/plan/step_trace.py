@@ -7,10 +7,10 @@ tensors are fake and the other ranks are missing. So no formula has to know what
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepmark.config.training_fields import TrainingFields
-from stepmark.data.loader.batch import StepBatch
+from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.errors import UsageError
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.gradients.reducer import GradientReducer
@@ -39,18 +39,16 @@ from stepmark.preflight.plan.allocations import (
     AllocationTracker,
 )
 from stepmark.preflight.plan.simulated_mesh import PlannedDevice, SimulatedMesh
-from stepmark.preflight.plan.stage_trace import evaluate_stages, stage_inputs, watch_stage
-from stepmark.preflight.plan.step_setup import StepSetup
-from stepmark.recipe.model import with_adapter
+from stepmark.preflight.plan.step_setup import StepSetup, stage_inputs, watch_stage
+from stepmark.recipe.model import make_model, with_adapter
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import cast_module
-from stepmark.trainer.setup import sharding_options, step_optimizer
+from stepmark.trainer.setup import make_step, sharding_options, step_optimizer
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating
 from stepmark.training.model_options import enable_gradient_checkpointing
-from stepmark.training.step import TrainStep
+from stepmark.training.pipelined_forward import PipelinedForward
 
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # prints the stacks of errors
 
@@ -83,12 +81,12 @@ class StepTrace:
     @property
     def peak_of(self) -> str:
         """The part of the step with the highest peak: its window without the number of the pass and the half."""
-        return part_of(self.highest[0])
+        return " ".join(word for word in self.highest[0].partition(",")[0].split() if not word.isdigit())
 
-
-def part_of(window: str) -> str:
-    """`backward pass` for the window `backward pass 1, first half`."""
-    return " ".join(word for word in window.partition(",")[0].split() if not word.isdigit())
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return sum(self.usage.values())
 
 
 def trace_step(setup: StepSetup) -> StepTrace:
@@ -105,12 +103,8 @@ def trace_step(setup: StepSetup) -> StepTrace:
             "memory cannot be planned without weights"
         ) from error
     except (RuntimeError, ValueError) as error:  # sizes that do not go together
+        _check_conversion(error)
         line = (str(error).strip() or type(error).__name__).split("\n")[0]
-        if "Couldn't swap" in line:
-            raise UsageError(
-                f"stepmark plan: torch {torch.__version__} cannot convert parameters that have no memory; plan with "
-                "torch 2.9"
-            ) from error
         raise UsageError(f"config_name and config_overrides: the model cannot train a step: {line}") from error
 
 
@@ -120,27 +114,16 @@ def _trace(setup: StepSetup) -> StepTrace:
         model, mesh = _make_model(setup, tracker)
         optimizer = step_optimizer(model, setup.args, mesh)
         optimizer.ensure_state()
-        parameters = list(model.parameters())
         _assign_state(model, optimizer, tracker)
-        loss = _loss(setup, model, tracker)
-        _train(setup, model, WatchedOptimizer(optimizer, parameters, tracker), loss, mesh, tracker)
-        mesh.simulated.at_boundary = lambda: None
+        loss = WatchedLoss(model, label_smoothing=setup.args.label_smoothing_factor, lazy=True)  # reads no values
+        _train(setup, model, optimizer, loss, mesh, tracker)
         if setup.args.eval_strategy != "no":
             tracker.enter("evaluation", ACTIVATIONS)
-            evaluation = evaluate_stages if setup.staged else _evaluate
-            evaluation(setup, model, loss, mesh)
+            _evaluate(setup, model, loss, mesh)
         usage = tracker.allocated()
         updated = sum(tensor.numel() for group in optimizer.inner.param_groups for tensor in group["params"])
     masters = 0 if setup.args.dtype == "float32" else torch.float32.itemsize
     return StepTrace(tracker.peaks(), usage[OPTIMIZER] / max(updated, 1) + masters)
-
-
-def _loss(setup: StepSetup, model: nn.Module, tracker: AllocationTracker) -> MicroBatchLoss:
-    """The loss; without a pipeline it reports where the step is, which stages do otherwise (see `watch_stage`)."""
-    smoothing = setup.args.label_smoothing_factor
-    if setup.staged:
-        return MicroBatchLoss(model, label_smoothing=smoothing, lazy=True)  # reads no values
-    return WatchedLoss(model, tracker, label_smoothing=smoothing)
 
 
 @contextmanager
@@ -158,19 +141,9 @@ def meta_model(setup: StepSetup) -> nn.Module:
 
     Raises UsageError if the configuration does not describe one, or it cannot have the adapter.
     """
-    from transformers import AutoModelForCausalLM
-
     try:
-        model: nn.Module = AutoModelForCausalLM.from_config(setup.config, trust_remote_code=setup.trust_remote_code)
-    except Exception as error:  # every model class checks its sizes differently
-        _check_conversion(error)
-        line = (str(error).strip() or type(error).__name__).split("\n")[0]
-        raise UsageError(f"config_name and config_overrides: they do not describe a valid model: {line}") from error
-    if setup.adapter is None:
-        return model
-    try:
-        return with_adapter(model, setup.adapter)
-    except RuntimeError as error:
+        return with_adapter(make_model(setup.model, setup.config), setup.model)
+    except (RuntimeError, UsageError) as error:
         _check_conversion(error)
         raise
 
@@ -215,92 +188,86 @@ def _assign_state(model: nn.Module, optimizer: NamedOptimizer, tracker: Allocati
 def _train(
     setup: StepSetup,
     model: nn.Module,
-    optimizer: WatchedOptimizer,
-    loss: MicroBatchLoss,
+    optimizer: NamedOptimizer,
+    loss: WatchedLoss,
     mesh: SimulatedMesh,
     tracker: AllocationTracker,
 ) -> None:
     """One step, of which as many micro-batches run as it takes until they repeat. On an eager device the
     second step: in the first one gradients learn in which order they can be sent during the backward pass."""
     args = setup.args
-    step = TrainStep(
-        model,
-        cast(NamedOptimizer, optimizer),
-        loss,
-        mesh,
-        accumulation=args.gradient_accumulation_steps,
-        pipeline_schedule=args.pipeline_schedule,
-        max_grad_norm=args.max_grad_norm,
-        autocast=setup.autocast,
-        reduce_dtype=getattr(torch, args.reduce_dtype),
-    )
+    _watch(optimizer, list(model.parameters()), tracker)
+    # A loss scale reads the gradient's norm.
+    unscaled = replace(args, bf16=True, fp16=False) if args.fp16 else args
+    step = make_step(model, optimizer, loss, mesh, unscaled)
     batch = StepBatch(setup.traced_micro_batches(), args.per_device_train_batch_size, 0.0, {})
     for number in range(1 if setup.device.lazy else 2):
         tracker.forget()
         if setup.staged:
-            watch_stage(setup, mesh, tracker)
+            watch_stage(setup, len(batch), mesh, tracker)
+        else:
+            loss.tracker = tracker
         step(number, batch)
+    loss.tracker, mesh.simulated.at_boundary = None, lambda: None
 
 
-def _evaluate(setup: StepSetup, model: nn.Module, loss: MicroBatchLoss, mesh: SimulatedMesh) -> None:
-    """One batch of an evaluation, whose logits are complete."""
-    inputs = setup.batch(setup.args.per_device_eval_batch_size)
-    one = torch.ones(())
+def _evaluate(setup: StepSetup, model: nn.Module, loss: WatchedLoss, mesh: SimulatedMesh) -> None:
+    """One batch of an evaluation; in a pipeline as many as are on their way at a time. The logits are complete."""
+    rows, one = setup.args.per_device_eval_batch_size, torch.ones(())
+
+    def compute(batch: MicroBatch) -> Tensor:
+        return loss(model, batch.inputs, Weight(one, one))[0]
+
     with evaluating(model), torch.no_grad(), autocast(mesh.runtime, setup.autocast):
-        MicroBatchLoss.__call__(loss, model, inputs, Weight(one, one))
+        if not setup.staged:
+            compute(setup.micro_batch(rows))
+            return
+        mesh.simulated_links.expect_rows(rows)
+        batches = [setup.micro_batch(rows) for _ in range(2 * setup.args.pipeline_parallel_size + 1)]
+        for _ in PipelinedForward(model, loss, mesh, setup.autocast)(batches, compute):
+            pass
 
 
 class WatchedLoss(MicroBatchLoss):
-    """A loss whose forward passes, and what follows them, are windows of the tracker."""
+    """A loss whose forward passes, and what follows them, are windows of `tracker`, while it has one. The passes of
+    pipeline stages are windows of their own (`watch_stage`)."""
 
-    def __init__(self, model: nn.Module, tracker: AllocationTracker, *, label_smoothing: float) -> None:
-        super().__init__(model, label_smoothing=label_smoothing, lazy=True)  # reads no values
-        self._tracker = tracker
+    tracker: AllocationTracker | None = None
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
-        number = self._tracker.count("forward pass")
-        self._tracker.enter(f"forward pass {number}", ACTIVATIONS)
+        if self.tracker is None:
+            return super().__call__(model, inputs, weight)
+        number = self.tracker.count("forward pass")
+        self.tracker.enter(f"forward pass {number}", ACTIVATIONS)
         result = super().__call__(model, inputs, weight)
-        self._tracker.enter(f"backward pass {number}", ACTIVATIONS)
+        self.tracker.enter(f"backward pass {number}", ACTIVATIONS)
         return result
 
 
-class WatchedOptimizer:
-    """A `NamedOptimizer` whose gradients and update are windows of the tracker."""
+def _watch(optimizer: NamedOptimizer, parameters: list[nn.Parameter], tracker: AllocationTracker) -> None:
+    """Makes the optimizer's update, and the reduction of its gradients, windows of the tracker, which learns what
+    memory holds gradients."""
+    make, update = optimizer.gradients, optimizer.step
 
-    def __init__(self, optimizer: NamedOptimizer, parameters: Iterable[nn.Parameter], tracker: AllocationTracker):
-        self._optimizer, self._parameters, self._tracker = optimizer, list(parameters), tracker
+    def gradients(*args: Any, **options: Any) -> GradientReducer:
+        with tracker.within(GRADIENTS):
+            reducer = make(*args, **options)
+        collect_all, reduce_all = reducer.collect, reducer.reduce
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
+        def collect() -> None:
+            tracker.assign((parameter.grad for parameter in parameters), GRADIENTS)
+            collect_all()
 
-    def gradients(self, mesh: Mesh, **options: Any) -> GradientReducer:
-        with self._tracker.within(GRADIENTS):
-            reducer = self._optimizer.gradients(mesh, **options)
-        return cast(GradientReducer, WatchedGradients(reducer, self._parameters, self._tracker))
+        def reduce(loss: Tensor, tokens: Tensor) -> ReducedGradients:
+            tracker.assign((parameter.grad for parameter in parameters), GRADIENTS)
+            tracker.enter("gradient reduction", COMMUNICATION)
+            return reduce_all(loss, tokens)
 
-    def step(self) -> None:
-        self._tracker.enter("update", COMMUNICATION)
-        self._optimizer.step()
+        vars(reducer).update(collect=collect, reduce=reduce)
+        return reducer
 
+    def step() -> None:
+        tracker.enter("update", COMMUNICATION)
+        update()
 
-class WatchedGradients:
-    """A `GradientReducer` that tells the tracker which memory holds gradients."""
-
-    def __init__(self, reducer: GradientReducer, parameters: list[nn.Parameter], tracker: AllocationTracker) -> None:
-        self._reducer, self._parameters, self._tracker = reducer, parameters, tracker
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
-
-    def collect(self) -> None:
-        self._assign()
-        self._reducer.collect()
-
-    def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
-        self._assign()
-        self._tracker.enter("gradient reduction", COMMUNICATION)
-        return self._reducer.reduce(loss, tokens)
-
-    def _assign(self) -> None:
-        self._tracker.assign((parameter.grad for parameter in self._parameters), GRADIENTS)
+    vars(optimizer).update(gradients=gradients, step=step)

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stepmark.preflight.plan.allocations import CATEGORIES
-from stepmark.preflight.plan.plan import HEADROOM, Plan, RankMemory, saves
+from stepmark.preflight.plan.plan import HEADROOM, Plan, RankMemory
 from stepmark.preflight.plan.stages import StageTrace
+from stepmark.preflight.plan.step_trace import StepTrace
 
 GIGABYTE = 10**9
 COLUMNS = ("mesh", "zero_1", "sequence", "checkpointing", "rows x micro", *CATEGORIES, "peak")
@@ -20,23 +21,21 @@ def to_text(plan: Plan) -> str:
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    length, checkpoint = plan.length, plan.checkpoint
     billions = plan.parameters / 1e9
     count = f"{billions:.3f} billion" if billions >= 0.1 else f"{plan.parameters:,}"
     yield f"model       {plan.model_class}, {count} parameters, {plan.own.args.dtype}"
     yield f"ranks       {plan.ranks}: {_mesh(plan, plan.own)}; device {plan.device.name}"
     if plan.own.stages:
         yield f"pipeline    {_pipeline(plan.own)}"
-    steps = "unknown (max_steps, or --count-data, tells)" if length.steps is None else f"{length.steps:,}"
-    tokens = "" if length.tokens is None else f", {length.tokens:,} in all"
-    yield f"steps       {steps}; {length.samples_per_step:,} samples = {length.tokens_per_step:,} tokens a step{tokens}"
-    made = saves(plan)
-    times = "" if made is None else f", {made:,} times"
+    steps = "unknown (max_steps, or --count-data, tells)" if plan.steps is None else f"{plan.steps:,}"
+    tokens = "" if plan.tokens is None else f", {plan.tokens:,} in all"
+    yield f"steps       {steps}; {plan.samples_per_step:,} samples = {plan.tokens_per_step:,} tokens a step{tokens}"
+    times = "" if plan.saves is None else f", {plan.saves:,} times"
     kept = plan.own.args.save_total_limit
-    disk = "" if kept is None else f"; {kept} kept and one in progress: {_gb((kept + 1) * checkpoint.total)}"
-    parts = f"model {_gb(checkpoint.model)}, optimizer {_gb(checkpoint.optimizer)}"
-    yield f"checkpoint  {_gb(checkpoint.total)} ({parts}){times}{disk}"
-    yield f"host        {_gb(checkpoint.staging)} a rank to copy a checkpoint to; it is kept from save to save"
+    disk = "" if kept is None else f"; {kept} kept and one in progress: {_gb((kept + 1) * plan.checkpoint_bytes)}"
+    parts = f"model {_gb(plan.model_bytes)}, optimizer {_gb(plan.optimizer_bytes)}"
+    yield f"checkpoint  {_gb(plan.checkpoint_bytes)} ({parts}){times}{disk}"
+    yield f"host        {_gb(plan.staging_bytes)} a rank to copy a checkpoint to; it is kept from save to save"
 
 
 def _pipeline(own: RankMemory) -> str:
@@ -51,28 +50,26 @@ def _pipeline(own: RankMemory) -> str:
 def _own(plan: Plan) -> Iterator[str]:
     own = plan.own
     where = "" if own.worst is None else f" of pipeline rank {own.worst.rank}, which needs the most"
-    yield f"memory a rank at the peak, in the {own.peak_of}{where}:"
-    usage = own.usage or {}
+    yield f"memory a rank at the peak, in the {own.trace.peak_of}{where}:"
     for category in CATEGORIES:
-        yield f"  {category:<16}{_gb(usage[category]):>12}"
-    yield f"  {'sum':<16}{_gb(own.peak):>12}"
+        yield f"  {category:<16}{_gb(own.trace.usage[category]):>12}"
+    yield f"  {'sum':<16}{_gb(own.trace.peak):>12}"
     if own.stages:
         yield ""
         kept = "`kept`: forward passes whose activations a rank keeps at a time"
         yield f"the ranks of its pipeline, in {_unit(plan)[1]}; {kept}:"
-        rows = [("rank", "layers", "kept", *CATEGORIES, "peak"), *(_stage_row(plan, each) for each in own.stages)]
-        yield from _aligned(rows)
+        rows = [(str(each.rank), _layers(each), str(each.in_flight), *_sizes(plan, each)) for each in own.stages]
+        yield from _aligned([("rank", "layers", "kept", *CATEGORIES, "peak"), *rows])
 
 
-def _stage_row(plan: Plan, stage: StageTrace) -> tuple[str, ...]:
-    unit, _ = _unit(plan)
-    usage = (f"{stage.usage[category] / unit:.2f}" for category in CATEGORIES)
-    return (str(stage.rank), _layers(stage), str(stage.in_flight), *usage, f"{stage.peak / unit:.2f}")
+def _sizes(plan: Plan, trace: StepTrace) -> list[str]:
+    """The cells of its memory."""
+    return [f"{size / _unit(plan)[0]:.2f}" for size in (*map(trace.usage.__getitem__, CATEGORIES), trace.peak)]
 
 
 def _unit(plan: Plan) -> tuple[int, str]:
     """Bytes and name of the unit of the tables: small models have nothing to show in GB."""
-    largest = max(option.peak for option in (plan.own, *plan.options) if option.impossible is None)
+    largest = max(option.trace.peak for option in plan.options if option.impossible is None)
     return (GIGABYTE, "GB") if largest >= GIGABYTE / 10 else (10**6, "MB")
 
 
@@ -101,15 +98,14 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def _row(plan: Plan, option: RankMemory, piped: bool) -> tuple[str, ...]:
     """`piped`: with the columns of pipelines."""
-    args, usage, (unit, _) = option.args, option.usage or {}, _unit(plan)
+    args = option.args
     cells = [
         _mesh(plan, option),
         _yes(args.zero_1),
         _yes(args.sequence_parallel),
         _yes(args.gradient_checkpointing),
         f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps}",
-        *(f"{usage[category] / unit:.2f}" for category in CATEGORIES),
-        f"{option.peak / unit:.2f}",
+        *_sizes(plan, option.trace),
     ]
     if piped:
         worst = option.worst
@@ -121,7 +117,7 @@ def _verdict(plan: Plan, option: RankMemory) -> str:
     assert plan.device_memory is not None
     if option.fits(plan.device_memory):
         return "yes"
-    return "tight" if option.peak <= plan.device_memory else "no"
+    return "tight" if option.trace.peak <= plan.device_memory else "no"
 
 
 def _conclusion(plan: Plan) -> Iterator[str]:
@@ -179,15 +175,15 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "ranks": plan.ranks,
         "device": plan.device.name,
         "device_memory": plan.device_memory,
-        "block_size": plan.length.block_size,
-        "steps": plan.length.steps,
-        "tokens_per_step": plan.length.tokens_per_step,
-        "tokens": plan.length.tokens,
+        "block_size": plan.block_size,
+        "steps": plan.steps,
+        "tokens_per_step": plan.tokens_per_step,
+        "tokens": plan.tokens,
         "checkpoint": {
-            "model": plan.checkpoint.model,
-            "optimizer": plan.checkpoint.optimizer,
-            "staging_per_rank": plan.checkpoint.staging,
-            "saves": saves(plan),
+            "model": plan.model_bytes,
+            "optimizer": plan.optimizer_bytes,
+            "staging_per_rank": plan.staging_bytes,
+            "saves": plan.saves,
         },
         "options": [_option_to_json(plan, option) for option in plan.options],
         "chosen": plan.options.index(plan.chosen) if plan.chosen is not None else None,
@@ -196,27 +192,24 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _option_to_json(plan: Plan, option: RankMemory) -> dict[str, Any]:
-    worst = option.worst
+    worst, possible = option.worst, option.impossible is None
+    traced = _trace_to_json(option.trace) if possible else {"peak": None, "peak_in": "", "memory": None}
     return {
         "mesh": _axes(plan, option),
         "changes": flags(plan.own, option),
-        "peak": option.peak if option.impossible is None else None,
-        "peak_in": option.peak_of,
-        "memory": option.usage,
+        **traced,
         "fits": None if plan.device_memory is None else option.fits(plan.device_memory),
         "impossible": option.impossible,
-        "bubble": option.bubble if option.impossible is None else None,
+        "bubble": option.bubble if possible else None,
         "largest": None if worst is None else worst.rank,
         "stages": [_stage_to_json(stage) for stage in option.stages],
     }
 
 
 def _stage_to_json(stage: StageTrace) -> dict[str, Any]:
-    return {
-        "rank": stage.rank,
-        "layers": [list(each) for each in stage.layers],
-        "in_flight": stage.in_flight,
-        "peak": stage.peak,
-        "peak_in": stage.peak_of,
-        "memory": stage.usage,
-    }
+    layers = [list(each) for each in stage.layers]
+    return {"rank": stage.rank, "layers": layers, "in_flight": stage.in_flight, **_trace_to_json(stage)}
+
+
+def _trace_to_json(trace: StepTrace) -> dict[str, Any]:
+    return {"peak": trace.peak, "peak_in": trace.peak_of, "memory": trace.usage}

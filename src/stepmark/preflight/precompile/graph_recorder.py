@@ -56,7 +56,8 @@ class GraphRecorder:
             state = self._state(before, after)
             compiling = after.compile_seconds - before.compile_seconds
             spent = compiling if after.compiled > before.compiled else seconds
-            self.graphs.append(Graph(self.part, GraphText.read(text), _key(text), spent, state))
+            key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+            self.graphs.append(Graph(self.part, GraphText.read(text), key, spent, state))
         self._counts = after
         self.part, self.after_boundary = self.after_boundary or self.part, None
 
@@ -80,7 +81,3 @@ class GraphRecorder:
         if after.cached > before.cached:
             return CACHED
         return NEW if after.missed > before.missed else UNKNOWN
-
-
-def _key(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -26,6 +26,12 @@ def needs_parallel_compile(device: str) -> bool:
     return lazy and neuron_device_present() and not extracting_graphs()
 
 
+def check_kept(compile_cache: Setting) -> None:
+    """Raises UsageError where graphs would not be kept."""
+    if compile_cache is False:
+        raise UsageError("compile_cache: is false, so no graph would be kept; leave it out, or name a folder")
+
+
 def run_parallel_compile(arguments: Sequence[str], compile_cache: Setting) -> NoReturn:
     """Replaces this process by the tool, which runs the same command line.
 
@@ -41,8 +47,7 @@ def run_parallel_compile(arguments: Sequence[str], compile_cache: Setting) -> No
     tool = shutil.which(TOOL)
     if tool is None:
         raise DeviceError(f"precompile: {TOOL} is not on the PATH; install torch-neuronx, which brings it")
-    if compile_cache is False:
-        raise UsageError("compile_cache: is false, so no graph would be kept; leave it out, or name a folder")
+    check_kept(compile_cache)
     prepare_compile_cache(compile_cache)
     sys.stdout.flush()
     command = shlex.join([sys.executable, "-m", "stepmark", *arguments])

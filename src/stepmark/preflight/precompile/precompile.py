@@ -8,18 +8,20 @@ every graph of training, since the micro-batches between the first and the last 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset
+import numpy as np
 
 from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
-from stepmark.data.loader.collate import PadTo
-from stepmark.data.prepared_data import choose_block_size
+from stepmark.data.chat.conversations import Conversations
+from stepmark.data.prepared_data import Prepared, choose_block_size
+from stepmark.data.tokenize.packing import PackedBlocks
+from stepmark.data.tokenize.tokenized_rows import TokenizedRows
 from stepmark.errors import UsageError
+from stepmark.preflight.precompile.neuron import check_kept
 from stepmark.preflight.precompile.table import describe
 from stepmark.recipe.train import begin, build_trainer
 from stepmark.runtime.compile_cache import kept_in, switched_on
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from stepmark.preflight.precompile.graph_recorder import GraphRecorder
     from stepmark.runtime.context import Context
     from stepmark.trainer.setup import RunParts
-    from stepmark.trainer.trainer import Trainer
 
 STEPS = 3  # a graph that differs after the first step, for example by which buffers it may reuse, is made in the second
 MICRO_BATCHES = 3
@@ -57,7 +58,8 @@ def precompile(recipe: Recipe) -> None:
 
 
 def graphs_of(recipe: Recipe) -> tuple[GraphRecorder, Context]:
-    """Makes every graph of the recipe's run: what this rank's device made, and the rank's context. Collective.
+    """Trains a few steps of the recipe's run, and evaluates: what this rank's device made for it, and the rank's
+    context. Collective.
 
     Raises:
         UsageError: As `precompile`.
@@ -70,36 +72,24 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder, Context]:
             f"device: {context.runtime.name} runs operations as they come and compiles no graphs; precompile is for "
             "lazy devices (device: xla)"
         )
-    from stepmark.recipe.model import build_untrained
-
-    training = recipe.training
-    ranks = context.world.size // (training.tensor_parallel_size * training.pipeline_parallel_size)
-    trainer = build_trainer(
-        recipe,
-        run,
-        functions,
-        prepare=lambda tokenizer: stand_in_data(recipe, tokenizer, max(ranks, 1), STEPS),
-        build=build_untrained,
-    )
-    return record_graphs(trainer), context
-
-
-def record_graphs(trainer: Trainer) -> GraphRecorder:
-    """Trains a few steps and evaluates; what the device makes for it. Collective."""
     from stepmark.preflight.precompile.graph_recorder import GraphRecorder
+    from stepmark.recipe.model import build_untrained
     from stepmark.runtime.xla import XlaRuntime
 
-    runtime = trainer.context.runtime
+    training, runtime = recipe.training, context.runtime
     assert isinstance(runtime, XlaRuntime)
+    ranks = max(context.world.size // (training.tensor_parallel_size * training.pipeline_parallel_size), 1)
+    prepare = partial(stand_in_data, recipe, data_parallel_size=ranks, steps=STEPS)
+    trainer = build_trainer(recipe, run, functions, prepare=prepare, build=build_untrained)
     recorder = GraphRecorder(runtime, extracting=extracting_graphs())
     with recorder.observing():
         _train(trainer.make_parts(), recorder)
         if trainer.args.eval_strategy != "no":
             recorder.part = "evaluation"
-            trainer.run_evaluation(trainer.get_eval_dataloader(), gather=trainer.compute_metrics is not None)
-            trainer.sample_texts()
+            trainer.evaluation.run(trainer.get_eval_dataloader(), gather=trainer.compute_metrics is not None)
+            trainer.evaluation.sample_texts()
         runtime.step_boundary(wait=True)
-    return recorder
+    return recorder, context
 
 
 def _train(parts: RunParts, recorder: GraphRecorder) -> None:
@@ -144,8 +134,7 @@ def _train(parts: RunParts, recorder: GraphRecorder) -> None:
 def _shortened(recipe: Recipe) -> Recipe:
     """The recipe with few steps, the default of its compile cache on, and nothing that writes files."""
     training: TrainingFields = recipe.training
-    if training.compile_cache is False:
-        raise UsageError("compile_cache: is false, so no graph would be kept; leave it out, or name a folder")
+    check_kept(training.compile_cache)
     short = dataclasses.replace(
         training,
         max_steps=STEPS,
@@ -164,55 +153,29 @@ def _micro_batches(training: TrainingFields) -> int:
     return min(training.gradient_accumulation_steps, 2 * ranks if ranks > 1 else MICRO_BATCHES)
 
 
-FINGERPRINT = "stand-in"
+class StandInBlocks(PackedBlocks):
+    """Blocks of a file that is not there: every token is 0, and every label counts."""
+
+    def __init__(self, samples: int, block_size: int) -> None:
+        super().__init__(Path(), "u1", samples * block_size, block_size, 0)
+
+    def _tokens(self, start: int, stop: int) -> np.ndarray:
+        return np.zeros(stop - start, np.uint8)
 
 
-@dataclass(frozen=True)
-class StandInData:
-    """Takes the place of `Prepared` in training and evaluation. `validation` is None without evaluation."""
-
-    train: StandInBlocks
-    validation: StandInBlocks | None
-    fingerprint: str = FINGERPRINT
-
-
-class StandInBlocks(Dataset[dict[str, Tensor]]):
-    """Blocks as those of `PackedBlocks`, or `Conversations`, padded or packed: every token is the same, and every label
-    counts."""
-
-    def __init__(self, samples: int, block_size: int, packed: bool = False, padded: bool = False) -> None:
-        self.block_size = block_size
-        self.packed = packed
-        self._padded = padded
-        self.fingerprint = FINGERPRINT
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.zeros(self.block_size, dtype=torch.int64)
-        sample = {"input_ids": tokens, "labels": tokens.clone()}
-        if self.packed:
-            sees = torch.ones(1, self.block_size, self.block_size, dtype=torch.bool)
-            sample |= {"position_ids": tokens.clone(), "attention_mask": sees}
-        return sample
-
-    def own_padding(self, *, fixed: bool) -> PadTo:
-        """Padding of the data set that these blocks stand for."""
-        return PadTo(self.block_size if fixed and self._padded else None, side="right")
-
-
-def stand_in_data(recipe: Recipe, tokenizer: Any, data_parallel_size: int, steps: int) -> StandInData:
+def stand_in_data(recipe: Recipe, tokenizer: Any, data_parallel_size: int, steps: int) -> Prepared:
     """Enough samples for `steps` steps of an epoch, the last of which lacks some, and two batches of an evaluation."""
     block_size = choose_block_size(recipe.data.block_size, tokenizer.model_max_length)
     training = recipe.training
     per_batch = training.per_device_train_batch_size * training.gradient_accumulation_steps * data_parallel_size
     ragged = 0 if training.dataloader_drop_last else (per_batch - 1) // 2
-    kind = {
-        "packed": recipe.data.packing,
-        "padded": recipe.data.messages_column is not None and not recipe.data.packing,
-    }
-    train = StandInBlocks(per_batch * steps - ragged, block_size, **kind)
-    validation = StandInBlocks(training.per_device_eval_batch_size * data_parallel_size + 1, block_size, **kind)
-    return StandInData(train, validation if training.eval_strategy != "no" else None)
+
+    def made(samples: int) -> StandInBlocks | Conversations:
+        if recipe.data.messages_column is None:
+            return StandInBlocks(samples, block_size)
+        rows = TokenizedRows.of(([0] * block_size, [True] * block_size) for _ in range(samples))
+        return Conversations(rows, tokenizer, max_length=block_size, packing=recipe.data.packing)
+
+    train, evaluated = made(per_batch * steps - ragged), training.eval_strategy != "no"
+    validation = made(training.per_device_eval_batch_size * data_parallel_size + 1) if evaluated else None
+    return Prepared(train, validation, fingerprint="stand-in", cached=True)

@@ -1,5 +1,5 @@
 "use strict";
-// One figure, drawn by uPlot: its curves, what marks them, and its buttons.
+// One figure, drawn by uPlot: its curves, what marks them, its buttons, and the values at a place.
 
 const MARKS = {
   resumed: ["--c2", "resumed"], compilation: ["--warn", "compiled"], trouble: ["--bad", "trouble"],
@@ -10,6 +10,13 @@ const PART_COLORS = { step: "var(--c0)", data: "var(--c1)", save: "var(--c2)", e
 const FONT = '11.5px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif';
 const DISTINCT = 8; // colors that everybody can tell apart; curves after them are dashed as well
 const MARGIN = 0.06; // of the values' range, above and below them
+const GROUP_POINTS = 400; // at most, of a curve of means
+const ENTRY_ROWS = 3; // of the list of values at a place
+const FAR = 20; // times the middle one of the curves' highest values: a curve beyond it does not set the axis
+
+const AXIS_UNITS = { step: "step", tokens: "tokens", epoch: "epoch", flops: "FLOPs of the model" };
+
+const translucent = (color) => (color[0] === "#" ? `${color}26` : color.replace(")", " / 15%)"));
 
 // A canvas needs a color itself, not the name of one.
 function resolved(color) {
@@ -35,6 +42,8 @@ class Chart {
     this.holder = this.box.querySelector(".plot");
     this.note = made("span", null, { className: "unit note" });
     this.box.querySelector(".buttons").before(this.note);
+    this.readout = this.box.querySelector(".readout");
+    this.several = page.runs.length > 1;
     this.makeLegend();
     this.makeButtons();
     this.build();
@@ -42,15 +51,14 @@ class Chart {
 
   // Names and colors
 
-  place(series) { return this.page.runs.length > 1 ? series.run : this.names.indexOf(series.name.replace(", trained again", "")); }
+  place(series) { return this.several ? series.run : this.names.indexOf(series.name.replace(", trained again", "")); }
 
   color(series) { return resolved(series.kind === "bar" ? PART_COLORS[series.name] : this.page.colors[this.place(series)]); }
 
   label(series) {
-    const { runs } = this.page;
-    if (runs.length < 2) return series.name;
-    const lost = series.kind === "lost" ? ", trained again" : "";
-    return this.names.length > 1 ? `${runs[series.run]}: ${series.name}` : runs[series.run] + lost;
+    if (!this.several) return series.name;
+    const name = series.group ?? this.page.runs[series.run], lost = series.kind === "lost" ? ", trained again" : "";
+    return this.names.length > 1 ? `${name}: ${series.name}` : name + lost;
   }
 
   text(value, series) {
@@ -62,7 +70,9 @@ class Chart {
 
   // The value of a place in words: of a curve that is smoothed both of its values.
   valueText(series, index) {
+    if (series.count) return `${this.text(series.y[index], series)} ± ${this.text(series.spread[index], series)} of ${series.count[index]}`;
     const logged = this.text(series.y[index], series), smoothed = this.smoothedAt(series, index);
+    if (smoothed !== null && this.crowded) return this.text(smoothed, series);
     return smoothed === null ? logged : `${this.text(smoothed, series)} smoothed, ${logged} logged`;
   }
 
@@ -71,7 +81,7 @@ class Chart {
   makeLegend() {
     const legend = this.box.querySelector(".legend");
     const labels = [...new Set(this.figure.series.filter((s) => s.kind !== "lost").map((s) => this.label(s)))];
-    if (labels.length < 2) return;
+    if (labels.length < 2 || this.several) return; // the page has one for all
     for (const label of labels) {
       const series = this.figure.series.find((s) => this.label(s) === label);
       const button = made("button", legend, { type: "button" }), swatch = made("i", button, { className: series.kind });
@@ -103,47 +113,81 @@ class Chart {
     }
     const csv = made("button", caption, { type: "button", textContent: "CSV", className: "toggle" });
     csv.title = "save the values that are drawn";
-    csv.onclick = () => this.page.save(`${name}.csv`, this.csv());
+    csv.onclick = () => this.page.save(`${name}.csv`, this.csv(), "text/csv");
+    const picture = made("button", caption, { type: "button", textContent: "image", className: "toggle" });
+    picture.title = "PNG, SVG, or a script for matplotlib";
+    picture.onclick = () => openSave(this);
   }
 
   csv() {
     const rows = [["run", "series", "step", "seconds", "value"]];
     for (const series of this.figure.series)
-      series.x.forEach((step, i) => rows.push([this.page.runs[series.run], series.name, step, series.times[i], series.y[i]]));
+      series.x.forEach((step, i) => rows.push([this.page.names[series.run], series.name, step, series.times[i], series.y[i]]));
     return toCsv(rows);
   }
 
   // What is drawn
 
   // Bars are of steps, whatever the axis of the curves is.
-  get byTime() { return this.page.byTime && !this.stacked; }
+  get axis() { return this.stacked ? "step" : this.page.axis; }
 
-  shown() { return this.figure.series.filter((s) => !this.hidden.has(this.label(s).replace(", trained again", ""))); }
+  shown() {
+    if (!this.several) return this.figure.series.filter((s) => !this.hidden.has(this.label(s).replace(", trained again", "")));
+    if (this.page.group) return this.groups;
+    return this.figure.series.filter((s) => this.page.runShown(s.run));
+  }
 
-  // Sorted places on the axis, with the index of each in the series; places of unknown time are left out.
+  // Of each group of runs and each name a curve of means: at a place, over the runs that reach it.
+  grouped() {
+    const found = [];
+    for (const [group, { runs, color }] of this.page.groups())
+      for (const name of this.names) {
+        const members = this.figure.series.filter((s) => s.name === name && s.kind !== "lost" && runs.includes(s.run));
+        const curves = members.map((s) => this.points(s)).map(({ series, order, x }) => ({ x, y: this.smoothedValues(series, order) ?? order.map((i) => series.y[i]) }));
+        const all = [...new Set(curves.flatMap(({ x }) => x))].sort((a, b) => a - b), every = Math.ceil(all.length / GROUP_POINTS);
+        const x = all.filter((_, i) => i % every === 0 || i === all.length - 1), series = { name, kind: members[0]?.kind, run: color, group, hollow: members[0]?.hollow, best: null, x, y: [], spread: [], count: [] };
+        for (const place of x) {
+          const values = curves.map((curve) => valueAt(curve, place)).filter((v) => v !== null), n = values.length;
+          const mean = n ? values.reduce((a, b) => a + b) / n : null;
+          series.y.push(mean);
+          series.spread.push(n ? Math.sqrt(values.reduce((sum, v) => sum + (v - mean) ** 2, 0) / n) : null);
+          series.count.push(n);
+        }
+        if (members.length) found.push(series);
+      }
+    return found;
+  }
+
+  // Sorted places on the axis, with the index of each in the series; places that are not known are left out.
   points(series) {
-    const xs = this.byTime ? series.times : series.x;
+    const { axis } = this, known = this.page.axes[series.run]?.[axis];
+    const xs = series.group !== undefined || axis === "step" ? series.x : axis === "time" ? series.times : series.x.map((step) => (known ? along(known, step) : null));
     const order = [...xs.keys()].filter((i) => xs[i] !== null).sort((a, b) => xs[a] - xs[b]);
     return { series, order, x: order.map((i) => xs[i]) };
   }
 
   // The curves, in the order of drawing: `ys` belong to the places of `points`.
   curves() {
-    const found = [], shown = this.shown();
     this.smoothed = new Map(); // by series: the values in the order of its places
+    this.groups = this.several && this.page.group ? this.grouped() : [];
+    const found = [], shown = this.shown();
     if (this.stacked) return this.stack(shown);
     for (const series of [...shown].sort((a, b) => b.run - a.run)) {
-      const points = this.points(series), raw = points.order.map((i) => series.y[i]);
-      const many = series.y.length > 60 && this.figure.smooth && series.kind === "line" && this.page.smoothing > 0;
-      const ys = raw.map((y) => (this.log && y !== null && y <= 0 ? null : y));
-      found.push({ points, ys, faint: many });
-      if (!many) continue;
-      const means = points.order.map((i) => (series.mean ?? series.y)[i]);
-      const smoothed = smooth(means, this.page.smoothing);
+      const points = this.points(series), positive = (y) => (this.log && y !== null && y <= 0 ? null : y);
+      if (series.count) for (const sign of [1, -1]) found.push({ points, ys: series.y.map((y, i) => (y === null ? null : positive(y + sign * series.spread[i]))), edge: sign });
+      const smoothed = series.count ? null : this.smoothedValues(series, points.order);
+      found.push({ points, ys: points.order.map((i) => positive(series.y[i])), faint: smoothed !== null });
+      if (smoothed === null) continue;
       this.smoothed.set(series, new Map(points.order.map((i, at) => [i, smoothed[at]])));
       found.push({ points, ys: smoothed, derived: true });
     }
     return found;
+  }
+
+  // Of a noisy line its smoothed values, in this order; else null.
+  smoothedValues(series, order) {
+    const many = series.y.length > 60 && this.figure.smooth && series.kind === "line" && this.page.smoothing > 0;
+    return many ? smooth(order.map((i) => (series.mean ?? series.y)[i]), this.page.smoothing) : null;
   }
 
   stack(shown) {
@@ -156,9 +200,10 @@ class Chart {
     return found;
   }
 
-  style({ points, faint, derived, bar }) {
+  style({ points, faint, derived, bar, edge }) {
     const { series } = points, color = this.color(series), place = this.place(series);
     if (bar) return { stroke: color, fill: color, width: 0, paths: uPlot.paths.stepped({ align: -1 }), points: { show: false } };
+    if (edge) return { stroke: "transparent", width: 0, points: { show: false } };
     if (series.kind === "points")
       return {
         stroke: color, width: 1, alpha: 1,
@@ -174,17 +219,36 @@ class Chart {
 
   build() {
     const curves = this.curves(), height = this.wide ? (this.width() < 560 ? 260 : 320) : 215;
-    this.drawn = curves.filter((curve) => !curve.derived);
+    this.drawn = curves.filter((curve) => !curve.derived && !curve.edge);
     const tables = curves.map(({ points, ys }) => [points.x, ys]);
     const data = tables.length ? uPlot.join(tables) : [[0, 1]];
+    this.crowded = this.shown().length > ENTRY_ROWS * 2; // then values at a place are short
+    this.cut = this.farthest();
     this.full = this.range(curves.flatMap(({ points }) => (points.x.length ? [points.x[0], points.x.at(-1)] : [])));
     this.plot?.destroy();
     this.plot = this.layer = null; // until the new ones are there
     this.unit = this.unit ?? made("span", this.holder, { className: "axis-unit" });
     this.plot = new uPlot(this.options(curves, height), data, this.holder);
-    this.note.textContent = this.smoothed.size ? "thick: smoothed, thin: as logged" : "";
+    const how = this.groups.length ? "mean ± one standard deviation" : this.smoothed.size ? "thick: smoothed, thin: as logged" : "";
+    this.note.textContent = [how, ...(this.cut < Infinity ? ["higher curves are cut off"] : [])].filter(Boolean).join("; ");
     this.describe();
     this.overlay();
+    this.read(null);
+  }
+
+  // Up to where the axis goes where few of many curves are far above the others, as of runs that diverged.
+  farthest() {
+    const tops = this.drawn.map(({ ys }) => ys.reduce((top, y) => Math.max(top, y ?? -Infinity), -Infinity)).filter(isFinite).sort((a, b) => a - b);
+    const far = FAR * tops[tops.length >> 1];
+    return tops.length > 3 && !this.log && !this.stacked && far > 0 && tops.at(-1) > far ? tops.findLast((top) => top <= far) : Infinity;
+  }
+
+  // Why nothing is drawn.
+  get emptiness() {
+    const values = this.drawn.flatMap(({ points }) => points.series.y);
+    if (!this.drawn.length) return this.several ? "no run that is shown has this" : "all curves are hidden";
+    if (values.every((y) => y === null)) return `no finite value: all ${values.length} are nan or infinite`;
+    return this.drawn.some(({ ys }) => ys.some((y) => y !== null)) ? "" : `not logged by ${this.axis}`;
   }
 
   range(ends) {
@@ -214,9 +278,10 @@ class Chart {
           values: (u, ticks) => (this.figure.percent ? ticks.map((v) => `${+(v * 100).toPrecision(3)}%`) : tickLabels(ticks)) },
       ],
       series: [{}, ...curves.map((curve) => this.style(curve))],
+      bands: curves.flatMap(({ points, edge }, i) => (edge === 1 ? [{ series: [i + 1, i + 2], fill: translucent(this.color(points.series)) }] : [])),
       cursor: {
         drag: { x: true, y: false, setScale: false, dist: 6 },
-        sync: { key: this.byTime ? "time" : "step", scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
+        sync: { key: this.axis, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
         points: { show: false }, y: false,
         bind: { dblclick: () => () => this.page.zoomTo(null) },
       },
@@ -232,22 +297,28 @@ class Chart {
   span(low, high) {
     if (low === null || low === undefined || high === null) return this.log ? [0.1, 1] : [0, 1];
     if (this.log) return [low / 1.12, high * 1.12];
+    if (low < this.cut) high = Math.min(high, this.cut);
     const margin = (high - low || Math.abs(high) || 1) * MARGIN;
     return [this.figure.zero ? Math.min(0, low) : low - margin, high + margin];
   }
 
   xTicks(low, high) {
-    const scale = this.byTime ? timeUnit(high)[0] : 1, count = Math.max(2, Math.min(8, Math.floor(this.width() / 95)));
+    const scale = this.axis === "time" ? timeUnit(high)[0] : 1, count = Math.max(2, Math.min(8, Math.floor(this.width() / 95)));
     const ticks = niceTicks(low / scale, high / scale, count).map((tick) => tick * scale);
-    return this.byTime ? ticks : ticks.filter((tick) => tick % 1 === 0);
+    return this.axis === "step" ? ticks.filter((tick) => tick % 1 === 0) : ticks;
+  }
+
+  xLabel(tick, high) {
+    if (this.axis === "time") return String(+(tick / timeUnit(high)[0]).toPrecision(4));
+    return this.axis === "epoch" ? String(+tick.toPrecision(4)) : stepLabel(tick);
   }
 
   // The unit stands at the right end, where no other label has room.
   xLabels(ticks) {
-    const [low, high] = this.page.zoomOf(this) ?? this.full, [scale, unit] = this.byTime ? timeUnit(high) : [1, "step"];
+    const [low, high] = this.page.zoomOf(this) ?? this.full, unit = this.axis === "time" ? timeUnit(high)[1] : AXIS_UNITS[this.axis];
     if (this.unit) this.unit.textContent = unit;
     const end = high - ((high - low) / Math.max(this.width() - 70, 100)) * (unit.length * DIGIT + 16);
-    return ticks.map((tick) => (tick > end ? "" : this.byTime ? String(+(tick / scale).toPrecision(4)) : stepLabel(tick)));
+    return ticks.map((tick) => (tick > end ? "" : this.xLabel(tick, high)));
   }
 
   // For those who do not see the canvas, and for the keyboard.
@@ -269,18 +340,22 @@ class Chart {
   overlay() {
     this.layer = made("div", this.plot.over, { className: "layer" });
     this.placed = [];
+    if (this.emptiness) made("p", this.layer, { className: "empty", textContent: this.emptiness });
     for (const mark of this.marks) {
+      if (this.several && (this.page.group || !this.page.runShown(mark.run))) continue;
       const element = made("div", this.layer, { className: "mark" }), [color, label] = MARKS[mark.kind];
       Object.assign(element.dataset, { kind: mark.kind, step: mark.step }, mark.until === null ? {} : { until: mark.until });
       element.style.setProperty("--mark", `var(${color})`);
       if (this.wide && mark.kind !== "lost") made("span", element, { textContent: label });
-      const [from, to] = this.byTime ? [mark.time, mark.until_time ?? mark.time] : [mark.step, mark.until ?? mark.step];
+      const last = mark.until ?? mark.step, known = this.page.axes[mark.run]?.[this.axis];
+      const places = { step: [mark.step, last], time: [mark.time, mark.until_time ?? mark.time] };
+      const [from, to] = places[this.axis] ?? (known ? [along(known, mark.step), along(known, last)] : [null, null]);
       if (from !== null && to !== null) this.placed.push({ element, from, to, mark });
       else element.remove();
     }
     for (const { points } of this.drawn) {
       const { series, order, x } = points, at = series.best === null ? -1 : order.indexOf(series.best);
-      if (at < 0 || series.y[series.best] === null) continue;
+      if (at < 0 || series.y[series.best] === null || (this.page.best !== null && series.run !== this.page.best)) continue;
       const element = made("div", this.layer, { className: "best", textContent: "best" });
       element.dataset.step = series.x[series.best];
       element.style.setProperty("--mark", this.color(series));
@@ -323,23 +398,79 @@ class Chart {
     this.plot.setSize({ width, height });
   }
 
-  // The values at a place of the axis: of each curve the nearest, where it is near.
-  valuesAt(x) {
+  // The values at a place of the axis: of each curve the nearest, where it is near or `anyway`.
+  valuesAt(x, anyway = false) {
     const [low, high] = this.page.zoomOf(this) ?? this.full, reach = ((high - low) / this.plot.over.clientWidth) * 8;
     const found = [];
-    for (const curve of this.figure.series.filter((s) => this.shown().includes(s)).map((s) => this.points(s))) {
+    for (const curve of this.shown().map((s) => this.points(s))) {
       const at = nearest(curve.x, x), { series } = curve;
       if (at < 0 || series.y[curve.order[at]] === null) continue;
       const far = Math.abs(curve.x[at] - x), near = series.kind === "points" ? reach * 2 : Math.max(reach, (high - low) / 10);
-      if (far <= near) found.push({ series, index: curve.order[at], x: curve.x[at] });
+      if (far <= near || (anyway && series.kind !== "lost")) found.push({ series, index: curve.order[at], x: curve.x[at] });
     }
     return found;
+  }
+
+  // The list of values at a place, below the chart: those nearest to height `y`, where there is no room for all.
+  // `place` null: at the end of the curves.
+  read(place, y = null) {
+    const at = place ?? (this.page.zoomOf(this) ?? this.full)[1], values = this.valuesAt(at, place === null);
+    const entry = this.groups.length ? 320 : this.crowded ? 240 : 390, columns = Math.max(1, Math.floor(this.width() / entry)), room = columns * ENTRY_ROWS;
+    const count = this.shown().filter((s) => s.kind !== "lost").length, firsts = {};
+    this.readout.style.minHeight = `${26 + 19 * Math.min(ENTRY_ROWS, Math.ceil(count / columns))}px`;
+    for (const found of values) {
+      const { series, index } = found, compares = this.several && series.kind !== "lost";
+      found.value = this.smoothedAt(series, index) ?? series.y[index];
+      found.difference = compares && firsts[series.name] !== undefined ? difference(this, found.value, firsts[series.name]) : "";
+      if (compares) firsts[series.name] ??= found.value;
+    }
+    const distance = ({ value }) => Math.abs(this.plot.valToPos(value, "y") - y);
+    const kept = values.length <= room ? values : (y === null ? values : values.toSorted((a, b) => distance(a) - distance(b))).slice(0, room - 1);
+    if (kept !== values) kept.sort((a, b) => b.value - a.value);
+    if (place === null && values.length > room) kept.length = 0; // no few of them stand for all
+    const head = made("b"), list = made("ul"), first = values.find(({ series }) => series.kind === "line") ?? values[0];
+    list.style.gridTemplateColumns = `repeat(${columns}, minmax(0, 1fr))`;
+    if (first) head.textContent = this.placeText(first);
+    for (const { series, index, difference } of kept) {
+      const line = made("li", list);
+      made("i", line).style.background = this.color(series);
+      made("span", line, { className: "name", textContent: this.label(series) + (index === series.best ? " (best)" : ""), title: this.label(series) });
+      made("span", line, { className: "number", textContent: `${this.valueText(series, index)} ${difference}`.trim() });
+    }
+    if (!kept.length && values.length) head.textContent = ""; // of the place
+    if (!kept.length) made("li", list, { textContent: values.length ? "values appear here under the pointer" : "" });
+    else if (kept.length < values.length) made("li", list, { className: "more", textContent: `and ${values.length - kept.length} more` });
+    this.readout.replaceChildren(head, list);
+    if (place !== null) for (const mark of this.marksAt(place)) made("span", head, { textContent: mark.label });
+    return values.length;
+  }
+
+  placeText({ series, index, x }) {
+    const { axis } = this;
+    if (series.group !== undefined && axis !== "step") return axis === "time" ? duration(x) : `${stepLabel(+x.toPrecision(4))} ${AXIS_UNITS[axis]}`;
+    const time = series.times?.[index] ?? null, more = axis === "step" || axis === "time" ? "" : ` · ${shortNumber(x)} ${AXIS_UNITS[axis]}`;
+    return `step ${series.x[index].toLocaleString("en")}` + (time === null ? "" : ` · ${duration(time)}`) + more;
   }
 
   marksAt(x) {
     const [low, high] = this.page.zoomOf(this) ?? this.full, reach = ((high - low) / this.plot.over.clientWidth) * 8;
     return this.placed.filter(({ from, to, mark }) => mark && x >= from - reach && x <= to + reach).map(({ mark }) => mark);
   }
+}
+
+// The value of a curve at a place, linearly between its neighbours; null outside of it, and in a gap.
+function valueAt({ x, y }, place) {
+  const at = nearest(x, place);
+  if (at < 0 || place < x[0] || place > x.at(-1)) return null;
+  const next = x[at] === place ? at : x[at] < place ? at + 1 : at - 1;
+  if (next === at || y[at] === null || y[next] === null) return y[at] === null || next === at ? y[at] : null;
+  return y[at] + ((place - x[at]) / (x[next] - x[at])) * (y[next] - y[at]);
+}
+
+// The value of an axis at a step: of steps and values, linearly, also beyond the last step.
+function along([steps, values], step) {
+  const at = Math.max(1, nearest(steps, step)), next = steps[at] < step && at + 1 < steps.length ? at + 1 : at;
+  return values[next - 1] + ((step - steps[next - 1]) / (steps[next] - steps[next - 1])) * (values[next] - values[next - 1]);
 }
 
 // Points without a neighbour, between which no line is drawn.

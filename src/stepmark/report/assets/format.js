@@ -22,8 +22,8 @@ function logTicks(low, high) {
 
 function shortNumber(value) {
   const size = Math.abs(value);
-  if (size >= 1e9) return +(value / 1e9).toPrecision(3) + "G";
-  if (size >= 1e6) return +(value / 1e6).toPrecision(3) + "M";
+  const [unit, name] = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"]].find(([each]) => size >= each) ?? [1];
+  if (name) return +(value / unit).toPrecision(3) + name;
   if (size >= 1e4) return +(value / 1e3).toPrecision(3) + "k";
   if (size > 0 && size < 1e-3) return value.toExponential(1).replace(".0e", "e").replace("e-", "e−");
   return String(+value.toPrecision(3));

@@ -1,10 +1,8 @@
 "use strict";
-// The page: its charts together, the box of values under the pointer, sorted tables, and what is copied and saved.
+// The page: its charts together, the runs that are shown, sorted tables, and what is copied and saved.
 
 const page = JSON.parse(document.getElementById("data").textContent);
 const charts = [];
-const tip = made("div", document.body, { className: "tip", hidden: true });
-tip.setAttribute("role", "status");
 
 // What a reader has set stays when the page is loaded again.
 
@@ -17,21 +15,24 @@ page.keep = (name, value) => {
   stored[name] = value;
   try { sessionStorage.setItem(NAME, JSON.stringify(stored)); } catch { /* nothing is kept where it is forbidden */ }
 };
-page.byTime = page.kept("time") ?? false;
+page.axis = page.kept("axis") ?? "step";
 page.smoothing = page.kept("smoothing") ?? 20;
 page.zooms = page.kept("zooms") ?? {};
 
 // Zoom: one for all charts with the same axis
 
-const axisOf = (chart) => (chart.byTime ? "time" : "step");
+const axisOf = (chart) => chart.axis;
 page.zoomOf = (chart) => page.zooms[axisOf(chart)] ?? null;
 
 page.zoomTo = (range, on = null) => {
-  const axis = on ? axisOf(on) : page.byTime ? "time" : "step";
+  const axis = on ? axisOf(on) : page.axis;
   if (range) page.zooms[axis] = range; else page.zooms = {};
   page.keep("zooms", page.zooms);
   document.getElementById("reset").disabled = !Object.keys(page.zooms).length;
-  charts.forEach((chart) => chart.rescale());
+  charts.forEach((chart) => {
+    chart.rescale();
+    chart.read(null);
+  });
 };
 
 // Around a place, 0 the left end of what is shown and 1 the right one.
@@ -48,16 +49,7 @@ page.extent = (chart) => {
   return [Math.min(...same.map((each) => each.full[0])), Math.max(...same.map((each) => each.full[1]))];
 };
 
-// Values under the pointer, or at the place that arrow keys have reached
-
-function row(table, color, cells) {
-  const line = made("tr", table);
-  cells.forEach((text, i) => {
-    const cell = made("td", line);
-    if (!i) made("i", cell).style.background = color;
-    cell.append(text);
-  });
-}
+// Values under the pointer, or at the place that arrow keys have reached: below the chart, where they cover nothing
 
 // How a value differs from that of the first run that has one.
 function difference(chart, value, first) {
@@ -66,41 +58,13 @@ function difference(chart, value, first) {
   return `${share < 0 ? "−" : "+"}${Math.abs(share).toFixed(Math.abs(share) < 10 ? 1 : 0)}%`;
 }
 
-function fillTip(chart, x) {
-  const values = chart.valuesAt(x), table = document.createElement("table"), firsts = {};
-  const anchor = values.find(({ series }) => series.kind === "line") ?? values[0];
-  for (const { series, index } of values) {
-    const value = chart.smoothedAt(series, index) ?? series.y[index], compares = page.runs.length > 1 && series.kind !== "lost";
-    const other = compares && firsts[series.name] !== undefined ? difference(chart, value, firsts[series.name]) : "";
-    if (compares) firsts[series.name] ??= value;
-    row(table, chart.color(series), [chart.label(series) + (index === series.best ? " (best)" : ""), chart.valueText(series, index), other]);
-  }
-  const head = document.createElement("b");
-  if (anchor) {
-    const { series, index } = anchor, time = series.times[index];
-    head.textContent = `step ${series.x[index].toLocaleString("en")}` + (time === null ? "" : ` · ${duration(time)}`);
-  }
-  tip.replaceChildren(head, table);
-  for (const mark of chart.marksAt(x)) made("p", tip, { textContent: mark.label });
-  return values.length > 0;
-}
-
-page.show = (chart, x) => {
-  chart.box.append(tip);
-  tip.hidden = !fillTip(chart, x);
-  const over = chart.plot.over.getBoundingClientRect(), box = chart.box.getBoundingClientRect();
-  const left = over.left - box.left + chart.plot.valToPos(x, "x"), room = chart.box.clientWidth;
-  tip.style.top = `${chart.holder.offsetTop + 24}px`;
-  tip.style.left = left + 16 + tip.offsetWidth < room ? `${left + 16}px` : `${Math.max(4, left - 16 - tip.offsetWidth)}px`;
-};
-
 page.pointed = (chart, u) => {
   if (page.active !== chart || chart.plot !== u || u.cursor.left < 0) return;
-  page.show(chart, u.posToVal(u.cursor.left, "x"));
+  chart.read(u.posToVal(u.cursor.left, "x"), u.cursor.top);
 };
 
 page.leave = () => {
-  tip.hidden = true;
+  page.active?.read(null);
   page.active = null;
 };
 
@@ -124,23 +88,26 @@ function readAlong(chart, by, low, high) {
   chart.at = places[Math.min(Math.max(begin + by, 0), places.length - 1)];
   page.active = chart;
   chart.plot.setCursor({ left: chart.plot.valToPos(chart.at, "x"), top: 10 }, false);
-  page.show(chart, chart.at);
+  chart.read(chart.at);
 }
 
 // Buttons above the charts
 
 const rebuild = () => charts.forEach((chart) => chart.build());
 
-for (const button of document.querySelectorAll("[data-axis]")) {
-  const press = () => document.querySelectorAll("[data-axis]").forEach((each) => each.setAttribute("aria-pressed", String(each.dataset.axis === (page.byTime ? "time" : "step"))));
+const axisButtons = [...document.querySelectorAll("[data-axis]")];
+const pressAxis = () => axisButtons.forEach((each) => each.setAttribute("aria-pressed", String(each.dataset.axis === page.axis)));
+for (const button of axisButtons) {
+  const { axis } = button.dataset;
+  button.hidden = axis in AXIS_UNITS && axis !== "step" && !page.axes.some((each) => each[axis]);
   button.onclick = () => {
-    page.byTime = button.dataset.axis === "time";
-    page.keep("time", page.byTime);
-    press();
+    page.axis = axis;
+    page.keep("axis", axis);
+    pressAxis();
     rebuild();
   };
-  press();
 }
+pressAxis();
 const slider = document.getElementById("smoothing");
 if (slider) {
   slider.value = page.smoothing;
@@ -198,11 +165,95 @@ for (const button of document.querySelectorAll("button.copy"))
     setTimeout(() => (button.textContent = "copy"), 1500);
   };
 
-page.save = (name, text) => {
-  const link = made("a", null, { download: name, href: URL.createObjectURL(new Blob([text], { type: "text/csv" })) });
+page.save = (name, content, type) => {
+  const link = made("a", null, { download: name, href: URL.createObjectURL(new Blob([content], { type })) });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 };
+
+// Runs: which are shown, their colors, and groups of them
+
+const rows = [...(document.getElementById("runs")?.tBodies[0].rows ?? [])]; // by the index of the run
+const control = (name) => document.getElementById(name);
+page.hidden = new Set(page.kept("hidden runs") ?? []);
+page.group = page.kept("group") in page.fields ? page.kept("group") : "";
+page.filter = page.kept("filter") ?? "";
+const matches = (i) => page.filter.toLowerCase().split(/\s+/).every((word) => `${page.names[i]} ${rows[i].textContent}`.toLowerCase().includes(word));
+page.runShown = (i) => !page.hidden.has(page.names[i]) && !rows[i].hidden;
+
+// By the value of the field: the runs that are shown, and the index of a color, which stays when others are hidden.
+page.groups = () => {
+  const values = page.fields[page.group], found = new Map();
+  const all = [...new Set(values)].sort((a, b) => (isNaN(a) || isNaN(b) ? a.localeCompare(b) : a - b));
+  all.forEach((value, color) => {
+    const runs = values.flatMap((each, i) => (each === value && page.runShown(i) ? [i] : []));
+    if (runs.length) found.set(value, { runs, color });
+  });
+  return found;
+};
+
+function hideRuns(indices, hide) {
+  indices.forEach((i) => page.hidden[hide ? "add" : "delete"](page.names[i]));
+  page.keep("hidden runs", [...page.hidden]);
+  showRuns();
+  rebuild();
+}
+
+// The rows, the legend of all charts, and how many runs are shown.
+function showRuns() {
+  rows.forEach((row, i) => {
+    row.hidden = !matches(i);
+    row.querySelector("[type=checkbox]").checked = !page.hidden.has(page.names[i]);
+    row.querySelector(".dot").style.background = page.colors[i];
+  });
+  const all = rows.map((_, i) => i), kept = all.filter((i) => !rows[i].hidden);
+  control("count").textContent = `${all.filter(page.runShown).length} of ${all.length} shown`;
+  const legend = control("legend"), entries = kept.map((i) => [page.runs[i], [i], i]);
+  if (page.group) {
+    const values = page.fields[page.group], colors = [...new Set(values)].sort((a, b) => (isNaN(a) || isNaN(b) ? a.localeCompare(b) : a - b));
+    entries.splice(0, Infinity, ...colors.map((value, color) => [value, kept.filter((i) => values[i] === value), color]).filter(([, runs]) => runs.length));
+  }
+  legend.replaceChildren(...(page.group ? [`${page.group}: `] : []));
+  for (const [label, runs, color] of entries) {
+    const button = made("button", legend, { type: "button", title: runs.map((i) => page.names[i]).join("\n") }), shown = runs.some(page.runShown);
+    made("i", button).style.background = page.colors[color];
+    button.append(label);
+    button.setAttribute("aria-pressed", String(shown));
+    button.onclick = () => hideRuns(runs, shown);
+  }
+}
+
+if (rows.length) {
+  rows.forEach((row, i) => {
+    const picker = row.querySelector("[type=color]");
+    page.colors[i] = page.kept(`color ${page.names[i]}`) ?? page.colors[i];
+    row.querySelector("[type=checkbox]").onchange = ({ target }) => hideRuns([i], !target.checked);
+    picker.onclick = () => (picker.value = hex(resolved(page.colors[i])));
+    picker.oninput = () => {
+      page.colors[i] = picker.value;
+      page.keep(`color ${page.names[i]}`, picker.value);
+      showRuns();
+      rebuild();
+    };
+  });
+  const filter = control("filter"), group = control("group"), visible = () => rows.flatMap((row, i) => (row.hidden ? [] : [i]));
+  Object.keys(page.fields).forEach((name) => made("option", group, { textContent: name, value: name }));
+  [filter.value, group.value] = [page.filter, page.group];
+  for (const [input, name] of [[filter, "filter"], [group, "group"]])
+    input.oninput = () => {
+      page[name] = input.value.trim();
+      page.keep(name, page[name]);
+      showRuns();
+      rebuild();
+    };
+  control("show-all").onclick = () => hideRuns(visible(), false);
+  control("hide-all").onclick = () => hideRuns(visible(), true);
+  showRuns();
+}
+const unfold = () => document.querySelector(location.hash.startsWith("#run-") ? location.hash : null)?.setAttribute("open", "");
+addEventListener("hashchange", unfold);
+document.addEventListener("toggle", ({ target }) => target.querySelectorAll("pre").forEach((each) => (each.scrollTop = each.scrollHeight)), true); // the cause is at the end
+unfold();
 
 // Drawing: the first chart at once, the others when the page is there
 

@@ -29,14 +29,15 @@ def set_rank_variables(world: World) -> None:
         os.environ[SIZE] = str(world.size)
     os.environ["PJRT_LOCAL_PROCESS_RANK"] = str(world.local_rank)
     os.environ["PJRT_LOCAL_PROCESS_COUNT"] = str(world.local_size)
-    os.environ[CORES] = str(_core(world))
+    os.environ[CORES] = str(core_of(world))
     if os.environ.get(ROOT, LOCAL_ROOT) == LOCAL_ROOT:
         address = world.master_address
         os.environ[ROOT] = f"[{address}]:{ROOT_PORT}" if address.count(":") > 1 else f"{address}:{ROOT_PORT}"
 
 
-def _core(world: World) -> int:
-    """The rank's core: the given one, or the one at its place in a list for all ranks of this machine."""
+def core_of(world: World) -> int:
+    """The rank's core: the given one, or the one at its place in a list for all ranks of this machine. LaunchError
+    where the list has another length."""
     text = os.environ.get(CORES, "")
     cores = visible_cores() or list(range(world.local_size))
     if len(cores) == 1:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch, rows_of
-from stepmark.data.loader.fetcher import seeded_generators
+from stepmark.data.loader.fetcher import random_states, seeded_generators, set_random_states
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.order import BatchLayout
@@ -247,27 +245,17 @@ class _RandomStream:
 
     def __init__(self, key: tuple[int, ...]) -> None:
         with seeded_generators(key):
-            self._states = _random_states()
+            self._states = random_states()
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        outside = _random_states()
-        _set_random_states(self._states)
+        outside = random_states()
+        set_random_states(self._states)
         try:
             yield
         finally:
-            self._states = _random_states()
-            _set_random_states(outside)
-
-
-def _random_states() -> tuple[Any, Any, Tensor]:
-    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-
-
-def _set_random_states(states: tuple[Any, Any, Tensor]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.default_generator.set_state(states[2])
+            self._states = random_states()
+            set_random_states(outside)
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import set_seed
 
 from stepmark.errors import UsageError
+from stepmark.runtime.eager import kept_generators
 from stepmark.runtime.mesh import Mesh
 
 
@@ -82,7 +83,7 @@ def model_of(model: nn.Module | None, make: Callable[..., nn.Module] | None, see
 @contextmanager
 def _generators_kept() -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with kept_generators():
         try:
             yield
         finally:

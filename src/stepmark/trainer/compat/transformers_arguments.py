@@ -42,7 +42,9 @@ def converted(args: Any) -> Any:
     seq2seq = isinstance(args, transformers.Seq2SeqTrainingArguments)
     kind = Seq2SeqTrainingArguments if seq2seq else TrainingArguments
     values = {name: _plain(value) for name, value in _fields(args).items() if name != "local_rank"}  # the launcher's
-    default, own = _default(args), known_fields(kind)
+    own = known_fields(kind)
+    # What transformers makes of no arguments but the folder and the device.
+    default = transformers.Seq2SeqTrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
     defaults = {name: _plain(value) for name, value in _fields(default).items()}
     set_here = [
         name
@@ -93,11 +95,6 @@ def _of_other_trainers(args: transformers.TrainingArguments) -> list[tuple[str, 
         if whose in _TRAINERS and field.name not in known and getattr(args, field.name, default) != default:
             found.append((field.name, whose))
     return found
-
-
-def _default(args: transformers.TrainingArguments) -> transformers.TrainingArguments:
-    """What transformers makes of no arguments but the folder and the device."""
-    return transformers.Seq2SeqTrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
 
 
 def _plain(value: Any) -> Any:

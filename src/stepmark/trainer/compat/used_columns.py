@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from stepmark.data.loader.labels import LabelRule
 from stepmark.errors import DataError
@@ -17,7 +18,7 @@ from stepmark.training.model_labels import unwrapped
 ALWAYS = ("label", "label_ids", "shift_labels")
 
 logger = logging.getLogger("stepmark")
-_warned: set[tuple[str, str]] = set()
+_told: set[tuple[str, str]] = set()
 
 
 class ModelColumns:
@@ -27,7 +28,6 @@ class ModelColumns:
         self._model = type(model).__name__
         self._names = names
         self._others_read = others_read
-        self._logged = False
 
     @classmethod
     def of_model(cls, model: nn.Module, labels: LabelRule, *, others_read: bool = False) -> ModelColumns | None:
@@ -40,7 +40,7 @@ class ModelColumns:
         parameters = inspect.signature(inner.forward).parameters.values()
         named = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         takes_any = len(named) < len(parameters)
-        if takes_any and not (named and _of_transformers(inner)):
+        if takes_any and not (named and isinstance(inner, PreTrainedModel)):
             return None
         return cls(inner, frozenset((*named, *labels.names, *ALWAYS)), others_read=others_read)
 
@@ -59,17 +59,13 @@ class ModelColumns:
                 f"the dataset's columns ({ignored}) are not among the arguments of {self._model}.forward; rename them, "
                 "or set remove_unused_columns: false for a data_collator that reads them"
             )
-        if not self._logged:
-            self._logged = True
+        if (self._model, ignored) not in _told:  # once per process: each evaluation has a loader of its own
+            _told.add((self._model, ignored))
             self._log(ignored)
         return used
 
     def _log(self, ignored: str) -> None:
-        """Once per process: each evaluation has a loader of its own."""
-        if (self._model, ignored) in _warned:
-            return
         if self._others_read:
-            _warned.add((self._model, ignored))
             logger.warning(
                 "columns that %s.forward does not take are left out, also for compute_loss and data_collator: %s; set "
                 "remove_unused_columns: false to keep them",
@@ -78,12 +74,6 @@ class ModelColumns:
             )
         else:
             logger.info("columns that %s.forward does not take are ignored: %s", self._model, ignored)
-
-
-def _of_transformers(model: nn.Module) -> bool:
-    from transformers import PreTrainedModel
-
-    return isinstance(model, PreTrainedModel)
 
 
 class UsedColumns:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 
 from stepmark.errors import StepTimeout
 from stepmark.launch.restarts import may_be_restarted
@@ -11,8 +13,32 @@ from stepmark.liveness.rank_heartbeats import PeerWatch
 from stepmark.liveness.stuck_ranks import Finding
 from stepmark.liveness.watchdog import watchdog
 from stepmark.runtime.mesh import PIPELINE, Mesh
+from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.run_folder.status import STUCK
+
+
+class PeerWatches:
+    """The watches over the ranks of a Trainer's runs, one for each. The first begins with the Trainer where other ranks
+    may wait for this one."""
+
+    def __init__(self, mesh: Mesh, callbacks: RunCallbacks) -> None:
+        self._mesh, self._callbacks = mesh, callbacks
+        self._next: PeerWatch | None = None
+        if mesh.context.store is not None and not extracting_graphs():
+            self._next = watch_peers(mesh, callbacks)
+            self._next.start()
+            weakref.finalize(self, self._next.close)
+
+    @contextlib.contextmanager
+    def begun(self) -> Iterator[PeerWatch]:
+        """Inside the block, the calling thread is followed. Enter the watch itself where the run may fail."""
+        watch, self._next = self._next or watch_peers(self._mesh, self._callbacks), None
+        watch.begin()
+        try:
+            yield watch
+        finally:
+            watch.close()
 
 
 def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:
@@ -25,7 +51,7 @@ def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:
         run = alive()
         return 0 if run is None else run.state.global_step
 
-    final = not may_be_restarted(args.max_restarts, StepTimeout())
+    final, size = not may_be_restarted(args.max_restarts, StepTimeout()), mesh.pipeline.size
 
     def found(finding: Finding | None) -> None:
         if finding is None:
@@ -55,11 +81,5 @@ def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:
         found=found,
         standby=standby,
         ending=ending,
-        place=lambda rank: stage_text(mesh, rank),
+        place=lambda rank: f"pipeline stage {mesh.grid.coordinates(rank)[PIPELINE] + 1} of {size}" if size > 1 else "",
     )
-
-
-def stage_text(mesh: Mesh, rank: int) -> str:
-    """A rank's place in its pipeline, for messages; empty without one."""
-    size = mesh.pipeline.size
-    return f"pipeline stage {mesh.grid.coordinates(rank)[PIPELINE] + 1} of {size}" if size > 1 else ""

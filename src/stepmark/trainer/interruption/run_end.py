@@ -62,16 +62,16 @@ def record_interruption(folder: Path, reason: str, began: float) -> None:
     if a rank has failed and the launcher ends the others (then the failure counts), or while only graphs are
     extracted.
     """
-    if World.from_environment().rank != 0 or _a_rank_has_failed() or extracting_graphs():
+    context = sys.modules.get("stepmark.runtime.context")
+    rank_has_failed = getattr(context, "a_rank_has_failed", bool)  # absent while the module is being imported
+    if World.from_environment().rank != 0 or rank_has_failed() or extracting_graphs():
         return
-    try:
+    with _as_warning():
         status = RunStatus.read(folder, strictly=True)
         if not status.rank_may_interrupt(began) or held_by_another(folder, watch=1.5 * BEAT):
             return
         folder.mkdir(parents=True, exist_ok=True)
         RunLog(folder, writes=True).status(INTERRUPTED, status.step, reason)
-    except OSError as error:
-        logger.warning("cannot write the run's status: %s", error)
 
 
 def record_supervised_end(
@@ -91,7 +91,7 @@ def record_supervised_end(
     """
     if extracting_graphs():
         return
-    try:
+    with _as_warning():
         status = RunStatus.read(folder)
         if not status.supervisor_may_end(state, began, first=first) or held_by_another(folder):
             return
@@ -101,15 +101,15 @@ def record_supervised_end(
         log = RunLog(folder, writes=True)
         if prometheus_file is not None:
             log.export(prometheus_file)
-        log.try_status(state, status.step, reason)
+        log.status(state, status.step, reason)
+
+
+@contextlib.contextmanager
+def _as_warning() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         logger.warning("cannot write the run's status: %s", error)
-
-
-def _a_rank_has_failed() -> bool:
-    context = sys.modules.get("stepmark.runtime.context")
-    ask = getattr(context, "a_rank_has_failed", None)  # absent while the module is being imported
-    return ask is not None and bool(ask())
 
 
 def record_end(callbacks: RunCallbacks, error: BaseException, host: HostGroup) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
@@ -39,59 +38,68 @@ NOT_MODEL = [
 NOT_OF_MODEL = ["optimizer/**", "manifest.json", "state.json", "trainer_state.json"]  # in a checkpoint
 
 
-class HubRepository:
-    """A model repository of the hub, to which rank 0 uploads.
+class HubUploads:
+    """A Trainer's uploads to its repository on the hub. Rank 0 has one, once `create` was called; the other ranks have
+    none, and neither has a process that only extracts graphs: there `name` is None, and the calls do nothing."""
 
-    Args:
-        args: `hub_model_id` (default: the name of `output_dir`), `hub_token`, `hub_private_repo`, `hub_revision`.
-    """
-
-    def __init__(self, args: TrainingArguments, token: str | None = None, private: bool | None = None) -> None:
-        from huggingface_hub import HfApi
-
-        self._api = HfApi(token=token or args.hub_token)
-        self._revision = args.hub_revision
+    def __init__(self, host: HostGroup) -> None:
+        self.name: str | None = None
+        self._host = host
+        self._api: Any = None
         self._uploads: list[Any] = []
-        name = args.hub_model_id or Path(args.output_dir).name
-        private = args.hub_private_repo if private is None else private
-        with _explained(f"hub_model_id: {name} cannot be created or written to"):
-            self.name = self._api.create_repo(name, private=private, exist_ok=True).repo_id
 
-    def upload(
-        self, folder: Path, message: str, ignored: list[str], into: str = "", revision: str | None = None
-    ) -> Any:
-        """Uploads a folder in one commit, and returns what huggingface_hub says of it."""
-        with _explained(f"push_to_hub: the upload to {self.name} has failed"):
-            return self._api.upload_folder(
-                repo_id=self.name,
-                folder_path=folder,
-                path_in_repo=into or None,
-                commit_message=message,
-                ignore_patterns=ignored,
-                revision=revision or self._revision,
-            )
+    def create(self, args: TrainingArguments, token: str | None, private: bool | None) -> None:
+        """Creates the repository of the arguments, or finds that it exists. Collective.
 
-    def upload_in_background(self, staged: Path, message: str, uploads: list[tuple[str, list[str]]]) -> None:
-        """Uploads `staged` once for each (folder in the repository, what is ignored), and removes it afterwards."""
+        Raises StepmarkError, on all ranks, where it cannot be created.
+        """
 
-        def run() -> None:
+        def create() -> None:
+            if extracting_graphs():
+                return
+            from huggingface_hub import HfApi
+
+            self._api = HfApi(token=token or args.hub_token)
+            name = args.hub_model_id or Path(args.output_dir).name
+            is_private = args.hub_private_repo if private is None else private
+            with _explained(f"hub_model_id: {name} cannot be created or written to"):
+                self.name = self._api.create_repo(name, private=is_private, exist_ok=True).repo_id
+
+        on_rank_0(self._host, create, lambda error: StepmarkError(str(error)))
+
+    def exists(self) -> bool:
+        """Whether rank 0 has a repository. Collective."""
+        return bool(self._host.broadcast(self.name is not None))
+
+    def push(self, args: TrainingArguments, message: str | None, blocking: bool, revision: str | None) -> Any:
+        """Uploads the run's folder, when earlier uploads are complete; see `Trainer.push_to_hub`."""
+        self.wait()
+        revision = revision or args.hub_revision
+
+        def upload() -> Any:
+            return self._upload(Path(args.output_dir), message or "End of training", NOT_MODEL, revision)
+
+        return upload() if blocking else self._in_background(upload)
+
+    def push_checkpoint(self, args: TrainingArguments, step: int) -> None:
+        """Uploads a copy of a checkpoint in the background, as `hub_strategy` says; nothing while another is uploading,
+        unless `hub_always_push` is set."""
+        if self.name is None or (not args.hub_always_push and any(not each.done() for each in self._uploads)):
+            return
+        folder = checkpoint_path(Path(args.output_dir), step)
+        staged = _linked(folder, Path(args.output_dir) / f".hub-{step}")
+        complete = {"checkpoint": LAST_CHECKPOINT, "all_checkpoints": folder.name}.get(args.hub_strategy)
+        message = f"Training in progress, step {step}"
+
+        def upload() -> None:
             try:
-                for into, ignored in uploads:
-                    self.upload(staged, message, ignored, into)
+                self._upload(staged, message, NOT_OF_MODEL, args.hub_revision)
+                if complete is not None:
+                    self._upload(staged, message, [], args.hub_revision, complete)
             finally:
                 shutil.rmtree(staged, ignore_errors=True)
 
-        self.in_background(run)
-
-    def in_background(self, work: Callable[[], Any]) -> Any:
-        """Runs an upload in a thread, and returns its future."""
-        self._uploads.append(self._api.run_as_future(work))
-        return self._uploads[-1]
-
-    @property
-    def busy(self) -> bool:
-        """Whether an upload in the background has not ended."""
-        return any(not each.done() for each in self._uploads)
+        self._in_background(upload)
 
     def wait(self) -> None:
         """Waits for the uploads in the background. One that has failed is a warning: its checkpoint is on disk."""
@@ -100,6 +108,21 @@ class HubRepository:
                 self._uploads.pop(0).result()
             except StepmarkError as error:
                 logger.warning("%s", error)
+
+    def _upload(self, folder: Path, message: str, ignored: list[str], revision: str | None, into: str = "") -> Any:
+        with _explained(f"push_to_hub: the upload to {self.name} has failed"):
+            return self._api.upload_folder(
+                repo_id=self.name,
+                folder_path=folder,
+                path_in_repo=into or None,
+                commit_message=message,
+                ignore_patterns=ignored,
+                revision=revision,
+            )
+
+    def _in_background(self, work: Callable[[], Any]) -> Any:
+        self._uploads.append(self._api.run_as_future(work))
+        return self._uploads[-1]
 
 
 @contextlib.contextmanager
@@ -116,28 +139,14 @@ def _explained(what: str) -> Iterator[None]:
         ) from error
 
 
-def _as_told(error: Exception) -> StepmarkError:
-    if not isinstance(error, StepmarkError):
-        raise error
-    return error
-
-
 class HubCallback(TrainerCallback):
-    """Uploads each checkpoint of a run when it is complete on disk, on rank 0, in the background."""
+    """Uploads each checkpoint of a run when it is complete on disk. All ranks have it, to wait for the same saves."""
 
-    def __init__(self, repository: HubRepository | None) -> None:
-        self._repository = repository  # None on other ranks, which have the callback too: all wait for the same saves
+    def __init__(self, uploads: HubUploads) -> None:
+        self._uploads = uploads
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        repository = self._repository
-        if repository is None or (repository.busy and not args.hub_always_push):
-            return
-        folder = checkpoint_path(Path(args.output_dir), state.global_step)
-        staged = _linked(folder, Path(args.output_dir) / f".hub-{state.global_step}")
-        complete = {"checkpoint": LAST_CHECKPOINT, "all_checkpoints": folder.name}.get(args.hub_strategy)
-        uploads: list[tuple[str, list[str]]] = [("", NOT_OF_MODEL)]
-        uploads += [] if complete is None else [(complete, [])]
-        repository.upload_in_background(staged, f"Training in progress, step {state.global_step}", uploads)
+        self._uploads.push_checkpoint(args, state.global_step)
 
 
 def _linked(folder: Path, copied: Path) -> Path:
@@ -165,62 +174,17 @@ def check_hub(args: TrainingArguments, shards: int) -> None:
         )
 
 
-def model_card(trainer: Any, model: nn.Module, **details: Any) -> str:
-    """The text of a model card, made by transformers of what the Trainer knows."""
+def write_model_card(trainer: Any, **details: Any) -> None:
+    """Writes a model card to the run's folder, made by transformers of what the Trainer knows."""
     from transformers.modelcard import TrainingSummary
     from transformers.trainer_utils import SchedulerType
 
-    args = copy.copy(trainer.args)
+    folder, args = Path(trainer.args.output_dir), copy.copy(trainer.args)
     args.lr_scheduler_type = SchedulerType(args.lr_scheduler_type)
-    if getattr(model, "config", None) is None:
+    if getattr(trainer.model, "config", None) is None:
         details = {"finetuned_from": "", **details}
-    known = SimpleNamespace(
-        model=model,
-        args=args,
-        state=trainer.state,
-        train_dataset=trainer.train_dataset,
-        eval_dataset=trainer.eval_dataset,
-    )
-    return str(TrainingSummary.from_trainer(known, **details).to_model_card())
-
-
-class HubUploads:
-    """The uploads of a Trainer: rank 0 has a repository, once `create` was called; the others have none."""
-
-    def __init__(self, host: HostGroup) -> None:
-        self.repository: HubRepository | None = None
-        self._host = host
-
-    def create(self, args: TrainingArguments, token: str | None, private: bool | None) -> None:
-        """Creates the repository of the arguments, or finds that it exists. Collective.
-
-        Raises StepmarkError, on all ranks, where it cannot be created.
-        """
-
-        def create() -> None:
-            if not extracting_graphs():
-                self.repository = HubRepository(args, token, private)
-
-        on_rank_0(self._host, create, _as_told)
-
-    def exists(self) -> bool:
-        """Whether rank 0 has a repository. Collective."""
-        return bool(self._host.broadcast(self.repository is not None))
-
-    def wait(self) -> None:
-        """Waits for uploads in the background; one that has failed is a warning."""
-        if self.repository is not None:
-            self.repository.wait()
-
-    def push(self, args: TrainingArguments, message: str | None, blocking: bool, revision: str | None) -> Any:
-        """Uploads the run's folder, when earlier uploads are complete; see `Trainer.push_to_hub`."""
-        repository = self.repository
-        if repository is None:
-            return None
-        repository.wait()
-
-        def upload() -> Any:
-            told = message or "End of training"
-            return repository.upload(Path(args.output_dir), told, NOT_MODEL, revision=revision)
-
-        return upload() if blocking else repository.in_background(upload)
+    names = ("model", "state", "train_dataset", "eval_dataset")
+    known = SimpleNamespace(args=args, **{name: getattr(trainer, name) for name in names})
+    text = str(TrainingSummary.from_trainer(known, **details).to_model_card())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CARD).write_text(text, encoding="utf-8")

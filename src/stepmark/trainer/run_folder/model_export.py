@@ -1,8 +1,7 @@
-"""Writes a live model as a plain Hugging Face folder: weights, config and tokenizer."""
+"""What a run saves of its model: a Hugging Face folder, and the files of one beside the tensors of a checkpoint."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -14,21 +13,22 @@ from torch import nn
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.checkpoint.sections import describe
+from stepmark.data.loader.collate import PadTo
 from stepmark.errors import StepmarkError
 from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import with_advice
-from stepmark.liveness.host_group import HostGroup
-from stepmark.model_folder.consolidate import UNLIMITED, consolidate
+from stepmark.model_folder.consolidate import UNLIMITED, consolidate, weight_files
 from stepmark.model_folder.new_folder import WritingListener
+from stepmark.model_folder.output_files import MAX_SHARD, in_memory, write_files
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.compat.overrides import accepts
-from stepmark.trainer.run_folder.adapters import Adapter
+from stepmark.trainer.run_folder.adapters import Adapter, adapter_of
 from stepmark.trainer.run_folder.output_folder import on_rank_0
 
-MAX_SHARD_SIZE = 5 * 10**9  # bytes
 _STAGING = ".model"  # in the folder: files that are not complete yet
-_SILENT = WritingListener(lambda size: None, lambda size: None, lambda text: None)
+_SILENT = WritingListener()
 _INDEX = "model.safetensors.index.json"
 
 
@@ -69,33 +69,22 @@ def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: An
 
 def _largest_file(model: nn.Module) -> int:
     """Bytes of tensors in one file; peft reads only one."""
-    return UNLIMITED if isinstance(model, Adapter) else MAX_SHARD_SIZE
+    return UNLIMITED if isinstance(model, Adapter) else MAX_SHARD
 
 
 def _write_weights(folder: Path, model: nn.Module, runtime: Runtime) -> None:
     """Writes the weights of a model that this rank holds completely; tied weights once."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
-
     (section,) = describe({"model": model})
-    names = list(section.entries)
-    on_host = dict(zip(names, runtime.to_host([section.entries[name].tensor for name in names]), strict=True))
-    pattern = section.group + "{suffix}.safetensors"
-    split = split_torch_state_dict_into_shards(on_host, filename_pattern=pattern, max_shard_size=_largest_file(model))
-    for file, tensors in split.filename_to_tensors.items():
-        save_file({name: on_host[name].contiguous() for name in tensors}, folder / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / _INDEX).write_text(json.dumps(content, indent=2))
+    on_host = runtime.to_host([entry.tensor for entry in section.entries.values()])
+    tensors = {name: in_memory(name, tensor) for name, tensor in zip(section.entries, on_host, strict=True)}
+    write_files(folder, weight_files(tensors, section.group, "safetensors", _largest_file(model)), (), _SILENT)
 
 
 def _publish(source: Path, folder: Path) -> None:
     """Moves the weights in `source` to `folder`, the index last, and removes those of an earlier model."""
     before = {path.name for path in folder.glob("model*.safetensors*")}
     names = sorted((path.name for path in source.iterdir()), key=lambda name: (name == _INDEX, name))
-    permissions = files.usual_permissions(source)  # safetensors gives its files to their owner alone
     for name in names:
-        files.set_permissions(source / name, permissions)
         files.sync_file(source / name)
         (source / name).replace(folder / name)
     for name in before.difference(names):
@@ -132,34 +121,58 @@ def _save_code(folder: Path, model: nn.Module) -> None:
     custom_object_save(model, folder, config=config)
 
 
-class SavedFiles:
-    """The files that an overridden `save_model` writes for the next checkpoint, in a folder inside the run's."""
+class SavedModel:
+    """What a run saves of its model. `module` is the section of checkpoints: the model, or its adapter.
 
-    def __init__(self, output_folder: Path, host: HostGroup) -> None:
+    A user's `save_model` writes the files that a checkpoint gets into a folder inside the run's, before the save.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, output_folder: Path) -> None:
+        self.module = adapter_of(model) or model
+        self._mesh = mesh
+        self._rank = mesh.context.host.rank
         self._folder = (output_folder / ".save_model").absolute()
-        self._host = host
-        self._collecting = False
+        self._collecting = self._collected = False
 
-    def collects(self, folder: Path) -> bool:
-        """Whether `folder` is where `save_model` has been told to write for a checkpoint."""
-        return self._collecting and folder == self._folder
+    def write(self, folder: Path, processing_class: Any, timeout: float) -> None:
+        """As `write_model`; into the folder for a checkpoint without weights, which that has. Collective."""
+        if self._collecting and folder == self._folder:
+            if self._rank == 0:
+                write_model_files(folder, self.module, processing_class)
+        elif extracting_graphs():
+            warn_not_saved(f"the model in {folder}")
+        else:
+            write_model(folder, self.module, self._mesh, processing_class, timeout)
 
     def collect(self, save_model: Callable[..., None]) -> None:
-        """Calls `save_model`, which takes a folder, to write into an empty one. Collective."""
-        if self._host.rank == 0:
+        """Calls a user's `save_model`, which takes a folder, to write into an empty one. Collective."""
+        if self._rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True)
-        self._host.barrier()
+        self._mesh.context.host.barrier()
         self._collecting = True
         try:
             save_model(str(self._folder), **({"_internal_call": True} if accepts(save_model, "_internal_call") else {}))
         finally:
             self._collecting = False
-        self._host.barrier()
+        self._collected = True
+        self._mesh.context.host.barrier()
 
-    def move_to(self, checkpoint: Path) -> None:
-        """Moves everything but the weights, which a checkpoint has already, and removes the folder."""
+    def add_to(self, checkpoint: Path, processing_class: Any) -> None:
+        """Adds the files to a checkpoint: those that were collected for it but the weights, or the usual ones."""
+        if not self._collected:
+            write_model_files(checkpoint, self.module, processing_class)
+            return
         for path in self._folder.iterdir():
             if not path.match("model*.safetensors*"):
                 shutil.move(path, checkpoint / path.name)
         shutil.rmtree(self._folder)
+        self._collected = False
+
+
+def saved_processing(processing_class: Any, collator: Any) -> Any:
+    """What is saved with the model: `processing_class`, or else that of the collator, as in transformers."""
+    if isinstance(collator, PadTo):
+        collator = collator.collate_fn
+    found = (processing_class, *(getattr(collator, name, None) for name in ("processor", "tokenizer")))
+    return next((each for each in found if each is not None), None)

@@ -10,6 +10,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -188,7 +189,7 @@ def set_aside_finished_run(folder: Path, host: HostGroup) -> bool:
         target = move_to_earlier_run(folder, [*checkpoints(folder), *(folder / name for name in RECORDS)])
         logger.warning("moved the run that this process finished in %s to %s", folder, target.name)
 
-    on_rank_0(host, move, lambda error: _cannot_move("earlier run", folder, error))
+    on_rank_0(host, move, partial(_cannot_move, "earlier run", folder))
     return False
 
 
@@ -203,9 +204,12 @@ def set_aside_earlier_attempt(folder: Path, host: HostGroup, *, resumes: bool, r
     """
 
     def separate() -> None:
-        if not _has_trained(folder):
-            return
-        if _same_run(folder, resumes):
+        events = read_lines(folder / EVENTS)
+        started = any(event.get("event") == "started" for event in events)
+        if not started and not any("loss" in line for line in read_lines(folder / METRICS)):
+            return  # an evaluation alone leaves records as well
+        restarted = bool(events) and events[-1].get("event") == RESTARTING
+        if restarted or (resumes and RunStatus.read(folder).can_resume()):
             repeats()
             return
         target = move_to_earlier_run(folder, [folder / name for name in RECORDS])
@@ -213,7 +217,7 @@ def set_aside_earlier_attempt(folder: Path, host: HostGroup, *, resumes: bool, r
             "moved the records of an earlier attempt in %s, which saved no checkpoint, to %s", folder, target.name
         )
 
-    on_rank_0(host, separate, lambda error: _cannot_move("records of an earlier attempt", folder, error))
+    on_rank_0(host, separate, partial(_cannot_move, "records of an earlier attempt", folder))
 
 
 def move_to_earlier_run(folder: Path, paths: Sequence[Path]) -> Path:
@@ -230,16 +234,3 @@ def _cannot_move(what: str, folder: Path, error: Exception) -> StepmarkError:
     if not isinstance(error, OSError):
         raise error
     return StepmarkError(f"output_dir: the {what} in {folder} cannot be moved: {error.strerror}; choose another folder")
-
-
-def _has_trained(folder: Path) -> bool:
-    """Whether an attempt got as far as training; an evaluation alone leaves records as well."""
-    started = any(event.get("event") == "started" for event in read_lines(folder / EVENTS))
-    return started or any("loss" in line for line in read_lines(folder / METRICS))
-
-
-def _same_run(folder: Path, resumes: bool) -> bool:
-    events = read_lines(folder / EVENTS)
-    if events and events[-1].get("event") == RESTARTING:
-        return True
-    return resumes and RunStatus.read(folder).can_resume()

@@ -42,7 +42,7 @@ class RunLog:
         self.folder = folder
         self.writes = writes
         self._end: tuple[str, str | None] | None = None  # the state and reason that were recorded last
-        self._stopping: str | None = None
+        self.stop_reason: str | None = None  # why the run was asked to stop
         self._details: dict[str, Any] | None = None  # of status.json; None where this process has no more to say
         self._last: tuple[str, int, str | None] | None = None  # the status as written
         self._numbers: dict[str, Any] = {}  # of the last log
@@ -88,12 +88,12 @@ class RunLog:
         if not self.writes:
             return
         with _lock:
-            stops = self._stopping is not None
+            stops = self.stop_reason is not None
             found = recorded_state(state, stops=stops, stays_done=self.stays_done)
             if found is None:
                 return
             if found != state:
-                state, reason = found, self._stopping
+                state, reason = found, self.stop_reason
             elif state != RUNNING and self._end != (state, reason):
                 self._end = (state, reason)
                 self.event(state, step, reason=reason)
@@ -134,20 +134,15 @@ class RunLog:
 
     def stopping(self, step: int, reason: str) -> None:
         """Records a request to stop. The status is interrupted unless the run completes: the launcher may end it."""
-        self._stopping, end = reason, self._end
+        self.stop_reason, end = reason, self._end
         self.event("stopping", step, reason=reason)
         with _lock:
             if self._end == end:  # otherwise this was written so slowly that the run has ended in the meantime
                 self.try_status(RUNNING, step)
 
-    @property
-    def stop_reason(self) -> str | None:
-        """Why the run was asked to stop; None where it was not."""
-        return self._stopping
-
     def failed(self, step: int, reason: str, *, final: bool = True) -> None:
         """Records a failure. Not `final`: the run counts as running until a supervisor fails or restarts it."""
-        self.try_status(FAILED if final or self._stopping is not None else RUNNING, step, reason)
+        self.try_status(FAILED if final or self.stop_reason is not None else RUNNING, step, reason)
 
     def results(self, split: str, values: dict[str, Any], *, combined: bool = True) -> None:
         """Writes `<split>_results.json`, and with `combined` adds the same values to all_results.json, as transformers

@@ -19,13 +19,14 @@ def banner(parts: RunParts, step: int) -> list[str]:
     size, ranks = loader.layout.global_batch, parts.context.world.size
     steps = f"{step} to {parts.total_steps}" if step else f"{parts.total_steps}"
     device = device_model(parts.context.runtime) or parts.context.runtime.name
+    precision = "float16 autocast" if args.fp16 else "bfloat16 autocast" if args.bf16 else args.dtype
     mesh = " x ".join(f"{axis} {count}" for axis, count in parts.mesh.shape.items())
     return [
         f"model    {type(parts.model).__name__}, {_parameters(parts.model)}",
         f"data     {_data(loader)}",
         f"steps    {steps} of {size} samples: {args.per_device_train_batch_size} per device"
         f" x {parts.mesh.data_parallel.size} data parallel x {args.gradient_accumulation_steps} accumulated",
-        f"devices  {ranks} rank{'s' if ranks > 1 else ''} on {device}, mesh {mesh}, {_precision(args)}",
+        f"devices  {ranks} rank{'s' if ranks > 1 else ''} on {device}, mesh {mesh}, {precision}",
         *_stages(parts),
         f"output   {args.output_dir}",
         *too_short(args, parts.total_steps),
@@ -74,12 +75,6 @@ def _stages(parts: RunParts) -> list[str]:
         f"pipeline {stages.plan.stages} stages of {sizes} layers, {args.pipeline_schedule}; with"
         f" {args.gradient_accumulation_steps} micro-batches ranks wait {idle:.0%} of a step"
     ]
-
-
-def _precision(args: TrainingFields) -> str:
-    if args.fp16:
-        return "float16 autocast"
-    return "bfloat16 autocast" if args.bf16 else args.dtype
 
 
 def count(number: int) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from stepmark.runtime.base import Runtime
 from stepmark.training.step import StepStatistics
 
@@ -36,7 +39,7 @@ class LossMeter:
 
     def settle(self) -> None:
         """Copies the pending statistics from the device."""
-        fetched = self._runtime.to_host([statistics.values for statistics in self._pending])
+        fetched = self._fetch([statistics.values for statistics in self._pending])
         for statistics, values in zip(self._pending, fetched, strict=True):
             loss, tokens, self.grad_norm = values.tolist()
             if self._look is not None:
@@ -47,6 +50,12 @@ class LossMeter:
             self.timed_tokens += int(tokens)
             self.last_loss = loss
         self._pending.clear()
+
+    def _fetch(self, values: list[Tensor]) -> list[Tensor]:
+        """The vectors on the host, by one copy; a lazy device would run a graph to join them."""
+        if self._runtime.lazy or len(values) < 2:
+            return self._runtime.to_host(values)
+        return list(self._runtime.to_host([torch.stack(values)])[0])
 
     def take_log(self) -> dict[str, Any] | None:
         """Mean loss since the last log and the last gradient norm; None if there was no step since."""

@@ -63,8 +63,8 @@ class Monitor:
 
     # The loop
 
-    def started(self, parts: RunParts, step: int, restored: Path | None) -> None:
-        """This process is about to train, from the beginning or from the checkpoint `restored`."""
+    def started(self, parts: RunParts, step: int) -> None:
+        """This process is about to train."""
         size = complete_size(parts.model)
         self._run_log.event(
             "started",
@@ -85,9 +85,6 @@ class Monitor:
             seed=parts.args.seed,
             data_seed=parts.args.data_seed,
         )
-        if restored is not None:
-            attempt = self._run_log.attempts() + 1
-            self._run_log.event("resumed", step, checkpoint=restored.name, attempt=attempt)
 
     def begin(self) -> None:
         """The loop begins; earlier compilations are not counted."""

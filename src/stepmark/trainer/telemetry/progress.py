@@ -11,6 +11,7 @@ from stepmark.liveness.console import json_line
 
 REFRESH_SECONDS = 2.0
 LINE_SECONDS = 30.0
+QUIET = ("_runtime", "_per_second")  # suffixes of metrics that are not shown
 
 
 class ProgressDisplay:
@@ -67,7 +68,8 @@ class ProgressDisplay:
             if loss is not None and self.due():
                 self._print_log(step, {"loss": loss, "tokens_per_second": tokens_per_second})
             return
-        status = {} if loss is None else {"status": _status(loss, tokens_per_second)}
+        speed = f"  {tokens_per_second:,.0f} tokens/s" if tokens_per_second else ""
+        status = {} if loss is None else {"status": f"loss {decimals(loss)}{speed}"}
         self._bar.update(self._task, completed=step, **status)
         if status:
             self._last = time.monotonic()
@@ -83,10 +85,10 @@ class ProgressDisplay:
         self.line(log_line(step, self._total, values, self.seconds_left(step), self._format))
         self._last = time.monotonic()
 
-    def evaluated(self, step: int, metrics: dict[str, Any], text: str) -> None:
-        """Shows an evaluation: its metrics where lines are JSON, else the text."""
+    def evaluated(self, step: int, metrics: dict[str, Any], prefix: str) -> None:
+        """Shows an evaluation, whose metrics' names begin with the prefix."""
         values = {"step": step, "total_steps": self._total, **metrics}
-        self.line(json_line(values) if self._format == "json" else text)
+        self.line(json_line(values) if self._format == "json" else evaluation_line(step, metrics, prefix))
 
     def line(self, text: str) -> None:
         if self._shows:
@@ -96,10 +98,6 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-
-def _status(loss: float, tokens_per_second: float | None) -> str:
-    return f"loss {decimals(loss)}" + (f"  {tokens_per_second:,.0f} tokens/s" if tokens_per_second else "")
 
 
 SHOWN = {"learning_rate": "lr {:.2e}", "tokens_per_second": "{:,.0f} tokens/s"}
@@ -144,10 +142,9 @@ def metric_lines(split: str, metrics: Mapping[str, Any]) -> list[str]:
 
 def evaluation_line(step: int, metrics: dict[str, float], prefix: str) -> str:
     """The step, the metrics without their `prefix`, and the seconds that the evaluation took."""
-    quiet = ("_runtime", "_per_second")
     shown = [
         f"{key.removeprefix(prefix + '_')} {decimals(value)}"
         for key, value in metrics.items()
-        if isinstance(value, float) and key != "epoch" and not key.endswith(quiet)
+        if isinstance(value, float) and key != "epoch" and not key.endswith(QUIET)
     ]
     return f"evaluated step {step}: {', '.join(shown)} ({metrics[f'{prefix}_runtime']:.1f} s)"

@@ -205,8 +205,9 @@ TRAINIUM2 = Rates(667.0 / 8, 181.0 / 8)  # a physical core of eight
 
 def device_model(runtime: Runtime) -> str | None:
     """The device's model name ("NVIDIA H100 80GB HBM3", "trn1.32xlarge"); None where it is unknown."""
-    if runtime.device.type == "cuda":
-        return torch.cuda.get_device_name(runtime.device)
+    if runtime.device.type not in ("cpu", "xla", "neuron"):
+        name = getattr(torch.get_device_module(runtime.device), "get_device_name", None)
+        return None if name is None else name(runtime.device)
     if runtime.device.type in ("xla", "neuron") and not runtime.host_memory and neuron_device_present():
         return INSTANCE.read_text().strip() if INSTANCE.is_file() else None
     return None

@@ -1,4 +1,4 @@
-"""transformers' models on lazy devices, without reading values.
+"""transformers' models on devices of which a read waits, without reading values.
 
 Models read tensors on the host to choose a path, to warn or to check. On a lazy device each read ends the graph and
 waits for the device; and where ranks read different values, their graphs differ and the next collective hangs.
@@ -6,16 +6,22 @@ transformers leaves such reads out while a graph is traced, which `is_tracing` s
 such a trace. Attention masks depend on which inputs a batch has, not on their values: there is a mask whenever an
 attention mask is given, and rows are separate sequences whenever positions are given.
 
+On an eager accelerator a read lets its queue run empty. There the masks that a batch brings along have been looked at
+on the host, so that the paths are those of a read; of others, on devices but CUDA's, there is a mask whenever one is
+given, and rows are separate sequences whenever positions are.
+
 transformers' functions are replaced once per process, in every module that has imported them. The replacements differ
-only inside `lazy_forward`, and only for lazy tensors: other users of transformers in the process see no change.
+only inside `forward_without_reads`, and only for tensors of the device: other users of transformers see no change.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,9 +29,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from stepmark.data.loader.batch import known_to_mask_nothing
+
 DEFAULT_EXPERTS = "grouped_mm"  # transformers' default implementation of experts
 _recording: ContextVar[bool] = ContextVar("recording", default=False)
 _positions_given: ContextVar[bool] = ContextVar("positions_given", default=True)
+_on_accelerator: ContextVar[bool] = ContextVar("on_accelerator", default=False)
+_masks_nothing: ContextVar[bool | None] = ContextVar("masks_nothing", default=None)  # None: unknown
 
 
 @contextlib.contextmanager
@@ -70,6 +80,42 @@ def lazy_forward(inputs: Mapping[str, Any]) -> Iterator[None]:
         _positions_given.reset(token)
 
 
+def forward_without_reads(inputs: Mapping[str, Any], *, lazy: bool) -> AbstractContextManager[None]:
+    """Around a forward pass with `inputs` on a lazy device or an eager one; nothing on the CPU."""
+    if lazy:
+        return lazy_forward(inputs)
+    values = inputs.values() if isinstance(inputs, Mapping) else ()
+    if all(value.device.type == "cpu" for value in values if isinstance(value, Tensor)):
+        return contextlib.nullcontext()
+    return _accelerator_forward(inputs)
+
+
+@contextlib.contextmanager
+def _accelerator_forward(inputs: Mapping[str, Any]) -> Iterator[None]:
+    _replace_reads()
+    masks = {known_to_mask_nothing(value) for name, value in inputs.items() if name.endswith("attention_mask")}
+    new = (_on_accelerator, True), (_positions_given, "position_ids" in inputs)
+    tokens = [(variable, variable.set(value)) for variable, value in new]
+    known = _masks_nothing.set(masks.pop() if len(masks) == 1 else None)
+    try:
+        yield
+    finally:
+        _masks_nothing.reset(known)
+        for variable, token in tokens:
+            variable.reset(token)
+
+
+def _is_there(value: Any) -> bool:
+    """Whether `value` is a tensor of the accelerator, in such a forward pass."""
+    return _on_accelerator.get() and isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+def _is_unread(value: Any) -> bool:
+    """Whether a path is taken without looking at `value`: the one that is right whatever it holds. On CUDA only where a
+    look would lead to it."""
+    return _is_there(value) and (value.device.type != "cuda" or _masks_nothing.get() is False)
+
+
 def recorded_checkpoint(
     checkpoint: Callable[..., Any], trains: Callable[[], bool] = lambda: True
 ) -> Callable[..., Any]:
@@ -112,7 +158,7 @@ def _replace_reads() -> None:
 
     @functools.wraps(is_tracing)
     def is_tracing_or_recorded(tensor: Any = None) -> bool:
-        return is_recorded(tensor) or is_tracing(tensor)
+        return is_recorded(tensor) or _is_unread(tensor) or is_tracing(tensor)
 
     @functools.wraps(check)
     def check_unless_recorded(cond: Any, *args: Any, **options: Any) -> None:
@@ -124,14 +170,57 @@ def _replace_reads() -> None:
     find_packed = masking_utils.find_packed_sequence_indices
 
     def find_packed_if_given(position_ids: Tensor) -> Tensor | None:
-        if is_recorded(position_ids) and not _positions_given.get():
+        if (is_recorded(position_ids) or _is_there(position_ids)) and not _positions_given.get():
             return None
         return find_packed(position_ids)
 
+    for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "create_recurrent_attention_mask"):
+        if (original := getattr(masking_utils, name, None)) is not None:
+            replace_everywhere(name, original, _with_known_mask(original))
+    _warn_once()
     replace_everywhere("is_tracing", is_tracing, is_tracing_or_recorded)
     replace_everywhere("torch_compilable_check", check, check_unless_recorded)
     replace_everywhere("find_packed_sequence_indices", find_packed, find_packed_if_given)
     _replace_experts_function()
+
+
+def _with_known_mask(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that reads whether its mask masks anything; one that is known not to is as good as none."""
+    parameters = inspect.signature(function)
+
+    @functools.wraps(function)
+    def with_known_mask(*args: Any, **options: Any) -> Any:
+        bound = parameters.bind(*args, **options)
+        given = bound.arguments
+        name = "padding_mask" if "padding_mask" in given else "attention_mask"
+        whole = given.get("q_length") == given.get("kv_length") or "q_length" not in given
+        if whole and _is_there(given.get(name)) and given[name].ndim == 2 and _masks_nothing.get():
+            given[name] = None
+        return function(*bound.args, **bound.kwargs)
+
+    return with_known_mask
+
+
+def _warn_once() -> None:
+    """transformers looks for padding in every batch, and warns once; on an accelerator it looks at a model's first."""
+    from transformers import PreTrainedModel
+
+    original: Any = PreTrainedModel.warn_if_padding_and_no_attention_mask
+
+    @functools.wraps(original)
+    def warn_once(self: Any, input_ids: Any, attention_mask: Any) -> None:
+        if not _is_there(input_ids):
+            original(self, input_ids, attention_mask)
+        elif type(self) not in _looked_at:
+            _looked_at.add(type(self))
+            token = _on_accelerator.set(False)
+            original(self, input_ids, attention_mask)
+            _on_accelerator.reset(token)
+
+    PreTrainedModel.warn_if_padding_and_no_attention_mask = warn_once  # type: ignore[method-assign]
+
+
+_looked_at: set[type] = set()
 
 
 def _replace_experts_function() -> None:

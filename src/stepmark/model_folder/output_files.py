@@ -1,0 +1,260 @@
+"""The files of a folder that is written: each is planned first, so that sizes are known, and then streamed.
+
+Memory is bounded by the number of threads, not by the model.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from stepmark.checkpoint.format.dtypes import dtype_name, item_size
+from stepmark.checkpoint.format.tensor_file import PAGE
+from stepmark.errors import CheckpointMismatch
+from stepmark.filesystem import files
+from stepmark.model_folder.model_files import index_of, split_into_files
+from stepmark.model_folder.new_folder import WritingListener, check_room, writing
+from stepmark.tensor_files.array_reader import ArrayReader
+from stepmark.tensor_files.file_output import FileOutput
+from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray, row_major_strides
+from stepmark.tensor_files.records import Record, RecordChecks
+from stepmark.tensor_files.streaming import Place, write_jobs
+from stepmark.tensor_files.torch_writer import TorchArchive
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+THREADS = 4
+AHEAD = 4 * THREADS  # jobs given to the threads at a time
+Job = Callable[[], int]  # returns the bytes of tensors that it has written
+Advance = Callable[[int], None]  # called with the number of bytes that were written
+MAX_SHARD = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What writing takes: who reads and verifies the source, the threads, and whom to tell of bytes written."""
+
+    reader: ArrayReader
+    pool: ThreadPoolExecutor
+    advance: Advance
+
+
+class OutputFile(Protocol):
+    """A file to be written: its path in the folder, and the bytes of its tensors."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def write(self, path: Path, streams: Streams) -> None:
+        """Writes it, a few megabytes of each thread at a time."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A small file."""
+
+    name: str
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        return 0
+
+    def write(self, path: Path, streams: Streams) -> None:
+        files.write_file(path, self.data, durable=False)
+
+
+@dataclass(frozen=True)
+class CopiedFile:
+    """A file that lies in the source."""
+
+    name: str
+    source: Path
+
+    @property
+    def size(self) -> int:
+        return 0
+
+    def write(self, path: Path, streams: Streams) -> None:
+        shutil.copyfile(self.source, path)
+
+
+@dataclass
+class ArchivesFile:
+    """Archives of torch.save, one after the other; `offsets` are where they begin."""
+
+    name: str
+    archives: list[TorchArchive] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    length: int = 0
+
+    def add(self, archive: TorchArchive) -> int:
+        """Appends an archive; returns where it begins."""
+        self.archives.append(archive)
+        self.offsets.append(self.length)
+        self.length += archive.size
+        return self.offsets[-1]
+
+    @property
+    def size(self) -> int:
+        return sum(archive.tensor_bytes for archive in self.archives)
+
+    def write(self, path: Path, streams: Streams) -> None:
+        with FileOutput(path, self.length) as output:
+            placed = list(zip(self.archives, self.offsets, strict=True))
+            places = [place for archive, at in placed for place in archive.places(at)]
+            run_jobs(streams.pool, write_jobs(places, streams.reader, output), streams.advance)
+            for archive, at in placed:
+                archive.finish(output, at)
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """A file of tensors."""
+
+    name: str
+    tensors: Mapping[str, GlobalTensor]
+
+    @property
+    def size(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def write(self, path: Path, streams: Streams) -> None:
+        places = [Place(self.tensors[name], at) for name, at in make_header(path, self.tensors).items()]
+        with FileOutput(path, path.stat().st_size) as output:
+            run_jobs(streams.pool, write_jobs(places, streams.reader, output), streams.advance)
+
+
+def torch_file(name: str, value: Any) -> ArchivesFile:
+    """A file of torch.save; GlobalTensors stand for tensors."""
+    found = ArchivesFile(name)
+    found.add(TorchArchive(value))
+    return found
+
+
+def in_memory(name: str, tensor: Tensor) -> GlobalTensor:
+    """A tensor on the host."""
+    import torch
+
+    dtype = dtype_name(tensor.dtype)
+    if dtype is None:
+        raise CheckpointMismatch(f"tensor {name!r} is {tensor.dtype}, which safetensors cannot hold")
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    shape = tuple(tensor.shape)
+    return GlobalTensor.whole(name, StoredArray(Path(), 0, dtype, shape, row_major_strides(shape), data))
+
+
+def tensor_file(name: str, tensors: Mapping[str, GlobalTensor]) -> OutputFile:
+    """A file of tensors by name: of torch.save, or safetensors."""
+    return torch_file(name, tensors) if name.endswith(".bin") else SafetensorsFile(name, tensors)
+
+
+def model_files(tensors: Mapping[str, GlobalTensor], max_shard: int, form: str = "safetensors") -> list[OutputFile]:
+    """The model as transformers has it: one file, or several of at most `max_shard` bytes with an index."""
+    shards = split_into_files(tensors, form, max_shard)
+    found = [tensor_file(name, part) for name, part in shards.items()]
+    return [*found, DataFile(*index_of(shards, form))] if len(shards) > 1 else found
+
+
+def copied_files(files_by_name: Mapping[str, Path], without: Iterable[str] = ()) -> list[OutputFile]:
+    """Config and tokenizer."""
+    return [CopiedFile(name, path) for name, path in files_by_name.items() if name not in set(without)]
+
+
+def write_folder(
+    planned: Sequence[OutputFile],
+    records: Iterable[Record],
+    final: Path,
+    out: Path,
+    listener: WritingListener,
+    finish: Callable[[Path], None] | None = None,
+) -> int:
+    """Writes the files into a new folder, and verifies the records of what they are made from.
+
+    Args:
+        planned: The files.
+        records: What has checksums.
+        final: The folder, as `check_out` returns it.
+        out: The same, for messages.
+        listener: Progress callbacks.
+        finish: Called with the folder when all files are there, before it gets its name.
+
+    Returns:
+        The bytes of tensors.
+
+    Raises:
+        CheckpointDamaged: A source is corrupted.
+        CheckpointError: `out` cannot be written. Nothing is left there after an error.
+    """
+    total = sum(file.size for file in planned)
+    check_room(final.parent, total)
+    with writing(final, out) as folder:
+        listener.begin(total)
+        write_files(folder, planned, records, listener)
+        if finish is not None:
+            finish(folder)
+    return total
+
+
+def write_files(
+    folder: Path, planned: Sequence[OutputFile], records: Iterable[Record], listener: WritingListener
+) -> None:
+    """Writes the files into a folder, and verifies the records. Raises CheckpointDamaged for a corrupted source."""
+    reader = ArrayReader(RecordChecks(records))
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-write") as pool:
+        for file in planned:
+            path = folder / file.name
+            files.make_folder(path.parent)
+            file.write(path, Streams(reader, pool, listener.advance))
+        run_jobs(pool, reader.checks.rest(), listener.advance)
+
+
+def make_header(path: Path, tensors: Mapping[str, GlobalTensor]) -> dict[str, int]:
+    """Makes a safetensors file whose tensors are holes; returns the byte of the file at which each begins.
+
+    Larger elements come first, and the data begin at a page, so that every tensor is aligned to its elements.
+    """
+    places, position = {}, 0
+    entries = ['"__metadata__":{"format":"pt"}']
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item_size(item[1].dtype)):
+        end = position + tensor.nbytes
+        shape = ",".join(map(str, tensor.shape))
+        entries.append(
+            f'{dumps(name)}:{{"dtype":"{tensor.dtype}","shape":[{shape}],"data_offsets":[{position},{end}]}}'
+        )
+        places[name], position = position, end
+    text = f"{{{','.join(entries)}}}".encode()
+    size = (8 + len(text) + PAGE - 1) // PAGE * PAGE
+    files.write_file(path, struct.pack("<Q", size - 8) + text.ljust(size - 8), durable=False)
+    os.truncate(path, size + position)
+    return {name: size + place for name, place in places.items()}
+
+
+def run_jobs(pool: ThreadPoolExecutor, work: Iterable[Job], advance: Advance) -> None:
+    """Runs all jobs, a few ahead of those that are done. When it returns or raises, none is running."""
+    remaining: Iterator[Job] = iter(work)
+    pending: set[Future[int]] = set()
+    try:
+        while True:
+            while len(pending) < AHEAD and (job := next(remaining, None)) is not None:
+                pending.add(pool.submit(job))
+            if not pending:
+                return
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for future in done:
+                advance(future.result())
+    finally:
+        for future in pending:
+            future.cancel()
+        wait(pending)

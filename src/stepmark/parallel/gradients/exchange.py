@@ -1,0 +1,239 @@
+"""What data parallel ranks send each other of a step's gradients: all means, or each rank's shards of them.
+
+Both start with the sums of one bucket at a time (`start`, then `reduced`), or with all tensors (`at_once`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from stepmark.parallel.buckets import LAZY_BUCKET_ELEMENTS, Bucket, runs_of
+from stepmark.parallel.gradients.arithmetic import (
+    add_ends,
+    add_ends_of_buckets,
+    add_partial,
+    add_partial_of_buckets,
+    norms,
+    squares,
+    totals,
+)
+from stepmark.parallel.gradients.flat_sums import FlatSums
+from stepmark.parallel.gradients.overlap import RankWeights
+from stepmark.parallel.gradients.reduced import ReducedGradients, show
+from stepmark.parallel.gradients.tensor_sums import TensorSums
+from stepmark.runtime.collectives import GroupCollectives, start_gather_in_place
+from stepmark.runtime.mesh import Mesh
+from stepmark.sharding.replication import replication_of
+
+
+class AllReduce:
+    """All-reduces sums of complete parameters to means of `parameters`, None where one took no part on any rank.
+
+    From tensors they are sent after the last backward pass in a few large buckets: each rank's mean is weighted by its
+    target tokens, the buckets are summed, and the sum is divided by the tokens of all ranks.
+
+    Args:
+        parameters: All of them, in the order of the result.
+        mesh: The mesh.
+        reduce_dtype: In which flat buckets are sent.
+        bucket_elements: How many elements of tensors are sent at a time.
+    """
+
+    weighs_arriving = True  # `start` uses `sums.weighted`, so that gradients may be weighted as they arrive
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        mesh: Mesh,
+        *,
+        reduce_dtype: torch.dtype = torch.float32,
+        bucket_elements: int | None = None,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._mesh = mesh
+        self._axis = mesh.data_parallel
+        self._reduce_dtype = reduce_dtype
+        self._bucket_elements = bucket_elements or LAZY_BUCKET_ELEMENTS
+        self._replications = [replication_of(parameter, mesh.tensor_parallel.size) for parameter in self._parameters]
+
+    def start(self, sums: FlatSums, number: int, weights: RankWeights) -> Callable[[], Tensor]:
+        """Starts the reduction of a bucket's sums to their mean by the ranks' weights; the result waits for it."""
+        assert isinstance(self._axis, GroupCollectives)
+        weighted = sums.weighted(number, weights.factor())
+        if self._reduce_dtype == weighted.dtype:
+            return self._axis.start_all_reduce(weighted)
+        return self._axis.start_all_reduce_in(self._reduce_dtype, weighted)
+
+    def reduced(self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor) -> ReducedGradients:
+        """Completes what has been started for every bucket."""
+        flat = add_ends_of_buckets(means, sums.buckets, self._mesh)
+        shards = [self._axis.own_shard(each) for each in flat]  # of which each rank computes the norm
+        used = self._mesh.runtime.numbers(sums.got())
+        loss, square, head = totals(shards, sums.buckets, loss, tokens, self._mesh, used)
+        return ReducedGradients(self._members_of(sums, flat, head[1:]), loss, head[0], square.sqrt())
+
+    def _members_of(self, sums: FlatSums, flat: Sequence[Tensor], used: Tensor) -> list[Tensor | None]:
+        """Views of each parameter's mean gradient, in the parameters' order; None where no rank has `used` it. A rank
+        that has used all of them need not wait for the device to know."""
+        own = sums.got()
+        assert isinstance(self._axis, GroupCollectives)
+        anywhere = own if all(own) else [number > 0 for number in self._axis.read(used)]
+        pairs = zip(sums.buckets, flat, strict=True)
+        members = [(member, each) for bucket, each in pairs for member in bucket.members]
+        found = {
+            id(member.parameter): member.read(each)
+            for (member, each), there in zip(members, anywhere, strict=True)
+            if there
+        }
+        return [found.get(id(parameter)) for parameter in self._parameters]
+
+    def at_once(self, sums: TensorSums, loss: Tensor, tokens: Tensor) -> ReducedGradients:
+        """Reduces tensors."""
+        gradients = add_partial(sums.tensors(), self._replications, self._mesh)
+        if self._axis.size > 1:
+            gradients, loss, tokens = self._mean(gradients, loss, tokens)
+        gradients = add_ends(gradients, self._replications, self._mesh)
+        norm, loss = self._norm(gradients, loss)
+        return ReducedGradients(gradients, loss, tokens, norm)
+
+    def _mean(
+        self, gradients: Sequence[Tensor | None], loss: Tensor, tokens: Tensor
+    ) -> tuple[list[Tensor | None], Tensor, Tensor]:
+        """Over the data parallel ranks, weighted by their tokens."""
+        complete = [
+            torch.zeros_like(parameter) if gradient is None else gradient
+            for parameter, gradient in zip(self._parameters, gradients, strict=True)
+        ]
+        weighted = [loss.float() * tokens, tokens, *complete]
+        runs = [
+            weighted[run.start : run.stop]
+            for run in runs_of([each.numel() for each in weighted], self._bucket_elements)
+        ]
+        flat = [torch.cat([tensor.reshape(-1) for tensor in run]) for run in runs]
+        flat[0][2:] *= tokens  # loss and tokens at its head are weighted already
+        for each in flat[1:]:
+            each *= tokens
+        reduced = self._axis.all_reduce(flat[::-1])[::-1]  # the last layers' gradients come first
+        total = reduced[0][1]
+        divisor = total.clamp(min=1)
+        sums = [each for run, values in zip(runs, reduced, strict=True) for each in _split(values, run)]
+        return [each / divisor for each in sums[2:]], sums[0] / divisor, total
+
+    def _norm(self, gradients: Sequence[Tensor | None], loss: Tensor) -> tuple[Tensor, Tensor]:
+        """The 2-norm of the complete model's gradient, of which every element counts once, however many ranks hold it,
+        and the loss, which only the last stage of a pipeline has: elsewhere it is 0."""
+        present = [gradient for gradient in gradients if gradient is not None]
+        if self._mesh.tensor_parallel.size == self._mesh.pipeline.size == 1:
+            return torch.linalg.vector_norm(torch.stack(norms(present))) if present else torch.zeros(()), loss
+        pairs = zip(self._replications, gradients, strict=True)
+        copies = [replication.copies for replication, gradient in pairs if gradient is not None]
+        square = squares(present, copies, self._mesh.runtime.device)
+        (square,) = self._mesh.tensor_parallel.all_reduce([square])
+        if self._mesh.pipeline.size > 1:
+            (both,) = self._mesh.pipeline.all_reduce([torch.cat([square, loss.float().reshape(1)])])
+            square, loss = both[0], both[1]
+        return square.reshape(()).sqrt(), loss
+
+    def show(self, sums: FlatSums | TensorSums, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        """See `GradientReducer.show`."""
+        return show(list(zip(self._parameters, gradients, strict=True)))
+
+
+def _split(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
+    sections = flat.split([tensor.numel() for tensor in like])
+    for section, tensor in zip(sections, like, strict=True):
+        yield section.view(tensor.shape)
+
+
+class ReduceScatter:
+    """Reduce-scatters the sums of buckets, for ZeRO-1, to means of this rank's shards, one tensor per bucket.
+
+    From tensors the buckets are concatenated and sent after the last backward pass, weighted by tokens.
+
+    Args:
+        buckets: The parameters, in the order of the result.
+        mesh: The mesh.
+        reduce_dtype: In which gradients are sent; None: in the parameters' dtype. A lazy device sends float32 or that.
+    """
+
+    weighs_arriving = False
+
+    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, *, reduce_dtype: torch.dtype | None) -> None:
+        self._buckets = list(buckets)
+        self._mesh = mesh
+        self._axis = mesh.data_parallel
+        self._reduce_dtype = reduce_dtype
+
+    def start(self, sums: FlatSums, number: int, weights: RankWeights) -> Callable[[], Tensor]:
+        assert isinstance(self._axis, GroupCollectives)
+        dtype = self._reduce_dtype or self._buckets[number].dtype
+        finish = self._axis.start_reduce_scatter(sums.complete(number), weights, dtype)
+        return lambda: finish().float()
+
+    def reduced(self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor) -> ReducedGradients:
+        shards = add_ends_of_buckets(means, self._buckets, self._mesh)
+        loss, square, head = totals(shards, self._buckets, loss, tokens, self._mesh)
+        return ReducedGradients(list(shards), loss, head[0], square.sqrt())
+
+    def at_once(self, sums: TensorSums, loss: Tensor, tokens: Tensor) -> ReducedGradients:
+        weighted, order = self._weighted(sums, tokens), self._order(sums)
+        received = self._axis.reduce_scatter([weighted[number] for number in order])
+        shards = [received[order.index(number)].float() for number in range(len(order))]
+        shards = add_ends_of_buckets(shards, self._buckets, self._mesh)
+        loss, square, head = totals(shards, self._buckets, loss, tokens, self._mesh)
+        divisor = head[0].clamp(min=1)
+        means: list[Tensor | None] = [shard.div_(divisor) for shard in shards]
+        return ReducedGradients(means, loss, head[0], square.sqrt() / divisor)
+
+    def _order(self, sums: TensorSums) -> list[int]:
+        """The buckets in the order in which their gradients were complete. A graph runs its collectives in the order in
+        which they were recorded, so those of the last layers must not wait for those of the first, which are complete
+        after all of the backward pass."""
+        arrivals = iter(sums.arrivals)
+        last = [max(islice(arrivals, len(bucket.members))) for bucket in self._buckets]
+        return sorted(range(len(last)), key=lambda number: (last[number], -number))
+
+    def _weighted(self, sums: TensorSums, tokens: Tensor) -> list[Tensor]:
+        """Each bucket's gradients times this rank's tokens."""
+        pairs = zip(sums.parameters, sums.tensors(), strict=True)
+        tensors = iter([torch.zeros_like(parameter) if each is None else each for parameter, each in pairs])
+        joined = [bucket.join(list(islice(tensors, len(bucket.members)))) for bucket in self._buckets]
+        found = add_partial_of_buckets(joined, self._buckets, self._mesh)
+        weighted = [flat.mul_(tokens) for flat in found]
+        if self._reduce_dtype is not None:
+            return weighted
+        return [flat.to(bucket.dtype) for bucket, flat in zip(self._buckets, weighted, strict=True)]
+
+    @torch.no_grad()
+    def show(self, sums: FlatSums | TensorSums, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        """All-gathers the means into the sums. Of tensors nothing is shown: what is in `parameter.grad` is this rank's
+        alone."""
+        members = [member for bucket in self._buckets for member in bucket.members]
+        for member in members:
+            member.parameter.grad = None
+        if isinstance(sums, TensorSums):
+            return lambda: None
+        places = [self._axis.own_shard(each) for each in sums.flat]
+        pairs = [(place, shard) for place, shard in zip(places, gradients, strict=True) if shard is not None]
+        separate = [(place, shard) for place, shard in pairs if place.data_ptr() != shard.data_ptr()]
+        for place, shard in separate:
+            place.copy_(shard)
+        for wait in [start_gather_in_place(self._axis, each) for each in sums.flat]:
+            wait()
+        flats = [flat for bucket, flat in zip(self._buckets, sums.flat, strict=True) for _ in bucket.members]
+        complete = [member.read(flat) for member, flat in zip(members, flats, strict=True)]
+        take = show([(member.parameter, each) for member, each in zip(members, complete, strict=True)])
+
+        @torch.no_grad()
+        def take_all() -> None:
+            take()
+            for member, gradient, flat in zip(members, complete, flats, strict=True):
+                member.write(gradient, flat)
+            for place, shard in separate:
+                shard.copy_(place)
+
+        return take_all

@@ -1,0 +1,249 @@
+"""Reads parts of foreign tensors: elements [start, stop) of the flattened global tensor, assembled from its pieces.
+
+What is in order in file and memory is read straight to where it belongs, neighbours in a file with one call; of all
+else, the part of the file is mapped and copied with its strides. Records are verified before their bytes are used.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepmark.checkpoint.format.dtypes import item_size
+from stepmark.checkpoint.format.read_errors import cannot_read
+from stepmark.checkpoint.format.tensor_file import PAGE
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.sharding.layout import Box, Shape, TensorSlice
+from stepmark.tensor_files import conversion
+from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray, row_major_strides
+from stepmark.tensor_files.records import RecordChecks
+
+_GAP = 1 << 12  # bytes between two arrays of a file that are read as well, rather than by another call
+_RUNS = 512  # of one call, with as many gaps; the system takes 1024 buffers
+_UNUSED = memoryview(bytearray(_GAP))  # gets what is between runs, of all threads
+
+Elements = NDArray[Any]  # unsigned integers of the elements' size: numpy lacks some element types
+Run = tuple[int, int, memoryview]  # bytes [begin, end) of a file, and the memory for them
+Runs = dict[Path, list[Run]]
+
+
+class Part(NamedTuple):
+    """Elements [start, stop) of a flattened tensor, and the memory for them in the tensor's dtype."""
+
+    tensor: GlobalTensor
+    start: int
+    stop: int
+    memory: memoryview
+
+
+class ArrayReader:
+    """Reads parts of tensors, whose records are verified. For several threads."""
+
+    def __init__(self, checks: RecordChecks | None = None) -> None:
+        self.checks = checks or RecordChecks()
+        self._reused = threading.local()
+
+    def memory(self, size: int, shift: int = 0) -> memoryview:
+        """This thread's memory for its next write; it begins `shift` bytes after a page of memory begins, so that pages
+        of it can be written past the cache."""
+        return self._memory("window", size, shift % PAGE)
+
+    def fill(self, parts: Sequence[Part]) -> None:
+        """Reads parts of tensors.
+
+        Raises CheckpointDamaged, naming file and tensor, where a file is truncated or does not match its checksum or
+        replicas differ, and CheckpointMismatch where a conversion that has to be exact is not.
+        """
+        sizes = {id(part): _stored_size(part) for part in parts if part.tensor.converts}
+        scratch = self._memory("source", sum(sizes.values()), 0)
+        runs: Runs = defaultdict(list)
+        later: list[tuple[Part, memoryview]] = []
+        for part in parts:
+            stored = part.memory
+            if id(part) in sizes:
+                stored, scratch = scratch[: sizes[id(part)]], scratch[sizes[id(part)] :]
+            if stored is not part.memory or part.tensor.replicas:
+                later.append((part, stored))
+            self._plan(part, stored, runs)
+        self._read(runs)
+        for part, stored in later:
+            if part.tensor.replicas:
+                self._compare(part, stored)
+            if stored is not part.memory:
+                _convert(part, stored)
+
+    def array(self, array: StoredArray) -> Elements:
+        """All of a small array, as unsigned integers of its elements' size."""
+        found = np.empty(array.shape, dtype=f"u{item_size(array.dtype)}")
+        self._copy(array, found)
+        return found
+
+    def _memory(self, purpose: str, size: int, shift: int) -> memoryview:
+        """This thread's memory for a purpose, reused for the next part: new memory costs more than reading."""
+        memory: memoryview | None = getattr(self._reused, purpose, None)
+        if memory is None or len(memory) < size + shift:
+            memory = memoryview(mmap.mmap(-1, max(size, 1) + PAGE))
+            setattr(self._reused, purpose, memory)
+        return memory[shift : shift + size]
+
+    def _plan(self, part: Part, stored: memoryview, runs: Runs) -> None:
+        """Adds what is in order in file and memory to `runs`, and reads all else of a part into `stored`."""
+        tensor, rest = part.tensor, []
+        for piece in tensor.pieces:
+            array, first = piece.array, run_start(piece, tensor.shape)
+            low, high = max(part.start, first), min(part.stop, first + array.numel)
+            if first < 0 or array.data is not None:
+                rest.append(piece)
+            elif low < high:
+                size = item_size(array.dtype)
+                begin = array.offset + (low - first) * size
+                memory = stored[(low - part.start) * size : (high - part.start) * size]
+                runs[array.path].append((begin, begin + len(memory), memory))
+        for block, view in _views(part, stored) if rest else ():
+            for piece in rest:
+                common = piece.box.intersect(block)
+                if common is not None:
+                    self._copy(piece.part(common), view[_inside(common, block)])
+
+    def _compare(self, part: Part, stored: memoryview) -> None:
+        """Raises CheckpointDamaged where a replica holds other values."""
+        tensor = part.tensor
+        for block, view in _views(part, stored):
+            for piece in tensor.replicas:
+                common = piece.box.intersect(block)
+                if common is not None and not np.array_equal(
+                    self.array(piece.part(common)), view[_inside(common, block)]
+                ):
+                    raise CheckpointDamaged(
+                        f"{piece.array.path}: tensor {tensor.name!r} differs from its replica in "
+                        f"{tensor.pieces[0].array.path}; the files are of two saves, or a rank went its own way"
+                    )
+
+    def _read(self, runs: Runs) -> None:
+        for path, found in runs.items():
+            found.sort(key=itemgetter(0))
+            with _opened(path) as file:
+                for neighbours in _neighbours(found):
+                    buffers: list[memoryview] = []
+                    at = neighbours[0][0]
+                    for begin, end, memory in neighbours:
+                        if begin > at:
+                            buffers.append(_UNUSED[: begin - at])
+                        buffers.append(memory)
+                        at = end
+                    _read_exactly(path, file.fileno(), buffers, neighbours[0][0])
+            for begin, end, memory in found:
+                self.checks.check(path, begin, end, memory)
+
+    def _copy(self, array: StoredArray, target: Elements) -> None:
+        """Reads an array whose elements may be in another order in the file than in memory: if most bytes in between
+        are wanted, together with the rest of their checksums' blocks, and otherwise with the file as memory."""
+        begin, end = array.offset, array.offset + array.span()
+        if not array.numel:
+            return
+        if array.data is not None:
+            target[...] = _strided(array.data, begin, array)
+        elif array.span() <= 2 * target.nbytes:
+            low, high = self.checks.whole(array.path, begin, end)
+            memory = self._memory("blocks", high - low, 0)
+            self._read({array.path: [(low, high, memory)]})
+            target[...] = _strided(memory, begin - low, array)
+        else:
+            self.checks.check(array.path, begin, end)
+            low = begin - begin % mmap.ALLOCATIONGRANULARITY
+            with _opened(array.path) as file:
+                if os.fstat(file.fileno()).st_size < end:
+                    raise _truncated(array.path, end)
+                mapped = mmap.mmap(file.fileno(), end - low, mmap.MAP_SHARED, mmap.PROT_READ, offset=low)
+            target[...] = _strided(mapped, begin - low, array)
+
+
+def _stored_size(part: Part) -> int:
+    return (part.stop - part.start) * item_size(part.tensor.source_dtype)
+
+
+def _convert(part: Part, stored: memoryview) -> None:
+    tensor = part.tensor
+    if not conversion.convert(stored, tensor.source_dtype, tensor.dtype, part.memory) and not tensor.rounds:
+        raise CheckpointMismatch(
+            f"{tensor.where} is {tensor.source_dtype} and has values that {tensor.dtype} cannot hold exactly"
+        )
+
+
+def _views(part: Part, stored: memoryview) -> Iterator[tuple[Box, Elements]]:
+    """The boxes that a part of a flattened tensor is made of, each with its memory in the box's shape."""
+    elements = np.frombuffer(stored, f"u{item_size(part.tensor.source_dtype)}")
+    for block in TensorSlice.of_range(part.tensor.shape, part.start, part.stop).blocks():
+        yield block.box, elements[block.start : block.start + block.box.numel].reshape(block.box.lengths)
+
+
+def _neighbours(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
+    """Groups runs, in the order of the file, that one call reads."""
+    first = 0
+    for number in range(1, len(runs) + 1):
+        near = number < len(runs) and 0 <= runs[number][0] - runs[number - 1][1] <= _GAP
+        if not near or number - first >= _RUNS:
+            yield runs[first:number]
+            first = number
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return path.open("rb", buffering=0)
+    except OSError as error:
+        raise cannot_read(path, error) from error
+
+
+def _read_exactly(path: Path, descriptor: int, buffers: list[memoryview], offset: int) -> None:
+    while buffers:
+        try:
+            count = os.preadv(descriptor, buffers, offset)
+        except OSError as error:
+            raise cannot_read(path, error) from error
+        if not count:
+            raise _truncated(path, offset + sum(map(len, buffers)))
+        offset += count
+        while buffers and count >= len(buffers[0]):
+            count -= len(buffers.pop(0))
+        if count:
+            buffers[0] = buffers[0][count:]
+
+
+def _truncated(path: Path, end: int) -> CheckpointDamaged:
+    return CheckpointDamaged(f"{path} is truncated: it ends before byte {end}")
+
+
+def _strided(data: Any, offset: int, array: StoredArray) -> Elements:
+    size = item_size(array.dtype)
+    strides = tuple(stride * size for stride in array.strides)
+    return np.ndarray(array.shape, f"u{size}", data, offset, strides)
+
+
+def _inside(box: Box, outer: Box) -> tuple[Any, ...]:
+    """The index of a box in the memory of another; with an ellipsis, so that it gives a view also without dims."""
+    relative = box.relative_to(outer.offsets)
+    return (..., *(slice(at, at + length) for at, length in zip(relative.offsets, relative.lengths, strict=True)))
+
+
+def run_start(piece: Piece, shape: Shape) -> int:
+    """The element of the flattened tensor at which a piece begins, -1 where it is not a run."""
+    array, start, split = piece.array, 0, False
+    if array.strides != row_major_strides(array.shape):
+        return -1
+    if array.shape == shape:
+        return 0
+    for offset, length, size in zip(piece.offsets, array.shape, shape, strict=True):
+        if split and length != size:
+            return -1
+        start = start * size + offset
+        split = split or length > 1
+    return start

@@ -1,0 +1,292 @@
+"""Writes files of `torch.save` with tensors that are streamed from other files: memory does not grow with them.
+
+What is pickled is plain, or a stand-in for something of torch: Python's own pickler refuses a name that it cannot
+import. The archive is planned first: the pickle is made, and every record gets its place. Then the tensors are written,
+from several threads, and at last the records' headers, with checksums, and the directory.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import threading
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from stepmark.checkpoint.format.dtypes import DTYPES, item_size
+from stepmark.errors import CheckpointMismatch
+from stepmark.sharding.layout import Shape
+from stepmark.tensor_files.file_output import FileOutput
+from stepmark.tensor_files.global_tensor import GlobalTensor, row_major_strides
+from stepmark.tensor_files.pickle_reader import STORAGES
+from stepmark.tensor_files.streaming import Place
+from stepmark.tensor_files.torch_file import CENTRAL, ELSEWHERE, END, LARGE_END, LOCAL, LOCATOR
+
+_ALIGNMENT = 64  # bytes: where torch lets a record's data begin
+_LARGE = ELSEWHERE  # sizes and positions from here on are in fields for 64 bits
+_MANY = 0xFFFF
+_STORAGES = {dtype: f"{kind}Storage" for kind, dtype in STORAGES.items()}  # of other types: a storage of bytes
+
+
+@dataclass(frozen=True)
+class Global:
+    """A class or function, by its module and name."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a function returns."""
+
+    function: Global
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """An object of a class that is made without arguments, with its state: a dict, or what its class takes."""
+
+    kind: Global
+    state: Any
+
+
+class StandInPickler(pickle._Pickler):
+    """Writes a value as pickle.Pickler would, with the things in place of their stand-ins."""
+
+    if TYPE_CHECKING:  # the parts of Python's own pickler in Python
+        memo: dict[int, tuple[int, Any]]
+
+        def write(self, data: bytes) -> None: ...
+
+        def get(self, i: int) -> bytes: ...
+
+        def memoize(self, obj: Any) -> None: ...
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self._globals: dict[Global, Global] = {}
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        """Writes a value; one that was written before is referred to."""
+        kind = type(obj)
+        if kind is Global:
+            obj = self._globals.setdefault(obj, obj)  # equal ones are one thing
+        if kind in (Global, Call, Instance) and id(obj) in self.memo:
+            self.write(self.get(self.memo[id(obj)][0]))
+        elif kind is Global:
+            self.write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())
+            self.memoize(obj)
+        elif kind is Call:
+            self.save(obj.function)
+            self.save(obj.arguments)
+            self.write(pickle.REDUCE)
+            self.memoize(obj)
+        elif kind is Instance:
+            self.save(obj.kind)
+            self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+            self.memoize(obj)
+            self.save(obj.state)
+            self.write(pickle.BUILD)
+        else:
+            super().save(obj, save_persistent_id)  # type: ignore[misc]
+
+
+def dumps(value: Any) -> bytes:
+    """The pickle of a value."""
+    file = io.BytesIO()
+    StandInPickler(file).dump(value)
+    return file.getvalue()
+
+
+@dataclass(frozen=True)
+class Reshaped:
+    """A tensor that is stored under another shape of as many elements."""
+
+    tensor: GlobalTensor
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class _Storage:
+    kind: Global
+    key: str
+    numel: int
+
+
+class _Pickler(StandInPickler):
+    """Pickles a nested value as torch.save does; collects the tensors in it, which stay where they are."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[GlobalTensor] = []
+        self._calls: dict[int, tuple[Any, Call]] = {}  # a tensor that occurs twice is stored once
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is _Storage:
+            return ("storage", obj.kind, obj.key, "cpu", obj.numel)
+        return None
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if isinstance(obj, GlobalTensor | Reshaped):
+            if id(obj) not in self._calls:
+                self._calls[id(obj)] = obj, self._rebuilt(obj)
+            obj = self._calls[id(obj)][1]
+        super().save(obj, save_persistent_id)
+
+    def _rebuilt(self, value: GlobalTensor | Reshaped) -> Call:
+        tensor = value if isinstance(value, GlobalTensor) else value.tensor
+        size, name = DTYPES[tensor.dtype]
+        numel, key = math.prod(value.shape), str(len(self.tensors))
+        self.tensors.append(tensor)
+        view: tuple[Any, ...] = (0, tuple(value.shape), row_major_strides(value.shape), False, OrderedDict())
+        if tensor.dtype in _STORAGES:
+            storage = _Storage(Global("torch", _STORAGES[tensor.dtype]), key, numel)
+            return Call(Global("torch._utils", "_rebuild_tensor_v2"), (storage, *view))
+        storage = _Storage(Global("torch.storage", "UntypedStorage"), key, numel * size)
+        return Call(Global("torch._utils", "_rebuild_tensor_v3"), (storage, *view, Global("torch", name)))
+
+
+class _RunningChecksum:
+    """The checksum of bytes that several threads have the parts of: each waits for the one before."""
+
+    def __init__(self) -> None:
+        self.crc = 0
+        self._end: float = 0
+        self._turn = threading.Condition()
+
+    def add(self, begin: int, data: memoryview | None) -> None:
+        """The bytes from `begin` on. After None no thread waits: there will be no file."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._end >= begin)
+            self.crc = zlib.crc32(data or b"", self.crc)
+            self._end = max(self._end, math.inf if data is None else begin + len(data))
+            self._turn.notify_all()
+
+
+@dataclass
+class _Record:
+    """A record: `begin` is where its header begins, `start` its data, counted from the archive's first byte."""
+
+    name: bytes
+    size: int
+    begin: int
+    start: int
+    data: bytes | None = None
+    tensor: GlobalTensor | None = None
+    checksum: _RunningChecksum = field(default_factory=_RunningChecksum)
+
+    @property
+    def crc(self) -> int:
+        return self.checksum.crc
+
+
+@dataclass
+class TorchArchive:
+    """The file of `torch.save(value)`, where GlobalTensors stand for tensors.
+
+    `size` are its bytes. Raises CheckpointMismatch where the value holds something that is neither plain nor a tensor.
+    """
+
+    value: Any
+    _records: list[_Record] = field(default_factory=list)
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        pickled = io.BytesIO()
+        pickler = _Pickler(pickled)
+        try:
+            pickler.dump(self.value)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise CheckpointMismatch(f"a value cannot be stored in a file of torch.save: {error}") from error
+        self._add("data.pkl", data=pickled.getvalue())
+        self._add("byteorder", data=b"little")
+        for number, tensor in enumerate(pickler.tensors):
+            self._add(f"data/{number}", tensor=tensor)
+        self._add("version", data=b"3\n")
+        self.size += len(self._directory())
+
+    def _add(self, name: str, data: bytes | None = None, tensor: GlobalTensor | None = None) -> None:
+        encoded = f"archive/{name}".encode()
+        size = len(data) if data is not None else 0
+        if tensor is not None:
+            size = math.prod(tensor.shape) * item_size(tensor.dtype)
+        begin = self.size
+        start = begin + LOCAL.size + len(encoded) + len(_large_sizes(size)) + 4
+        start = -(-start // _ALIGNMENT) * _ALIGNMENT
+        self._records.append(_Record(encoded, size, begin, start, data, tensor))
+        self.size = start + size
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(record.size for record in self._records if record.tensor is not None)
+
+    def places(self, base: int = 0) -> list[Place]:
+        """Where its tensors go in a file in which the archive begins at byte `base`."""
+        return [
+            Place(record.tensor, base + record.start, record.checksum.add)
+            for record in self._records
+            if record.tensor is not None
+        ]
+
+    def finish(self, output: FileOutput, base: int = 0) -> None:
+        """Writes everything else, after the tensors."""
+        for record in self._records:
+            if record.data is not None:
+                record.checksum.add(0, memoryview(record.data))
+                output.write(memoryview(record.data), base + record.start)
+            output.write(memoryview(_local_header(record)), base + record.begin)
+        directory = self._directory()
+        output.write(memoryview(directory), base + self.size - len(directory))
+
+    def _directory(self) -> bytes:
+        """The central directory, and what follows it."""
+        entries = b"".join(_central_header(record) for record in self._records)
+        begin = self._records[-1].start + self._records[-1].size
+        count, size = len(self._records), len(entries)
+        large = b""
+        if begin >= _LARGE or count >= _MANY or size >= _LARGE:
+            end = LARGE_END.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, begin)
+            large = end + LOCATOR.pack(b"PK\x06\x07", 0, begin + size, 1)
+        short = min(count, _MANY)
+        last = END.pack(b"PK\x05\x06", 0, 0, short, short, _short(size), _short(begin), 0)
+        return entries + large + last
+
+
+def _short(number: int) -> int:
+    return number if number < _LARGE else ELSEWHERE
+
+
+def _large_sizes(size: int) -> bytes:
+    """The extra field of a record whose size needs 64 bits; empty for all others."""
+    return struct.pack("<2H2Q", 1, 16, size, size) if size >= _LARGE else b""
+
+
+def _local_header(record: _Record) -> bytes:
+    large, short = _large_sizes(record.size), _short(record.size)
+    room = record.start - record.begin - LOCAL.size - len(record.name) - len(large)
+    extra = large + struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
+    version = 45 if large else 0
+    header = LOCAL.pack(b"PK\x03\x04", version, 0, 0, 0, 0, record.crc, short, short, len(record.name), len(extra))
+    return header + record.name + extra
+
+
+def _central_header(record: _Record) -> bytes:
+    sizes, extra = _large_sizes(record.size)[4:], b""
+    place = struct.pack("<Q", record.begin) if record.begin >= _LARGE else b""
+    if sizes or place:
+        extra = struct.pack("<2H", 1, len(sizes) + len(place)) + sizes + place
+    version, short = 45 if extra else 0, _short(record.size)
+    # fmt: off
+    header = CENTRAL.pack(
+        b"PK\x01\x02", version, version, 0, 0, 0, 0, record.crc, short, short, len(record.name), len(extra), 0, 0, 0, 0,
+        _short(record.begin),
+    )
+    # fmt: on
+    return header + record.name + extra

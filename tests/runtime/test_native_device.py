@@ -1,0 +1,87 @@
+"""A native device (a PrivateUse1 backend), whose memory is closed and whose queue is behind, trains as the CPU does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import Ranks
+
+ON_CPU = "tests.support.programs:train"
+ON_DEVICE = "tests.support.native_programs:train"
+LAG = 8_000  # microseconds an operation: seconds a step
+
+
+def losses(result: dict[str, Any]) -> list[list[float]]:
+    return [result["losses"][step] for step in sorted(result["losses"], key=int)]
+
+
+def close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    for (loss, norm), (other_loss, other_norm) in zip(losses(ours), losses(theirs), strict=True):
+        assert loss == pytest.approx(other_loss, rel=1e-6)
+        assert norm == pytest.approx(other_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_losses_are_those_of_the_cpu(native_ranks: Ranks, tmp_path: Path, nproc: int) -> None:
+    options = {"max_steps": 8}
+    theirs = native_ranks.run(ON_CPU, {**options, "device": "cpu", "output_dir": str(tmp_path / "cpu")}, nproc=nproc)
+    ours = native_ranks.run(ON_DEVICE, {**options, "output_dir": str(tmp_path / "device")}, nproc=nproc)
+    (result, *_), (other, *_) = ours.check(), theirs.check()
+    close(result, other)
+    assert result["device"]["kernels"] > 500
+    assert result["device"]["hazard"] == 0
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_resumes_bit_for_bit_with_the_queue_behind_at_every_save(
+    native_ranks: Ranks, tmp_path: Path, nproc: int
+) -> None:
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
+    straight = native_ranks.run(ON_DEVICE, {**options, "output_dir": str(tmp_path / "straight")}, nproc=nproc)
+    (expected, *_) = straight.check()
+    folder = {"output_dir": str(tmp_path / "behind")}
+    killed = native_ranks.run(ON_DEVICE, {**options, **folder, "kill_at": 3}, LAG, nproc=nproc)
+    assert killed.codes == [-9] * nproc
+    resumed = native_ranks.run(ON_DEVICE, {**options, **folder, "resume_from_checkpoint": True}, LAG, nproc=nproc)
+    (result, *_) = resumed.check()
+    assert result["resumed"] == [2]
+    assert losses(result) == losses(expected)
+    assert result["weights"] == expected["weights"]
+    assert result["device"]["hazard"] == 0
+
+
+def test_a_pipeline_draws_the_dropout_of_one_rank(native_ranks: Ranks, tmp_path: Path) -> None:
+    """Here the device draws from the host's generator, as one that falls back to the CPU for random operations does."""
+    options = {"max_steps": 4, "layers": 2, "gradient_accumulation_steps": 2}
+    one = native_ranks.run(ON_DEVICE, {**options, "output_dir": str(tmp_path / "one")})
+    pipeline = {**options, "pipeline_parallel_size": 2, "output_dir": str(tmp_path / "two")}
+    two = native_ranks.run(ON_DEVICE, pipeline, nproc=2)
+    close(two.check()[0], one.check()[0])
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_what_draws_on_the_host_resumes_bit_for_bit(native_ranks: Ranks, tmp_path: Path, nproc: int) -> None:
+    program = "tests.support.native_programs:train_drawing_on_the_host"
+    pipeline = {"layers": 2, "gradient_accumulation_steps": 2, "pipeline_parallel_size": nproc}
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1, **pipeline}
+    expected = native_ranks.run(program, {**options, "output_dir": str(tmp_path / "straight")}, nproc=nproc).check()[0]
+    folder = {"output_dir": str(tmp_path / "killed")}
+    assert native_ranks.run(program, {**options, **folder, "kill_at": 3}, nproc=nproc).codes == [-9] * nproc
+    resumed = native_ranks.run(program, {**options, **folder, "resume_from_checkpoint": True}, nproc=nproc)
+    result = resumed.check()[0]
+    assert losses(result) == losses(expected)
+    assert result["weights"] == expected["weights"]
+    one = native_ranks.run(program, {**options, "pipeline_parallel_size": 1, "output_dir": str(tmp_path / "one")})
+    close(result, one.check()[0])
+
+
+@pytest.mark.parametrize("zero_1", [False, True])
+def test_a_device_without_fused_kernels_trains(native_ranks: Ranks, tmp_path: Path, zero_1: bool) -> None:
+    options = {"max_steps": 8, "zero_1": zero_1}
+    theirs = native_ranks.run(ON_CPU, {**options, "device": "cpu", "output_dir": str(tmp_path / "cpu")})
+    given = {**options, "output_dir": str(tmp_path / "device")}
+    ours = native_ranks.run(ON_DEVICE, given, 0, ["aten::_fused_adamw_", "aten::_fused_adamw_.tensor_lr"])
+    close(ours.check()[0], theirs.check()[0])
