@@ -1,7 +1,7 @@
-# An image in which the README's two commands work: `make demo` and `make test`.
+# An image in which the README's two commands work: `make demo`, here on the lazy device, and `make test`.
 #
 #     docker build --tag stepmark .
-#     docker run --rm --shm-size 4g stepmark                    # make demo
+#     docker run --rm --shm-size 4g stepmark                    # make demo DEVICE=xla
 #     docker run --rm --shm-size 4g stepmark make test
 #
 # The environment is made when the image is built, with the versions of constraints/, so running needs no network.
@@ -24,4 +24,4 @@ RUN mkdir -p src/stepmark && touch src/stepmark/__init__.py && make .venv/.insta
 COPY --chown=stepmark . .
 RUN touch .venv/.installed
 
-CMD ["make", "demo"]
+CMD ["make", "demo", "DEVICE=xla"]

@@ -23,8 +23,10 @@ EAGER := -m "not xla and not prove"
 
 .PHONY: demo test suite test-newest test-latest test-lowest test-cuda check docs fault prove clean
 
-demo: $(INSTALLED)
-	$(BIN)/python examples/demo.py
+# Trains without torch_xla, whose environment takes minutes to install; on the lazy device with `make demo DEVICE=xla`.
+DEVICE ?= cpu
+demo: $(if $(filter xla,$(DEVICE)),$(INSTALLED),$(NEWEST_INSTALLED))
+	$(if $(filter xla,$(DEVICE)),$(BIN),$(NEWEST))/python examples/demo.py --device $(DEVICE)
 
 # mypy runs beside the tests, which leave processors idle while they wait.
 test: $(INSTALLED)

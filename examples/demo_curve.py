@@ -1,4 +1,4 @@
-"""The demo's picture: the loss of the killed and resumed run over that of the uninterrupted run."""
+"""The demo's picture: the loss of the killed and resumed run over that of the undisturbed run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def draw(run: History, undisturbed: History, killed_at: int, path: Path) -> None
     figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
     axes = figure.subplots()
     steps, losses = _losses(undisturbed)
-    axes.plot(steps, losses, color=UNDISTURBED, linewidth=5, solid_capstyle="round", label="training, uninterrupted")
+    axes.plot(steps, losses, color=UNDISTURBED, linewidth=5, solid_capstyle="round", label="training, undisturbed")
     steps, losses = _losses(run)
     axes.plot(steps, losses, color=RUN, linewidth=1.2, label="training, killed and resumed")
     evaluated = list(run.evaluations), list(run.evaluations.values())
@@ -45,7 +45,7 @@ def _mark_kill(axes: Axes, run: History, killed_at: int) -> None:
     axes.annotate(
         f"SIGKILL\nafter step {killed_at}", (killed_at, top), (6, 0), textcoords="offset points", va="top", color=KILL
     )
-    for step in run.resumed:
+    for step in [step for step in run.resumed if step < killed_at]:
         axes.axvspan(step, killed_at, color=KILL, alpha=0.08, linewidth=0)
         axes.annotate(
             f"resumed from\ncheckpoint-{step}",

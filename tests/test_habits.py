@@ -35,7 +35,7 @@ def test_what_is_run_are_targets_of_make() -> None:
     image = set(re.findall(r"&& make (\S+)", (ROOT / "Dockerfile").read_text()))
     assert {"check", "docs"} <= named <= TARGETS
     assert image == {".venv/.installed"}
-    assert 'CMD ["make", "demo"]' in (ROOT / "Dockerfile").read_text()
+    assert 'CMD ["make", "demo", "DEVICE=xla"]' in (ROOT / "Dockerfile").read_text()
 
 
 def test_pre_commit_uses_the_pinned_ruff() -> None:

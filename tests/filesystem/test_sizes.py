@@ -11,8 +11,7 @@ import pytest
 from stepmark.errors import StepmarkError
 from stepmark.filesystem import files
 from stepmark.filesystem.sizes import distinct_sizes, size
-from stepmark.liveness.failure_report import FailureReport
-from stepmark.liveness.messages import describe_error
+from stepmark.liveness.failure_report import FailureReport, describe_error
 
 
 @pytest.mark.parametrize(

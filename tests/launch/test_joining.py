@@ -17,8 +17,8 @@ import torch.distributed as dist
 from stepmark.errors import UsageError
 from stepmark.launch.join_clock import JOIN_TIMEOUT, JoinClock, join_timeout
 from stepmark.launch.network import address_towards, interface_of, is_loopback
+from tests.support.processes import free_port
 from tests.support.ranks import Ranks
-from tests.support.script_group_programs import free_port
 from tests.support.two_nodes import INTERFACE, available, two_nodes
 
 JOINING = "tests.support.joining_programs:joining"

@@ -17,7 +17,7 @@ from stepmark.liveness.external_watchdog_process import PATIENCE
 ARM = "watchdog.count_down('save', None, float(sys.argv[1]))"
 PROGRAM = f"""
 import sys, time
-from stepmark.liveness.external_watchdog import ExternalWatchdog
+from stepmark.liveness.watchdog import ExternalWatchdog
 watchdog = ExternalWatchdog()
 {ARM}
 print("armed", watchdog._process.pid, flush=True)

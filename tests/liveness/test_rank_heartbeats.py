@@ -13,8 +13,8 @@ import torch.distributed as dist
 from stepmark.errors import PeerLost
 from stepmark.liveness import progress, rank_heartbeats
 from stepmark.liveness.progress import Progress
-from stepmark.liveness.rank_heartbeats import PeerWatch, Silence
-from stepmark.liveness.running_time import LONGEST, RunningClock
+from stepmark.liveness.rank_heartbeats import PeerWatch
+from stepmark.liveness.running_time import LONGEST, RunningClock, Silence
 from stepmark.liveness.stuck_ranks import Beat
 
 LIMIT = 1.6  # seconds: a beat every 0.2

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stepmark.launch.signal_listener import INTERRUPTED
+from tests.support.processes import free_port
 from tests.support.ranks import Ranks
-from tests.support.script_group_programs import free_port
 
 PROGRAMS = "tests.support.script_group_programs"
 

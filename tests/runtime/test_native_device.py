@@ -85,3 +85,23 @@ def test_a_device_without_fused_kernels_trains(native_ranks: Ranks, tmp_path: Pa
     given = {**options, "output_dir": str(tmp_path / "device")}
     ours = native_ranks.run(ON_DEVICE, given, 0, ["aten::_fused_adamw_", "aten::_fused_adamw_.tensor_lr"])
     close(ours.check()[0], theirs.check()[0])
+
+
+def test_saves_are_pinned_and_tensors_that_share_memory_are_seen(native_ranks: Ranks, tmp_path: Path) -> None:
+    (found,) = native_ranks.run("tests.support.native_programs:saves_and_aliases", str(tmp_path)).check()
+    assert found["pinned"]
+    assert found["held"] > 1
+    assert found["restored"] == {"a": [*range(8)], "b": [*range(1, 9)]}
+
+
+def test_what_is_tried_draws_nothing_on_the_host_or_the_device(native_ranks: Ranks) -> None:
+    (found,) = native_ranks.run("tests.support.native_programs:generators").check()
+    assert found == {"kept": True, "alternatives draw nothing": True}
+
+
+def test_half_precision_where_the_device_has_it(native_ranks: Ranks, tmp_path: Path) -> None:
+    options = {"max_steps": 4, "fp16": True, "output_dir": str(tmp_path / "there")}
+    (found,) = native_ranks.run(ON_DEVICE, options).check()
+    assert all(loss < 5 for loss, _ in losses(found))
+    lacking = native_ranks.run(ON_DEVICE, {**options, "output_dir": str(tmp_path / "lacking")}, 0, ["aten::mm"])
+    assert "DeviceError: fp16: simulated trains in bfloat16" in lacking.logs[0]

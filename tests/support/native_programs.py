@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
+from stepmark.checkpoint import Checkpointer
+from stepmark.runtime.device import runtime_for
+from stepmark.runtime.eager import kept_generators
+from stepmark.training.alternatives import Alternatives
 from tests.support import programs
 from tests.support.native import DEVICE
 
@@ -33,3 +37,38 @@ def train_drawing_on_the_host(options: dict[str, Any]) -> dict[str, Any]:
 
     GPT2Block.forward = drawing
     return train(options)
+
+
+def saves_and_aliases(folder: str) -> dict[str, Any]:
+    """Whether a save copies to pinned memory, and what a restore puts into tensors that share memory and may not."""
+    checkpointer = Checkpointer(folder)
+    state = {"a": torch.arange(8.0, device=DEVICE), "b": torch.arange(8.0, device=DEVICE) + 1}
+    checkpointer.save(1, {"state": state})
+    checkpointer.wait()
+    staging = checkpointer._memory.take(1, pinned=True)
+    both = torch.zeros(12, device=DEVICE)
+    live = {"a": both[:8], "b": both[4:]}
+    checkpointer.restore({"state": live})
+    checkpointer.close()
+    restored = {name: tensor.tolist() for name, tensor in live.items()}
+    return {"pinned": staging.is_pinned(), "held": len(staging), "restored": restored}
+
+
+def generators() -> dict[str, bool]:
+    """Whether what draws inside of `kept_generators`, and in the alternatives of an operation, leaves no trace; on the
+    host and the device."""
+    runtime = runtime_for(torch.device(DEVICE, 0))
+    runtime.seed(5)
+    before = runtime.generator_state()
+    device = torch.get_device_module(DEVICE)
+    with kept_generators():
+        torch.rand(3)
+        device.manual_seed(7)
+    kept = not runtime.drew_since(before)
+    given = torch.ones(4, device=DEVICE)
+    with Alternatives([(given, [torch.zeros_like(given)])]):
+        torch.nn.functional.dropout(given)
+    once = runtime.generator_state()
+    runtime.set_generator_state(before)
+    torch.nn.functional.dropout(given)
+    return {"kept": kept, "alternatives draw nothing": torch.equal(once, runtime.generator_state())}

@@ -1,15 +1,33 @@
-"""Finds processes that something else has started, and waits for what they do."""
+"""Launches jobs as users do, finds processes that something else has started, and waits for what they do."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 POLL = 0.2
 AT_MOST = 8  # times that a wait begins anew
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """This process's, with caches in the folder."""
+    return {**os.environ, "STEPMARK_CACHE": str(folder / "cache")}
+
+
+def torchrun(*rank: str) -> list[str]:
+    """Launches `python RANK...` as two ranks."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    return [sys.executable, *launcher, *rank]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def find_process(**variables: str) -> int:

@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-EAGER_MODULES = ("torch", "transformers", "stepmark.trainer.trainer", "stepmark.recipe.model", "tests.support.programs")
+MODULES = ("torch", "transformers", "stepmark.trainer.trainer", "stepmark.recipe.model", "tests.support.programs")
+EAGER_MODULES = (*MODULES, "pytest")  # which the modules of tests import
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,15 @@ class Ranks:
 
     def run(
         self,
-        function: str,
+        function: str | Callable[..., Any],
         *arguments: Any,
         nproc: int = 1,
         timeout: float = 180,
         environment: dict[str, str] | None = None,
     ) -> Outcome:
-        """Calls `module:name` with plain arguments in `nproc` ranks."""
+        """Calls a function of a module, or `module:name`, with plain arguments in `nproc` ranks."""
+        if not isinstance(function, str):
+            function = f"{function.__module__}:{function.__name__}"
         with tempfile.TemporaryDirectory() as folder:
             job = {
                 "function": function,

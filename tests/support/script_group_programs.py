@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from typing import Any
 from unittest import mock
 
@@ -11,11 +10,7 @@ import torch
 import torch.distributed as dist
 
 from stepmark.errors import LaunchError
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+from tests.support.processes import free_port
 
 
 def create_group(kind: str, port: int) -> None:

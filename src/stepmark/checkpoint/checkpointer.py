@@ -19,8 +19,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from stepmark.checkpoint.coordination.folder_claim import CLAIMING, RunOwnership
 from stepmark.checkpoint.coordination.leases import reading
-from stepmark.checkpoint.coordination.run_ownership import CLAIMING, RunOwnership
 from stepmark.checkpoint.format.checkpoint_folders import (
     checkpoint_path,
     checkpoints,
@@ -54,8 +54,8 @@ from stepmark.checkpoint.sections import Section, check_state, describe
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
 from stepmark.liveness.deadlines import PhaseDeadlines
+from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.host_group import HostGroup
-from stepmark.liveness.messages import describe_error
 from stepmark.liveness.process_exit import end_process
 from stepmark.liveness.progress import SAVE, staying
 from stepmark.liveness.status_store import StatusStore

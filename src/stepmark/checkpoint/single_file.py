@@ -30,7 +30,7 @@ from stepmark.checkpoint.host_memory import GROUP_BYTES
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
 from stepmark.liveness.deadlines import Deadline
-from stepmark.liveness.messages import describe_error
+from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.watchdog import end_unless
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import runtime_for

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from stepmark.errors import UsageError
-from stepmark.liveness.bounded_call import BoundedCall
+from stepmark.liveness.bounded_call import LOOK_SECONDS, BoundedCall
 from stepmark.liveness.process_exit import say
 from stepmark.liveness.running_time import running_time
 
@@ -16,7 +16,6 @@ JOIN_TIMEOUT = "STEPMARK_JOIN_TIMEOUT"
 DEFAULT_SECONDS = 600.0
 FIRST_LINE = 10.0  # seconds until the first message about missing ranks; each further one takes twice as long
 POLL_SECONDS = 0.05
-_WATCH_EVERY = 1.0
 SETTING = "join_timeout"
 
 Result = TypeVar("Result")
@@ -78,11 +77,13 @@ class JoinClock:
     def call(self, function: Callable[[], Result], watch: Callable[[], str | None]) -> Result:
         """The result of a call that may block in native code. `watch` is called once per second meanwhile; it may
         raise, and returns the message. Raises TimeoutError when the time is over."""
-        call = BoundedCall(function, raises=True)
-        while not call.ended(_WATCH_EVERY):
-            if self.left < 0:
-                raise TimeoutError
+
+        def look() -> None:
             waiting = watch()
             if self._passed > self._next_line:
                 self._say(waiting)
+
+        call = BoundedCall(function, raises=True)
+        if not call.ended_running(max(self.left, LOOK_SECONDS), look):
+            raise TimeoutError
         return call.result()

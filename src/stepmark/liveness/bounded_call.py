@@ -6,6 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from stepmark.liveness.running_time import running_time
+
+LOOK_SECONDS = 1.0  # between two readings of the clock
+
 Result = TypeVar("Result")
 Other = TypeVar("Other")
 
@@ -37,6 +41,16 @@ class BoundedCall(Generic[Result]):
     def ended(self, seconds: float) -> bool:
         """Waits up to `seconds`, by the system's clock, and returns whether the call has ended."""
         return self._ended.wait(seconds)
+
+    def ended_running(self, seconds: float, look: Callable[[], None] = lambda: None) -> bool:
+        """Waits up to `seconds` of running time, and returns whether the call has ended. Calls `look`, which may raise,
+        once per second meanwhile."""
+        until = running_time() + seconds
+        while not self.ended(max(0.0, min(until - running_time(), LOOK_SECONDS))):
+            if running_time() >= until:
+                return False
+            look()
+        return True
 
     def result(self) -> Result:
         """What the call has returned, once it has ended; raises what it has raised."""

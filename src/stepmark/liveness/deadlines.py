@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from stepmark.errors import CheckpointTimeout
-from stepmark.liveness.messages import late
+from stepmark.liveness.failure_report import late
 from stepmark.liveness.process_exit import print_stacks
 from stepmark.liveness.running_time import running_time
 from stepmark.liveness.status_store import StatusStore

@@ -1,4 +1,4 @@
-"""The helper process of `external_watchdog.py`: ends its parent after a countdown. It imports nothing of this package.
+"""The helper process of `watchdog.py`: ends its parent after a countdown. It imports nothing of this package.
 
 Arguments: the parent's process id, the signal that makes the parent print its stacks, the rank, and the folder for
 failure reports (empty: standard error). Each line on standard input is a countdown in JSON: its name, the seconds after

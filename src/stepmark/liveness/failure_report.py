@@ -175,3 +175,18 @@ def read_failure_reports(folder: str | os.PathLike[str]) -> list[FailureReport]:
     """The ranks' reports: causes before consequences, earlier before later."""
     failures = [FailureReport(**json.loads(path.read_text())) for path in Path(folder).glob("rank-*.json")]
     return sorted(failures, key=lambda failure: (failure.secondary, failure.time))
+
+
+def late(what: str, timeout: float, setting: str = "save_timeout") -> str:
+    """The message for something that has not happened within `timeout` seconds, which the user sets by `setting`."""
+    return (
+        f"{what} within {timeout:g} s ({setting}); look at what that rank's threads are doing, whose stacks are on its "
+        f"standard error, or raise {setting}"
+    )
+
+
+def describe_error(error: BaseException) -> str:
+    """The error's message; for an OSError the system's message, the file and what to do."""
+    if isinstance(error, OSError) and error.strerror:
+        return with_advice(f"{error.strerror}: {error.filename}" if error.filename else error.strerror, error)
+    return f"{error}" if isinstance(error, StepmarkError) else f"{type(error).__name__}: {error}"

@@ -18,12 +18,11 @@ import logging
 import os
 import socket
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.filesystem import files
 from stepmark.filesystem.locks import try_lock, unlock
-from stepmark.liveness.running_time import running_time
+from stepmark.liveness.running_time import Silence
 
 BEAT = 5.0  # seconds between two heartbeats
 STALE = 60.0  # seconds without one, after which a process on another machine is considered dead
@@ -86,15 +85,6 @@ class Heartbeat:
 _alive_here: list[Heartbeat] = []
 
 
-@dataclass
-class _Sighting:
-    """The time of a file as it was last seen, since when it has been that, and whether it has ever changed."""
-
-    time: int
-    since: float
-    changed: bool = False
-
-
 class HeartbeatMonitor:
     """Judges heartbeat files of other processes, and remembers what it saw when.
 
@@ -103,7 +93,7 @@ class HeartbeatMonitor:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[Path, _Sighting] = {}
+        self._silence = Silence()
 
     def state(self, path: Path) -> bool | None:
         """Whether the process behind the file is alive; None while that is unknown, which it is for at most STALE
@@ -114,16 +104,11 @@ class HeartbeatMonitor:
         try:
             time_of_file = os.stat(path).st_mtime_ns  # up to date on NFS too, since the file has just been opened
         except (FileNotFoundError, NotADirectoryError):
-            self._seen.pop(path, None)
+            self._silence.forget(path)
             return False
-        now = running_time()
-        seen = self._seen.setdefault(path, _Sighting(time_of_file, now))
-        if seen.time != time_of_file:
-            self._seen[path] = _Sighting(time_of_file, now, changed=True)
-            return True
-        if now - seen.since >= STALE:
+        if self._silence.seconds({path: time_of_file})[path] >= STALE:
             return False
-        return True if seen.changed else None
+        return True if path in self._silence.changed else None
 
 
 def lock_verdict(path: Path) -> bool | None:

@@ -36,7 +36,7 @@ from stepmark.liveness.failure_report import REPORTS, is_lost_peer
 from stepmark.liveness.host_group import launcher_serves
 from stepmark.liveness.process_exit import RECORDING, end_process, print_stacks, say
 from stepmark.liveness.progress import Progress
-from stepmark.liveness.running_time import running_time
+from stepmark.liveness.running_time import Silence
 from stepmark.liveness.stuck_ranks import LEFT, Beat, Finding, find_stuck, listed
 
 LONGEST_BEAT = 1.0  # seconds
@@ -48,23 +48,6 @@ _THEN = "then restart the run to resume from its last checkpoint"
 
 logger = logging.getLogger("stepmark")
 _watches = 0
-
-
-class Silence:
-    """For how many seconds heartbeats have not changed; `clock` does not count time in which this process is
-    suspended."""
-
-    def __init__(self, clock: Callable[[], float] = running_time) -> None:
-        self._clock = clock
-        self._seen: dict[int, tuple[object, float]] = {}  # the latest heartbeat, and since when it is that
-
-    def seconds(self, beats: Mapping[int, object]) -> dict[int, float]:
-        """Seconds for which each of the latest heartbeats has been the same, as far as earlier calls saw it."""
-        now = self._clock()
-        for key, beat in beats.items():
-            before, since = self._seen.get(key, (beat, now))
-            self._seen[key] = (beat, since if beat == before else now)
-        return {key: now - self._seen[key][1] for key in beats}
 
 
 class PeerWatch:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+Key = TypeVar("Key")
 
 LOOK_SECONDS = 0.5
 LONGEST = 2 * LOOK_SECONDS  # counted between two readings
@@ -67,3 +70,28 @@ def running_time() -> float:
     """Seconds during which this process was running, from an arbitrary beginning; compare with `time.monotonic`, which
     goes on while the process is suspended."""
     return _clock.now()
+
+
+class Silence:
+    """For how many seconds signs of life have not changed; `clock` does not count time in which this process is
+    suspended. Only signs with the same key are compared: never the clocks of two machines."""
+
+    def __init__(self, clock: Callable[[], float] = running_time) -> None:
+        self._clock = clock
+        self._seen: dict[object, tuple[object, float]] = {}  # the latest sign, and since when it is that
+        self.changed: set[object] = set()  # of which a second one was seen
+
+    def seconds(self, signs: Mapping[Key, object]) -> dict[Key, float]:
+        """Seconds for which each of the latest signs has been the same, as far as earlier calls saw it."""
+        now = self._clock()
+        for key, sign in signs.items():
+            before, since = self._seen.get(key, (sign, now))
+            self._seen[key] = (sign, since if sign == before else now)
+            if sign != before:
+                self.changed.add(key)
+        return {key: now - self._seen[key][1] for key in signs}
+
+    def forget(self, key: object) -> None:
+        """Its next sign is the first one."""
+        self._seen.pop(key, None)
+        self.changed.discard(key)

@@ -8,15 +8,12 @@ from typing import Any
 
 from stepmark.errors import CheckpointError, CheckpointTimeout
 from stepmark.liveness.bounded_call import BoundedCall, within
-from stepmark.liveness.failure_report import describe_lost_peer
+from stepmark.liveness.failure_report import describe_error, describe_lost_peer, late
 from stepmark.liveness.host_group import HostGroup
-from stepmark.liveness.messages import describe_error, late
 from stepmark.liveness.process_exit import print_stacks
-from stepmark.liveness.running_time import running_time
 from stepmark.liveness.status_store import StatusStore
 
 _ABSENT = "not all ranks joined"
-_LOOK_SECONDS = 1.0  # between two readings of the clock
 _LOOKING = 5.0  # seconds for finding out which ranks did not join
 
 
@@ -77,12 +74,11 @@ class TimedGroup:
         if board is not None:
             board.try_to_post(_topic(what))
         timeout = timeout or self._timeout
-        call, until = BoundedCall(collective, raises=True), running_time() + timeout
-        while not call.ended(max(0.0, min(until - running_time(), _LOOK_SECONDS))):
-            if running_time() >= until:
-                self._broken = CheckpointTimeout(late(self._missing_soon(what, board, absent), timeout))
-                print_stacks(str(self._broken))
-                raise self._broken
+        call = BoundedCall(collective, raises=True)
+        if not call.ended_running(timeout):
+            self._broken = CheckpointTimeout(late(self._missing_soon(what, board, absent), timeout))
+            print_stacks(str(self._broken))
+            raise self._broken
         try:
             return call.result()
         except RuntimeError as error:  # gloo's, where the connection to another rank is lost

@@ -2,29 +2,116 @@
 
 An operation that may hang is registered with a deadline. Once that has passed, a thread that needs neither the device
 nor the stuck thread calls the operation's `expired`. If that thread cannot run either, because something holds the
-interpreter's lock, another process (`external_watchdog.py`) makes this one print its stacks and kills it,
-EXTERNAL_DELAY seconds later.
+interpreter's lock, a small helper process (`external_watchdog_process.py`), which counts down, makes this one print its
+stacks and kills it, EXTERNAL_DELAY seconds later.
 
-Deadlines are in `running_time`, so that a job that is suspended as a whole does not miss them.
+Deadlines are in `running_time`, so that a job that is suspended as a whole does not miss them. A system timer, or
+faulthandler's thread, would count that time, and end the job when it wakes.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import faulthandler
+import json
+import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from stepmark.liveness.external_watchdog import BEAT, SAVE, ExternalWatchdog
-from stepmark.liveness.process_exit import end_process
+from stepmark.liveness.failure_report import REPORTS
+from stepmark.liveness.process_exit import STDERR, end_process
 from stepmark.liveness.running_time import running_time
 
+SCRIPT = Path(__file__).with_name("external_watchdog_process.py")
+STACKS = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2)) - 1  # the signal at which this process prints its stacks
+SAVE, BEAT = "save", "beat"  # the countdowns of saves and restores, and of heartbeats
+CLOSING = 1.0  # seconds
+LONGEST = 1000  # characters: a line is written atomically
 # Seconds. A supervisor gives the other ranks five more, and the job has to end within ten of the deadline.
 GRACE = 2.5  # in which a process can still exit on its own after a missed deadline
 EXTERNAL_DELAY = GRACE + 1.0
 _MARGIN = 0.5  # seconds in which a wait with a deadline of its own raises first
 _FAR = 30 * 86400.0  # the latest deadline: the system's clocks and timers take no infinity
+
+
+logger = logging.getLogger("stepmark")
+
+
+class ExternalWatchdog:
+    """Countdowns in a helper process, which is started with the first of them."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._disabled = False
+
+    def count_down(
+        self,
+        name: str,
+        prints: float | None,
+        ends: float | None,
+        doing: str = "",
+        record: tuple[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Prints the stacks of this process after `prints` seconds of running time and ends it after `ends` seconds,
+        unless it is called again with the same name before that; None: never. `doing` says where the process is;
+        `record` is the path of the status file, and its content without the reason."""
+        if self._process is None and not self._disabled and (prints, ends) != (None, None):
+            self._start()
+        if self._process is None or self._process.stdin is None:
+            return
+        try:
+            line = json.dumps([name, prints, ends, doing[:LONGEST], record])
+            self._process.stdin.write(f"{line}\n".encode())
+        except (OSError, ValueError):  # the helper was ended
+            self.close()
+
+    def _start(self) -> None:
+        rank, reports = os.environ.get("RANK", "0"), os.environ.get(REPORTS, "")
+        command = [sys.executable, "-I", "-S", str(SCRIPT), str(os.getpid()), str(STACKS), rank, reports]
+        try:
+            faulthandler.register(STACKS, file=STDERR, all_threads=True, chain=False)
+            # In its own session, so that it is not stopped or interrupted together with a terminal's foreground job.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0, start_new_session=True
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            self._disabled = True
+            logger.debug("no process ends this one if the interpreter is stuck: %s", error)
+        else:
+            assert self._process.stdin is not None
+            os.set_blocking(self._process.stdin.fileno(), False)  # it may be stopped
+            atexit.register(self.close)
+
+    def close(self) -> None:
+        """Ends the helper."""
+        process = self._let_go()
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(CLOSING)
+
+    def forget(self) -> None:
+        """In a forked process: the helper belongs to the parent."""
+        process = self._let_go()
+        if process is not None:
+            process.returncode = 0  # not a child of this process, so there is nothing to wait for
+
+    def _let_go(self) -> subprocess.Popen[bytes] | None:
+        """Closes the helper's input, at whose end it exits unless another process has it open."""
+        process, self._process = self._process, None
+        if process is None or process.stdin is None:
+            return None
+        atexit.unregister(self.close)
+        with contextlib.suppress(OSError, ValueError):
+            process.stdin.close()
+        return process
 
 
 @dataclass(eq=False)

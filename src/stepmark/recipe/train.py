@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def train(recipe: Recipe) -> None:
     """Runs the recipe as one of the ranks. Collective."""
-    functions, run = begin(recipe)
+    run = begin(recipe)
     with quick_imports():
         from stepmark.recipe.model import build_model
         from stepmark.recipe.used_recipe import recipe_writer, write_used_recipe
@@ -35,7 +35,6 @@ def train(recipe: Recipe) -> None:
     trainer = build_trainer(
         recipe,
         run,
-        functions,
         prepare=lambda tokenizer: prepare_data(recipe, tokenizer, run.context),
         build=build_model,
         callbacks=[recipe_writer(recipe)],
@@ -45,8 +44,8 @@ def train(recipe: Recipe) -> None:
     _say(run.context, _last_line(recipe, trainer.state))
 
 
-def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Run]:
-    """Makes the checks that need no data, and opens the run. Returns the metrics functions and the run. Collective."""
+def begin(recipe: Recipe) -> Run:
+    """Makes the checks that need no data, and opens the run. Collective."""
     args = recipe.training
     quiet_libraries()
     prepare_environment()
@@ -57,14 +56,14 @@ def begin(recipe: Recipe) -> tuple[MetricsFunctions | None, Run]:
     with quick_imports():
         _check_names(args)
     check_metrics(recipe)
-    functions = _load_metrics(recipe.evaluation.metrics)
+    _load_metrics(recipe)
     run = Run.open(args)
     context = run.context
     ranks = f"{context.world.size} rank{'s' if context.world.size > 1 else ''}"
     _say(context, f"device: {context.runtime.name}, {ranks}")
     if unreachable:
         _say(context, "the Hugging Face hub does not answer; what was downloaded before is used")
-    return functions, run
+    return run
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -78,14 +77,13 @@ def check_recipe(recipe: Recipe) -> None:
     check_early(recipe)
     work_offline_without_hub(recipe)
     _check_names(recipe.training)
-    _load_metrics(recipe.evaluation.metrics)
+    _load_metrics(recipe)
     check_config(recipe, build_tokenizer(recipe.model), makes_model=True)
 
 
 def build_trainer(
     recipe: Recipe,
     run: Run,
-    functions: MetricsFunctions | None,
     *,
     prepare: Callable[[Any], Any],
     build: Callable[..., Any],
@@ -96,7 +94,6 @@ def build_trainer(
     Args:
         recipe: The recipe.
         run: The opened run.
-        functions: Metrics of evaluations, if there are any.
         prepare: Maps the tokenizer to the data: `train`, `validation` or None, and `fingerprint`.
         build: `build_model`, or a function with its signature.
         callbacks: For the Trainer.
@@ -111,7 +108,7 @@ def build_trainer(
         from stepmark.recipe.model import build_tokenizer, check_block_size, check_config, check_sharding
         from stepmark.trainer.trainer import Trainer
 
-    args = recipe.training
+    args, functions = recipe.training, _load_metrics(recipe)
     tokenizer = build_tokenizer(recipe.model)
     check_config(recipe, tokenizer)
     # An adapter is made over the complete model, and sharded with it.
@@ -141,9 +138,10 @@ def build_trainer(
     )
 
 
-def _load_metrics(name: str | None) -> MetricsFunctions | None:
+def _load_metrics(recipe: Recipe) -> MetricsFunctions | None:
     from stepmark.evaluation.metric_functions import load_metrics
 
+    name = recipe.evaluation.metrics
     return None if name is None else load_metrics(name, "metrics")
 
 

@@ -155,8 +155,9 @@ class TrainerEvaluation:
 
     def sample_texts(self) -> list[tuple[str, str]]:
         """`sample_prompts` with the model's continuations; on ranks other than 0, or without prompts, an empty list."""
-        each, sampler = self.evaluator, self.prompt_sampler()
-        if sampler is None or each.host.rank != 0:
+        each = self.evaluator
+        sampler = None if each.host.rank != 0 else self.prompt_sampler()
+        if sampler is None:
             return []
         return list(zip(sampler.prompts, sampler.texts(each.model, each.runtime, each.autocast_dtype), strict=True))
 

@@ -12,11 +12,12 @@ from transformers.trainer_callback import TrainerState
 from stepmark.checkpoint import Checkpointer, Manifest
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, resolve_link, step_of
 from stepmark.checkpoint.format.manifest import MANIFEST
+from stepmark.data.data_description import data_difference
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.liveness.host_group import HostGroup
 from stepmark.trainer.callbacks import TRAINER_STATE, RunCallbacks
 from stepmark.trainer.run_folder.output_folder import check_named_checkpoint
-from stepmark.trainer.run_folder.run_identity import changes_of_data, check_same_run
+from stepmark.trainer.run_folder.run_identity import check_same_run
 from stepmark.trainer.setup import RunParts
 
 logger = logging.getLogger("stepmark")
@@ -55,7 +56,8 @@ def restore_run(
             raise CheckpointMismatch(
                 f"resume_from_checkpoint: {path} was not saved by a Stepmark training run; name one that was"
             )
-        changes = changes_of_data(saved.get("data"), parts.data)
+        data = saved.get("data")  # older checkpoints do not describe it
+        changes = data_difference(data, parts.data) if isinstance(data, Mapping) and parts.data else None
         check_same_run(saved["identity"], parts.identity, str(path), changes)
 
     try:

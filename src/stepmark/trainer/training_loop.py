@@ -243,7 +243,11 @@ class TrainingLoop:
     def _finish_step_of_earlier_process(self) -> None:
         """Completes the evaluation in which the run was stopped, and ends an epoch that was left open."""
         if self._unfinished is not None:
-            self._continue_evaluation(self._unfinished)
+            for flag, value in self._unfinished["control"].items():
+                setattr(self._callbacks.control, flag, value)
+            self._callbacks.control.should_evaluate = True  # the callbacks of the first of several sets have unset it
+            self._follow_control()
+            self._unfinished = None
         control = self._callbacks.control
         at_end = self._parts.loader.state_dict()["samples"] == 0
         if self._epoch_open and (at_end or control.should_training_stop or control.should_epoch_stop):
@@ -434,14 +438,6 @@ class TrainingLoop:
         unfinished = {"control": control, "evaluated": completed}
         if unfinished != self._unfinished and self._step:
             self._unfinished, self._saved_step = unfinished, -1
-
-    def _continue_evaluation(self, unfinished: dict[str, Any]) -> None:
-        """Does what the run that was stopped in an evaluation had left to do after its last step."""
-        for flag, value in unfinished["control"].items():
-            setattr(self._callbacks.control, flag, value)
-        self._callbacks.control.should_evaluate = True  # the callbacks of the first of several sets have unset it
-        self._follow_control()
-        self._unfinished = None
 
     # Saves
 

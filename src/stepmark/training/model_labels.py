@@ -125,21 +125,18 @@ def known_shift(model: nn.Module) -> bool | None:
 
     loss_function = model.loss_function
     if "loss_function" in code.co_names:
-        if _mentions(code, "shift_labels"):
+        if "shift_labels" in (*code.co_varnames, *code.co_names) or "shift_labels" in str(code.co_consts):
             return None
         if loss_function is loss_utils.ForCausalLMLoss or isinstance(loss_function, VocabParallelLoss):
             return True
-        return False if loss_function in _unshifted_losses(loss_utils) else None
+        unshifted = (
+            loss_utils.ForMaskedLMLoss,
+            loss_utils.ForTokenClassification,
+            loss_utils.ForSequenceClassificationLoss,
+            loss_utils.ForQuestionAnsweringLoss,
+        )
+        return False if loss_function in unshifted else None
     return False if _has_unshifted_head(model, forward) else None
-
-
-def _unshifted_losses(loss_utils: Any) -> tuple[Any, ...]:
-    return (
-        loss_utils.ForMaskedLMLoss,
-        loss_utils.ForTokenClassification,
-        loss_utils.ForSequenceClassificationLoss,
-        loss_utils.ForQuestionAnsweringLoss,
-    )
 
 
 def _has_unshifted_head(model: nn.Module, forward: Any) -> bool:
@@ -157,10 +154,6 @@ def _has_unshifted_head(model: nn.Module, forward: Any) -> bool:
     owner = forward.__qualname__.partition(".")[0]
     from_transformers = forward.__module__.startswith("transformers.")
     return from_transformers and any(owner in names.values() for names in mappings)
-
-
-def _mentions(code: CodeType, name: str) -> bool:
-    return name in code.co_varnames or name in code.co_names or name in str(code.co_consts)
 
 
 def _ignored_label(model: nn.Module) -> int:

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support.ranks import ROOT, Ranks
 
-HERE = "tests.system.cli.test_examples"
 STEPS, EVERY = 6, 2  # the loop keeps two checkpoints, those of steps 4 and 6
 
 
@@ -46,7 +45,7 @@ def test_custom_loop_carries_on_bit_for_bit(
 
     def run(folder: Path) -> list[str]:
         arguments = (str(folder), device, STEPS, EVERY)
-        outcome = ranks.run(f"{HERE}:train_on_little", *arguments, nproc=nproc, environment=cache)
+        outcome = ranks.run(train_on_little, *arguments, nproc=nproc, environment=cache)
         outcome.check()
         return [line for line in outcome.logs[0].splitlines() if line.startswith("step ")]
 

@@ -17,8 +17,8 @@ from stepmark.filesystem.json_files import read_lines
 from stepmark.report.attempts import read_attempts
 from stepmark.report.history import read_history
 from stepmark.trainer.run_folder.run_log import EVENTS, read_metrics
+from tests.support.processes import free_port
 from tests.support.recipes import write_recipe
-from tests.support.script_group_programs import free_port
 
 STEPS = 1500
 WITHIN = 200.0  # seconds in which a start of all ranks ends on a busy machine

@@ -13,9 +13,9 @@ from ruamel.yaml import YAML
 
 from stepmark.launch.signal_listener import INTERRUPTED
 from tests.support.braked_run import LONG, BrakedRun
+from tests.support.processes import free_port
 from tests.support.ranks import ROOT
 from tests.support.recipes import write_recipe
-from tests.support.script_group_programs import free_port
 
 pytestmark = pytest.mark.prove
 

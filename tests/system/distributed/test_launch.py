@@ -18,11 +18,13 @@ import pytest
 from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support import commands
 from tests.support.interference import install
+from tests.support.processes import free_port, torchrun
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPMARK = [sys.executable, "-m", "stepmark"]
+TRAIN = ("-m", "stepmark", "train")
 SOON = 20.0  # seconds in which what is to happen at once happens on a busy machine
 
 
@@ -30,7 +32,7 @@ SOON = 20.0  # seconds in which what is to happen at once happens on a busy mach
 def environment(tmp_path: Path) -> dict[str, str]:
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "STEPMARK_REPORTS")
     kept = {name: value for name, value in os.environ.items() if name not in launchers and "SLURM" not in name}
-    return {**kept, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(tmp_path / "cache")}
+    return {**kept, "STEPMARK_CACHE": str(tmp_path / "cache")}
 
 
 def recipe(folder: Path) -> str:
@@ -48,16 +50,6 @@ def check_trained(folder: Path) -> None:
 
 def run(command: list[str], environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=180)
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
-def torchrun(*arguments: str) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
-    return [*launcher, "-m", "stepmark", "train", *arguments]
 
 
 # --nproc
@@ -184,7 +176,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> None:
 
 
 def test_torchrun_trains(environment: dict[str, str], tmp_path: Path) -> None:
-    done = run(torchrun(recipe(tmp_path)), environment, tmp_path)
+    done = run(torchrun(*TRAIN, recipe(tmp_path)), environment, tmp_path)
     assert done.returncode == 0, done.stderr
     check_trained(tmp_path)
     assert done.stderr.count("device: cpu, 2 ranks") == 1
@@ -193,7 +185,7 @@ def test_torchrun_trains(environment: dict[str, str], tmp_path: Path) -> None:
 @pytest.mark.prove
 def test_a_failing_rank_under_torchrun_reports_once_and_first(environment: dict[str, str], tmp_path: Path) -> None:
     environment["PYTHONPATH"] = install(tmp_path / "site", rank=1, what="raise")
-    done = run(torchrun(recipe(tmp_path)), environment, tmp_path)
+    done = run(torchrun(*TRAIN, recipe(tmp_path)), environment, tmp_path)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     ours = [index for index, line in enumerate(lines) if line.startswith("error: ")]
@@ -207,7 +199,7 @@ def test_a_failing_rank_under_torchrun_reports_once_and_first(environment: dict[
 def test_a_rank_that_is_killed_is_named_under_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
     """Its agent ends the other rank with SIGTERM, which may say so before it ends."""
     environment["PYTHONPATH"] = install(tmp_path / "site", rank=1, what="kill")
-    done = run(torchrun(recipe(tmp_path)), environment, tmp_path)
+    done = run(torchrun(*TRAIN, recipe(tmp_path)), environment, tmp_path)
     assert done.returncode == 1
     reason = json.loads((tmp_path / "out" / "status.json").read_text())["reason"]
     assert f"rank 1 on {socket.gethostname()} (last seen " in reason
@@ -217,7 +209,7 @@ def test_a_rank_that_is_killed_is_named_under_torchrun(environment: dict[str, st
 
 @pytest.mark.prove
 def test_a_missing_device_is_reported_once_under_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
-    done = run(torchrun(recipe(tmp_path), "--device", "neuron"), environment, tmp_path)
+    done = run(torchrun(*TRAIN, recipe(tmp_path), "--device", "neuron"), environment, tmp_path)
     assert done.returncode == 1
     assert [line[:22] for line in done.stderr.splitlines() if line.startswith("error: ")] == ["error: device: neuron "]
 
@@ -225,7 +217,7 @@ def test_a_missing_device_is_reported_once_under_torchrun(environment: dict[str,
 def slurm_tasks(environment: dict[str, str], folder: Path) -> list[subprocess.Popen[str]]:
     """The two tasks of a Slurm step, on one node."""
     step = {
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": str(free_port()),
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_NODELIST": "localhost",
@@ -246,7 +238,7 @@ def slurm_tasks(environment: dict[str, str], folder: Path) -> list[subprocess.Po
 
 
 def test_tasks_of_a_slurm_step_train(ranks: Ranks, tmp_path: Path) -> None:
-    tasks = ranks.run("tests.support.commands:slurm_task", recipe(tmp_path), str(tmp_path), free_port(), nproc=2)
+    tasks = ranks.run("tests.support.commands:slurm_task", recipe(tmp_path), str(tmp_path), str(free_port()), nproc=2)
     assert tasks.codes == [0, 0], tasks.logs
     check_trained(tmp_path)
     assert "device: cpu, 2 ranks" in tasks.logs[0]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import torchrun
 
 SCRIPT = '''
 import atexit, os, sys, threading
@@ -36,14 +36,7 @@ mesh.tensor_parallel.all_reduce([torch.ones(3)])
 def test_no_thread_of_a_group_is_left(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    done = subprocess.run(torchrun(str(script)), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert "with groups 0" not in done.stderr, done.stderr
     assert done.stderr.count("threads 0") == 2, done.stderr

@@ -15,8 +15,6 @@ from torch import nn
 from tests.support.devices import devices
 from tests.support.ranks import Ranks
 
-HERE = "tests.system.distributed.test_runtime"
-
 
 def placed_module(device: str) -> dict[str, Any]:
     from stepmark.runtime.context import start
@@ -91,20 +89,20 @@ def seeded(device: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("device", devices())
 def test_placing_a_module_keeps_every_object_and_tie(ranks: Ranks, device: str) -> None:
-    (found,) = ranks.run(f"{HERE}:placed_module", device).check()
+    (found,) = ranks.run(placed_module, device).check()
     assert all(found.values()), found
 
 
 @pytest.mark.parametrize("device", devices())
 def test_writing_keeps_the_object_and_compiles_nothing(ranks: Ranks, device: str) -> None:
-    (found,) = ranks.run(f"{HERE}:written", device).check()
+    (found,) = ranks.run(written, device).check()
     ones, trained = [[1.0] * 3] * 2, [[-1.0] * 3] * 2
     assert found == {"compiled by writing": 0, "copied": ones, "viewed": ones, "trained on": trained}
 
 
 @pytest.mark.xla
 def test_memory_is_lent_only_with_the_tensors_own_type(ranks: Ranks) -> None:
-    (found,) = ranks.run(f"{HERE}:lent_under_a_narrower_type").check()
+    (found,) = ranks.run(lent_under_a_narrower_type).check()
     values = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert found == {"copied": values, "lent": values}
 
@@ -138,5 +136,5 @@ def test_nothing_is_saved_where_float32_is_bfloat16(tmp_path: Path, name: str) -
 
 @pytest.mark.parametrize("device", devices())
 def test_random_numbers_come_from_the_seed_alone(ranks: Ranks, device: str) -> None:
-    (found,) = ranks.run(f"{HERE}:seeded", device).check()
+    (found,) = ranks.run(seeded, device).check()
     assert found[0] == found[2] != found[1]

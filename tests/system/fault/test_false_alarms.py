@@ -33,7 +33,7 @@ def steps_so_far(folder: Path) -> int:
 def test_a_healthy_run_is_neither_named_nor_ended(tmp_path: Path, device: str) -> None:
     root, out = str(Path(__file__).parents[3]), tmp_path / "out"
     path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "STEPMARK_TEST_FLOOR": f"{FLOOR:g}"}
+    variables = {**os.environ, "PYTHONPATH": path, "STEPMARK_TEST_FLOOR": f"{FLOOR:g}"}
     command = [sys.executable, "-c", SUPERVISE, sys.executable, str(calm_run.__file__), str(out), f"{STEPS}", device]
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
     try:

@@ -12,9 +12,9 @@ import pytest
 
 from tests.support import commands, hanging_run
 from tests.support.hanging_run import HANGS
+from tests.support.processes import torchrun
 from tests.support.ranks import Ranks
 from tests.support.run_folders import read_status
-from tests.system.fault.test_stopped import torchrun
 
 FLOOR, TIMEOUT = 1.6, 4.0  # seconds: after which a rank is named; step_timeout
 # Seconds beyond it that the job may take to end; torchrun, which is slow on a busy machine, would wait for 30.
@@ -68,6 +68,6 @@ def run(ranks: Ranks, folder: Path, launcher: str, hang: str, step_timeout: str,
     else:
         root = str(Path(__file__).parents[3])
         path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
-        done = subprocess.run(torchrun(script), env=environment, capture_output=True, text=True, timeout=240)
+        environment = {**os.environ, "PYTHONPATH": path, **variables}
+        done = subprocess.run(torchrun(*script), env=environment, capture_output=True, text=True, timeout=240)
     return done.returncode, done.stderr

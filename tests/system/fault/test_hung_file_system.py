@@ -15,7 +15,6 @@ from tests.support import programs
 from tests.support.ranks import Ranks
 from tests.support.uninterruptible import wait_uninterruptibly
 
-PROGRAM = "tests.system.fault.test_hung_file_system:train_until_it_hangs"
 HANGS_AT = 2  # the step
 
 
@@ -60,7 +59,7 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("interruptible", [True, False])
 def test_a_signal_ends_the_run_within_its_grace(ranks: Ranks, tmp_path: Path, interruptible: bool) -> None:
-    ended = ranks.run(PROGRAM, options(tmp_path, signal_grace=3), True, interruptible, timeout=30)
+    ended = ranks.run(train_until_it_hangs, options(tmp_path, signal_grace=3), True, interruptible, timeout=30)
     assert ended.codes == [75], ended.logs
     assert "SIGTERM: " in ended.logs[0]
     assert "the last checkpoint stands" in ended.logs[0]
@@ -69,7 +68,7 @@ def test_a_signal_ends_the_run_within_its_grace(ranks: Ranks, tmp_path: Path, in
 def test_a_rank_that_is_stopped_is_named(ranks: Ranks, tmp_path: Path) -> None:
     stopped = {"event": "on_step_end", "step": HANGS_AT, "ranks": [1], "numbers": [int(signal.SIGSTOP)]}
     settings = options(tmp_path, save_timeout=2.0, signal_at=stopped)
-    ended = ranks.run(PROGRAM, settings, False, nproc=2, timeout=60)
+    ended = ranks.run(train_until_it_hangs, settings, False, nproc=2, timeout=60)
     assert ended.codes == [1, None], ended.logs
     assert "error: rank 0: stuck: rank 1 on" in ended.logs[0]
     assert "no heartbeat for 2 s (save_timeout: 2)" in ended.logs[0]

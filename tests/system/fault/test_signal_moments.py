@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import environment
 from tests.support.recipes import write_recipe
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
@@ -23,10 +23,6 @@ def train(folder: Path, out: Path, nproc: int) -> list[str]:
     recipe = write_recipe(folder, max_steps=STEPS, save_steps=1, logging_steps=1)
     more = ["--nproc", str(nproc)] if nproc > 1 else []
     return [sys.executable, "-m", "stepmark", "train", str(recipe), "--output_dir", str(out), *more]
-
-
-def environment(folder: Path) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(folder / "cache")}
 
 
 def check(out: Path, code: int, errors: str, number: signal.Signals) -> None:

@@ -16,6 +16,7 @@ import pytest
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.save import operation as saving
 from tests.support import programs
+from tests.support.processes import environment, torchrun, wait_until
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 from tests.support.run_folders import read_status, saved_steps
@@ -163,7 +164,7 @@ def test_a_save_that_cannot_fit_is_not_begun(ranks: Ranks, tmp_path: Path) -> No
     """A save takes longer than the grace, as the first one has shown."""
     settings = {**options(tmp_path, "cpu", 2), "signal_grace": 3, "async_save": False}
     settings["signal_at"] = {"event": "on_step_begin", "step": 5, "ranks": [1]}
-    stopped = ranks.run("tests.system.fault.test_signals:train_with_slow_saves", 4.0, settings, nproc=2)
+    stopped = ranks.run(train_with_slow_saves, 4.0, settings, nproc=2)
     assert stopped.codes == [75, 75], stopped.logs
     assert saved_steps(tmp_path) == [4]
     assert read_status(tmp_path)["state"] == "interrupted"
@@ -172,7 +173,7 @@ def test_a_save_that_cannot_fit_is_not_begun(ranks: Ranks, tmp_path: Path) -> No
 
 def test_a_save_that_is_on_its_way_may_end(ranks: Ranks, tmp_path: Path) -> None:
     settings = {**options(tmp_path, "cpu", 2), "signal_at": {"event": "on_save", "step": 4, "ranks": [0]}}
-    stopped = ranks.run("tests.system.fault.test_signals:train_with_slow_saves", 1.5, settings, nproc=2)
+    stopped = ranks.run(train_with_slow_saves, 1.5, settings, nproc=2)
     assert stopped.codes == [75, 75], stopped.logs
     assert 4 in saved_steps(tmp_path)
 
@@ -216,28 +217,40 @@ def test_without_save_on_signal_a_signal_is_a_signal(ranks: Ranks, tmp_path: Pat
     assert saved_steps(tmp_path) == [4]
 
 
-@pytest.mark.prove
-@pytest.mark.parametrize("launcher", ["nproc", "torchrun"])
-def test_a_signal_to_the_launcher(tmp_path: Path, launcher: str) -> None:
-    """Both pass it on. torchrun has an exit code of its own; the word is in status.json."""
-    out = tmp_path / "out"
-    recipe = write_recipe(tmp_path, max_steps=100000, save_steps=100000, logging_steps=1)
-    train = ["-m", "stepmark", "train", str(recipe)]
-    command = [sys.executable, *train, "--nproc", "2"]
+@pytest.mark.parametrize(
+    ("launcher", "workers", "number"),
+    [
+        ("one", 1, signal.SIGINT),
+        pytest.param("one", 1, signal.SIGTERM, marks=pytest.mark.prove),
+        pytest.param("nproc", 1, signal.SIGINT, marks=pytest.mark.prove),
+        pytest.param("nproc", 1, signal.SIGTERM, marks=pytest.mark.prove),
+        pytest.param("torchrun", 0, signal.SIGTERM, marks=pytest.mark.prove),
+    ],
+)
+def test_a_signal_to_a_whole_job(tmp_path: Path, launcher: str, workers: int, number: signal.Signals) -> None:
+    """One rank gets it with its workers, as Slurm and shells send it; of two, the launcher passes it on. SIGINT is a
+    terminal's Ctrl-C. torchrun has an exit code of its own; the word is in status.json."""
+    fields = {"max_steps": 100_000, "save_steps": 100_000, "logging_steps": 5, "signal_grace": 30}
+    train = ["-m", "stepmark", "train", str(write_recipe(tmp_path, dataloader_num_workers=workers, **fields))]
+    command = {"one": [sys.executable, *train], "nproc": [sys.executable, *train, "--nproc", "2"]}
+    job = command.get(launcher) or torchrun(*train)
+    given: dict[str, Any] = {"env": environment(tmp_path), "start_new_session": True, "stderr": subprocess.PIPE}
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    with subprocess.Popen(job, cwd=tmp_path, text=True, **given) as run:
+        wait_until(lambda: run.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 2), 120)
+        os.killpg(run.pid, number) if launcher == "one" else run.send_signal(number)
+        told = run.communicate(timeout=120)[1]
+    status = read_status(tmp_path / "out")
+    assert status["state"] == "interrupted", told
+    assert saved_steps(tmp_path / "out") == [status["step"]], told
     if launcher == "torchrun":
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command = [sys.executable, *torchrun, *train]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(tmp_path / "cache")}
-    with subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 120
-        while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        process.send_signal(TERM)
-        told = process.communicate(timeout=120)[1]
-    assert process.returncode == 75 if launcher == "nproc" else process.returncode != 0, told
-    assert read_status(out)["state"] == "interrupted", told
-    assert saved_steps(out) == [read_status(out)["step"]], told
-    assert launcher == "torchrun" or "error" not in told
+        assert run.returncode != 0
+        return
+    assert run.returncode == 75, told
+    assert "error" not in told
+    assert "Traceback" not in told
+    assert ("press Ctrl-C again to end at once" in told) == (number == signal.SIGINT)
+    assert "to continue, start it again with resume_from_checkpoint: true" in told
 
 
 # Before training
@@ -260,7 +273,7 @@ def test_a_signal_before_training_is_recorded_in_the_status(ranks: Ranks, tmp_pa
     if state is not None:
         folder.mkdir()
         (folder / "status.json").write_text(json.dumps({"state": state, "step": 4, "time": 1.0, "reason": "before"}))
-    stopped = ranks.run("tests.system.fault.test_signals:train_slowly", {"output_dir": str(folder), "signalled": True})
+    stopped = ranks.run(train_slowly, {"output_dir": str(folder), "signalled": True})
     assert stopped.codes == [75], stopped.logs
     told = read_status(folder)
     assert (told["state"], told["step"]) == ("interrupted", 0 if state is None else 4)
@@ -271,9 +284,7 @@ def test_a_signal_to_a_second_start_leaves_the_status_of_the_live_run(ranks: Ran
     with Checkpointer(tmp_path) as live:
         live.claim()
         (tmp_path / "status.json").write_text(json.dumps({"state": "running", "step": 4, "time": 1.0, "reason": None}))
-        stopped = ranks.run(
-            "tests.system.fault.test_signals:train_slowly", {"output_dir": str(tmp_path), "signalled": True}
-        )
+        stopped = ranks.run(train_slowly, {"output_dir": str(tmp_path), "signalled": True})
     assert stopped.codes == [75], stopped.logs
     assert read_status(tmp_path)["state"] == "running"
 

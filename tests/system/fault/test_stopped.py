@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
-import sys
 import time
 from itertools import product
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import commands
+from tests.support.processes import environment, torchrun
 from tests.support.ranks import Ranks
 from tests.support.recipes import TINY, write_recipe
 
@@ -33,13 +31,6 @@ def cases() -> list[Any]:
     ]
     marks = {"cpu": [], "xla": [pytest.mark.xla]}
     return [pytest.param(*case, marks=marks[case[0]] + [pytest.mark.prove] * (case not in SAMPLE)) for case in each]
-
-
-def torchrun(rank_command: list[str]) -> list[str]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
-    return [*launcher, *rank_command]
 
 
 @pytest.mark.parametrize(("device", "launcher", "stopped", "phase"), cases())
@@ -84,8 +75,8 @@ def stop_and_check(
     if launcher == "nproc":
         done = commands.supervise(ranks, tmp_path, *rank)
     else:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(tmp_path / "cache")}
-        done = subprocess.run(torchrun(rank), env=environment, capture_output=True, text=True, timeout=240)
+        job = torchrun(*rank)
+        done = subprocess.run(job, env=environment(tmp_path), capture_output=True, text=True, timeout=240)
     took = time.time() - float(note.read_text())
     assert done.returncode == 1, done.stderr
     assert took < TIMEOUT[device] + MORE[launcher], done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.trainer.run_folder.run_log import read_metrics
+from tests.support.processes import environment
 from tests.support.recipes import write_recipe
 from tests.support.run_folders import read_status, saved_steps
 
@@ -49,10 +50,6 @@ def write(folder: Path) -> Path:
 
 def train(recipe: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "stepmark", "train", str(recipe), *more]
-
-
-def environment(folder: Path) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(folder / "cache")}
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import yaml
 
 from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support.devices import HAS_XLA
-from tests.support.processes import wait_until
+from tests.support.processes import environment, wait_until
 from tests.support.ranks import Ranks
 from tests.support.real_model import PACKAGE, weights
 
@@ -70,9 +69,8 @@ def write_chats(file: Path) -> None:
 def start(folder: Path, name: str, **fields: Any) -> subprocess.Popen[str]:
     recipe = folder / f"{name}.yaml"
     recipe.write_text(yaml.safe_dump({**FIELDS, "output_dir": name, "model_name_or_path": "source", **fields}))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEPMARK_CACHE": str(folder / "cache")}
     command = [sys.executable, "-m", "stepmark", "train", recipe.name]
-    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=folder, env=environment(folder), stderr=subprocess.PIPE, text=True)
 
 
 def complete(folder: Path, name: str, **fields: Any) -> dict[int, float]:

@@ -13,7 +13,6 @@ from scripts.lazy_devices import EXPECTED, KINDS, TIMEOUT, read_rows
 from tests.support.ranks import ROOT, Ranks
 from tests.support.xla_flags import FASTER
 
-HERE = "tests.system.parity.test_lazy_models"
 COUNT = "tests.support.lazy_models:count"
 SAMPLE = ("gpt2", "t5")
 LIMIT = 5 * TIMEOUT  # seconds; some compile hundreds of graphs
@@ -57,7 +56,7 @@ def train_readme_recipe(folder: str) -> dict[str, Any]:
 
 
 def test_the_readme_recipe_executes_once_a_step(ranks: Ranks, tmp_path: Path) -> None:
-    (found,) = ranks.run(f"{HERE}:train_readme_recipe", str(tmp_path)).check()
+    (found,) = ranks.run(train_readme_recipe, str(tmp_path)).check()
     assert [executions for _, executions, _ in found["steps"]] == [1] * 6
     assert found["steps"][2:] == [[0, 1, 0]] * 4
     assert found["batches"]
@@ -80,7 +79,7 @@ def train_a_model_that_reads() -> dict[str, Any]:
 
 
 def test_a_run_warns_once_of_the_line_that_reads_the_device(ranks: Ranks) -> None:
-    (found,) = ranks.run(f"{HERE}:train_a_model_that_reads").check()
+    (found,) = ranks.run(train_a_model_that_reads).check()
     # The first shows which labels are targets, the second and the third are traced, and the fourth makes the graphs.
     assert found["steps"][2:] == [[0, 2, 1], [1, 2, 1], [0, 2, 1], [0, 2, 1]]
     (warning,) = found["warnings"]

@@ -10,7 +10,6 @@ import pytest
 from tests.support.devices import HAS_XLA
 from tests.support.ranks import Ranks
 
-HERE = "tests.system.parity.test_models"
 GROUPED = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -57,10 +56,10 @@ def losses(name: str, device: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.prove] * (name != "qwen3")) for name in MODELS])
 def test_families_train_and_load(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    (eager,) = ranks.run(f"{HERE}:losses", name, "cpu", str(tmp_path)).check()
+    (eager,) = ranks.run(losses, name, "cpu", str(tmp_path)).check()
     assert eager["losses"][-1] < eager["losses"][0]
     assert eager["loaded"][0] == eager["loaded"][1]
     if HAS_XLA:
-        (lazy,) = ranks.run(f"{HERE}:losses", name, "xla", str(tmp_path)).check()
+        (lazy,) = ranks.run(losses, name, "xla", str(tmp_path)).check()
         assert lazy["losses"] == pytest.approx(eager["losses"], rel=1e-4)
         assert lazy["loaded"][0] == lazy["loaded"][1] == pytest.approx(eager["loaded"][0], rel=1e-3)

@@ -61,7 +61,7 @@ def by_hand() -> list[list[float]]:
 def test_one_rank_equals_a_hand_written_loop_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
     options = {"output_dir": str(tmp_path), "device": "cpu", "max_steps": 20, "weight_decay": 0.01, "ragged": False}
     (ours,) = ranks.run(PROGRAM, {**options, "per_device_train_batch_size": 4}).check()
-    (expected,) = ranks.run("tests.system.parity.test_parity:by_hand").check()
+    (expected,) = ranks.run(by_hand).check()
     assert losses(ours) == expected
 
 

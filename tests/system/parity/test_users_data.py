@@ -9,8 +9,6 @@ import pytest
 
 from tests.support.ranks import Ranks
 
-PROGRAM = "tests.system.parity.test_users_data:train_ragged"
-
 
 def train_ragged(device: str, folder: str, lengths: list[int] | None, batch: int) -> dict[str, Any]:
     """Three epochs over sequences of 3 to 14 tokens."""
@@ -34,9 +32,9 @@ def train_ragged(device: str, folder: str, lengths: list[int] | None, batch: int
 
 def test_padding_changes_no_loss(ranks: Ranks, tmp_path: Path) -> None:
     """Padded to the longest of the batch, to one length, or to a few: padding is in no loss."""
-    free = ranks.run(PROGRAM, "cpu", str(tmp_path / "free"), None, 4).check()[0]
-    one = ranks.run(PROGRAM, "cpu", str(tmp_path / "one"), [16], 4).check()[0]
-    few = ranks.run(PROGRAM, "cpu", str(tmp_path / "few"), [8, 16], 2, nproc=2).check()[0]
+    free = ranks.run(train_ragged, "cpu", str(tmp_path / "free"), None, 4).check()[0]
+    one = ranks.run(train_ragged, "cpu", str(tmp_path / "one"), [16], 4).check()[0]
+    few = ranks.run(train_ragged, "cpu", str(tmp_path / "few"), [8, 16], 2, nproc=2).check()[0]
     assert len(free["losses"]) == 12  # 13 samples are 4 steps of 4, three times
     for found in (one, few):
         for step, (loss, norm) in free["losses"].items():
@@ -46,8 +44,8 @@ def test_padding_changes_no_loss(ranks: Ranks, tmp_path: Path) -> None:
 
 @pytest.mark.xla
 def test_a_lazy_device_compiles_once_for_each_stated_length(ranks: Ranks, tmp_path: Path) -> None:
-    eager = ranks.run(PROGRAM, "cpu", str(tmp_path / "cpu"), [8, 16], 4).check()[0]
-    lazy = ranks.run(PROGRAM, "xla", str(tmp_path / "xla"), [8, 16], 4).check()[0]
+    eager = ranks.run(train_ragged, "cpu", str(tmp_path / "cpu"), [8, 16], 4).check()[0]
+    lazy = ranks.run(train_ragged, "xla", str(tmp_path / "xla"), [8, 16], 4).check()[0]
     for step, (loss, norm) in eager["losses"].items():
         assert lazy["losses"][step] == pytest.approx([loss, norm], rel=1e-4)
     assert lazy["counters"][0] <= 2
@@ -55,7 +53,7 @@ def test_a_lazy_device_compiles_once_for_each_stated_length(ranks: Ranks, tmp_pa
 
 @pytest.mark.xla
 def test_a_lazy_device_refuses_varying_shapes(ranks: Ranks, tmp_path: Path) -> None:
-    outcome = ranks.run(PROGRAM, "xla", str(tmp_path), [], 4)
+    outcome = ranks.run(train_ragged, "xla", str(tmp_path), [], 4)
     assert outcome.codes == [1]
     assert "input_ids of shape" in outcome.logs[0]
     assert "data_collator=PadTo(128)" in outcome.logs[0]

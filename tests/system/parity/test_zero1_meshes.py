@@ -97,7 +97,7 @@ def test_all_ranks_run_the_same_graphs_and_saving_adds_none(ranks: Ranks) -> Non
     """Sequence parallelism has 10 all-gathers, 9 reduce-scatters and 3 all-reduces (see distributed/test_parallel.py).
     ZeRO-1 adds one of each of the first two for its two buckets: tensors that are cut, and such that are not. The
     latter's gradients are summed over the tensor parallel ranks, and so is the norm, which comes from all ranks."""
-    program = "tests.system.distributed.parallel_programs:zero_1_graphs"
+    program = "tests.system.distributed.test_parallel:zero_1_graphs"
     (found,) = ranks.run(program, 4, environment=replica_environment(4), timeout=400).check()
     assert all(each == found[0] for each in found)
     (step,) = found[0]["graphs"]

@@ -20,14 +20,14 @@ import pytest
 
 from stepmark.checkpoint import SaveHandle
 from stepmark.errors import DataError, PeerLost
-from stepmark.launch.signal_listener import listening
+from stepmark.launch.signal_listener import RunInterrupted, listening
 from stepmark.liveness import process_exit
 from stepmark.liveness.failure_report import REPORTS
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.progress import SAVE, Progress, staying
 from stepmark.runtime.context import Context
 from stepmark.trainer.interruption import run_end
-from stepmark.trainer.interruption.preemption import PreemptionCoordinator, RunInterrupted
+from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.run_end import record_end
 from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.telemetry.progress import ProgressDisplay
@@ -167,7 +167,8 @@ TWO_RUNS = """
 import os, signal, time
 from types import SimpleNamespace
 from stepmark.liveness.host_group import HostGroup
-from stepmark.trainer.interruption.preemption import PreemptionCoordinator, RunInterrupted
+from stepmark.launch.signal_listener import RunInterrupted
+from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 
 def run(grace, interrupted):
     context = SimpleNamespace(store=None, host=HostGroup())

@@ -22,7 +22,7 @@ from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from stepmark.liveness.collection import without_collection
 from stepmark.liveness.deadlines import PhaseDeadlines
-from stepmark.liveness.messages import describe_error
+from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.xla_environment import extracting_graphs

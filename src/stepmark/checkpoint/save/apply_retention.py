@@ -26,7 +26,7 @@ from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.checkpoint.retention import Retention, Saved, steps_to_delete
 from stepmark.errors import CheckpointError
 from stepmark.filesystem import files
-from stepmark.liveness.messages import describe_error
+from stepmark.liveness.failure_report import describe_error
 
 DELETED = "deleted.jsonl"
 

@@ -16,7 +16,7 @@ from stepmark.checkpoint.save.operation import SaveOperation
 from stepmark.checkpoint.save_handle import SaveHandle
 from stepmark.errors import CheckpointError, CheckpointTimeout
 from stepmark.liveness.deadlines import PhaseDeadlines
-from stepmark.liveness.messages import describe_error
+from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.running_time import running_time
 from stepmark.liveness.status_store import StatusStore
 from stepmark.liveness.watchdog import end_unless

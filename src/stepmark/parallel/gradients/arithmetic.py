@@ -113,7 +113,8 @@ def _norm_by_rows(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1)
     while len(flat) > ROW:
         cut = len(flat) // ROW * ROW
-        flat = torch.cat([torch.linalg.vector_norm(flat[:cut].view(-1, ROW), dim=1), flat[cut:]])
+        rows = torch.linalg.vector_norm(flat[:cut].view(-1, ROW), dim=1)
+        flat = rows if cut == len(flat) else torch.cat([rows, flat[cut:]])
     return torch.linalg.vector_norm(flat)
 
 

@@ -60,14 +60,14 @@ class TensorSums:
 
     def collect(self) -> None:
         """Adds what a backward pass has left in `parameter.grad`."""
-        for index in range(len(self.parameters)):
+        for index in range(len(self.parameters)) if self._sums is not None else ():
             self._collect(index)
 
-    @torch.no_grad()
     def _collect(self, index: int) -> None:
         parameter = self.parameters[index]
         if self._sums is not None and parameter.grad is not None:
-            self._sums[index].add_(parameter.grad)
+            with torch.no_grad():
+                self._sums[index].add_(parameter.grad)
             parameter.grad = None
 
     def tensors(self) -> list[Tensor | None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from stepmark.sharding.layout import Layout, Shape
 from stepmark.sharding.views import copy_slices
 
 SMALL = 32 << 10  # bytes: smaller tensors are not deferred
+
+Write = Callable[[Tensor], object]
 
 _aten = torch.ops.aten
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -49,11 +51,14 @@ _OVERWRITES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Later:
     """An argument that is computed when it is needed."""
 
     value: Callable[[], Any]
+
+
+_TARGET = _Later(lambda: None)  # the argument that an operation writes to
 
 
 @dataclass(eq=False)
@@ -64,7 +69,7 @@ class _Tape:
     numel: int
     dtype: torch.dtype
     keeper: Tensor
-    operations: list[tuple[Tensor | None, Callable[[Tensor], object]]] = field(default_factory=list)
+    operations: list[tuple[Tensor | None, Write]]
 
     def play(self) -> Tensor:
         """The storage's elements, in one dim. What nothing has written is 0. The generator stays as it is."""
@@ -162,11 +167,10 @@ class DeferredInit(TorchDispatchMode):
         if not schema.is_mutable:
             return self._compute(function, arguments, keywords)
         written = [each for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-        if written == [schema.arguments[0]] and self._is_deferred(arguments[0]):
-            return self._write(function, arguments[0], arguments[1:], keywords)
-        if [each.name for each in written] == ["out"] and torch.Tag.nondeterministic_seeded not in function.tags:
-            return self._write_out(function, arguments, keywords)
-        if any(self._is_deferred(each) for each in (arguments[0], *keywords.values())):
+        target: Any = arguments[0] if written == [schema.arguments[0]] else keywords.get("out")
+        if len(written) == 1 and self._is_deferred(target):
+            return self._write(function, target, arguments, keywords)
+        if target is None and any(self._is_deferred(each) for each in (arguments[0], *keywords.values())):
             raise UsageError(
                 f"the model initializes weights with {function}, which cannot be deferred; create it outside "
                 "load_for_parallelism, save it, and load it from there"
@@ -180,42 +184,47 @@ class DeferredInit(TorchDispatchMode):
         if device.type != "cpu" or not self._to_defer(arguments[0], dtype):
             made: Tensor = function(*arguments, **keywords)
             return made
-        return self._defer(arguments[0], dtype, _FILLED[function](arguments))
+        value = _FILLED[function](arguments)
+        return self._defer(arguments[0], dtype, None if value is None else lambda flat: flat.fill_(value))
 
     def _to_defer(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
         return dtype.is_floating_point and math.prod(shape) * dtype.itemsize >= max(self._small, 1)
 
-    def _defer(self, shape: Sequence[int], dtype: torch.dtype, value: float | _Later | None) -> Tensor:
-        """A new deferred tensor, filled with a number, a tensor's values, or nothing in particular."""
+    def _defer(self, shape: Sequence[int], dtype: torch.dtype, write: Write | None) -> Tensor:
+        """A new deferred tensor, filled by `write`, or with nothing in particular."""
         empty: Tensor = torch.empty(shape, dtype=dtype, device="meta")
-        tape = self._tapes[_key(empty)] = _Tape(empty.numel(), dtype, empty)
-        if isinstance(value, _Later):
-            tape.operations.append((None, lambda flat: flat.view(shape).copy_(value.value())))
-        elif value is not None:
-            tape.operations.append((None, lambda flat: flat.fill_(value)))
+        operations: list[tuple[Tensor | None, Write]] = [] if write is None else [(None, write)]
+        self._tapes[_key(empty)] = _Tape(empty.numel(), dtype, empty, operations)
         return empty
 
     def _compute(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """What an operation makes of deferred tensors; itself deferred where it is one tensor and nothing is drawn."""
         later = self._later(function, arguments, keywords)
-        made = later.value()
+        made = later(None)
         drawn = torch.Tag.nondeterministic_seeded in function.tags
         if drawn or not isinstance(made, Tensor) or not self._to_defer(made.shape, made.dtype):
             return made
-        return self._defer(made.shape, made.dtype, later)
+        shape = made.shape
+        return self._defer(shape, made.dtype, lambda flat: flat.view(shape).copy_(later(None)))
 
-    def _later(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Later:
-        given = tree_map_only(Tensor, self._frozen, (arguments, keywords))
+    def _later(
+        self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], target: Tensor | None = None
+    ) -> Callable[[Tensor | None], Any]:
+        """The operation on the values that tensors have now; what it is called with takes the place of `target`."""
+        frozen = tree_map_only(
+            Tensor, lambda each: _TARGET if each is target else self._frozen(each), (arguments, keywords)
+        )
 
-        def value() -> Any:
-            real, named = tree_map_only(_Later, lambda each: each.value(), given)
+        def operate(memory: Tensor | None) -> Any:
+            real, named = tree_map_only(_Later, lambda each: memory if each is _TARGET else each.value(), frozen)
             return function(*real, **named)
 
-        return _Later(value)
+        return operate
 
-    def _write(self, function: Any, target: Tensor, others: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
+    def _write(self, function: Any, target: Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
+        """An operation that writes to a deferred tensor: its first argument, or `out=`."""
         tape, place = self._tape(target), _place_of(target)
-        later = tree_map_only(Tensor, self._frozen, others)
+        later = self._later(function, arguments, keywords, target)
         state = None
         if torch.Tag.nondeterministic_seeded in function.tags:
             if keywords.get("generator") is not None:
@@ -224,26 +233,10 @@ class DeferredInit(TorchDispatchMode):
                     "save it, and load it from there"
                 )
             state = torch.default_generator.get_state()
-            function(place(passing(tape.numel, target.dtype)), *tree_map_only(Tensor, self._real, others), **keywords)
+            later(place(passing(tape.numel, target.dtype)))
         if function in _OVERWRITES and target.numel() == tape.numel:
             tape.operations.clear()
-
-        def write(flat: Tensor) -> None:
-            function(place(flat), *tree_map_only(_Later, lambda each: each.value(), later), **keywords)
-
-        tape.operations.append((state, write))
-        return target
-
-    def _write_out(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """`out=` is a deferred tensor, or another argument is."""
-        target = keywords["out"]
-        if not self._is_deferred(target):
-            arguments, keywords = tree_map_only(Tensor, self._real, (arguments, keywords))
-            return function(*arguments, **keywords)
-        blank = torch.empty(target.shape, dtype=target.dtype)
-        later = self._later(function, arguments, {**keywords, "out": blank})
-        place = _place_of(target)
-        self._tape(target).operations.append((None, lambda flat: place(flat).copy_(later.value())))
+        tape.operations.append((state, lambda flat: later(place(flat))))
         return target
 
     def _is_deferred(self, value: Any) -> bool:

@@ -145,33 +145,17 @@ class WholeParameters:
                     parameter.copy_(part.view(parameter.shape))
 
 
-def whole_parameters(
-    groups: Groups,
-    make: Make,
-    mesh: Mesh,
-    *,
-    order: Sequence[str] | None = None,
-    zero_1: bool = True,
-    elementwise_group: Callable[[Mapping[str, Any]], bool] = lambda group: False,
-    bucket_elements: int | None = None,
-    given: bool = False,
-) -> NamedOptimizer:
-    """An optimizer over whole parameters; for the arguments see `WholeParameters` and `NamedOptimizer`. Collective.
+def whole_parameters(groups: Groups, make: Make, mesh: Mesh, *, given: bool = False, **options: Any) -> NamedOptimizer:
+    """An optimizer over whole parameters; for the arguments see `NamedOptimizer`, for `options` `WholeParameters`.
+    Collective.
 
     Raises:
         UsageError: The device is lazy, or the optimizer needs all parameters at once.
     """
-    distribution = WholeParameters(
-        groups,
-        mesh,
-        order=order,
-        zero_1=zero_1,
-        elementwise_group=elementwise_group,
-        bucket_elements=bucket_elements,
-    )
+    distribution = WholeParameters(groups, mesh, **options)
     made = NamedOptimizer(distribution, groups, make, mesh.runtime, given=given)
     kind = type(made.inner)
-    sharding_unit(kind, "zero_1" if zero_1 else "tensor_parallel_size")
+    sharding_unit(kind, "zero_1" if distribution.divided else "tensor_parallel_size")
     if mesh.runtime.lazy:
         raise UsageError(
             f"zero_1: {kind.__name__} uses complete parameters, which each belong to one rank, and the ranks of "

@@ -106,9 +106,9 @@ def _verified(model: Any) -> str:
             f"pipeline_parallel_size: {type(model).__name__} is not among the models that were verified to compute the "
             "same in stages (docs/tables.md); set it to 1"
         )
-    routers = () if kind in ROUTER_LOSSES and find_spec(COLLECTS_ROUTER_LOGITS) else (ROUTER_LOGITS,)
-    for name in (*OUTPUTS_OF_ALL_LAYERS, *routers):
-        if getattr(config, name, False) or getattr(config.get_text_config(decoder=True), name, False):
+    with_routers = kind in ROUTER_LOSSES and find_spec(COLLECTS_ROUTER_LOGITS) is not None
+    for name in asked_of_all_layers(model):
+        if name != ROUTER_LOGITS or not with_routers:
             raise UsageError(
                 f"pipeline_parallel_size: the configuration's {name} asks for outputs of all layers, and no stage has "
                 f"them; set {name} to false in config_overrides"

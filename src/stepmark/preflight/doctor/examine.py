@@ -111,10 +111,13 @@ def look_at_graphs(path: str, recipe: Recipe) -> Iterator[Finding]:
     ranks = fewest_ranks(recipe)
     name = f"{ranks} rank{'s' if ranks > 1 else ''}"
     print(f"doctor: making the graphs of {path} for {name}, which takes as long as a first step", file=sys.stderr)
+    # Under the variable nothing is compiled for Neuron, and nothing saved.
+    flags = without_cache_folder(os.environ.get(NEURON_FLAGS, ""))
+    environment = {**os.environ, NEURON_FLAGS: flags, "NEURON_EXTRACT_GRAPHS_ONLY": "1"}
     with tempfile.TemporaryDirectory(prefix="stepmark-doctor-") as folder:
         command = ["precompile", path, "--nproc", str(ranks), "--compile_cache", folder]
         done = subprocess.run(
-            [sys.executable, "-m", "stepmark", *command], env=_environment(), capture_output=True, text=True
+            [sys.executable, "-m", "stepmark", *command], env=environment, capture_output=True, text=True
         )
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -133,12 +136,6 @@ def fewest_ranks(recipe: Recipe) -> int:
     training = recipe.training
     replicas = 2 if training.zero_1 else 1
     return training.tensor_parallel_size * training.pipeline_parallel_size * replicas
-
-
-def _environment() -> dict[str, str]:
-    """Under the variable nothing is compiled for Neuron, and nothing saved."""
-    flags = without_cache_folder(os.environ.get(NEURON_FLAGS, ""))
-    return {**os.environ, NEURON_FLAGS: flags, "NEURON_EXTRACT_GRAPHS_ONLY": "1"}
 
 
 def will_fail(findings: Sequence[Finding]) -> bool:

@@ -45,20 +45,13 @@ def look_at_folder(folder: Path) -> Iterator[Finding]:
         yield Finding(TOPIC, "write", text, Status.FAILURE)
         return
     try:
-        yield from _try(trial)
+        yield from (look(trial) for look in (_rename, _exchange, _lock, _sync))
+        yield from _throughput(trial)
     except OSError as error:
         text = f"{error.strerror} while it was tried; choose another output_dir"
         yield Finding(TOPIC, "write", text, Status.FAILURE)
     finally:
         shutil.rmtree(trial, ignore_errors=True)
-
-
-def _try(trial: Path) -> Iterator[Finding]:
-    yield _rename(trial)
-    yield _exchange(trial)
-    yield _lock(trial)
-    yield _sync(trial)
-    yield from _throughput(trial)
 
 
 def _rename(trial: Path) -> Finding:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,8 +26,6 @@ MASTER_WEIGHTS = "master weights"
 COMMUNICATION = "communication"
 ACTIVATIONS = "activations"
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, MASTER_WEIGHTS, COMMUNICATION, ACTIVATIONS)
-
-Usage = Mapping[str, int]  # bytes by category
 
 ACCUMULATING = (
     torch.ops.aten.add.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ class SimulatedLinks:
     def __init__(self, device: PlannedDevice, tracker: AllocationTracker, arriving: Sequence[Form]) -> None:
         self._device, self._tracker = device, tracker
         self._arriving = list(arriving)
-        self._told = 0
+        self._next = cycle(self._arriving)
 
     def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
         sent = [tensor.detach().contiguous() for tensor in outgoing]
@@ -156,17 +157,13 @@ class SimulatedLinks:
     def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
         """Every stage asks once for each shape of a batch, the rank's first stage first."""
         with unset_fake_temporarily():  # their values are read
-            headers = [self._next().encoded() for _ in range(count)]
+            headers = [next(self._next).encoded() for _ in range(count)]
         return Exchange.done(headers)
 
     def expect_rows(self, rows: int) -> None:
         """Sets the number of rows of the following batches."""
         self._arriving = [Form((rows, *form.shape[1:]), form.dtype) for form in self._arriving]
-        self._told = 0
-
-    def _next(self) -> Form:
-        self._told += 1
-        return self._arriving[(self._told - 1) % len(self._arriving)]
+        self._next = cycle(self._arriving)
 
 
 class SimulatedCollectives(GroupCollectives):

@@ -65,7 +65,7 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder, Context]:
         UsageError: As `precompile`.
     """
     recipe = _shortened(recipe)
-    functions, run = begin(recipe)
+    run = begin(recipe)
     context = run.context
     if not context.runtime.lazy:
         raise UsageError(
@@ -80,7 +80,7 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder, Context]:
     assert isinstance(runtime, XlaRuntime)
     ranks = max(context.world.size // (training.tensor_parallel_size * training.pipeline_parallel_size), 1)
     prepare = partial(stand_in_data, recipe, data_parallel_size=ranks, steps=STEPS)
-    trainer = build_trainer(recipe, run, functions, prepare=prepare, build=build_untrained)
+    trainer = build_trainer(recipe, run, prepare=prepare, build=build_untrained)
     recorder = GraphRecorder(runtime, extracting=extracting_graphs())
     with recorder.observing():
         _train(trainer.make_parts(), recorder)
@@ -135,22 +135,18 @@ def _shortened(recipe: Recipe) -> Recipe:
     """The recipe with few steps, the default of its compile cache on, and nothing that writes files."""
     training: TrainingFields = recipe.training
     check_kept(training.compile_cache)
+    ranks = training.pipeline_parallel_size
+    micro_batches = 2 * ranks if ranks > 1 else MICRO_BATCHES  # in a pipeline a multiple of its ranks, for any schedule
     short = dataclasses.replace(
         training,
         max_steps=STEPS,
-        gradient_accumulation_steps=_micro_batches(training),
+        gradient_accumulation_steps=min(training.gradient_accumulation_steps, micro_batches),
         compile_cache=switched_on(training.compile_cache),  # type: ignore[arg-type]  # true, too
         dataloader_num_workers=0,
         report_to="none",
         disable_tqdm=True,
     )
     return dataclasses.replace(recipe, training=short)
-
-
-def _micro_batches(training: TrainingFields) -> int:
-    """The fewest that produce every graph: in a pipeline a multiple of its ranks, for any schedule."""
-    ranks = training.pipeline_parallel_size
-    return min(training.gradient_accumulation_steps, 2 * ranks if ranks > 1 else MICRO_BATCHES)
 
 
 class StandInBlocks(PackedBlocks):

@@ -90,6 +90,7 @@ class GivenLoader:
         self._fixed_shape = fixed_shape
         self._full_rows = 0
         self._length = _length(loader)
+        self.has_length = self._length is not None
         self._position: dict[str, Any] = self._state(0, 0, ended=True)
         self._begun = False  # this process has iterated it
         self._source: Any = None  # the iterator
@@ -102,11 +103,6 @@ class GivenLoader:
         if self._max_steps is None:
             raise UsageError(f"max_steps: {type(self.given).__name__} has no length; set max_steps")
         return self._max_steps
-
-    @property
-    def has_length(self) -> bool:
-        """Whether the number of batches of an epoch is known."""
-        return self._length is not None
 
     def state_dict(self) -> dict[str, Any]:
         """The position that the consumer has reached, as plain values."""

@@ -41,8 +41,6 @@ from stepmark.liveness.progress import Progress
 from stepmark.liveness.thread_frames import frame_of, innermost
 from stepmark.runtime.context import Context
 
-__all__ = ["PreemptionCoordinator", "RunInterrupted"]
-
 POLL_SECONDS = 0.1
 JOIN_SECONDS = 1.0  # that the thread has to end in
 STUCK = 10  # times the usual step, after which a step counts as one that hangs

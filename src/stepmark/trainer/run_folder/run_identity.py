@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from stepmark.data.data_description import data_difference
 from stepmark.errors import CheckpointMismatch
 
 _CHECKSUMS = {
@@ -43,13 +42,6 @@ def check_same_run(
                 f"{where} belongs to another run: its {_in_words(*difference, changes)}; resume with the same model, "
                 "tokenizer, data and seeds, or start a new run in another output_dir"
             )
-
-
-def changes_of_data(saved: object, current: Mapping[str, Any] | None) -> str | None:
-    """What differs between two descriptions of data; None if unknown, as in older checkpoints."""
-    if not isinstance(saved, Mapping) or current is None:
-        return None
-    return data_difference(saved, current)
 
 
 def _in_words(name: str, before: Any, now: Any, changes: str | None) -> str:

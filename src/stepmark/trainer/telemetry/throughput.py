@@ -31,10 +31,9 @@ class Throughput:
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, ranks: int, dtype: torch.dtype) -> None:
-        self._model = model
         self._peak = peak_flops(device_model(runtime), dtype)
         self._ranks = ranks
-        self._by_length: dict[int, float | None] = {}
+        self._flops_per_token = functools.cache(functools.partial(flops_per_token, model))
         self.restart()
 
     def restart(self) -> None:
@@ -59,11 +58,6 @@ class Throughput:
             if self._peak is not None:
                 found["model_flops_utilization"] = self._flops / seconds / (self._peak * self._ranks)
         return found
-
-    def _flops_per_token(self, length: int) -> float | None:
-        if length not in self._by_length:
-            self._by_length[length] = flops_per_token(self._model, length)
-        return self._by_length[length]
 
 
 def sequence_length(batch: StepBatch) -> int | None:
