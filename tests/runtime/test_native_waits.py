@@ -15,9 +15,14 @@ from tests.support.ranks import Ranks
 
 WAITS = "tests.support.native_waits"
 EXPERTS = "transformers/integrations/moe.py"  # on a device without torch's grouped_mm
-WAITS_OF_MODELS = {  # lines of transformers that copy a list of Python's to the device in every forward pass
+CACHE = "transformers/cache_utils.py"  # makes an empty tensor of a list, in a model that does not hear of use_cache
+WAITS_OF_MODELS = {  # lines that copy a list or a number of Python's to the device in every forward pass
     "cpmant": "transformers/models/cpmant/modeling_cpmant.py",
     "falcon": "transformers/models/falcon/modeling_falcon.py",
+    "gpt_neo": "transformers/models/gpt_neo/modeling_gpt_neo.py",
+    "granitemoe": CACHE,
+    "granitemoeshared": CACHE,
+    "moss_transcribe_diarize": CACHE,
 }
 UNDISTURBED = [row["model"] for row in read_rows("lazy-devices") if row["state"] == "undisturbed"]
 SAMPLE = ("gpt2", "llama", "qwen3", "bert, masked tokens", "t5", "vit")
