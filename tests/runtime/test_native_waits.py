@@ -15,10 +15,20 @@ from tests.support.ranks import Ranks
 
 WAITS = "tests.support.native_waits"
 EXPERTS = "transformers/integrations/moe.py"  # on a device without torch's grouped_mm
-WAITS_OF_MODELS = {  # lines of transformers that copy a list of Python's to the device in every forward pass
+CACHE = "transformers/cache_utils.py"  # makes an empty tensor of a list, in a model that does not hear of use_cache
+WAITS_OF_MODELS = {  # lines that copy a list or a number of Python's to the device in every forward pass
     "cpmant": "transformers/models/cpmant/modeling_cpmant.py",
     "falcon": "transformers/models/falcon/modeling_falcon.py",
+    "gpt_neo": "transformers/models/gpt_neo/modeling_gpt_neo.py",
+    "granitemoe": CACHE,
+    "granitemoeshared": CACHE,
+    "moss_transcribe_diarize": CACHE,
 }
+COMPLEX = {
+    "deepseek_v2",
+    "llama4",
+    "llama4_text",
+}  # rotate by complex numbers, which the simulated device does not have
 UNDISTURBED = [row["model"] for row in read_rows("lazy-devices") if row["state"] == "undisturbed"]
 SAMPLE = ("gpt2", "llama", "qwen3", "bert, masked tokens", "t5", "vit")
 
@@ -36,7 +46,7 @@ def test_a_log_waits_once(native_ranks: Ranks, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", sorted({*UNDISTURBED} - {*SAMPLE}))
+@pytest.mark.parametrize("name", sorted({*UNDISTURBED} - {*SAMPLE} - COMPLEX))
 def test_steps_of_most_types_do_not_wait(
     native_ranks: Ranks, name: str, record_property: Callable[[str, object], None]
 ) -> None:

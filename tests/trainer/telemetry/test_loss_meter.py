@@ -93,20 +93,20 @@ def test_the_saved_state_is_a_copy() -> None:
 
 
 def test_statistics_wait_on_the_device_but_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched: list[int] = []
+    fetched: list[list[int]] = []
 
     class Counts(EagerRuntime):
         def to_host(self, tensors: Sequence[torch.Tensor], *, copy: bool = True) -> list[torch.Tensor]:
-            fetched.append(len(tensors))
+            fetched.append([len(tensor) for tensor in tensors])
             return super().to_host(tensors, copy=copy)
 
     monkeypatch.setattr(running, "HELD_STEPS", 4)
     means = LossMeter(Counts(torch.device("cpu")))
     for step in range(10):
         means.add(statistics(step, 1.0, 1))
-    assert fetched == [4, 4]
+    assert fetched == [[4], [4]]  # the statistics of four steps, by one copy
     means.settle()
-    assert fetched == [4, 4, 2]
+    assert fetched == [[4], [4], [2]]
 
 
 def test_who_looks_hears_of_every_step_in_order() -> None:
