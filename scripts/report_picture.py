@@ -1,10 +1,10 @@
 """Makes docs/report.png, the report of a real run that is killed, finds its newest checkpoint corrupted, and resumes;
-and docs/screenshots/, the same run compared with another one, at three widths, one of them dark.
+and docs/screenshots/, the runs of a sweep, at three widths, one of them dark.
 
     python scripts/report_picture.py [FOLDER]
 
 Trains a small GPT-2 on the standard library's source on two CPU ranks, into FOLDER (default: runs/first in the current
-folder), and with a lower learning rate into FOLDER-slow. Needs Chromium. Takes a few minutes.
+folder), and smaller ones into the folder `sweep` beside it. Needs Chromium. Takes a few minutes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,18 @@ from stepmark.trainer.run_folder.run_log import read_metrics  # noqa: E402
 from tests.support.browser import screenshot  # noqa: E402
 
 WIDTHS, HEIGHT, COLORS = {"wide-light": 1280, "tablet-dark": 768, "phone-light": 390}, 1600, 128
-SLOW = "1e-3"
+SWEPT = (
+    "--learning_rate",
+    "1e-4",
+    "1e-3",
+    "1e-2",
+    "--lr_scheduler_type",
+    "linear",
+    "cosine_with_restarts",
+    "--seeds",
+    "3",
+)
+SMALL = {"config_overrides": "{n_layer: 1, n_embd: 32, n_head: 2}", "block_size": 32, "max_steps": 150}
 STEPS, SAVE_EVERY, KILL_AFTER, DAMAGED = 300, 30, 205, 180
 FIELDS = {
     "device": "cpu",
@@ -67,11 +78,12 @@ def main() -> int:
     time.sleep(5)
     damage(folder / f"checkpoint-{DAMAGED}" / "model.safetensors")
     subprocess.run(command, check=True)
-    slow = folder.with_name(f"{folder.name}-slow")
-    shutil.rmtree(slow, ignore_errors=True)
-    subprocess.run([*command, "--output_dir", str(slow), "--learning_rate", SLOW], check=True)
     picture(ROOT / "docs" / "report.png", report(folder), (1120, 1376))
-    compared = report(folder, "--compare", str(slow), "--out", str(folder / "compared.html"))
+    swept = folder.with_name("sweep")
+    shutil.rmtree(swept, ignore_errors=True)
+    flags = [part for name, value in {**FIELDS, **SMALL}.items() for part in (f"--{name}", str(value))]
+    subprocess.run([sys.executable, "-m", "stepmark", "sweep", "--output_dir", str(swept), *flags, *SWEPT], check=True)
+    compared = report(swept)
     for name, width in WIDTHS.items():
         path = ROOT / "docs" / "screenshots" / f"report-{name}.png"
         path.parent.mkdir(exist_ok=True)
