@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint import Checkpointer
+from stepmark.trainer.run_folder.run_log import read_metrics
 
 
 def save_steps(folder: Path, *steps: int, keep_last: int = 1) -> None:
@@ -28,3 +29,8 @@ def saved_steps(folder: Path) -> list[int]:
 
 def read_status(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "status.json").read_text()))
+
+
+def read_losses(folder: Path) -> dict[int, float]:
+    """The last loss that was logged of each step."""
+    return {line["step"]: line["loss"] for line in read_metrics(folder) if "loss" in line}

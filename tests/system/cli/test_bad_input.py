@@ -6,7 +6,6 @@ The calls are made in this process, as `python -m stepmark` makes them; the last
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -28,6 +27,7 @@ from tests.support import commands
 from tests.support.corruption import flip_bit
 from tests.support.ranks import Ranks
 from tests.support.recipes import TINY, write_recipe, write_text
+from tests.support.run_folders import read_status
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -362,7 +362,7 @@ def test_an_output_folder_without_room_for_a_checkpoint(
 def test_checkpoints_of_an_earlier_run(refused: Callable[..., str], trained: Path) -> None:
     error = refused()
     assert error.startswith(f"output_dir: {trained} has checkpoints of an earlier run (checkpoint-2); set resume_from_")
-    assert json.loads((trained / "status.json").read_text())["state"] == "done"
+    assert read_status(trained)["state"] == "done"
 
 
 # Resuming

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support.ranks import ROOT, Ranks
+from tests.support.run_folders import read_losses
 
 STEPS, EVERY = 6, 2  # the loop keeps two checkpoints, those of steps 4 and 6
 
@@ -110,9 +110,7 @@ def test_chat_with_lora_carries_on_bit_for_bit(ranks: Ranks, tmp_path: Path, dev
     expected, found = (load_file(folder / "adapter_model.safetensors") for folder in (whole, again))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
-    losses = [
-        {line["step"]: line["loss"] for line in read_metrics(folder) if "loss" in line} for folder in (whole, again)
-    ]
+    losses = [read_losses(folder) for folder in (whole, again)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 6
     adapted(model, again)

@@ -21,6 +21,7 @@ from tests.support.interference import install
 from tests.support.processes import free_port, torchrun
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
+from tests.support.run_folders import read_status
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPMARK = [sys.executable, "-m", "stepmark"]
@@ -45,7 +46,7 @@ def check_trained(folder: Path) -> None:
     assert [line["step"] for line in lines] == [1, 2]
     manifest = json.loads((folder / "out" / "checkpoint-2" / "manifest.json").read_text())
     assert manifest["mesh"] == {"dp": 2, "tp": 1}
-    assert json.loads((folder / "out" / "status.json").read_text())["state"] == "done"
+    assert read_status(folder / "out")["state"] == "done"
 
 
 def run(command: list[str], environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -67,7 +68,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_error_alone(ranks: Ranks, tmp_
     assert line.endswith("in misbehave)")
     assert "Traceback" not in done.stderr
     assert "frame #" not in done.stderr  # the C++ stack of the other rank
-    assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "failed"
+    assert read_status(tmp_path / "out")["state"] == "failed"
 
 
 @pytest.mark.prove
@@ -77,7 +78,7 @@ def test_a_training_rank_that_is_killed_is_named_with_its_signal(environment: di
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if "rror" in line]
     assert errors == ["error: rank 1: was killed by SIGKILL (out of memory?)"]
-    status = json.loads((tmp_path / "out" / "status.json").read_text())
+    status = read_status(tmp_path / "out")
     assert (status["state"], status["reason"]) == ("failed", "rank 1: was killed by SIGKILL (out of memory?)")
 
 
@@ -201,7 +202,7 @@ def test_a_rank_that_is_killed_is_named_under_torchrun(environment: dict[str, st
     environment["PYTHONPATH"] = install(tmp_path / "site", rank=1, what="kill")
     done = run(torchrun(*TRAIN, recipe(tmp_path)), environment, tmp_path)
     assert done.returncode == 1
-    reason = json.loads((tmp_path / "out" / "status.json").read_text())["reason"]
+    reason = read_status(tmp_path / "out")["reason"]
     assert f"rank 1 on {socket.gethostname()} (last seen " in reason
     assert "is gone: it was killed, or its machine" in reason
     assert reason in done.stderr

@@ -3,7 +3,6 @@ watchers, and a run that is asked to stop."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from stepmark.cli.main import run as call
 from stepmark.watcher.evaluation_records import read_evaluations
 from tests.support.ranks import ROOT, Outcome, Ranks
 from tests.support.recipes import write_recipe
+from tests.support.run_folders import read_status
 from tests.support.watching_programs import newest, wait_for
 
 PROGRAMS = "tests.support.watching_programs"
@@ -129,7 +129,7 @@ def test_a_run_without_improvement_is_stopped_and_can_be_resumed(ranks: Ranks, t
         arguments = ["--evaluator", f"{PROGRAMS}:peak", "--metric", "score", "--interval", "0.1", "--device", "cpu"]
         assert call(["evaluate", str(folder), "--watch", "--patience", "2", *arguments]) == 0
     outcomes[0].check()
-    status = json.loads((folder / "status.json").read_text())
+    status = read_status(folder)
     assert status["state"] == "done"
     assert "eval_score has not improved for 2 evaluations, since step 10" in status["reason"]
     assert status["step"] in (25, 30)
@@ -137,7 +137,7 @@ def test_a_run_without_improvement_is_stopped_and_can_be_resumed(ranks: Ranks, t
     assert os.readlink(folder / "best") == "checkpoint-10"
     resumed = {"resume_from_checkpoint": "true", "max_steps": "120"}
     left = ranks.run(f"{PROGRAMS}:weights", str(recipe), resumed, nproc=nproc).check()
-    status = json.loads((folder / "status.json").read_text())
+    status = read_status(folder)
     assert (status["state"], status["step"], status["reason"]) == ("done", 120, None)
     whole = ranks.run(f"{PROGRAMS}:weights", str(recipe), {"output_dir": str(tmp_path / "whole")}, nproc=nproc).check()
     assert left == whole

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,10 +13,7 @@ from tests.support import commands
 from tests.support.interference import install
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
-
-
-def status(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "status.json").read_text()))
+from tests.support.run_folders import read_status
 
 
 def test_the_rank_that_failed_leaves_its_traceback_and_line(ranks: Ranks, tmp_path: Path) -> None:
@@ -29,7 +25,7 @@ def test_the_rank_that_failed_leaves_its_traceback_and_line(ranks: Ranks, tmp_pa
     assert trace.startswith("== ")
     assert "Traceback (most recent call last)" in trace
     where = "sitecustomize.py, line "
-    for told in (done.stderr, status(folder)["reason"], trace, write_report(folder).read_text()):
+    for told in (done.stderr, read_status(folder)["reason"], trace, write_report(folder).read_text()):
         assert "ValueError: the second step is bad (" in told
         assert where in told
         assert ", in misbehave)" in told
@@ -58,8 +54,8 @@ def test_a_run_that_crashes_before_it_trains_has_failed(ranks: Ranks, tmp_path: 
     recipe = write_recipe(tmp_path, config_name=str(tmp_path / "config"), config_overrides=None)
     done = commands.run(ranks, tmp_path, "train", str(recipe))
     assert done.returncode == 1, done.stderr
-    assert status(tmp_path / "out")["state"] == "failed"
-    assert status(tmp_path / "out")["reason"] in done.stderr
+    assert read_status(tmp_path / "out")["state"] == "failed"
+    assert read_status(tmp_path / "out")["reason"] in done.stderr
     assert "n_layer" in (tmp_path / "out" / "failures" / "rank-0.txt").read_text()
 
 

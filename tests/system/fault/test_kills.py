@@ -20,6 +20,7 @@ from stepmark.launch import supervisor
 from tests.support.commands import ForkedRank
 from tests.support.programs import logged
 from tests.support.ranks import Ranks
+from tests.support.run_folders import read_status
 
 PROGRAM = "tests.support.programs:train"
 KILLS_A_RUN = 10
@@ -77,7 +78,7 @@ def check(ranks: Ranks, folder: Path, device: str, wanted: int, steps: int) -> l
         found = json.loads(json.dumps(logged(Path(settings["output_dir"]))))
         assert found["losses"] == losses, run
         assert found["evaluations"] == evaluations, run
-        assert json.loads((folder / f"killed-{run}" / "status.json").read_text())["state"] == "done"
+        assert read_status(folder / f"killed-{run}")["state"] == "done"
     return done
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from tests.support import commands
 from tests.support.interference import install
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
+from tests.support.run_folders import read_losses, read_status
 
 FIELDS = {"logging_steps": 1, "max_steps": 3, "save_steps": 1, "async_save": False, "max_restarts": 2}
 
@@ -30,10 +30,6 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     recipe = write_recipe(folder, **{**FIELDS, **fields})
     return commands.run(ranks, folder, "train", str(recipe), "--nproc", str(nproc), site=site, timeout=240)
-
-
-def losses(folder: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in read_metrics(folder / "out") if "loss" in line}
 
 
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.prove)])
@@ -53,8 +49,8 @@ def test_a_run_goes_on_after_a_rank_was_killed(ranks: Ranks, tmp_path: Path, npr
         (nproc, 1, 3, "done"),
     ]
     assert run(ranks, tmp_path / "plain", None, nproc).returncode == 0
-    assert losses(tmp_path / "killed") == losses(tmp_path / "plain")
-    assert "restart_delay" not in json.loads((tmp_path / "killed" / "out" / "status.json").read_text())
+    assert read_losses(tmp_path / "killed" / "out") == read_losses(tmp_path / "plain" / "out")
+    assert "restart_delay" not in read_status(tmp_path / "killed" / "out")
 
 
 def test_a_restart_trains_the_recipe_as_it_was(ranks: Ranks, tmp_path: Path) -> None:
@@ -83,7 +79,7 @@ def test_a_batch_that_fails_each_time_is_named(ranks: Ranks, tmp_path: Path) -> 
     assert error.startswith("error: rank 1: ValueError: the second step is bad (")
     assert "; 2 attempts in a row (max_restarts: 1) failed at step 2, with samples " in error
     assert error.endswith(" of the training data (epoch 0)")
-    status = json.loads((tmp_path / "out" / "status.json").read_text())
+    status = read_status(tmp_path / "out")
     assert (status["state"], "failed at step 2" in status["reason"]) == ("failed", True)
     events = [event["event"] for event in read_lines(tmp_path / "out" / EVENTS)]
     assert events.count("failed") == 1, "between the attempts the run has not failed"

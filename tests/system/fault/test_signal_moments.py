@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 
 from tests.support.processes import environment
 from tests.support.recipes import write_recipe
+from tests.support.run_folders import read_status
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 STEPS = 3
@@ -27,7 +27,7 @@ def train(folder: Path, out: Path, nproc: int) -> list[str]:
 
 def check(out: Path, code: int, errors: str, number: signal.Signals) -> None:
     assert code in (0, 75, -number), errors
-    status = json.loads((out / "status.json").read_text())["state"] if (out / "status.json").exists() else None
+    status = read_status(out)["state"] if (out / "status.json").exists() else None
     assert status in {0: ("done",), 75: ("interrupted", None), -number: (None,)}[code], errors
     assert "Error" not in errors, errors  # a KeyboardInterrupt in the interpreter's own first 50 ms is printed by it
     assert code != 75 or "Traceback" not in errors, errors

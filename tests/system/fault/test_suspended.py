@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support.processes import environment
 from tests.support.recipes import write_recipe
-from tests.support.run_folders import read_status, saved_steps
+from tests.support.run_folders import read_losses, read_status, saved_steps
 
 TIMEOUT = 2.0  # seconds: save_timeout
 ASLEEP = TIMEOUT + 6.0  # longer than any deadline of a save, and what stands behind it
@@ -50,10 +49,6 @@ def write(folder: Path) -> Path:
 
 def train(recipe: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "stepmark", "train", str(recipe), *more]
-
-
-def losses(folder: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in read_metrics(folder / "out") if "loss" in line}
 
 
 def run_suspended(folder: Path, recipe: Path, nproc: int, phase: str, **variables: str) -> tuple[int, str]:
@@ -116,4 +111,4 @@ def test_a_suspension_beyond_the_limit_of_collectives_loses_nothing(tmp_path: Pa
     (tmp_path / "plain").mkdir()
     plain = train(write(tmp_path / "plain"), "--nproc", "2")
     subprocess.run(plain, env=environment(tmp_path), check=True, timeout=180)
-    assert losses(tmp_path) == losses(tmp_path / "plain")
+    assert read_losses(tmp_path / "out") == read_losses(tmp_path / "plain" / "out")

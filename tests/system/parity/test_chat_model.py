@@ -19,6 +19,7 @@ from tests.support.devices import HAS_XLA
 from tests.support.processes import environment, wait_until
 from tests.support.ranks import Ranks
 from tests.support.real_model import PACKAGE, weights
+from tests.support.run_folders import read_losses
 
 WORDS = ("tree", "river", "stone", "cloud", "lamp", "bread", "wheel", "glass")
 KILLED_AFTER = 4
@@ -77,15 +78,11 @@ def complete(folder: Path, name: str, **fields: Any) -> dict[int, float]:
     process = start(folder, name, **fields)
     _, said = process.communicate(timeout=1800)
     assert process.returncode == 0, said
-    return losses(folder / name)
-
-
-def losses(run: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in read_metrics(run) if "loss" in line}
+    return read_losses(folder / name)
 
 
 def steps_logged(run: Path) -> int:
-    return max(losses(run), default=0) if (run / "metrics.jsonl").exists() else 0
+    return max(read_losses(run), default=0) if (run / "metrics.jsonl").exists() else 0
 
 
 @pytest.mark.prove
