@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
@@ -19,8 +20,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from stepmark.checkpoint.coordination.folder_claim import CLAIMING, RunOwnership
 from stepmark.checkpoint.coordination.leases import reading
+from stepmark.checkpoint.coordination.run_ownership import CLAIMING, RunOwnership
 from stepmark.checkpoint.format.checkpoint_folders import (
     checkpoint_path,
     checkpoints,
@@ -205,9 +206,10 @@ class Checkpointer:
         write_files = files if self._group.rank == 0 else None
         begun = None
         try:
-            request, reports = self._agree(
-                phases, step, name, temporary, state, write_files, metadata, metrics, model_only
+            prepare = partial(
+                prepare_save, step, name, temporary, state, write_files, metadata, metrics, model_only=model_only
             )
+            request, reports = self._agree(phases, step, prepare)
             begun = self._copy(phases, request, reports)
         except BaseException as error:
             handle.fail(error)
@@ -230,16 +232,7 @@ class Checkpointer:
         return f"{ownership.identity}-{self._count:06d}"
 
     def _agree(
-        self,
-        phases: PhaseDeadlines,
-        step: int,
-        name: str,
-        temporary: Path,
-        state: Mapping[str, Any],
-        write_files: Callable[[Path], None] | None,
-        metadata: Mapping[str, Any] | None,
-        metrics: Mapping[str, float] | None,
-        model_only: bool,
+        self, phases: PhaseDeadlines, step: int, prepare: Callable[[], SaveRequest]
     ) -> tuple[SaveRequest, list[RankReport]]:
         """Describes the state and exchanges reports with all ranks. Raises, on all ranks, where one cannot save."""
         request: SaveRequest | None = None
@@ -248,7 +241,7 @@ class Checkpointer:
             phases.board.open()
             self.wait()
             phases.enter("joining")
-            request = prepare_save(step, name, temporary, state, write_files, metadata, metrics, model_only)
+            request = prepare()
             phases.leave()  # the collective, which begins now, has its own deadline
         except Exception as error:
             problem = error

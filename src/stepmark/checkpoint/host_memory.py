@@ -6,8 +6,9 @@ import contextlib
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,11 +17,28 @@ from torch import Tensor
 
 from stepmark.errors import CheckpointError
 
+Item = TypeVar("Item")
+
 GROUP_BYTES = 64 << 20  # bytes of tensors that come from a lazy device to the host together
 MACHINE = "machine"  # all of a node's memory, as a limit
 _RESERVE = 64 << 20  # bytes that are left for everything else
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def in_groups(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """Consecutive items, up to `limit` bytes together; a larger item is alone."""
+    group: list[Item] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if group and total + size > limit:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size
+    if group:
+        yield group
 
 
 class StagingMemory:

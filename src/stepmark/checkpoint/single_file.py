@@ -26,7 +26,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from stepmark.checkpoint.format.checkpoint_folders import resolve_link
 from stepmark.checkpoint.format.read_errors import cannot_read
-from stepmark.checkpoint.host_memory import GROUP_BYTES
+from stepmark.checkpoint.host_memory import GROUP_BYTES, in_groups
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
 from stepmark.liveness.deadlines import Deadline
@@ -150,12 +150,7 @@ def _to_host(state: Any, *, copy: bool) -> Any:
 
 
 def _copies(tensors: list[Tensor], runtime: Runtime) -> Iterator[tuple[int, Tensor]]:
-    groups: list[list[Tensor]] = [[]]
-    for tensor in tensors:
-        if groups[-1] and sum(one.nbytes for one in groups[-1]) + tensor.nbytes > GROUP_BYTES:
-            groups.append([])
-        groups[-1].append(tensor)
-    for group in groups:
+    for group in in_groups(tensors, lambda tensor: tensor.nbytes, GROUP_BYTES):
         yield from zip(map(id, group), runtime.to_host(group), strict=True)
 
 

@@ -10,7 +10,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 def replace_json(path: Path, content: Mapping[str, Any], *, on_full_disk: bool = False) -> None:
     """Writes the file atomically: a reader finds either the old content or the new. With `on_full_disk` it is written
     in place where the disk has no room for a second file."""
-    text = json.dumps(_with_nulls(dict(content)), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(_mapped(dict(content), _null), indent=2, allow_nan=False) + "\n"
     try:
         files.replace_file(path, text.encode())
     except OSError as error:
@@ -36,7 +36,7 @@ def append_line(path: Path, values: Mapping[str, Any], *, durable: bool = False)
 
     Where a killed process has left a partial line, the new one begins on a new line.
     """
-    text = json.dumps(_with_words(dict(values)), allow_nan=False) + "\n"
+    text = json.dumps(_mapped(dict(values), _word), allow_nan=False) + "\n"
     with open(path, "a+b") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
@@ -61,31 +61,26 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if isinstance(value, dict):
-            lines.append(_with_numbers(value))
+            lines.append(_mapped(value, _number))
     return lines
 
 
-def _with_words(value: Any) -> Any:
+def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The nested value, with other leaves."""
     if isinstance(value, dict):
-        return {key: _with_words(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_with_words(each) for each in value]
+        return {key: _mapped(each, leaf) for key, each in value.items()}
+    return [_mapped(each, leaf) for each in value] if isinstance(value, (list, tuple)) else leaf(value)
+
+
+def _word(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
-def _with_numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_numbers(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_with_numbers(each) for each in value]
+def _number(value: Any) -> Any:
     return _NUMBERS.get(value, value) if isinstance(value, str) else value
 
 
-def _with_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_nulls(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_with_nulls(each) for each in value]
+def _null(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value

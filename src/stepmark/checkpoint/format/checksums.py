@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,12 +25,9 @@ def bytes_checksum(data: bytes | bytearray | memoryview) -> str:
 
 def file_checksum(path: Path) -> tuple[int, str]:
     """Size in bytes and 128-bit checksum of a file."""
-    hasher, size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
-        while block := file.read(1 << 22):
-            hasher.update(block)
-            size += len(block)
-    return size, hasher.hexdigest()
+        digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+        return file.tell(), digest
 
 
 def checksum_blocks(begin: int, end: int) -> list[tuple[int, int]]:

@@ -87,18 +87,24 @@ def check_file(folder: Path, entry: FileEntry) -> None:
         raise CheckpointDamaged(f"{path} does not match its checksum")
 
 
+def _read_checked(path: Path, count: int, entry: FileEntry, what: str) -> bytes:
+    """The file's first bytes, which the digest in the manifest is of."""
+    try:
+        with path.open("rb") as file:  # buffered, which continues after a short read
+            data = file.read(count)
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    if bytes_checksum(data) != entry.digest:
+        raise CheckpointDamaged(f"{what} does not match its checksum")
+    return data
+
+
 def read_header(folder: Path, manifest: Manifest, entry: FileEntry) -> Header:
     """A tensor file's header, checked against the manifest. Raises CheckpointDamaged, naming the file."""
     path = check_size(folder, entry)
     if entry.header is None:
         raise CheckpointDamaged(f"{path} is listed without a header, and is needed as a tensor file")
-    try:
-        with path.open("rb") as file:  # buffered, which continues after a short read
-            data = file.read(entry.header)
-    except OSError as error:
-        raise cannot_read(path, error) from error
-    if bytes_checksum(data) != entry.digest:
-        raise CheckpointDamaged(f"{path}: its header does not match its checksum")
+    data = _read_checked(path, entry.header, entry, f"{path}: its header")
     try:
         header = parse_header(data, entry.size)
     except CheckpointDamaged as error:
@@ -114,13 +120,7 @@ def read_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
     entry = manifest.file(VALUES)
     if entry is None:
         raise CheckpointDamaged(f"{folder}: the manifest lists no {VALUES}")
-    check_size(folder, entry)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise cannot_read(path, error) from error
-    if bytes_checksum(data) != entry.digest:
-        raise CheckpointDamaged(f"{path} does not match its checksum")
+    data = _read_checked(check_size(folder, entry), entry.size, entry, f"{path}")
     try:
         sections = json.loads(data)["sections"]
     except (LookupError, TypeError, ValueError, RecursionError) as error:

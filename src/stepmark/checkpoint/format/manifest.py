@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,12 +97,6 @@ class Manifest:
     def file(self, name: str) -> FileEntry | None:
         """The file with this name, None where there is none."""
         return next((file for file in self.files if file.name == name), None)
-
-    def with_contents(
-        self, files: tuple[FileEntry, ...], tensors: Mapping[str, Mapping[str, TensorEntry]], time: float
-    ) -> Manifest:
-        """The manifest, once the files are written."""
-        return replace(self, files=files, tensors=tensors, time=time)
 
     @without_collection()
     def to_bytes(self) -> bytes:

@@ -25,7 +25,7 @@ from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
 from stepmark.checkpoint.format.shard_reader import byte_blocks, copy_block, element_blocks
 from stepmark.checkpoint.format.tensor_file import Header, StoredTensor
 from stepmark.checkpoint.format.verified_file import BLOCK, VerifiedFile
-from stepmark.checkpoint.host_memory import BufferPool
+from stepmark.checkpoint.host_memory import BufferPool, in_groups
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.layout import Box, Layout, Part, Shape
@@ -222,17 +222,7 @@ def _batches(targets: Iterable[ReadTarget]) -> Iterator[list[_Group]]:
     groups: dict[int, _Group] = {}
     for target in targets:
         groups.setdefault(id(target if target.live is None else target.live), []).append(target)
-    batch: list[_Group] = []
-    size = 0
-    for group in groups.values():
-        more = sum([target.nbytes for target in group])
-        if batch and size + more > BLOCK:
-            yield batch
-            batch, size = [], 0
-        batch.append(group)
-        size += more
-    if batch:
-        yield batch
+    return in_groups(groups.values(), lambda group: sum([target.nbytes for target in group]), BLOCK)
 
 
 def _jobs(reads: Iterable[_Run | _Job]) -> Iterator[_Job]:

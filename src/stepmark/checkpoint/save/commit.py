@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,8 @@ class Commit:
         for name in self._write_other_files(temporary, plan):
             size, checksum = file_checksum(temporary / name)
             entries.append(FileEntry(name, size, checksum))
-        data = self.manifest.with_contents(tuple(entries), tensor_entries(plan), self.clock.now()).to_bytes()
+        complete = replace(self.manifest, files=tuple(entries), tensors=tensor_entries(plan), time=self.clock.now())
+        data = complete.to_bytes()
         parse_manifest(data)  # nothing is committed that a restore would refuse
         files.write_file(temporary / MANIFEST, data)
         return sum(entry.size for entry in entries) + len(data)

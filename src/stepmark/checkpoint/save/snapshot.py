@@ -8,8 +8,9 @@ because each slice on the device would be a separate graph.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
 from stepmark.checkpoint.format.tensor_file import PAGE
-from stepmark.checkpoint.host_memory import GROUP_BYTES
+from stepmark.checkpoint.host_memory import GROUP_BYTES, in_groups
 from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.sections import Entry
 from stepmark.checkpoint.threads import in_parallel
@@ -105,45 +106,23 @@ def copy_to_host(copies: Sequence[Copy], memory: Tensor, runtime: Runtime, *, th
         for device in {copy.entry.tensor.device for copy in copies} - {runtime.device, torch.device("cpu")}:
             torch.accelerator.synchronize(device)  # a model may lie on several
         return
-    for group in _groups(copies):
-        tensors = {id(copy.entry.tensor): copy.entry.tensor for copy in group}
+    by_tensor = [list(found) for _, found in groupby(copies, key=lambda copy: id(copy.entry.tensor))]
+    for group in in_groups(by_tensor, lambda found: found[0].entry.tensor.nbytes, GROUP_BYTES):
+        tensors = {id(copies[0].entry.tensor): copies[0].entry.tensor for copies in group}
         on_device = [tensor for tensor in tensors.values() if tensor.device.type != "cpu"]
         hosts = dict(zip(map(id, on_device), runtime.to_host(on_device, copy=False), strict=True))
-        found = [(copy, hosts.get(id(copy.entry.tensor), copy.entry.tensor.detach())) for copy in group]
+        found = [(copy, hosts.get(id(copy.entry.tensor), copy.entry.tensor.detach())) for copy in chain(*group)]
         _copy_all(found, memory, threads)
-
-
-def _groups(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    """Groups the copies so that the tensors of a group do not exceed GROUP_BYTES; a tensor is never in two groups."""
-    group: list[Copy] = []
-    size, last = 0, None
-    for copy in copies:
-        tensor = copy.entry.tensor
-        if tensor is not last:
-            if group and size + tensor.nbytes > GROUP_BYTES:
-                yield group
-                group, size = [], 0
-            size, last = size + tensor.nbytes, tensor
-        group.append(copy)
-    if group:
-        yield group
 
 
 def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int) -> None:
     """Copies contiguous host memory with our own threads, since torch may have one per process; the rest with torch."""
     target = memory.numpy()
-    chunks: list[list[tuple[int, NDArray[np.uint8]]]] = [[]]
-    size = 0  # of the last chunk
+    runs: list[tuple[int, NDArray[np.uint8]]] = []
     for copy, source in found:
         if isinstance(copy.part.at, int) and source.device.type == "cpu" and is_row_major(source):
             data = _run(copy, copy.part.at, source)
-            for begin in range(0, len(data), _CHUNK):
-                run = data[begin : begin + _CHUNK]
-                if size + len(run) > _CHUNK:
-                    chunks.append([])
-                    size = 0
-                chunks[-1].append((copy.at + begin, run))
-                size += len(run)
+            runs += [(copy.at + begin, data[begin : begin + _CHUNK]) for begin in range(0, len(data), _CHUNK)]
         else:
             _copy(copy, source, memory)
 
@@ -151,7 +130,7 @@ def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int
         for at, data in chunk:
             np.copyto(target[at : at + len(data)], data)
 
-    in_parallel(copy_chunk, chunks, threads)
+    in_parallel(copy_chunk, in_groups(runs, lambda run: len(run[1]), _CHUNK), threads)
 
 
 def _run(copy: Copy, at: int, source: Tensor) -> NDArray[np.uint8]:
