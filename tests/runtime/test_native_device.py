@@ -47,7 +47,7 @@ def test_resumes_bit_for_bit_with_the_queue_behind_at_every_save(
     assert killed.codes == [-9] * nproc
     resumed = native_ranks.run(ON_DEVICE, {**options, **folder, "resume_from_checkpoint": True}, LAG, nproc=nproc)
     (result, *_) = resumed.check()
-    assert result["resumed"] == [2]
+    assert result["resumed"] in ([1], [2])  # the kill may come before the second is on disk
     assert losses(result) == losses(expected)
     assert result["weights"] == expected["weights"]
     assert result["device"]["hazard"] == 0
