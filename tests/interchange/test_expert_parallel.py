@@ -11,7 +11,7 @@ import torch
 
 from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
-from stepmark.interchange.neuron.head_layout import moves_of
+from stepmark.interchange.neuron.key_value_layout import moves_of
 from tests.interchange.test_import import check, refused, take
 from tests.support.expert_checkpoints import DOWN, GATE_UP, expert_folder, expert_truth
 from tests.support.foreign_checkpoints import Truth

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stepmark.checkpoint.checkpointer import Checkpointer
     from stepmark.checkpoint.format.manifest import Manifest, read_manifest
-    from stepmark.checkpoint.retention import KeepBest, KeepEachInterval, KeepEvery, KeepLast, Retention, Saved
+    from stepmark.checkpoint.retention_policies import KeepBest, KeepEachInterval, KeepEvery, KeepLast, Retention, Saved
     from stepmark.checkpoint.save_handle import SaveHandle
 
 _HOMES = {
@@ -16,12 +16,12 @@ _HOMES = {
     "SaveHandle": "save_handle",
     "Manifest": "format.manifest",
     "read_manifest": "format.manifest",
-    "KeepBest": "retention",
-    "KeepEachInterval": "retention",
-    "KeepEvery": "retention",
-    "KeepLast": "retention",
-    "Retention": "retention",
-    "Saved": "retention",
+    "KeepBest": "retention_policies",
+    "KeepEachInterval": "retention_policies",
+    "KeepEvery": "retention_policies",
+    "KeepLast": "retention_policies",
+    "Retention": "retention_policies",
+    "Saved": "retention_policies",
 }
 
 __all__ = [

@@ -34,10 +34,10 @@ from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import Manifest, read_manifest
 from stepmark.checkpoint.host_memory import StagingMemory, check_host_memory, free_host_memory
 from stepmark.checkpoint.restore.restore import Accept, Restorer
-from stepmark.checkpoint.retention import KeepLast, Retention
-from stepmark.checkpoint.save.apply_retention import CheckpointCleaner
+from stepmark.checkpoint.retention_policies import KeepLast, Retention
 from stepmark.checkpoint.save.background import Background
 from stepmark.checkpoint.save.commit import Commit, values_to_bytes
+from stepmark.checkpoint.save.delete_old_checkpoints import CheckpointCleaner
 from stepmark.checkpoint.save.operation import SaveOperation
 from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.save.request import (

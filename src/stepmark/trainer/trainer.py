@@ -29,7 +29,7 @@ from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import check_by_batch
 from stepmark.evaluation.run_options import RunOptions, function_name
 from stepmark.launch.restarts import check_restarts
-from stepmark.liveness.rank_heartbeats import PeerWatch
+from stepmark.liveness.silent_ranks import PeerWatch
 from stepmark.runtime.context import Context
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.callbacks import RunCallbacks

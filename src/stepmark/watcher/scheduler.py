@@ -16,7 +16,7 @@ from stepmark.checkpoint.coordination.folder_claim import heartbeat_files
 from stepmark.checkpoint.coordination.leases import Lease, Leases
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.checkpoint.format.manifest import read_manifest
-from stepmark.checkpoint.save.apply_retention import read_deleted
+from stepmark.checkpoint.save.delete_old_checkpoints import read_deleted
 from stepmark.errors import CheckpointError, CheckpointNotFound
 from stepmark.liveness.heartbeat import STALE
 from stepmark.liveness.running_time import running_time

@@ -18,8 +18,8 @@ from stepmark.checkpoint.coordination import leases as lease
 from stepmark.checkpoint.coordination.leases import Lease, Leases
 from stepmark.checkpoint.format import verify
 from stepmark.checkpoint.format.checkpoint_folders import COORDINATION, best_step, point_best
-from stepmark.checkpoint.save import apply_retention as keeper
-from stepmark.checkpoint.save.apply_retention import read_deleted
+from stepmark.checkpoint.save import delete_old_checkpoints as keeper
+from stepmark.checkpoint.save.delete_old_checkpoints import read_deleted
 from stepmark.cli.main import run as stepmark
 from stepmark.liveness import heartbeat
 from stepmark.model_folder import consolidate

@@ -21,7 +21,7 @@ import stepmark
 from stepmark.checkpoint import Checkpointer, SaveHandle
 from stepmark.checkpoint.save import background as background_module
 from stepmark.checkpoint.save import operation as saving
-from stepmark.checkpoint.save.apply_retention import CheckpointCleaner
+from stepmark.checkpoint.save.delete_old_checkpoints import CheckpointCleaner
 from stepmark.errors import CheckpointError, CheckpointTimeout, UsageError
 from stepmark.liveness import status_store as board_module
 from stepmark.liveness import timed_collectives as meeting_module

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, remove_temporary
-from stepmark.checkpoint.save.apply_retention import CheckpointCleaner
+from stepmark.checkpoint.save.delete_old_checkpoints import CheckpointCleaner
 from stepmark.checkpoint.save.operation import SaveOperation
 from stepmark.checkpoint.save_handle import SaveHandle
 from stepmark.errors import CheckpointError, CheckpointTimeout

@@ -11,7 +11,7 @@ from typing import Any
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.models.model_outline import read_config
-from stepmark.interchange.neuron.head_layout import HeadLayout
+from stepmark.interchange.neuron.key_value_layout import HeadLayout
 from stepmark.interchange.neuron.stages import Stage, model_of
 from stepmark.interchange.sources.finish import config_path, finish
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions

@@ -11,7 +11,7 @@ from typing import Any
 from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
-from stepmark.interchange.neuron.head_layout import BLOCKED, NATURAL, TILED, WIDE, HeadLayout, moves_of
+from stepmark.interchange.neuron.key_value_layout import BLOCKED, NATURAL, TILED, WIDE, HeadLayout, moves_of
 from stepmark.interchange.neuron.unsharding import shared_value, unsharded
 from stepmark.interchange.sources.foreign import ForeignOptimizer
 from stepmark.sharding.layout import Shape

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from stepmark.errors import CheckpointDamaged
-from stepmark.interchange.neuron.head_layout import Move
+from stepmark.interchange.neuron.key_value_layout import Move
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, moved
 
 

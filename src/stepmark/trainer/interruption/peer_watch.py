@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from stepmark.errors import StepTimeout
 from stepmark.launch.restarts import may_be_restarted
+from stepmark.liveness.late_rank import Finding
 from stepmark.liveness.progress import AUTO, Progress
-from stepmark.liveness.rank_heartbeats import PeerWatch
-from stepmark.liveness.stuck_ranks import Finding
+from stepmark.liveness.silent_ranks import PeerWatch
 from stepmark.liveness.watchdog import watchdog
 from stepmark.runtime.mesh import PIPELINE, Mesh
 from stepmark.runtime.xla_environment import extracting_graphs

@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from stepmark.errors import PeerLost
-from stepmark.liveness import progress, rank_heartbeats
+from stepmark.liveness import progress, silent_ranks
+from stepmark.liveness.late_rank import Beat
 from stepmark.liveness.progress import Progress
-from stepmark.liveness.rank_heartbeats import PeerWatch
 from stepmark.liveness.running_time import LONGEST, RunningClock, Silence
-from stepmark.liveness.stuck_ranks import Beat
+from stepmark.liveness.silent_ranks import PeerWatch
 
 LIMIT = 1.6  # seconds: a beat every 0.2
 RANKS: dict[int, PeerWatch] = {}
@@ -30,8 +30,8 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         reasons.append(f"rank {rank}: {error}")
         RANKS[rank]._closed.set()
 
-    monkeypatch.setattr(rank_heartbeats, "end_process", end)
-    monkeypatch.setattr(rank_heartbeats, "print_stacks", lambda reason: None)
+    monkeypatch.setattr(silent_ranks, "end_process", end)
+    monkeypatch.setattr(silent_ranks, "print_stacks", lambda reason: None)
     yield reasons
     for one in RANKS.values():
         one.close()
@@ -40,7 +40,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def watch(store: dist.Store, rank: int, size: int = 3, reported: list[str] | None = None) -> PeerWatch:
-    rank_heartbeats._watches = 0  # the ranks of this test are in one process
+    silent_ranks._watches = 0  # the ranks of this test are in one process
     received = reported if reported is not None else []
     at = Progress()
     at.at_step(7)

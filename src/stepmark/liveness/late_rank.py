@@ -17,7 +17,7 @@ from stepmark.liveness.thread_frames import frame_of, innermost, is_waiting, out
 
 LEFT = "left"  # instead of a heartbeat: the rank has exited normally
 _NAMED = 8  # ranks that a message names
-_OWN = ("stepmark/liveness/rank_heartbeats.py", "stepmark/liveness/stuck_ranks.py")
+_OWN = ("stepmark/liveness/silent_ranks.py", "stepmark/liveness/late_rank.py")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ rank nor what it was doing. So, while a run trains:
 heartbeat  A thread of every rank writes a counter, and what its training thread is doing, to the ranks' store once per
            second. It needs neither the device nor the main thread: only a stopped rank has no heartbeat.
 verdict    Rank 0 (or the first rank that has not left) names the rank that keeps the others waiting for too long
-           (`stuck_ranks.py`), and publishes the end of the run. The others read that, and watch rank 0's heartbeat.
+           (`late_rank.py`), and publishes the end of the run. The others read that, and watch rank 0's heartbeat.
 ticker     A second thread watches the first, since the store does not answer if rank 0, which serves it, is stopped. It
            also resets the countdown of the external watchdog, which acts if no thread can run (`standby`).
 end        Each rank that learns of the end prints its stacks and exits with an error that names the rank.
@@ -34,10 +34,10 @@ from stepmark.liveness import progress
 from stepmark.liveness.bounded_call import within
 from stepmark.liveness.failure_report import REPORTS, is_lost_peer
 from stepmark.liveness.host_group import launcher_serves
+from stepmark.liveness.late_rank import LEFT, Beat, Finding, find_stuck, listed
 from stepmark.liveness.process_exit import RECORDING, end_process, print_stacks, say
 from stepmark.liveness.progress import Progress
 from stepmark.liveness.running_time import Silence
-from stepmark.liveness.stuck_ranks import LEFT, Beat, Finding, find_stuck, listed
 
 LONGEST_BEAT = 1.0  # seconds
 BEATS = 8  # per limit, at least

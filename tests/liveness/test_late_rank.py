@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stepmark.liveness.stuck_ranks import Beat, Finding, find_stuck
+from stepmark.liveness.late_rank import Beat, Finding, find_stuck
 
 
 def beat(step: int, order: int, seconds: float = 31.0, **more: Any) -> Beat:

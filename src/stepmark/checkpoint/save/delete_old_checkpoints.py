@@ -23,7 +23,7 @@ from stepmark.checkpoint.format.checkpoint_folders import (
 from stepmark.checkpoint.format.integrity import check_name
 from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import read_manifest
-from stepmark.checkpoint.retention import Retention, Saved, steps_to_delete
+from stepmark.checkpoint.retention_policies import Retention, Saved, steps_to_delete
 from stepmark.errors import CheckpointError
 from stepmark.filesystem import files
 from stepmark.liveness.failure_report import describe_error

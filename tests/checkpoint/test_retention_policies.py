@@ -18,8 +18,8 @@ from stepmark.checkpoint import checkpointer as checkpointer_module
 from stepmark.checkpoint.format.checkpoint_folders import delete
 from stepmark.checkpoint.format.manifest import Manifest
 from stepmark.checkpoint.format.read_errors import cannot_read
-from stepmark.checkpoint.retention import Retention, Saved, steps_to_delete
-from stepmark.checkpoint.save import apply_retention as keeper
+from stepmark.checkpoint.retention_policies import Retention, Saved, steps_to_delete
+from stepmark.checkpoint.save import delete_old_checkpoints as keeper
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointError, UsageError
 from stepmark.filesystem import files
