@@ -54,13 +54,13 @@ def test_a_subclass_may_have_a_device_of_its_own() -> None:
 
     for made in (OnTheCpu(), OnTheCpu(), dataclasses.replace(OnTheCpu(), max_steps=4)):
         assert (made.device_name, made.device) == ("cpu", torch.device("cpu"))
-    assert OnTheCpu(device="tpu").device_name == "tpu"
+    assert OnTheCpu(device="warp").device_name == "warp"
 
 
 def test_an_unknown_device_is_named_where_it_is_used() -> None:
-    made = TrainingArguments(device="tpu")
-    assert "device='tpu'" in repr(made)
-    with pytest.raises(UsageError, match="^device: 'tpu' is unknown"):
+    made = TrainingArguments(device="warp")
+    assert "device='warp'" in repr(made)
+    with pytest.raises(UsageError, match="^device: 'warp' is unknown"):
         made.device  # noqa: B018
 
 

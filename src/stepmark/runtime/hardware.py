@@ -35,12 +35,14 @@ def host_memory() -> tuple[int, int] | None:
 
 
 def check_device_name(wish: str) -> None:
-    """Raises UsageError for an unknown name: one that is not well known, and not a type of devices of torch's. Only in
-    the second case torch is loaded, with the backends of devices that are installed."""
-    if wish not in DEVICES and not _of_torch(wish):
-        hint = ""
-        if wish.startswith(("gpu", "cuda:")):
-            hint = "; for GPUs use cuda: each rank takes one of those that CUDA_VISIBLE_DEVICES lists"
+    """Raises UsageError for an unknown name: one that is not well known, and not a type of devices of torch's. Names
+    that are not well known load torch, with the backends of devices that are installed."""
+    if wish in DEVICES:
+        return
+    hint = ""
+    if wish.startswith(("gpu", "cuda:")):
+        hint = "; for GPUs use cuda: each rank takes one of those that CUDA_VISIBLE_DEVICES lists"
+    if hint or not _of_torch(wish):
         raise UsageError(f"device: {wish!r} is unknown; choose one of {', '.join(DEVICES)}{hint}")
 
 

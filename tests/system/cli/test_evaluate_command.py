@@ -187,7 +187,7 @@ def test_a_corrupted_checkpoint_fails_and_the_others_do_not(folder: Path, capsys
         (["{run}/checkpoint-2", "--watch"], 2, "--watch: applies to a run"),
         (["{run}/runs"], 2, "has no checkpoints; --watch waits for them"),
         (["{run}/none"], 2, "there is no folder"),
-        (["{run}", "--device", "tpu"], 2, "device: 'tpu' is unknown"),
+        (["{run}", "--device", "warp"], 2, "device: 'warp' is unknown"),
     ],
 )
 def test_bad_calls(
