@@ -57,7 +57,7 @@ CALLS = {
     "lstat": ("nest.safetensors", os, "lstat"),
     "header": ("nest.safetensors", Path, "open"),
     "open": ("nest.safetensors", os, "open"),
-    "values": ("state.json", Path, "read_bytes"),
+    "values": ("state.json", Path, "open"),
     "list": ("checkpoint-2", os, "listdir"),
 }
 
