@@ -142,7 +142,7 @@ def commands_page() -> str:
         for group in command._action_groups:
             if (group.title or "").startswith("recipe fields"):
                 continue
-            lines += [f"| {_argument(each)} | {_cell(_help(command, each))} |" for each in group._group_actions]
+            lines += [f"| {_argument(each)} | {_cell(_help(command, each))} |" for each in _shown(group)]
         if any((group.title or "").startswith("recipe fields") for group in command._action_groups):
             lines += ["", "It also takes every [recipe field](fields.md) as a flag."]
         lines.append("")
@@ -171,6 +171,11 @@ def errors_page() -> str:
     return "\n".join(lines)
 
 
+def _shown(group: argparse._ArgumentGroup) -> list[argparse.Action]:
+    """Without options that are accepted and that help leaves out."""
+    return [each for each in group._group_actions if each.help != argparse.SUPPRESS]
+
+
 def _help(command: argparse.ArgumentParser, action: argparse.Action) -> str:
     return command._get_formatter()._expand_help(action) if action.help else ""
 
@@ -178,7 +183,8 @@ def _help(command: argparse.ArgumentParser, action: argparse.Action) -> str:
 def _argument(action: argparse.Action) -> str:
     names = ", ".join(f"`{name}`" for name in action.option_strings)
     value = action.metavar or ("" if action.nargs == 0 or not names else action.dest.upper())
-    shown = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else value
+    listed = action.choices and action.metavar is None
+    shown = "{" + ",".join(map(str, action.choices or ())) + "}" if listed else value
     shown = " ".join(shown) if isinstance(shown, tuple) else shown
     return f"{names} {_code(shown) if shown else ''}".strip() if names else _code(action.metavar or action.dest)
 

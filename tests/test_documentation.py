@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -60,6 +61,16 @@ def test_paths_and_modules_exist(page: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     links = LINK.findall(page.read_text(encoding="utf-8"))
     assert [link for link in links if link not in MADE and not (page.parent / link).exists()] == []
+
+
+def test_the_reference_of_commands_has_what_help_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mkdocs", ModuleType("mkdocs"))
+    monkeypatch.setitem(sys.modules, "mkdocs.structure", ModuleType("mkdocs.structure"))
+    files = SimpleNamespace(File=None, Files=None)
+    monkeypatch.setitem(sys.modules, "mkdocs.structure.files", files)
+    page = runpy.run_path(str(ROOT / "scripts" / "site_pages.py"))["commands_page"]()
+    assert "SUPPRESS" not in page
+    assert "| `--to` `{hf,dcp,hf-trainer}` |" in page
 
 
 def test_the_readme_reads_elsewhere() -> None:

@@ -21,6 +21,7 @@ import pytest
 from stepmark.cli.main import run as main
 from stepmark.config.yaml_file import format_yaml
 from stepmark.report import serve
+from stepmark.report.text import NOTHING
 from stepmark.report.write import write_report
 from tests.report.test_history import log, write
 from tests.support.browser import DARK, act, dump_dom
@@ -242,6 +243,8 @@ def test_runs_are_filtered_hidden_colored_and_grouped(sweep: Path, capsys: pytes
         page,
         SET
         + """
+    results.begins = document.getElementById("group").value;
+    await set("group", "");
     const boxes = [...document.querySelectorAll("#runs [type=checkbox]")];
     results.names = [...document.querySelectorAll("#runs a")].map((each) => each.textContent);
     const [best] = [...document.querySelectorAll("#runs .pill")].filter((each) => each.innerText === "best");
@@ -291,6 +294,7 @@ def test_runs_are_filtered_hidden_colored_and_grouped(sweep: Path, capsys: pytes
     short = [f"{rate},{seed}" for rate in (0.01, 0.02, 0.04) for seed in (0, 1)]
     assert seen["names"] == [*short, "9,0"]
     assert seen["best"] == "0.01,0"
+    assert seen["begins"] == "learning_rate"
     assert seen["legends"] == 0
     assert seen["all"] == 13  # six curves and six evaluations, and one without values
     assert seen["count"] == ["7 of 7 shown", "2 of 7 shown"]
@@ -300,13 +304,13 @@ def test_runs_are_filtered_hidden_colored_and_grouped(sweep: Path, capsys: pytes
     assert (seen["rowStays"], seen["withoutOne"]) == (True, 11)
     assert seen["picker"] == [True, []]
     assert seen["picked"] == "#123456"
-    assert {name.partition(":")[0] for name in seen["groups"]} == {"0.01", "0.02", "0.04", "5e-05"}
-    assert re.sub(r"\s+", " ", seen["legend"]) == "learning_rate: 5e-05 0.01 0.02 0.04"
+    assert {name.partition(":")[0] for name in seen["groups"]} == {"0.01", "0.02", "0.04", NOTHING}
+    assert re.sub(r"\s+", " ", seen["legend"]) == f"learning_rate: {NOTHING} 0.01 0.02 0.04"
     mean, spread, count, at = seen["mean"]
     assert (count, spread) == (2, pytest.approx(0.05, abs=1e-3))
     assert mean == pytest.approx(4 * math.exp(-0.02 * at) + 1.05, abs=0.1)
     assert seen["bands"] == 7  # of four curves of training and three of evaluations
-    assert {name.partition(":")[0] for name in seen["afterLegend"]} == {"0.01", "0.04", "5e-05"}
+    assert {name.partition(":")[0] for name in seen["afterLegend"]} == {"0.01", "0.04", NOTHING}
     assert seen["axes"] == {"tokens": [0, 300_000], "epoch": [0, 3], "flops": [0, pytest.approx(300_000 * 3e10)]}
     assert seen["unit"] == "FLOPs of the model"
 
@@ -342,8 +346,10 @@ def test_values_cover_nothing(sweep: Path, width: int) -> None:
     """They stand below the chart, where room is kept for them, and the page does not move."""
     seen = act(
         write_report(sweep),
-        """
-    const [loss] = charts, { over } = loss.plot;
+        SET
+        + """
+    await set("group", "");
+    const { over } = loss.plot;
     const tops = () => charts.map((chart) => chart.box.getBoundingClientRect().top), before = tops();
     results.idle = loss.readout.innerText;
     for (const kind of ["mouseenter", "mousemove"]) mouse(over, kind, 0.5);
@@ -367,6 +373,7 @@ def test_a_chart_is_saved_as_a_picture_and_as_a_script(sweep: Path, tmp_path: Pa
         page,
         SET
         + """
+    await set("group", "");
     const options = { width: 500, height: 300, font: "serif", size: 11 };
     results.svg = drawSvg(loss, options);
     const drawn = drawPng(results.svg, options).then((blob) => blob.arrayBuffer());

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.report.html_table import color
+from stepmark.report.text import NOTHING
 from stepmark.report.write import write_report
 from tests.report.test_history import log, write
 from tests.support.browser import act, dump_dom
@@ -107,10 +108,59 @@ def test_what_is_the_same_in_all_runs_is_not_listed(tmp_path: Path) -> None:
         write(folder / "events.jsonl", [{"event": "started", "step": 0, "ranks": ranks, "software": {"torch": "2.9"}}])
         given = "" if rate == 5e-05 else f"learning_rate: {rate}\n"  # the default is not in the file
         (folder / "used_recipe.yaml").write_text(f"output_dir: {folder}\nseed: 3\n{given}")
-    rows = re.search(r'id="differences">.*?<tbody>(.*?)</tbody>', write_report(folders[0], folders[1:]).read_text())
+    assert rows_of(write_report(folders[0], folders[1:])) == [["ranks", "1", "2"], ["learning_rate", "0.01", "5e-05"]]
+
+
+def rows_of(page: Path) -> list[list[str]]:
+    """The table of differences."""
+    rows = re.search(r'id="differences">.*?<tbody>(.*?)</tbody>', page.read_text())
     assert rows is not None
-    cells = [re.sub(r"<.*?>", " ", row).split() for row in rows[1].split("</tr>") if row]
-    assert cells == [["ranks", "1", "2"], ["learning_rate", "0.01", "5e-05"]]
+    return [re.sub(r"<.*?>", " ", row).split() for row in rows[1].split("</tr>") if row]
+
+
+def test_a_run_of_a_script_shows_its_arguments_and_no_default_that_it_did_not_have(tmp_path: Path) -> None:
+    """The recipe sets fields of the model, which a script has in its own code."""
+    folders = [tmp_path / name for name in ("recipe", "script", "failed")]
+    for folder in folders:
+        folder.mkdir()
+    write(folders[0] / "events.jsonl", [{"event": "started", "step": 0}])
+    (folders[0] / "used_recipe.yaml").write_text("learning_rate: 0.01\nlogging_steps: 5\nmodel_type: gpt2\n")
+    write(folders[1] / "events.jsonl", [{"event": "started", "step": 0, "arguments": {"learning_rate": 0.5}}])
+    (folders[2] / "status.json").write_text('{"state": "failed", "step": 0, "reason": "no data"}')
+    assert rows_of(write_report(folders[0], folders[1:])) == [
+        ["learning_rate", "0.01", "0.5", NOTHING],
+        ["logging_steps", "5", "500", NOTHING],
+        ["model_type", "gpt2", NOTHING, NOTHING],
+    ]
+    text = write_report(folders[1]).read_text()
+    assert "Configuration: 1 field of its arguments" in text
+    write(folders[1] / "events.jsonl", [{"event": "started", "step": 0}])  # of an earlier version
+    assert [row[2] for row in rows_of(write_report(folders[0], folders[1:]))] == [NOTHING, NOTHING, NOTHING]
+
+
+def test_a_run_of_a_sweep_that_failed_before_it_began_makes_no_differences(tmp_path: Path) -> None:
+    folders = [tmp_path / f"{index}" for index in range(3)]
+    for folder, rate in zip(folders, (0.01, 0.02, None), strict=True):
+        folder.mkdir()
+        (folder / "status.json").write_text('{"state": "failed", "step": 0, "reason": "no data"}')
+        if rate is not None:
+            (folder / "used_recipe.yaml").write_text(f"max_steps: 7\nlearning_rate: {rate}\n")
+    assert rows_of(write_report(folders[0], folders[1:])) == [["learning_rate", "0.01", "0.02", NOTHING]]
+
+
+def test_a_run_of_another_tool_is_left_out_of_a_report_of_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "metrics.jsonl", [log(1)])
+    other = tmp_path / "theirs" / "checkpoint-5"
+    other.mkdir(parents=True)
+    (other / "model.safetensors").write_bytes(b"\0" * 8)
+    page = write_report(tmp_path)
+    assert capsys.readouterr().err == f"left out {other.parent}: its checkpoints are another tool's\n"
+    assert "2 runs" in page.read_text()
+    assert "corrupted" not in page.read_text().partition("</style>")[2].partition("<script>")[0]
 
 
 def test_a_curve_of_one_point_is_drawn(run: Path) -> None:

@@ -149,6 +149,18 @@ def field_names(kind: type) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)]
 
 
+def changed(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """The values that are not the defaults of the fields of `kind`. Steps are whole numbers, as they were given: only
+    fractions of a run are not."""
+    found = {}
+    for name, field in fields_of(kind).items():
+        value = values[name]
+        whole = name.endswith("_steps") and isinstance(value, float) and value.is_integer()
+        if value != field.default:
+            found[name] = int(value) if whole else value
+    return found
+
+
 def check_fields(made: Any, kind: type, given: Mapping[str, Any] | None = None) -> None:
     """Sets the fields that the dataclass `kind` declares to their values in `made`, or in `given`, converted to their
     types; text with `~` in front is a path.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from stepmark.config.data_arguments import file_names
+from stepmark.config.fields import changed, field_names
 from stepmark.config.recipe import Recipe, read_recipe
 from stepmark.config.yaml_file import format_yaml
 from stepmark.filesystem import files
@@ -21,10 +21,8 @@ def write_used_recipe(folder: Path, recipe: Recipe) -> None:
     """Writes every field that differs from its default, with absolute paths; atomically."""
     values: dict[str, Any] = {}
     for part in (recipe.training, recipe.model, recipe.data, recipe.evaluation):
-        for field in dataclasses.fields(part):
-            value = getattr(part, field.name)
-            if value != field.default:
-                values[field.name] = _plain(field.name, _absolute(field.name, value))
+        given = {name: getattr(part, name) for name in field_names(type(part))}
+        values |= {name: _absolute(name, value) for name, value in changed(given, type(part)).items()}
     head = "# The recipe of the run that wrote this folder. Written by stepmark train, and again when it is resumed.\n"
     files.replace_file(folder / USED_RECIPE, (head + format_yaml(values)).encode())
 
@@ -54,12 +52,6 @@ def read_used_recipe(folder: Path) -> Recipe | None:
     """
     path = folder / USED_RECIPE
     return read_recipe(str(path), {}) if path.is_file() else None
-
-
-def _plain(name: str, value: Any) -> Any:
-    """Steps as whole numbers, as they were given: only fractions of a run are not."""
-    whole = name.endswith("_steps") and isinstance(value, float) and value.is_integer()
-    return int(value) if whole else value
 
 
 def _absolute(name: str, value: Any) -> Any:

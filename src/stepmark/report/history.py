@@ -13,10 +13,12 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
+from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.errors import UsageError
 from stepmark.filesystem.json_files import read_lines
 from stepmark.liveness.failure_report import FAILURES, kept_failures
 from stepmark.liveness.progress import FLOOR
+from stepmark.model_folder.hints import import_hint
 from stepmark.report.liveness import Liveness, read_liveness
 from stepmark.trainer.run_folder.run_log import EVENTS, METRICS
 from stepmark.trainer.run_folder.status import ENDED, FAILED, INTERRUPTED, RUNNING, STATUS, STUCK, RunStatus
@@ -25,6 +27,7 @@ EVALUATIONS = "evaluations.jsonl"
 NOT_METRICS = ("_runtime", "_per_second", "_samples")  # suffixes of eval_… names that measure speed and size
 JUST_BEFORE = 60.0  # seconds: ranks leave their tracebacks before the status says that the run has failed
 RECENT = 20  # logs over which a speed is measured
+RECORDS = (METRICS, STATUS, EVENTS, FAILURES)
 NOT_RUNNING = "not running"
 Line = dict[str, Any]
 
@@ -195,8 +198,15 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    known = (METRICS, STATUS, EVENTS, FAILURES)
-    return any((folder / name).exists() for name in known) or any(folder.glob("checkpoint-*"))
+    return any((folder / name).exists() for name in RECORDS) or any(folder.glob("checkpoint-*"))
+
+
+def of_another_tool(folder: Path) -> bool:
+    """Whether the folder is a run's by its checkpoints alone, and these are another tool's."""
+    saved = [*folder.glob("checkpoint-*")]
+    recorded = any((folder / name).exists() for name in RECORDS)
+    ours = any((path / MANIFEST).exists() for path in saved)
+    return not recorded and not ours and any(import_hint(path, "") for path in saved)
 
 
 def _runs_in(folder: Path) -> Iterator[Path]:

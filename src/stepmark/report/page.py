@@ -66,7 +66,7 @@ def render(
         configuration_table(histories),
         _curves(figures, marks, short),
         sample_table(histories),
-        _runs(histories, checkpoints, runs) if several else _rest_of_one(histories[0], checkpoints[0]),
+        _runs(histories, checkpoints, short) if several else _rest_of_one(histories[0], checkpoints[0]),
         f"<footer>{written}</footer>",
     ]
     data = {

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
+from stepmark.config.fields import fields_of
 from stepmark.config.recipe import all_fields
+from stepmark.config.training_fields import TrainingFields
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.report import text
@@ -223,26 +224,34 @@ OF_THE_FOLDER = ("output_dir", "run_name", "resume_from_checkpoint")  # differ b
 FACTS = ("ranks", "mesh", "device", "device_model", "software")  # of the event "started"
 
 
-def read_configuration(folder: Path) -> dict[str, Any]:
-    """The recipe fields that a run was given; empty for a run without a recipe, as that of a custom Trainer."""
+def read_configuration(history: History) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a run was given, a recipe's fields or a script's arguments, and the defaults that it had besides; both empty
+    if it has recorded neither."""
+    fields = all_fields()
     try:
-        content = parse_yaml((folder / USED_RECIPE).read_text(encoding="utf-8"))
+        given = parse_yaml((history.folder / USED_RECIPE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        given, fields = history.started.get("arguments"), fields_of(TrainingFields)
+    if not isinstance(given, dict) or not given:
+        return {}, {}
+    return given, {name: field.default for name, field in fields.items()}
 
 
 def differences(histories: Sequence[History]) -> dict[str, list[str]]:
-    """The values in all runs of each field or fact that is not the same in all."""
-    defaults = {name: field.default for name, field in all_fields().items()}
-    given = [{**_facts(history), **read_configuration(history.folder)} for history in histories]
-    fields = [name for name in dict.fromkeys(name for each in given for name in each) if name not in OF_THE_FOLDER]
-    found = {name: [_shown(each.get(name, defaults.get(name))) for each in given] for name in fields}
-    return {name: values for name, values in found.items() if len(set(values)) > 1}
+    """The values in all runs of each field or fact that is not the same in all that have recorded it, or that one run
+    alone has recorded."""
+    every = [(_facts(history), *read_configuration(history)) for history in histories]
+    known = [{**defaults, **facts, **given} for facts, given, defaults in every]
+    found = {}
+    for name in dict.fromkeys(name for facts, given, _ in every for name in (*facts, *given)):
+        values = [_shown(each[name]) for each in known if name in each]
+        if name not in OF_THE_FOLDER and (len(set(values)) > 1 or len(values) == 1 < len(known)):
+            found[name] = [_shown(each.get(name)) for each in known]
+    return found
 
 
 def configuration_table(histories: Sequence[History]) -> str:
-    """One run: what its recipe sets, folded. Several: one row for each field or fact that is not the same in all,
+    """One run: what it was given, folded. Several: one row for each field or fact that is not the same in all,
     unless the table of runs shows them all."""
     if len(histories) == 1:
         return _of_one(histories[0])
@@ -259,14 +268,13 @@ def configuration_table(histories: Sequence[History]) -> str:
 
 
 def _of_one(history: History) -> str:
-    given = read_configuration(history.folder)
+    given, _ = read_configuration(history)
     if not given:
         return ""
     rows = [[f"<code>{escape(name)}</code>", f"<code>{escape(_shown(value))}</code>"] for name, value in given.items()]
     inner = table("configuration", ["Field", "Value"], rows)
-    return (
-        f"<details><summary>Configuration: {text.plural(len(rows), 'field')} of its recipe</summary>{inner}</details>"
-    )
+    source = "of its recipe" if (history.folder / USED_RECIPE).is_file() else "of its arguments"
+    return f"<details><summary>Configuration: {text.plural(len(rows), 'field')} {source}</summary>{inner}</details>"
 
 
 def _facts(history: History) -> dict[str, Any]:

@@ -7,12 +7,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from stepmark.errors import StepmarkError
 from stepmark.report.figures import AXES, POINTS, Figure, axes, figures, interpolated, marks
-from stepmark.report.history import History, find_runs, names, read_history
+from stepmark.report.history import History, find_runs, names, of_another_tool, read_history
 from stepmark.report.page import render
 from stepmark.report.system_figures import system_figures
 
@@ -40,10 +41,19 @@ def write_report(folder: Path, more: Sequence[Path] = (), out: Path | None = Non
 
 
 def read_histories(folder: Path, more: Sequence[Path]) -> list[History]:
-    """The history of each run in these folders."""
-    runs = [run for each in (folder, *more) for run in find_runs(each)]
+    """The history of each run in these folders; of several, without those of another tool."""
+    found = [run for each in (folder, *more) for run in find_runs(each)]
+    runs = [run for run in found if len(found) == 1 or not of_another_tool(run)] or found
+    for run in found:
+        if run not in runs:
+            _say_left_out(run)
     with ThreadPoolExecutor(len(runs)) as pool:  # a run that seems killed is watched for some seconds
         return list(pool.map(read_history, runs))
+
+
+@cache  # a page that is served is made again and again
+def _say_left_out(run: Path) -> None:
+    print(f"left out {run}: its checkpoints are another tool's", file=sys.stderr)
 
 
 def make_page(histories: Sequence[History], folders: Sequence[Path], live: Mapping[str, Any] | None = None) -> str:

@@ -54,6 +54,19 @@ def train(folder: Path, *, samples: int = 20, model: Any = None, **given: Any) -
     return read_lines(folder / "events.jsonl")
 
 
+def test_a_run_records_the_arguments_that_it_was_given(tmp_path: Path) -> None:
+    (started,) = [event for event in train(tmp_path) if event["event"] == "started"]
+    given = {
+        "device": "cpu",
+        "max_steps": 12,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 5,
+        "learning_rate": 1e-3,
+    }
+    assert started["arguments"] | given == started["arguments"]
+    assert "weight_decay" not in started["arguments"]
+
+
 def troubles(events: list[dict[str, Any]]) -> list[tuple[str, int]]:
     return [(event["kind"], event["step"]) for event in events if event["event"] == "trouble"]
 

@@ -176,7 +176,10 @@ page.save = (name, content, type) => {
 const rows = [...(document.getElementById("runs")?.tBodies[0].rows ?? [])]; // by the index of the run
 const control = (name) => document.getElementById(name);
 page.hidden = new Set(page.kept("hidden runs") ?? []);
-page.group = page.kept("group") in page.fields ? page.kept("group") : "";
+// Runs of several seeds begin in groups: by the first other field that has fewer values than there are runs.
+const swept = "seed" in page.fields && Object.keys(page.fields).find((name) => !name.endsWith("seed") && new Set(page.fields[name]).size < rows.length);
+const kept = page.kept("group") ?? swept;
+page.group = kept in page.fields ? kept : "";
 page.filter = page.kept("filter") ?? "";
 const matches = (i) => page.filter.toLowerCase().split(/\s+/).every((word) => `${page.names[i]} ${rows[i].textContent}`.toLowerCase().includes(word));
 page.runShown = (i) => !page.hidden.has(page.names[i]) && !rows[i].hidden;

@@ -6,6 +6,7 @@ does not communicate with other ranks, so a run trains the same with and without
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shlex
@@ -22,6 +23,8 @@ import torch
 
 from stepmark.checkpoint import SaveHandle
 from stepmark.checkpoint.format.checkpoint_folders import step_of
+from stepmark.config.fields import changed
+from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.batch import StepBatch
 from stepmark.liveness.progress import current
 from stepmark.parallel.pipeline.staged_model import complete_size
@@ -84,6 +87,7 @@ class Monitor:
             host=socket.gethostname(),
             seed=parts.args.seed,
             data_seed=parts.args.data_seed,
+            arguments=json.loads(json.dumps(changed(parts.args.to_dict(), TrainingFields), default=str)),
         )
 
     def begin(self) -> None:
