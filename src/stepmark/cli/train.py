@@ -15,7 +15,7 @@ from stepmark.cli.recipe_fields import (
 )
 from stepmark.config.recipe import Recipe, kept_text
 from stepmark.config.training_fields import TrainingFields
-from stepmark.errors import UsageError
+from stepmark.errors import CheckpointBusy, UsageError
 from stepmark.launch.restarts import check_restarts
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 from stepmark.launch.supervisor import follow_supervisor, rank_command, start_ranks
@@ -98,5 +98,6 @@ def _keep(error: Exception, folder: Path, prometheus_file: str | None) -> None:
     rank = World.from_environment().rank
     keep_failure(folder, error, rank)
     failure = FailureReport.of(error, rank)
-    if REPORTS not in os.environ and failure.exit_code != UsageError.exit_code and not failure.secondary:
+    not_its_own = failure.secondary or isinstance(error, CheckpointBusy) or failure.exit_code == UsageError.exit_code
+    if REPORTS not in os.environ and not not_its_own:
         record_supervised_end(folder, "failed", failure.message, prometheus_file=prometheus_file, first=True)
