@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,34 @@ def test_a_wrong_configuration_is_found_before_data_are_tokenized(
     monkeypatch.setattr(train, "prepare_data", lambda *_: pytest.fail("the data are tokenized"))
     assert run(["train", str(write_recipe(tmp_path, **fields))]) != 0
     assert f"error: {named}" in capsys.readouterr().err
+
+
+def test_a_moved_run_does_not_start_anew_in_its_old_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", str(write_recipe(tmp_path, save_steps=1, resume_from_checkpoint=True))]) == 0
+    old, moved = tmp_path / "out", tmp_path / "other" / "out"
+    moved.parent.mkdir()
+    shutil.move(old, moved)
+    more = ["--max_steps", "3"]
+    for recipe in ("other/out/used_recipe.yaml", "other/out/checkpoint-2/used_recipe.yaml"):
+        capsys.readouterr()
+        assert run(["train", recipe, *more]) == 2
+        error = capsys.readouterr().err
+        assert f"its output_dir is {old}" in error
+        assert "`--output_dir other/out --resume_from_checkpoint true` continues" in error
+        assert not old.exists()
+    new = moved.parent / "new.yaml"
+    shutil.copy(moved / "used_recipe.yaml", new)
+    (tmp_path / "link").symlink_to(moved.parent)
+    flags = ["--output_dir", "other/out", "--resume_from_checkpoint", "true"]
+    assert run(["train", "link/out/used_recipe.yaml", *more, *flags]) == 0
+    assert (moved / "checkpoint-3").is_dir()
+    assert run(["train", "link/out/used_recipe.yaml"]) == 0, "the folder by another name"
+    assert not old.exists()
+    assert run(["train", str(new), "--output_dir", str(old)]) == 0
+    assert (old / "checkpoint-2").is_dir()
 
 
 def test_a_refused_resumption_says_which_of_the_data_have_changed(

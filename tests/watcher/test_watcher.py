@@ -14,8 +14,8 @@ from stepmark.config.recipe import read_recipe
 from stepmark.errors import UsageError
 from stepmark.liveness.heartbeat import Heartbeat
 from stepmark.recipe.used_recipe import read_used_recipe, write_used_recipe
-from stepmark.watcher import scheduler
-from stepmark.watcher.evaluation_data import DataChoice, split_name
+from stepmark.watcher import command, scheduler
+from stepmark.watcher.evaluation_data import DataChoice, Request, split_name
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, EvaluationRecord, EvaluationRecords, read_evaluations
 from stepmark.watcher.recorder import BestTracker
 from stepmark.watcher.scheduler import RunState
@@ -164,3 +164,12 @@ def test_the_recipe_of_a_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert kept.data.train_file == str(tmp_path / "text.txt")
     assert read_used_recipe(tmp_path / "nowhere") is None
     assert os.path.exists(kept.data.train_file)
+
+
+def test_copied_checkpoints_bring_the_metric_for_the_best(tmp_path: Path) -> None:
+    fields = {"eval_strategy": "steps", "metric_for_best_model": "perplexity", "greater_is_better": True}
+    recipe = read_recipe(str(write_recipe(tmp_path, **fields)), {})
+    (tmp_path / "copied" / "checkpoint-2").mkdir(parents=True)
+    write_used_recipe(tmp_path / "copied" / "checkpoint-2", recipe)
+    found = command._with_metric(Request(tmp_path / "copied"))
+    assert (found.metric, found.greater_is_better) == ("eval_perplexity", True)

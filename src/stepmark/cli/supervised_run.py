@@ -65,7 +65,8 @@ class SupervisedRun:
 
     def _record(self, state: str, reason: str) -> None:
         file = self._args.prometheus_file
-        record_supervised_end(self._folder, state, reason, began=self._began, prometheus_file=file)
+        first = state == FAILED
+        record_supervised_end(self._folder, state, reason, began=self._began, prometheus_file=file, first=first)
 
     def _log(self) -> RunLog:
         return RunLog(self._folder, writes=self._folder.is_dir())

@@ -15,7 +15,7 @@ from stepmark.cli.recipe_fields import (
 )
 from stepmark.config.recipe import Recipe, kept_text
 from stepmark.config.training_fields import TrainingFields
-from stepmark.errors import StepmarkError
+from stepmark.errors import CheckpointBusy, UsageError
 from stepmark.launch.restarts import check_restarts
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 from stepmark.launch.supervisor import follow_supervisor, rank_command, start_ranks
@@ -37,11 +37,14 @@ explain_unknown = explain_unknown_argument
 
 def run(parsed: argparse.Namespace) -> int:
     from stepmark.recipe.early_checks import check_early
+    from stepmark.recipe.used_recipe import check_not_moved
     from stepmark.runtime.xla_environment import extracting_graphs
 
     recipe = recipe_of(parsed)
     with contextlib.nullcontext() if parsed.nproc is None else kept_text(parsed.recipe):
         if not extracting_graphs():  # graphs need no data, and nothing is written
+            if parsed.recipe is not None and parsed.output_dir is None:
+                check_not_moved(Path(parsed.recipe), Path(recipe.training.output_dir))
             check_early(recipe)
         if parsed.nproc is not None:
             return _supervise(parsed, recipe.training)
@@ -88,12 +91,13 @@ def _train(recipe: Recipe) -> int:
 
 
 def _keep(error: Exception, folder: Path, prometheus_file: str | None) -> None:
-    """Records why this rank failed, also before training; a supervisor judges for all ranks. A run that was refused
-    leaves no status."""
+    """Records why this rank failed, also before training; a supervisor judges for all ranks. A wrong call leaves no
+    status."""
     from stepmark.trainer.interruption.run_end import record_supervised_end
 
     rank = World.from_environment().rank
     keep_failure(folder, error, rank)
     failure = FailureReport.of(error, rank)
-    if REPORTS not in os.environ and not isinstance(error, StepmarkError) and not failure.secondary:
+    not_its_own = failure.secondary or isinstance(error, CheckpointBusy) or failure.exit_code == UsageError.exit_code
+    if REPORTS not in os.environ and not not_its_own:
         record_supervised_end(folder, "failed", failure.message, prometheus_file=prometheus_file, first=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.config.data_arguments import file_names
 from stepmark.config.fields import changed, field_names
 from stepmark.config.recipe import Recipe, read_recipe
 from stepmark.config.yaml_file import format_yaml
+from stepmark.errors import UsageError
 from stepmark.filesystem import files
 from stepmark.runtime.xla_environment import extracting_graphs
 
@@ -52,6 +55,19 @@ def read_used_recipe(folder: Path) -> Recipe | None:
     """
     path = folder / USED_RECIPE
     return read_recipe(str(path), {}) if path.is_file() else None
+
+
+def check_not_moved(recipe: Path, output_dir: Path) -> None:
+    """Raises UsageError where the recipe's file is that of a run whose checkpoints lie beside it, and `output_dir`, in
+    which the recipe would train, is another folder: the run was moved or copied."""
+    folder = recipe.parent if step_of(recipe.absolute().parent) is None else recipe.parent / ".."
+    run = Path(os.path.normpath(folder))
+    if recipe.name == USED_RECIPE and checkpoints(run) and run.resolve() != output_dir.resolve():
+        raise UsageError(
+            f"output_dir: {recipe} is the recipe of the run in {run}, and its output_dir is {output_dir}: "
+            f"`--output_dir {run} --resume_from_checkpoint true` continues the run in {run}, and another --output_dir "
+            "starts a new one"
+        )
 
 
 def _absolute(name: str, value: Any) -> Any:

@@ -50,8 +50,10 @@ def evaluate_command(request: Request) -> int:
 
 def _compile_cache(request: Request) -> bool | str | None:
     """Where the run keeps compiled graphs, so that its evaluations' are found there; None before it has begun."""
-    run = request.path if request.is_run else request.path.absolute().parent
-    recipe = read_used_recipe(run) or _recipe_of(request.path)
+    if request.is_run:
+        recipe = _recipe_of_run(request.path)
+    else:
+        recipe = read_used_recipe(request.path.absolute().parent) or _recipe_of(request.path)
     return None if recipe is None else recipe.training.compile_cache
 
 
@@ -108,6 +110,12 @@ def _recipe_of(path: Path) -> Recipe | None:
     return None if found is None else read_used_recipe(found.parent)
 
 
+def _recipe_of_run(run: Path) -> Recipe | None:
+    """The recipe in a run's folder, or the copy in its newest checkpoint, as where checkpoints were copied there."""
+    newest = next(iter(checkpoints(run)), run)
+    return read_used_recipe(run) or read_used_recipe(newest)
+
+
 def _origin(request: Request, recipe: Path | None, path: Path, options: RunOptions | None) -> str:
     """Where the block size of an evaluation comes from, and warnings where it may differ from those of the run.
     `options`: what the checkpoint says, where it says how its run evaluated."""
@@ -137,12 +145,12 @@ def _of_run(request: Request, mesh: Any) -> int:
     _wait_for_folder(request, mesh.context.host)
 
     def make_setup(checkpoint: Path) -> Any:
-        recipe = read_used_recipe(request.path)
+        holder = request.path if (request.path / USED_RECIPE).is_file() else checkpoint
+        recipe = read_used_recipe(holder)
         setup = EvaluationSetup.prepare(request, mesh, recipe, checkpoint)
         if leads:
-            used = None if recipe is None else request.path / USED_RECIPE
-            options = RunOptions.of_checkpoint(checkpoint)
-            _say(setup.summary(_origin(request, used, checkpoint if used is None else request.path, options)))
+            used = None if recipe is None else holder / USED_RECIPE
+            _say(setup.summary(_origin(request, used, checkpoint, RunOptions.of_checkpoint(checkpoint))))
             if not setup.moves_best:
                 _say(f"{request.path / 'best'} stays as it is: --data is not the data of the run; see --update_best")
         return setup
@@ -167,7 +175,7 @@ def _of_run(request: Request, mesh: Any) -> int:
 
 def _with_metric(request: Request) -> Request:
     """With the metric for the best checkpoint of the run's recipe, unless one is given."""
-    recipe = read_used_recipe(request.path) if request.metric is None else None
+    recipe = _recipe_of_run(request.path) if request.metric is None else None
     if recipe is None or recipe.training.metric_for_best_model is None:
         return request
     own, greater = recipe.training, request.greater_is_better
@@ -196,7 +204,7 @@ def _line_of(line: Mapping[str, Any], best: bool) -> str:
     if line["status"] != EVALUATED:
         return f"step {line['step']}: {line['status']}: {line['reason']}"
     shown = [f"{name.removeprefix('eval_')} {_number(line[name])}" for name in _metrics([line])]
-    return f"step {line['step']}: {', '.join(shown)}{' (best)' if best else ''}"
+    return f"step {line['step']}: {', '.join(shown)}{' (best so far)' if best else ''}"
 
 
 def _table_of_model(path: Path, samples: Mapping[str, int], metrics: Mapping[str, float]) -> str:

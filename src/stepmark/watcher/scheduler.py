@@ -121,7 +121,9 @@ class EvaluationScheduler:
             if self._lease is not None:
                 return EvaluationJob("prepare", path)
         if not self._request.watch:
-            raise CheckpointNotFound(f"{self._run} has no checkpoints; --watch waits for them")
+            runs = sorted(path.parent for path in self._run.glob("*/checkpoint-*") if step_of(path) is not None)
+            advice = f"give one run: {runs[0]}" if runs else "--watch waits for them"
+            raise CheckpointNotFound(f"{self._run} has no checkpoints; {advice}")
         if ended is not None:
             raise CheckpointError(f"{self._run} has no checkpoints, and its run has ended ({ended})")
         self._say_once(f"waiting for the first checkpoint in {self._run}")

@@ -81,6 +81,11 @@ def refused(call: Callable[..., Told], tmp_path: Path) -> Callable[..., str]:
         told = call(str(recipe), *flags)
         assert told.code == code, told
         after = contents(tmp_path, without)
+        if code == 1 and "out/metrics.jsonl" not in before:  # nothing has been trained there
+            ends = [found.pop("out/status.json", None) for found in (before, after)]
+            assert not ends[1] or read_status(tmp_path / "out")["reason"].splitlines()[0] in told.error
+            for found in (before, after):
+                found.pop("out/events.jsonl", None)
         assert {name: after.get(name) for name in before} == before
         traces = ("checkpoint", "metrics", "status", "safetensors")
         assert not [name for name in after.keys() - before.keys() if any(trace in name for trace in traces)]
@@ -485,6 +490,7 @@ def test_a_folder_of_another_live_run(call: Callable[..., Told], refused: Callab
     with Checkpointer(tmp_path / "out") as other:
         other.claim()
         error = refused(code=1)
+        assert not (tmp_path / "out" / "status.json").exists()
         assert str(tmp_path / "out") in error
         assert "stop that run, or choose another folder" in error
     assert call(str(write_recipe(tmp_path))).code == 0

@@ -73,6 +73,12 @@ def in_run(folder: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in read_metrics(folder) if "eval_loss" in line}
 
 
+def without_recipes(folder: Path) -> None:
+    """As a Trainer in Python leaves a run."""
+    for recipe in folder.rglob("used_recipe.yaml"):
+        recipe.unlink()
+
+
 def test_one_checkpoint_for_people_and_machines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["evaluate", str(folder / "checkpoint-4"), "--json", "--metrics", "own_functions:accuracy"]) == 0
     found, expected = json.loads(capsys.readouterr().out), in_run(folder)[4]
@@ -95,7 +101,7 @@ def test_graphs_are_kept_where_the_run_keeps_them(folder: Path, monkeypatch: pyt
     monkeypatch.setattr("stepmark.runtime.compile_cache.prepare_compile_cache", settings.append)
     assert run(["evaluate", str(folder / "checkpoint-4")]) == 0
     assert run(["evaluate", str(folder), "--until", "2"]) == 0
-    (folder / "used_recipe.yaml").unlink()
+    without_recipes(folder)
     assert run(["evaluate", str(folder)]) == 1  # there is no data
     assert settings == ["s3://bucket/graphs", "s3://bucket/graphs", None]
 
@@ -110,7 +116,9 @@ def test_a_hugging_face_folder(folder: Path, capsys: pytest.CaptureFixture[str])
 def test_a_complete_run_and_later_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.move(folder / "checkpoint-6", folder.parent / "later")
     assert run(["evaluate", str(folder)]) == 0
-    assert "2 evaluated, 0 skipped, 0 failed" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "2 evaluated, 0 skipped, 0 failed" in told
+    assert next(line for line in told.splitlines() if line.startswith("step 2")).endswith(" (best so far)")
     shutil.move(folder.parent / "later", folder / "checkpoint-6")
     assert run(["evaluate", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -118,6 +126,25 @@ def test_a_complete_run_and_later_checkpoints(folder: Path, capsys: pytest.Captu
     assert losses == pytest.approx({step: line["eval_loss"] for step, line in in_run(folder).items()}, rel=1e-6)
     assert found["best"] == min(losses, key=lambda step: losses[step])
     assert (folder / "best").resolve() == (folder / f"checkpoint-{found['best']}").resolve()
+
+
+def test_copied_checkpoints_bring_their_recipe(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (2, 4):
+        shutil.copytree(folder / f"checkpoint-{step}", tmp_path / "copied" / f"checkpoint-{step}")
+    found, told = evaluated(capsys, tmp_path / "copied")
+    expected = in_run(folder)
+    losses = {line["step"]: line["eval_loss"] for line in found["evaluations"]}
+    assert losses == pytest.approx({step: expected[step]["eval_loss"] for step in (2, 4)}, rel=1e-6)
+    accuracies = {line["step"]: line["eval_accuracy"] for line in found["evaluations"]}
+    assert accuracies == {step: expected[step]["eval_accuracy"] for step in (2, 4)}
+    assert f"; block_size from {tmp_path / 'copied' / 'checkpoint-4' / 'used_recipe.yaml'}" in told
+
+
+def test_a_folder_of_runs_is_not_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["evaluate", str(folder.parent)]) == 2
+    assert f"{folder.parent} has no checkpoints; give one run: {folder}\n" in capsys.readouterr().err
 
 
 def test_other_data_in_several_sets(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +157,8 @@ def test_other_data_in_several_sets(folder: Path, tmp_path: Path, capsys: pytest
 
 
 def test_a_run_without_a_recipe_needs_data(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "used_recipe.yaml").unlink()
+    shutil.copytree(folder / "checkpoint-2", tmp_path / "kept")
+    without_recipes(folder)
     assert run(["evaluate", str(folder)]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"error: --data: {folder / 'checkpoint-6'} has no used_recipe.yaml that names its data")
@@ -138,7 +166,7 @@ def test_a_run_without_a_recipe_needs_data(folder: Path, tmp_path: Path, capsys:
         "pass --data FILE (or a folder, a pattern, or python-stdlib) --metrics own_functions:accuracy\n"
     )
     text = write_text(tmp_path / "text.txt", 3)
-    assert run(["evaluate", str(folder / "checkpoint-2"), "--data", str(text), "--json"]) == 0
+    assert run(["evaluate", str(tmp_path / "kept"), "--data", str(text), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["eval_loss"] > 0
 
 

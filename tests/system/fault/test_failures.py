@@ -40,12 +40,17 @@ def test_a_run_that_fails_before_it_trains_says_so_in_its_folder(
     done = commands.run(ranks, tmp_path, "train", str(recipe), *nproc)
     folder = tmp_path / "out"
     assert done.returncode == 1
-    assert not (folder / "status.json").exists(), "a run that was refused"
+    status = read_status(folder)
+    assert (status["state"], status["step"]) == ("failed", 0)
+    assert "bad.txt" in status["reason"]
     history = read_history(folder)
     assert history.state == "failed"
     assert "bad.txt" in history.status["reason"]
     assert "DataError" in (folder / "failures" / "rank-0.txt").read_text()
     assert "bad.txt" in write_report(folder).read_text()
+    (tmp_path / "bad.txt").write_text("")
+    assert commands.run(ranks, tmp_path, "train", str(recipe), *nproc).returncode == 1
+    assert read_status(folder)["reason"] != status["reason"], "the last failure counts"
 
 
 def test_a_run_that_crashes_before_it_trains_has_failed(ranks: Ranks, tmp_path: Path) -> None:

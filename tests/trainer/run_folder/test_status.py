@@ -67,6 +67,12 @@ def test_a_supervisor_replaces_running_and_what_its_ranks_know_less_of(
     assert status(state).supervisor_may_end(FAILED, BEGAN, first=True) is (as_failed or state is None)
 
 
+def test_a_failure_before_training_gives_way_to_a_later_one() -> None:
+    assert status(FAILED, time=BEGAN - 1).supervisor_may_end(FAILED, BEGAN, first=True)
+    assert not status(FAILED, time=BEGAN - 1, total_steps=9).supervisor_may_end(FAILED, BEGAN, first=True)
+    assert not status(DONE, time=BEGAN - 1).supervisor_may_end(FAILED, BEGAN, first=True)
+
+
 def test_the_same_failure_is_told_once() -> None:
     found = status(FAILED, reason="ValueError: the disk")
     assert found.says("ValueError: the disk")

@@ -84,7 +84,7 @@ def record_supervised_end(
     first: bool = False,
 ) -> None:
     """Sets the status of the run in `folder`, whose ranks ended without recording it, if it is still running, or with
-    `first` if it has none.
+    `first` if no process has trained there.
 
     The reason replaces that of a rank that has failed since `began` (seconds since the Unix epoch): one that has lost
     its peer may have recorded only that. An earlier status stays, and so does that of another live run.
