@@ -147,7 +147,8 @@ def _appears(path: Path) -> bool:
     while not path.exists():
         if time.monotonic() > deadline:
             return False
-        os.listdir(path.parent) if path.parent.exists() else None  # makes a network file system refresh its view
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)  # makes a network file system refresh its view
         time.sleep(0.2)
     return True
 
