@@ -291,6 +291,73 @@ def test_a_module_whose_labels_have_other_names(
     assert ("set label_names" in caplog.text) == (own_label_names is None)
 
 
+class OwnTuple(nn.Module):
+    """Returns a loss, alone, before its predictions, or by name, for labels whose name nobody knows."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.kind = kind
+
+    def forward(self, x: Tensor, target: Tensor) -> Any:
+        logits = self.layer(x)
+        loss = F.cross_entropy(logits, target)
+        return {"alone": loss, "tuple": (loss, logits), "dict": {"loss": loss, "logits": logits}}[self.kind]
+
+
+class Doubled(Trainer):
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        loss = 2 * (outputs[0] if isinstance(outputs, tuple) else outputs)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "kind", "scale"),
+    [(Trainer, "alone", 1), (Trainer, "tuple", 1), (Trainer, "dict", 1), (Doubled, "tuple", 2)],
+)
+def test_the_loss_that_training_takes_is_evaluated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, trainer_class: type[Trainer], kind: str, scale: int
+) -> None:
+    torch.manual_seed(0)
+    samples = [{"x": torch.randn(4), "target": torch.tensor(index % 3)} for index in range(7)]
+    model = OwnTuple(kind)
+    options: dict[str, Any] = {"output_dir": str(tmp_path), "device": "cpu", "per_device_eval_batch_size": 2}
+    trainer = trainer_class(model, TrainingArguments(**options), eval_dataset=samples)
+    metrics, found = trainer.evaluate(), trainer.predict(samples)
+    logits = model.layer(torch.stack([sample["x"] for sample in samples])).detach()
+    loss = scale * F.cross_entropy(logits, torch.stack([sample["target"] for sample in samples])).item()
+    assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-6)
+    assert found.metrics is not None
+    assert found.metrics["test_loss"] == pytest.approx(loss, rel=1e-6)
+    assert found.label_ids is None
+    if kind == "alone":
+        assert found.predictions is None
+    else:
+        np.testing.assert_allclose(found.predictions, logits, rtol=1e-6)
+    assert caplog.text.count("label_names=['target']") == 1
+
+    named = trainer_class(model, TrainingArguments(**options, label_names=["target"]), eval_dataset=samples)
+    assert named.evaluate()["eval_loss"] == metrics["eval_loss"]
+    found = named.predict(samples)
+    assert found.label_ids.tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert found.predictions is None if kind == "alone" else found.predictions.shape == (7, 3)
+    assert caplog.text.count("label_names=['target']") == 1
+
+
+def test_an_evaluation_without_a_loss_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Detector(nn.Module):
+        """Has a loss in training only."""
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return (x.mean(1) - target).mean() if self.training else x
+
+    samples = [{"x": torch.randn(4), "target": torch.tensor(1)}] * 3
+    trainer = Trainer(Detector(), TrainingArguments(output_dir=str(tmp_path), device="cpu"), eval_dataset=samples)
+    assert "eval_loss" not in trainer.evaluate()
+    assert "eval: no loss: no input is a label (labels)" in caplog.text
+
+
 def test_arrays_of_different_widths_are_padded() -> None:
     joined = concatenate([np.ones((2, 3)), np.ones((1, 5))])
     assert joined.shape == (3, 5)

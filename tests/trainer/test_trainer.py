@@ -400,7 +400,9 @@ def test_memory_is_in_the_results_where_it_is_asked_for(tmp_path: Path) -> None:
 def test_what_asks_for_accelerate_says_what_to_use(tmp_path: Path) -> None:
     made, _ = trainer(tmp_path)
     assert not hasattr(made, "accelerator")
-    with pytest.raises(AttributeError, match=r"accelerator.prepare\(loader\)"):
-        made.accelerator.prepare([])
+    with pytest.raises(
+        AttributeError, match=r"accelerator.prepare\(loader\).*trainer.model instead of .*unwrap_model\(model\)"
+    ):
+        made.accelerator.unwrap_model(made.model)
     made.accelerator = "of the script"
     assert made.accelerator == "of the script"

@@ -31,7 +31,7 @@ from stepmark.liveness.progress import EVALUATION, entering, staying
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
-from stepmark.training.loss import MicroBatchLoss, Weight
+from stepmark.training.loss import MicroBatchLoss, Weight, loss_beside
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating, unwrapped
 from stepmark.training.one_graph_per_step.transformers_forward import forward_without_reads
@@ -227,7 +227,12 @@ class Evaluator:
         """The weighted loss, without a weight the mean that the model returns all the same, and the predictions."""
         if weight is None:
             outputs = self.model(**inputs)
-            loss = loss_beside(outputs)
+            loss, outputs = loss_beside(outputs)
+            if loss is not None:
+                self.loss.tell_unlabelled(inputs)
+            if loss is not None and self.loss.replaces_own:
+                items = self.loss.targets(inputs)
+                loss, _ = self.loss(self.model, inputs, Weight(items, items))
         else:
             loss, outputs = self.loss(self.model, inputs, weight)
         return loss, predictions_of(outputs, ignored_outputs(self.model) if ignore_keys is None else ignore_keys)
@@ -305,13 +310,6 @@ class Evaluator:
         if not in_order:
             return NO_ROWS
         return SampleRows.joined(in_order) if joined else SampleRows.listed(in_order)
-
-
-def loss_beside(outputs: Any) -> Tensor | None:
-    """The loss that a model returns by name for a batch without known labels, such as a module whose labels have other
-    names: a mean over the samples."""
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-    return loss if isinstance(loss, Tensor) else None
 
 
 def perplexity(loss: float) -> float:

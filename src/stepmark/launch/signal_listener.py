@@ -34,7 +34,6 @@ from stepmark.launch.signal_handlers import (
 )
 from stepmark.liveness.process_exit import INTERRUPTED, end_by_signal, leave
 
-HOW_TO_GO_ON = "to continue, start it again with resume_from_checkpoint: true"
 SAME_PRESS = 0.2  # seconds within which two SIGINTs are one Ctrl-C, which a parent process may forward as well
 _FLUSH = 0  # not a signal's number
 _FLUSH_SECONDS = 1.0
@@ -52,6 +51,13 @@ class RunInterrupted(SystemExit):
         super().__init__(INTERRUPTED)
         self.reason = reason
         self.recorded = recorded
+
+
+def how_to_go_on(resume_from_checkpoint: bool | str | None) -> str:
+    """What to do after an interruption, by what the run's arguments say."""
+    if resume_from_checkpoint is True:
+        return "to continue, start the same command again"
+    return "to continue, start it again with resume_from_checkpoint: true"
 
 
 def _ignore(_: signal.Signals) -> None:

@@ -131,6 +131,11 @@ class TrainerEvaluation:
             except Exception:
                 pause.metrics_failed = True
                 raise
+            if found.loss is None and found.tokens and self.evaluator.prediction_step is None:
+                names = ", ".join(self.evaluator.loss.labels.names)
+                logger.warning(
+                    "%s: no loss: no input is a label (%s); name those that are in label_names", prefix, names
+                )
             _, epoch = self.callbacks.model_position()
             if epoch is not None:
                 metrics["epoch"] = epoch

@@ -14,7 +14,7 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.data.loader.batch import StepBatch
 from stepmark.data.loader.prefetcher import DevicePrefetcher
 from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
-from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
+from stepmark.launch.signal_listener import RunInterrupted, how_to_go_on
 from stepmark.launch.step_board import StepPlace, show_step
 from stepmark.liveness.process_exit import say
 from stepmark.liveness.progress import BETWEEN, END, entering
@@ -523,7 +523,7 @@ class TrainingLoop:
 
     def _announce_end(self, reason: str) -> None:
         if self._callbacks.run_log.writes:
-            say(f"interrupted by {reason}\n{HOW_TO_GO_ON}")
+            say(f"interrupted by {reason}\n{how_to_go_on(self._args.resume_from_checkpoint)}")
         self._callbacks.run_log.try_status(INTERRUPTED, self._step, reason)
 
     def _stop_if_asked(self) -> None:

@@ -9,6 +9,7 @@ and where what computes the loss declares it (`averages_samples`), the mean is o
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ from stepmark.training.model_labels import (
     unwrapped,
 )
 from stepmark.training.one_graph_per_step.transformers_forward import forward_without_reads
+
+logger = logging.getLogger("stepmark")
 
 LossFunction = Callable[..., Tensor]
 Override = Callable[[nn.Module, Any, Tensor], tuple[Tensor, Any]]
@@ -111,6 +114,7 @@ class MicroBatchLoss:
         self.override: Override | None = None
         self._watch: Alternatives | None = None  # for the call that shows which labels are targets, until it begins
         self._deciding = False
+        self._told = False  # that no input is known to be a label
         self._held: tuple[Any, _Result] | None = None  # a batch that was called before it was counted
         self._lazy = lazy
         self._compute = compute_loss_func
@@ -128,6 +132,11 @@ class MicroBatchLoss:
         return self.guess if known is None else known
 
     @property
+    def replaces_own(self) -> bool:
+        """Whether the loss is another one than the model's own."""
+        return self.override is not None or self._compute is not None
+
+    @property
     def has_perplexity(self) -> bool:
         """Whether the mean loss is that over the tokens of a causal language model."""
         return self.causal_shift and not self.labels.by_sample
@@ -139,6 +148,17 @@ class MicroBatchLoss:
         known = self._known and self.override is None and self._compute is None
         hint = "" if known else "; one that averages over samples has to declare it (loss_averages_over)"
         return f"a mean over targets, which are the labels other than {self.labels.ignored}{hint}"
+
+    def tell_unlabelled(self, inputs: Mapping[str, Any]) -> None:
+        """Says once that a batch with a loss has no known labels, unless its loss is known to need none."""
+        others = list(inputs)[1:]
+        if others and not self._known and not self._told:
+            self._told = True
+            logger.warning(
+                "no input is known to be a label, so the loss is a mean over samples and label_ids is None; name those "
+                "that are: label_names=%s",
+                others,
+            )
 
     def count(self, micro_batch: MicroBatch) -> int:
         """The weight of a micro-batch in means: its targets, or its samples if no labels can be counted."""
@@ -163,7 +183,8 @@ class MicroBatchLoss:
             return self._own_result(model, inputs, count)
         with self.recording(inputs), self._watching():
             given = with_targets(self.labels, inputs, count) if isinstance(inputs, Mapping) else inputs
-            return _Result(*self.override(model, given, count.clamp(min=1)))
+            loss, outputs = self.override(model, given, count.clamp(min=1))
+            return _Result(loss, loss_beside(outputs)[1])
 
     def mean(self, model: nn.Module, inputs: Mapping[str, Any], num_items: Tensor | float | None = None) -> Any:
         """The loss of one batch, without `override`, and the outputs: a mean over its targets, or their sum divided by
@@ -340,6 +361,16 @@ def split_loss(outputs: Any) -> tuple[Tensor, Any]:
             " forward takes, or compute_loss_func"
         )
     return loss, outputs
+
+
+def loss_beside(outputs: Any) -> tuple[Tensor | None, Any]:
+    """As `split_loss`, where nothing tells whether the model computes a loss: without names it is a 0-dim tensor, since
+    predictions have rows. None without any."""
+    first = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
+    if not isinstance(first, Tensor) or first.ndim == 0:
+        with suppress(UsageError):
+            return split_loss(outputs)
+    return None, outputs
 
 
 def logits_of(outputs: Any) -> Tensor:

@@ -231,7 +231,8 @@ def test_a_signal_to_a_whole_job(tmp_path: Path, launcher: str, workers: int, nu
     """One rank gets it with its workers, as Slurm and shells send it; of two, the launcher passes it on. SIGINT is a
     terminal's Ctrl-C. torchrun has an exit code of its own; the word is in status.json."""
     fields = {"max_steps": 100_000, "save_steps": 100_000, "logging_steps": 5, "signal_grace": 30}
-    train = ["-m", "stepmark", "train", str(write_recipe(tmp_path, dataloader_num_workers=workers, **fields))]
+    fields |= {"dataloader_num_workers": workers, "resume_from_checkpoint": launcher == "nproc"}
+    train = ["-m", "stepmark", "train", str(write_recipe(tmp_path, **fields))]
     command = {"one": [sys.executable, *train], "nproc": [sys.executable, *train, "--nproc", "2"]}
     job = command.get(launcher) or torchrun(*train)
     given: dict[str, Any] = {"env": environment(tmp_path), "start_new_session": True, "stderr": subprocess.PIPE}
@@ -250,7 +251,8 @@ def test_a_signal_to_a_whole_job(tmp_path: Path, launcher: str, workers: int, nu
     assert "error" not in told
     assert "Traceback" not in told
     assert ("press Ctrl-C again to end at once" in told) == (number == signal.SIGINT)
-    assert "to continue, start it again with resume_from_checkpoint: true" in told
+    remedy = "the same command again" if launcher == "nproc" else "it again with resume_from_checkpoint: true"
+    assert f"to continue, start {remedy}\n" in told
 
 
 # Before training

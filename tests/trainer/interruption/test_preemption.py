@@ -217,7 +217,7 @@ def test_a_status_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypa
         run_log=journal,
         state=SimpleNamespace(global_step=3),
         begun=True,
-        args=SimpleNamespace(max_restarts=0, output_dir=str(tmp_path)),
+        args=SimpleNamespace(max_restarts=0, resume_from_checkpoint=None, output_dir=str(tmp_path)),
     )
     for error in (RunInterrupted("SIGTERM: saved"), ValueError("x")):
         record_end(callbacks, error, HostGroup())
@@ -249,7 +249,7 @@ def test_a_run_that_may_be_started_again_has_not_failed_yet(
         run_log=RunLog(tmp_path, writes=True),
         state=SimpleNamespace(global_step=3),
         begun=True,
-        args=SimpleNamespace(max_restarts=max_restarts, output_dir=str(tmp_path)),
+        args=SimpleNamespace(max_restarts=max_restarts, resume_from_checkpoint=None, output_dir=str(tmp_path)),
     )
     record_end(callbacks, error, HostGroup())
     status = json.loads((tmp_path / "status.json").read_text())
@@ -269,7 +269,7 @@ def lose_rank_0(rank: int, folder: Path, state: str) -> None:
         run_log=run_log,
         state=SimpleNamespace(global_step=3),
         begun=True,
-        args=SimpleNamespace(max_restarts=0, output_dir=str(folder)),
+        args=SimpleNamespace(max_restarts=0, resume_from_checkpoint=None, output_dir=str(folder)),
     )
     record_end(callbacks, PeerLost("rank 0 is gone"), host)
     (folder / f"recorded-{rank}").touch()
@@ -304,7 +304,7 @@ def test_a_peer_that_a_signal_has_ended_is_no_failure(
         run_log=run_log,
         state=SimpleNamespace(global_step=3),
         begun=True,
-        args=SimpleNamespace(max_restarts=0, output_dir=str(tmp_path)),
+        args=SimpleNamespace(max_restarts=0, resume_from_checkpoint=None, output_dir=str(tmp_path)),
     )
     if stops:
         run_log.stopping(3, "SIGINT: stopping")

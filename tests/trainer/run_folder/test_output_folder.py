@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from transformers import TrainerCallback
 
 from stepmark import Trainer, TrainingArguments, read_metrics
-from stepmark.errors import StepmarkError
+from stepmark.errors import PeerFailed, StepmarkError
 from stepmark.filesystem.json_files import append_line
+from stepmark.liveness.host_group import HostGroup
 from stepmark.report.figures import marks
 from stepmark.report.history import History, read_history
 from stepmark.report.tables import event_table
@@ -129,3 +131,39 @@ def test_records_that_cannot_be_moved_are_an_error(tmp_path: Path, monkeypatch: 
     with pytest.raises(StepmarkError, match="^output_dir: the records of an earlier attempt .*Permission denied"):
         train(tmp_path)
     assert losses(tmp_path) == before
+
+
+class Broadcasts(HostGroup):
+    def __init__(self, rank: int, received: Any = None) -> None:
+        super().__init__(rank, 2)
+        self.sent: list[Any] = []
+        self.received = received
+
+    def broadcast(self, value: Any = None, source: int = 0) -> Any:
+        self.sent.append(value)
+        return value if self.rank == source else self.received
+
+
+def test_no_rank_waits_for_rank_0_where_nothing_explains_its_error() -> None:
+    def explain(error: Exception) -> StepmarkError:
+        raise error
+
+    first = Broadcasts(0)
+    with pytest.raises(ValueError, match="null byte"):
+        output_folder.on_rank_0(first, lambda: os.mkdir("a\0b"), explain)
+    (sent,) = first.sent
+    with pytest.raises(PeerFailed, match="rank 0.*ValueError.*null byte"):
+        output_folder.on_rank_0(Broadcasts(1, sent), lambda: None, explain)
+
+
+def test_a_folder_that_one_rank_may_not_read_does_not_appear_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(output_folder, "PATIENCE", 0.1)
+    monkeypatch.setattr(os, "listdir", refuses)
+    assert not output_folder._appears(tmp_path / "probe")
+    monkeypatch.setattr(os, "stat", refuses)
+    assert not output_folder._appears(tmp_path / "probe")

@@ -176,11 +176,13 @@ def _json_values(path: Path, column: str | None, meter: ReadMeter | None) -> Ite
                 return
             for line in chain([first + file.readline()] if first else [], file):
                 if not line.isspace():
-                    yield json.loads(line)
+                    yield json.loads(line.rstrip())
                     number += 1
         except json.JSONDecodeError as error:
+            where = "" if first == "[" else f", column {error.colno}"  # of a list it would be the buffer's
             raise DataError(
-                f"{path}, row {number}: not valid JSON ({error}); give one object per line, or one list of objects"
+                f"{path}, row {number}: not valid JSON ({error.msg}{where}); give one object per line, or one list of "
+                "objects"
             ) from error
 
 

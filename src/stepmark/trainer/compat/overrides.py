@@ -67,7 +67,8 @@ class NoAccelerator:
     def __get__(self, trainer: Any, kind: type) -> Any:
         raise AttributeError(
             f"{kind.__name__!r} object has no attribute 'accelerator': Stepmark does not use accelerate; return a "
-            "loader as it is instead of accelerator.prepare(loader); see also args.device and is_world_process_zero()"
+            "loader as it is instead of accelerator.prepare(loader), and use trainer.model instead of "
+            "accelerator.unwrap_model(model); see also args.device and is_world_process_zero()"
         )
 
 

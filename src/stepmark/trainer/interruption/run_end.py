@@ -17,7 +17,7 @@ from stepmark.checkpoint.coordination.folder_claim import held_by_another
 from stepmark.errors import StepmarkError
 from stepmark.launch.ending_at_signals import ending_at_signals
 from stepmark.launch.restarts import may_be_restarted
-from stepmark.launch.signal_listener import HOW_TO_GO_ON, RunInterrupted
+from stepmark.launch.signal_listener import RunInterrupted, how_to_go_on
 from stepmark.launch.world import World
 from stepmark.liveness.console import keep_console
 from stepmark.liveness.failure_report import REPORTS, FailureReport, keep_failure
@@ -123,7 +123,7 @@ def record_end(callbacks: RunCallbacks, error: BaseException, host: HostGroup) -
     if isinstance(error, RunInterrupted):
         run_log.try_status(INTERRUPTED, step, error.reason)
         if run_log.writes:
-            say(f"interrupted by {error.reason}\n{HOW_TO_GO_ON}")
+            say(f"interrupted by {error.reason}\n{how_to_go_on(callbacks.args.resume_from_checkpoint)}")
     elif callbacks.begun:  # otherwise nothing is known of the run yet, or the status is an earlier one's
         report = FailureReport.of(error, 0)
         named = report.secondary or not isinstance(error, StepmarkError)

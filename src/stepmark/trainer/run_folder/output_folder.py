@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.config.training_fields import TrainingFields
-from stepmark.errors import CheckpointNotFound, LaunchError, StepmarkError, UsageError
+from stepmark.errors import CheckpointNotFound, LaunchError, PeerFailed, StepmarkError, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import is_trouble
 from stepmark.filesystem.json_files import read_lines
@@ -57,15 +57,22 @@ _FINISHED: set[Path] = set()  # folders in which this process has trained a run 
 
 
 def on_rank_0(host: HostGroup, work: Callable[[], object], explain: Callable[[Exception], StepmarkError]) -> None:
-    """Calls `work` on rank 0. If it fails, all ranks raise what `explain` makes of the exception. Collective."""
+    """Calls `work` on rank 0. If it fails, all ranks raise what `explain` makes of the exception; where it raises
+    that, the others raise PeerFailed. Collective."""
     problem: StepmarkError | None = None
     cause: Exception | None = None
     if host.rank == 0:
         try:
             work()
         except Exception as error:
-            problem, cause = explain(error), error
+            cause = error
+            try:
+                problem = explain(error)
+            except Exception:  # the other ranks wait for the broadcast
+                problem = PeerFailed(f"rank 0 has failed: {type(error).__name__}: {error}")
     problem = host.broadcast(problem)
+    if cause is not None and isinstance(problem, PeerFailed):
+        raise cause
     if problem is not None:
         raise problem from cause
 
@@ -144,10 +151,11 @@ def _remove_old_probes(folder: Path, own: str) -> None:
 
 def _appears(path: Path) -> bool:
     deadline = time.monotonic() + PATIENCE
-    while not path.exists():
+    while not os.path.exists(path):  # Path.exists raises where it may not look
         if time.monotonic() > deadline:
             return False
-        os.listdir(path.parent) if path.parent.exists() else None  # makes a network file system refresh its view
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)  # makes a network file system refresh its view
         time.sleep(0.2)
     return True
 
