@@ -249,6 +249,16 @@ def test_a_model_without_a_loss_is_named() -> None:
         MicroBatchLoss(WithoutLoss())(WithoutLoss(), {"features": torch.ones(1)}, Weight(one, one))
 
 
+def test_a_loss_of_several_elements_is_refused() -> None:
+    class PredictionsFirst(nn.Module):
+        def forward(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            return features, F.mse_loss(features, labels)
+
+    model, one = PredictionsFirst(), torch.tensor(1.0)
+    with pytest.raises(UsageError, match=r"shape \[3, 2\]"):
+        MicroBatchLoss(model)(model, {"features": torch.ones(3, 2), "labels": torch.ones(3, 2)}, Weight(one, one))
+
+
 @pytest.mark.parametrize("way", ["mean", "sum"])
 def test_the_users_function_may_return_a_mean_or_divide_a_sum(way: str) -> None:
     def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:

@@ -346,7 +346,7 @@ def _any_target(labels: Tensor) -> Tensor:
 def split_loss(outputs: Any) -> tuple[Tensor, Any]:
     """The loss of a model's outputs, and the outputs without it.
 
-    Raises UsageError if there is no loss.
+    Raises UsageError if there is no loss, or one of several elements.
     """
     if isinstance(outputs, Tensor) and outputs.ndim == 0:
         return outputs, ()
@@ -359,6 +359,11 @@ def split_loss(outputs: Any) -> tuple[Tensor, Any]:
         raise UsageError(
             f"the model returned no loss (its outputs: {found or 'none'}); pass labels under the names that its"
             " forward takes, or compute_loss_func"
+        )
+    if loss.numel() != 1:
+        raise UsageError(
+            f"the model's loss has shape {list(loss.shape)}; return a mean, as `loss` or first in a tuple, or pass "
+            "compute_loss_func"
         )
     return loss, outputs
 
