@@ -15,8 +15,10 @@ import pytest
 from stepmark.cli.main import build_parser
 from stepmark.cli.main import run as main
 from stepmark.cli.sweep import plan_runs
+from stepmark.cli.sweep import run as sweep_run
 from stepmark.config.recipe import read_recipe
 from stepmark.errors import UsageError
+from stepmark.recipe.used_recipe import write_used_recipe
 from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, read_lines
 from stepmark.trainer.run_folder.status import RunStatus
 from tests.support.recipes import write_recipe
@@ -79,6 +81,19 @@ def test_a_run_s_folder_is_not_the_folder_of_a_sweep(tmp_path: Path) -> None:
     (tmp_path / "out" / METRICS).touch()
     with pytest.raises(UsageError, match="output_dir: .* is a run"):
         plan_runs(build_parser().parse_args(["sweep", str(recipe), "--seeds", "2"]))
+
+
+def test_a_run_with_other_settings_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    run = ["sweep", str(recipe), "--seeds", "2", "--print"]
+    (first, _) = plan_runs(build_parser().parse_args(run))
+    first.folder.mkdir(parents=True)
+    write_used_recipe(first.folder, first.recipe)
+    assert main(run) == 0
+    assert main([*run, "--max_steps", "9"]) == 0
+    for name, value in {"weight_decay": "0.5", "logging_steps": "3"}.items():
+        with pytest.raises(UsageError, match=rf"^{name}: the run in .*seed=0 has .* {value}; give another output_dir"):
+            sweep_run(build_parser().parse_args([*run, f"--{name}", value]))
 
 
 def test_commands_for_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

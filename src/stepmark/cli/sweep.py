@@ -25,13 +25,14 @@ from stepmark.errors import UsageError
 from stepmark.launch.supervisor import POLL_SECONDS, SUPERVISOR, forwarded_signals
 from stepmark.launch.world import World
 from stepmark.liveness.process_exit import INTERRUPTED, end_by_signal
-from stepmark.recipe.used_recipe import read_used_recipe
+from stepmark.recipe.used_recipe import read_used_recipe, used_values
 from stepmark.trainer.run_folder.run_log import METRICS
 from stepmark.trainer.run_folder.status import DONE, RunStatus
 
 HELP = "train a recipe with every combination of the given values"
 LONGEST = 200  # characters of a folder's name
 DEVICES = "CUDA_VISIBLE_DEVICES"
+_MAY_DIFFER = ("max_steps", "num_train_epochs", "output_dir", "resume_from_checkpoint")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +67,19 @@ class Run:
         lengths = [(each.training.max_steps, each.training.num_train_epochs) for each in (used, self.recipe) if each]
         return len(set(lengths)) == 1 < len(lengths)
 
+    def check_same(self) -> None:
+        """Raises UsageError that names a field in which the run that is already in the folder differs from this one: its
+        results would stand for settings that it did not have. Runs may become longer."""
+        used = read_used_recipe(self.folder)
+        before, now = used_values(used or self.recipe), used_values(self.recipe)
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) != now.get(name) and name not in _MAY_DIFFER:
+                default = all_fields()[name].default
+                was, wanted = before.get(name, default), now.get(name, default)
+                raise UsageError(
+                    f"{name}: the run in {self.folder} has {was!r}, and this sweep {wanted!r}; give another output_dir"
+                )
+
     def command(self, recipe: str | None, nproc: int | None) -> list[str]:
         """The arguments of `stepmark` that train this run, or resume it."""
         flags = [text for name, value in self.flags.items() for text in (f"--{name}", value)]
@@ -84,6 +98,8 @@ def run(parsed: argparse.Namespace) -> int:
     if World.from_environment().size > 1:
         raise UsageError("sweep: this process is one of several ranks; start the runs of `sweep --print` instead")
     runs = plan_runs(parsed)
+    for one in runs:
+        one.check_same()
     waiting = [one for one in runs if not one.done]
     if parsed.print:
         for one in waiting:

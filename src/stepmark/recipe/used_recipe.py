@@ -22,12 +22,17 @@ _FILES = ("train_file", "validation_file", "chat_template_path")
 
 def write_used_recipe(folder: Path, recipe: Recipe) -> None:
     """Writes every field that differs from its default, with absolute paths; atomically."""
+    head = "# The recipe of the run that wrote this folder. Written by stepmark train, and again when it is resumed.\n"
+    files.replace_file(folder / USED_RECIPE, (head + format_yaml(used_values(recipe))).encode())
+
+
+def used_values(recipe: Recipe) -> dict[str, Any]:
+    """The fields that differ from their defaults, with absolute paths, so that recipes can be compared."""
     values: dict[str, Any] = {}
     for part in (recipe.training, recipe.model, recipe.data, recipe.evaluation):
         given = {name: getattr(part, name) for name in field_names(type(part))}
         values |= {name: _absolute(name, value) for name, value in changed(given, type(part)).items()}
-    head = "# The recipe of the run that wrote this folder. Written by stepmark train, and again when it is resumed.\n"
-    files.replace_file(folder / USED_RECIPE, (head + format_yaml(values)).encode())
+    return values
 
 
 def recipe_writer(recipe: Recipe) -> Any:
