@@ -68,8 +68,8 @@ class Run:
         return len(set(lengths)) == 1 < len(lengths)
 
     def check_same(self) -> None:
-        """Raises UsageError that names a field in which the run that is already in the folder differs from this one: its
-        results would stand for settings that it did not have. Runs may become longer."""
+        """Raises UsageError that names a field in which the run in the folder differs from this one, whose results it
+        would be taken for. Runs may become longer."""
         used = read_used_recipe(self.folder)
         before, now = used_values(used or self.recipe), used_values(self.recipe)
         for name in sorted(before.keys() | now.keys()):
