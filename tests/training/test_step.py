@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.optimizer import build_optimizer
 from stepmark.training.step import StepHooks, TrainStep
 from tests.support.programs import tiny_model
 from tests.training.test_micro_batches import Recorder, step_batch
@@ -70,3 +74,33 @@ def test_a_step_works_with_any_optimizer_and_reducer(max_norm: float) -> None:
     gradient = optimizer.given[0][0]
     torch.testing.assert_close(model.transformer.wte.weight.detach(), before - 0.1 * gradient)
     assert all(each is None for each in optimizer.given[1])
+
+
+class Draws(nn.Module):
+    """Draws from all generators of the host, as the masks of speech models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        drawn = random.random() + float(np.random.rand()) + torch.rand(())
+        return {"loss": ((self.weight + drawn - labels) ** 2).mean()}
+
+
+def test_a_step_is_the_same_whatever_was_drawn_before_and_leaves_the_hosts_generators_alone() -> None:
+    def train(before: int) -> list[float]:
+        random.seed(before)
+        np.random.seed(before)
+        kept = random.getstate(), str(np.random.get_state())
+        model, mesh = Draws(), Mesh.create(device="cpu")
+        optimizer = build_optimizer("sgd", list(model.named_parameters()), mesh.runtime, learning_rate=0.1)
+        step = TrainStep(model, optimizer, MicroBatchLoss(model), mesh, accumulation=2)
+        micro = MicroBatch({"x": torch.zeros(1, 1), "labels": torch.zeros(1, 1)}, 1, 1)
+        losses = [float(step(number, StepBatch([micro, micro], 2, 0.0, {})).values[0]) for number in range(3)]
+        assert kept == (random.getstate(), str(np.random.get_state()))
+        return losses
+
+    first = train(1)
+    assert first == train(2)
+    assert len(set(first)) == 3

@@ -16,7 +16,7 @@ from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
-from stepmark.runtime.seeds import derive_seed
+from stepmark.runtime.seeds import derive_seed, seed_host
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.loss_scaler import LossScaler
 
@@ -98,7 +98,7 @@ class SequentialSchedule:
         first: Callable[[], AbstractContextManager[None]] = self._arrivals.first_use
         for index, micro_batch in enumerate(batch.micro_batches):
             if micro_batch.targets and self._loss.undecided(micro_batch.inputs):
-                self._runtime.seed(derive_seed(self._seed, step, index, self._rank))
+                seed_micro_batch(self._runtime, derive_seed(self._seed, step, index, self._rank))
                 with first(), autocast(self._runtime, self._autocast):
                     self._loss.call_first(self._model, micro_batch.inputs)
                 first = nullcontext  # that call was the step's first forward pass
@@ -109,7 +109,7 @@ class SequentialSchedule:
         for index, micro_batch in enumerate(batch.micro_batches):
             if index:
                 entering(PASSES, index + 1)
-            self._runtime.seed(derive_seed(self._seed, step, index, self._rank))
+            seed_micro_batch(self._runtime, derive_seed(self._seed, step, index, self._rank))
             weight = Weight(counts.each[index].reshape(()), counts.divisor.reshape(()))
             with first() if index == 0 else nullcontext():
                 loss = self._forward(micro_batch, weight)
@@ -127,6 +127,12 @@ class SequentialSchedule:
     def _forward(self, micro_batch: MicroBatch, weight: Weight) -> Tensor:
         with autocast(self._runtime, self._autocast):
             return self._loss(self._model, micro_batch.inputs, weight)[0]
+
+
+def seed_micro_batch(runtime: Runtime, seed: int) -> None:
+    """Seeds all generators that a model may draw from: the device's, and Python's and numpy's."""
+    runtime.seed(seed)
+    seed_host(seed)
 
 
 def autocast_dtype(*, bf16: bool, fp16: bool) -> torch.dtype | None:

@@ -27,7 +27,7 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.loss_scaler import LossScaler
-from stepmark.training.micro_batches import TokenCounts, autocast
+from stepmark.training.micro_batches import TokenCounts, autocast, seed_micro_batch
 from stepmark.training.one_graph_per_step.saved_weights import weights_made_again
 from stepmark.training.pipelined_forward import PipelinedForward, StageCalls
 
@@ -127,11 +127,11 @@ class _Step:
             if both and task.kind == BACKWARD:
                 continue  # it ran with its forward pass, in one graph
             if task.kind == FORWARD:
-                self._runtime.seed(seed(task.micro_batch))
+                seed_micro_batch(self._runtime, seed(task.micro_batch))
                 self._watch_generator()
                 self._forward(task)
             elif self._parts.transfers.draws or self._checkpointing:
-                self._runtime.seed(seed(task.micro_batch))
+                seed_micro_batch(self._runtime, seed(task.micro_batch))
                 begin_regions(self._parts.stages.model)  # those that are computed again
             if both or task.kind == BACKWARD:
                 self._backward(replace(task, kind=BACKWARD))

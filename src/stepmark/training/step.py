@@ -21,6 +21,7 @@ from stepmark.parallel.parallelize import check_not_added_to
 from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.seeds import kept_host_generators
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import MicroBatchSchedule, SequentialSchedule
@@ -137,7 +138,8 @@ class TrainStep:
         """
         hooks = hooks or StepHooks()
         entering(PASSES)
-        loss, tokens = self._schedule.run(step, batch, hooks.after_micro_step)
+        with kept_host_generators():
+            loss, tokens = self._schedule.run(step, batch, hooks.after_micro_step)
         entering(REDUCE)
         reduced, updates = self._unscaled(self._gradients.reduce(loss, tokens))
         scale_to(reduced.gradients, reduced.norm, self._max_grad_norm)
