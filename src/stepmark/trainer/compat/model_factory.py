@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import set_seed
@@ -16,6 +13,7 @@ from transformers import set_seed
 from stepmark.errors import UsageError
 from stepmark.runtime.eager import kept_generators
 from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.seeds import kept_host_generators
 
 
 class ModelFactory:
@@ -35,7 +33,7 @@ class ModelFactory:
     def first(self) -> nn.Module:
         """A new model. Raises UsageError where the function returns something else."""
         arguments = [None] if inspect.signature(self._make).parameters else []
-        with _generators_kept():
+        with kept_host_generators(), kept_generators():
             set_seed(self._seed)
             made = self._make(*arguments)
         if not isinstance(made, nn.Module):
@@ -78,14 +76,3 @@ def model_of(model: nn.Module | None, make: Callable[..., nn.Module] | None, see
         return model, None
     factory = ModelFactory(make, seed)
     return factory.first(), factory
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    with kept_generators():
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
