@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.module_placement import place_module
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.optimizer import build_optimizer
 from stepmark.training.step import StepHooks, TrainStep
 from tests.support.programs import tiny_model
+from tests.support.ranks import Ranks
 from tests.training.test_micro_batches import Recorder, step_batch
 
 
@@ -84,23 +86,29 @@ class Draws(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        drawn = random.random() + float(np.random.rand()) + torch.rand(())
+        drawn = random.random() + float(np.random.rand()) + float(torch.rand(()))
         return {"loss": ((self.weight + drawn - labels) ** 2).mean()}
 
 
-def test_a_step_is_the_same_whatever_was_drawn_before_and_leaves_the_hosts_generators_alone() -> None:
-    def train(before: int) -> list[float]:
-        random.seed(before)
-        np.random.seed(before)
-        kept = random.getstate(), str(np.random.get_state())
-        model, mesh = Draws(), Mesh.create(device="cpu")
-        optimizer = build_optimizer("sgd", list(model.named_parameters()), mesh.runtime, learning_rate=0.1)
-        step = TrainStep(model, optimizer, MicroBatchLoss(model), mesh, accumulation=2)
-        micro = MicroBatch({"x": torch.zeros(1, 1), "labels": torch.zeros(1, 1)}, 1, 1)
-        losses = [float(step(number, StepBatch([micro, micro], 2, 0.0, {})).values[0]) for number in range(3)]
-        assert kept == (random.getstate(), str(np.random.get_state()))
-        return losses
+def losses_after(drawn: int, device: str) -> list[float]:
+    """Of three steps, after which Python's and numpy's generators are where they were."""
+    random.seed(drawn)
+    np.random.seed(drawn)
+    torch.manual_seed(drawn)
+    kept = random.getstate(), str(np.random.get_state())
+    model, mesh = Draws(), Mesh.create(device=device)
+    place_module(model, mesh.runtime)
+    optimizer = build_optimizer("sgd", list(model.named_parameters()), mesh.runtime, learning_rate=0.1)
+    step = TrainStep(model, optimizer, MicroBatchLoss(model), mesh, accumulation=2)
+    zeros = torch.zeros(1, 1, device=mesh.runtime.device)
+    micro = MicroBatch({"x": zeros, "labels": zeros}, 1, 1)
+    losses = [float(step(number, StepBatch([micro, micro], 2, 0.0, {})).values[0]) for number in range(3)]
+    assert kept == (random.getstate(), str(np.random.get_state()))
+    return losses
 
-    first = train(1)
-    assert first == train(2)
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.xla)])
+def test_a_step_is_the_same_whatever_was_drawn_before(ranks: Ranks, device: str) -> None:
+    (first,), (second,) = (ranks.run(losses_after, drawn, device).check() for drawn in (1, 2))
+    assert first == second
     assert len(set(first)) == 3

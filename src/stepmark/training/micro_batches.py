@@ -130,8 +130,9 @@ class SequentialSchedule:
 
 
 def seed_micro_batch(runtime: Runtime, seed: int) -> None:
-    """Seeds all generators that a model may draw from: the device's, and Python's and numpy's."""
+    """Seeds all generators that a model may draw from: the device's, and those of the host."""
     runtime.seed(seed)
+    torch.default_generator.manual_seed(seed)  # again on eager devices, whose seed is the host's too
     seed_host(seed)
 
 

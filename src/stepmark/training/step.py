@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -138,7 +139,8 @@ class TrainStep:
         """
         hooks = hooks or StepHooks()
         entering(PASSES)
-        with kept_host_generators():
+        on_host = torch.random.fork_rng(devices=[]) if self._runtime.lazy else nullcontext()
+        with kept_host_generators(), on_host:
             loss, tokens = self._schedule.run(step, batch, hooks.after_micro_step)
         entering(REDUCE)
         reduced, updates = self._unscaled(self._gradients.reduce(loss, tokens))
