@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,11 @@ from stepmark.checkpoint.format.rows import Row
 from stepmark.errors import UsageError
 from stepmark.liveness.collection import without_collection
 from stepmark.runtime.base import has_addresses
+from stepmark.sharding.dtensor import is_dtensor, local_of, shard_of
 from stepmark.sharding.layout import Layout, Shard, layout_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _SECTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
@@ -49,8 +53,9 @@ class Entry(NamedTuple):
 class Section:
     """`values` is what goes into state.json: dicts all the way down where ranks may hold different keys.
 
-    Of the names in `entries`, `shards` are those that were Shards, `derived` those of a module's state dict that are
-    neither parameters nor buffers, and `extra` those inside values of a module.
+    Of the names in `entries`, `shards` are those that were Shards, `dtensors` those that were DTensors, with these,
+    `derived` those of a module's state dict that are neither parameters nor buffers, and `extra` those inside values of
+    a module.
     """
 
     name: str
@@ -60,22 +65,28 @@ class Section:
     entries: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     shards: set[str] = field(default_factory=set)
+    dtensors: dict[str, DTensor] = field(default_factory=dict)
     derived: set[str] = field(default_factory=set)
     extra: set[str] = field(default_factory=set)
 
     def add(self, name: str, tensor: Tensor | Shard, layout: Layout | None = None, *, first: bool = False) -> None:
-        """Adds a tensor. Raises UsageError where it cannot be stored, or the name is taken."""
+        """Adds a tensor, or a DTensor's shard. Raises UsageError where it cannot be stored, or the name is taken."""
         if isinstance(tensor, Shard):
             layout, tensor = tensor.layout, tensor.tensor
             self.shards.add(name)
+        elif is_dtensor(tensor):
+            self.dtensors[name] = tensor
+            try:
+                shard = shard_of(tensor)
+            except UsageError as error:
+                raise UsageError(f"{self.name}: tensor {name!r} {error}") from None
+            layout, tensor = shard.layout, shard.tensor
         dtype = dtype_name(tensor.dtype)
         problem = None
         if name == "__metadata__":
             problem = "has a name that tensor files use themselves; give it another name"
         elif dtype is None or tensor.layout != torch.strided or tensor.is_quantized:
             problem = f"is {tensor.dtype}, {tensor.layout}, which cannot be stored; convert it first"
-        elif type(tensor).__name__ == "DTensor":
-            problem = "is a DTensor; save its local tensor as a stepmark Shard"
         elif tensor.is_meta:
             problem = "is on the meta device and has no values; materialize it before saving"
         elif name in self.entries:
@@ -158,7 +169,9 @@ def _describe_module(name: str, module: nn.Module) -> Section:
     extra = {key: section.encode(value, (name, key)) for key, value in state.items() if key not in tensors}
     section.extra = section.entries.keys() - before
     tied = {key: other for key, other in kept.items() if key != other}
-    section.values = {"class": type(module).__name__, "tied": tied, "extra": extra}
+    # fully_shard gives a module another class, one of torch's that derives from its own
+    own = next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
+    section.values = {"class": own.__name__, "tied": tied, "extra": extra}
     return section
 
 
@@ -192,6 +205,7 @@ class _Owned:
 
 
 def _memory_of(tensor: Tensor) -> int | None:
+    tensor = local_of(tensor)
     if not has_addresses(tensor.device) or tensor.layout != torch.strided or not tensor.numel():
         return None
     return tensor.untyped_storage().data_ptr() or None
@@ -320,7 +334,7 @@ def _add_optimizer(
                 )
             path = (section.name, parameter, key)
             if isinstance(value, Tensor | Shard):
-                if overlaps_itself(value.tensor if isinstance(value, Shard) else value):
+                if overlaps_itself(value.tensor if isinstance(value, Shard) else local_of(value)):
                     raise _unwritable(show(path))
                 section.add(f"{parameter}/{key}", value, _inherited_layout(path, value, parameters.get(parameter)))
             else:
@@ -334,10 +348,13 @@ def _add_optimizer(
 
 
 def _inherited_layout(path: KeyPath, value: Tensor | Shard, parameter: Tensor | None) -> Layout | None:
-    """A state of the parameter's shape is sharded like the parameter."""
-    if parameter is None or isinstance(value, Shard) or layout_of(value) is not None:
+    """A state of the parameter's shape, or of its local tensor's, is sharded like the parameter."""
+    if parameter is None or isinstance(value, Shard) or is_dtensor(value) or layout_of(value) is not None:
         return None
     layout = layout_of(parameter)
+    if is_dtensor(parameter) and value.shape != parameter.shape:
+        shard = shard_of(parameter)
+        parameter, layout = shard.tensor, shard.layout
     if layout is None or (value.numel() == 1 and value.shape != parameter.shape):  # a step count, for example
         return None
     if value.shape != parameter.shape:

@@ -40,12 +40,19 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return kind is not None and isinstance(value, kind)
 
 
-def shard_of(tensor: DTensor) -> Shard:
-    """The local tensor of a DTensor, not a copy, with its layout. Raises UsageError as `layout_of_dtensor` does."""
+def local_of(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, not a copy; any other tensor itself."""
+    if not is_dtensor(tensor):
+        return tensor
     local: Any = tensor._local_tensor
-    if hasattr(local, "wait"):  # the result of a collective that may still be running
-        local = local.wait()
-    layout = layout_of_dtensor(tensor)
+    waited: Tensor = local.wait() if hasattr(local, "wait") else local  # the result of a collective that may still run
+    return waited
+
+
+def shard_of(tensor: DTensor) -> Shard:
+    """The local tensor of a DTensor with its layout. Raises UsageError as `layout_of_dtensor` does, and where the local
+    tensor is not what the placements give."""
+    local, layout = local_of(tensor), layout_of_dtensor(tensor)
     if type(local).__name__ not in ("Tensor", "Parameter") or not _fits(layout, tuple(local.shape)):
         raise UsageError(
             f"is a DTensor whose local {type(local).__name__} of shape {list(local.shape)} is not what its placements "
@@ -69,8 +76,8 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
 
     with torch.no_grad():
         new = torch.empty_like(tensor.detach(), dtype=local.dtype)
-        assert is_dtensor(new)
-        new._local_tensor.copy_(local)
+        local_of(new).copy_(local)
+    assert is_dtensor(new)
     return new
 
 

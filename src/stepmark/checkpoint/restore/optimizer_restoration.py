@@ -20,6 +20,7 @@ from stepmark.checkpoint.restore.tensor_reader import ReadTarget
 from stepmark.checkpoint.sections import Entry, Section, optimizer_state
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.runtime.base import Runtime
+from stepmark.sharding.dtensor import is_dtensor
 from stepmark.sharding.layout import Layout, layout_of
 from stepmark.sharding.views import block_views
 
@@ -141,15 +142,20 @@ class OptimizerRestoration:
                 entry = section.entries[name]
                 plan.want(section.group, name, entry.tensor, entry.layout, entry.dtype)
                 continue
+            shape = plan.manifest.tensors[section.group][name].shape
+            if is_dtensor(parameter) and shape == tuple(parameter.shape):
+                fresh[key] = plan.want_placed(section.group, name, parameter)
+                continue
             layout = layout_of(parameter)
-            fits = layout is not None and plan.manifest.tensors[section.group][name].shape == layout.shape
-            shape = tuple(parameter.shape) if fits else None
-            fresh[key] = plan.want_new(section.group, name, layout if fits else None, shape)
+            fits = layout is not None and shape == layout.shape
+            fresh[key] = plan.want_new(
+                section.group, name, layout if fits else None, tuple(parameter.shape) if fits else None
+            )
             if key != "step" or id(parameter) in self._on_device:
                 fresh[key].place = partial(_placed, plan.runtime, parameter)
-        tensors = {name: plan.want_new(section.group, name) for name in in_values}
+        tensors = {name: plan.new(section, name) for name in in_values}
         for target in tensors.values():
-            target.place = partial(_placed, plan.runtime, parameter)
+            target.place = target.place or partial(_placed, plan.runtime, parameter)
         plan.finishers.append(partial(_set_state, section.value, parameter, set(direct), fresh, nested, tensors))
 
     def _compare_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -164,7 +170,7 @@ class OptimizerRestoration:
             order.append(str(indices.pop()))
         tensors: dict[str, ReadTarget] = {}
         for key in dict.fromkeys(order):
-            tensors.update(plan.tensors_in(section.group, saved["groups"][key]))
+            tensors.update(plan.tensors_in(section, saved["groups"][key]))
         plan.expected.update((section.group, name) for name in section.entries if name.startswith("param_groups/"))
 
         def load() -> None:
@@ -188,7 +194,7 @@ class OptimizerRestoration:
         plan, optimizer = self._plan, self._section.value
         keys, members = self._saved.get("keys"), self._saved.get("own")
         encoded = [keys, members]
-        tensors = plan.tensors_in(self._section.group, encoded)
+        tensors = plan.tensors_in(self._section, encoded)
 
         def load() -> None:
             decoded = decode(encoded, lambda name: tensors[name].host)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from stepmark.checkpoint.format.json_values import TAG, dicts_in
 from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
 from stepmark.checkpoint.restore.tensor_reader import ReadTarget, check_entry
+from stepmark.checkpoint.sections import Section
 from stepmark.errors import CheckpointMismatch
 from stepmark.runtime.base import Runtime
+from stepmark.sharding.dtensor import shard_of, with_local
 from stepmark.sharding.layout import Layout, Shape
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Names = set[tuple[str, str]]
 
@@ -60,9 +66,21 @@ class ReadPlan:
         target.shape = shape
         return target
 
-    def tensors_in(self, group: str, encoded: Any) -> dict[str, ReadTarget]:
+    def want_placed(self, group: str, name: str, like: DTensor) -> ReadTarget:
+        """A tensor to be read into a new DTensor that is placed as `like`; raises as `want_new`."""
+        shard = shard_of(like)
+        target = self.want_new(group, name, shard.layout, tuple(shard.tensor.shape))
+        target.place = partial(with_local, like)
+        return target
+
+    def new(self, section: Section, name: str) -> ReadTarget:
+        """A tensor to be read into a new one: a DTensor where the section has one of this name."""
+        like = section.dtensors.get(name)
+        return self.want_new(section.group, name) if like is None else self.want_placed(section.group, name, like)
+
+    def tensors_in(self, section: Section, encoded: Any) -> dict[str, ReadTarget]:
         """New tensors for all that an encoded value refers to."""
-        return {name: self.want_new(group, name) for name in tensor_names(encoded)}
+        return {name: self.new(section, name) for name in tensor_names(encoded)}
 
 
 def tensor_names(encoded: Any) -> list[str]:

@@ -23,6 +23,7 @@ from stepmark.checkpoint.restore.tensor_reader import ReadTarget, TensorReader
 from stepmark.checkpoint.sections import Section, is_extra_state, overlaps_itself, parameter_names, unwrap
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, StepmarkError, UsageError
 from stepmark.runtime.base import Runtime
+from stepmark.sharding.dtensor import with_local
 from stepmark.sharding.layout import Shape, Shard
 
 Modules = Mapping[str, nn.Module]
@@ -119,14 +120,16 @@ class StateRestoration(ReadPlan):
                 continue
             candidates = [name, *aliases.get(name, ()), *filter(None, [saved["tied"].get(name)])]
             source = next((candidate for candidate in candidates if candidate in stored), name)
-            if source in stored and _module_resizes(section.value, entry.tensor, stored[source].shape):
+            placed = section.dtensors.get(name)
+            tensor = entry.tensor if placed is None else placed
+            if source in stored and _module_resizes(section.value, tensor, stored[source].shape):
                 resized[name] = self.want_new(section.group, source)
-                continue
-            target = self.want(
-                section.group, source, None if name in section.derived else entry.tensor, entry.layout, entry.dtype
-            )
-            if name in section.derived:
-                derived[name] = target
+            elif name not in section.derived:
+                self.want(section.group, source, entry.tensor, entry.layout, entry.dtype)
+            elif placed is not None:
+                derived[name] = self.want_placed(section.group, source, placed)
+            else:
+                derived[name] = self.want(section.group, source, None, entry.layout, entry.dtype)
         extra = dict(saved["extra"])
         for name in section.values["extra"].keys() - extra.keys():
             if name not in stored:  # where it is, it was saved as a tensor of the module
@@ -136,7 +139,7 @@ class StateRestoration(ReadPlan):
             raise CheckpointMismatch(
                 f"{self.where} has an extra state {name!r} of section {section.name!r}, but the module here has none"
             )
-        tensors = {name: self.tensors_in(section.group, encoded) for name, encoded in extra.items()}
+        tensors = {name: self.tensors_in(section, encoded) for name, encoded in extra.items()}
 
         def load() -> None:
             values = {
@@ -160,7 +163,7 @@ class StateRestoration(ReadPlan):
                 self.want(section.group, name, local, entry.layout, entry.dtype)
                 tensors[name] = partial(Shard, local, entry.layout)
             else:
-                tensors[name] = partial(_filled, self.want_new(section.group, name))
+                tensors[name] = partial(_filled, self.new(section, name))
         self.finishers.append(lambda: section.value.load_state_dict(decode(encoded, lambda name: tensors[name]())))
 
     def _compare_nested(self, section: Section, state: Mapping[str, Any]) -> None:
@@ -181,7 +184,11 @@ class StateRestoration(ReadPlan):
 
         def filled(name: str) -> Any:
             tensor = _filled(tensors[name])
-            return Shard(tensor, tensors[name].layout) if name in section.shards else tensor  # type: ignore[arg-type]
+            assert tensor is not None
+            if name in section.dtensors:
+                placed = section.dtensors[name]
+                return placed if tensors[name].live is not None else with_local(placed, tensor)
+            return Shard(tensor, tensors[name].layout) if name in section.shards else tensor
 
         def update() -> None:
             value = decode(encoded, filled)
