@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stepmark.checkpoint import dcp
     from stepmark.checkpoint.checkpointer import Checkpointer
     from stepmark.checkpoint.format.manifest import Manifest, read_manifest
     from stepmark.checkpoint.retention_policies import KeepBest, KeepEachInterval, KeepEvery, KeepLast, Retention, Saved
@@ -22,6 +23,7 @@ _HOMES = {
     "KeepLast": "retention_policies",
     "Retention": "retention_policies",
     "Saved": "retention_policies",
+    "dcp": "dcp",
 }
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "Retention",
     "SaveHandle",
     "Saved",
+    "dcp",
     "read_manifest",
 ]
 
@@ -41,4 +44,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    module = import_module(f".{_HOMES[name]}", __name__)
+    return module if name == _HOMES[name] else getattr(module, name)

@@ -69,8 +69,8 @@ from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 logger = logging.getLogger("stepmark")
 
 MAX_FILE_SIZE = 5_000_000_000  # bytes, as in transformers
-_APART = 1800.0  # seconds between the first and the last rank at the first collective, as in torch
-_MARGIN = 60.0  # seconds by which torch's deadline is later than that of TimedGroup, which names the late ranks
+APART = 1800.0  # seconds between the first and the last rank at the first collective, as in torch
+MARGIN = 60.0  # seconds by which torch's deadline is later than that of TimedGroup, which names the late ranks
 
 
 _P = ParamSpec("_P")
@@ -136,7 +136,7 @@ class Checkpointer:
         if not 0 < save_timeout < math.inf:
             raise UsageError(f"save_timeout: {save_timeout!r} is not a finite number of seconds above 0")
         self.folder = Path(folder).absolute()
-        longest = max(save_timeout, CLAIMING, _APART) + _MARGIN
+        longest = max(save_timeout, CLAIMING, APART) + MARGIN
         self._group = group or HostGroup.of_processes(timedelta(seconds=longest))
         self._timed_group = TimedGroup(self._group, save_timeout)
         self._runtime = runtime

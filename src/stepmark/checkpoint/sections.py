@@ -28,7 +28,7 @@ from stepmark.sharding.layout import Layout, Shard, layout_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_SECTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
+SECTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
 Kind = str  # "module", "optimizer", "named", "object" or "nested"
 
@@ -113,12 +113,14 @@ class Section:
 def describe(state: Mapping[str, Any], *, model_only: bool = False) -> list[Section]:
     """The sections of a state, or only its modules. Raises UsageError for what cannot be saved, naming it."""
     check_state(state)
+    if hasattr(state, "sections"):  # it describes itself
+        return list(state.sections())
     modules = {name: unwrap(value) for name, value in state.items() if isinstance(value, nn.Module)}
     if model_only and not modules:
         raise UsageError("model_only: the state holds no module")
     sections = []
     for name, value in state.items():
-        if not isinstance(name, str) or not _SECTION_NAME.match(name):
+        if not isinstance(name, str) or not SECTION_NAME.match(name):
             raise UsageError(f"{name!r} cannot name a section of a state; use letters, digits, '_', '-' and '.'")
         if name in modules:
             sections.append(_describe_module(name, modules[name]))
@@ -236,14 +238,14 @@ def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> 
         names = parameter_names(modules)
         state, groups = optimizer_state(name, value, names)
         layouts = {names[id(p)]: p for group in value.param_groups for p in group["params"]}
-        _add_optimizer(section, state, groups, layouts)
+        add_optimizer(section, state, groups, layouts)
         section.values["class"] = type(value).__name__
         _add_others(section, value)
     elif hasattr(value, "named_state") and hasattr(value, "named_groups"):
         section = Section(name, "named", f"{OPTIMIZER}/{name}", value)
         names = parameter_names(modules)
         parameters = {names[id(p)]: p for module in modules.values() for p in module.parameters()}
-        _add_optimizer(section, value.named_state(), value.named_groups(), parameters)
+        add_optimizer(section, value.named_state(), value.named_groups(), parameters)
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         section = Section(name, "object", f"{STATE}/{name}", value)
         section.values = {"value": section.encode(_state_of_object(value), (name,))}
@@ -317,12 +319,13 @@ def optimizer_state(
     return state, groups
 
 
-def _add_optimizer(
+def add_optimizer(
     section: Section,
     state: Mapping[str, Mapping[str, Any]],
     groups: list[dict[str, Any]],
     parameters: Mapping[str, Tensor],
 ) -> None:
+    """Adds an optimizer's state by parameter name, and its groups, which have names in place of parameters."""
     values: dict[str, dict[str, Any]] = {}
     members: dict[str, int] = {}
     for parameter, items in state.items():

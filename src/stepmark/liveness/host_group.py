@@ -54,8 +54,8 @@ def leave() -> None:
 
 
 class HostGroup:
-    """All ranks of a run, connected by gloo; a single rank needs no connection. `all_gather`, `broadcast` and `barrier`
-    are collective: all ranks call them, in the same order."""
+    """All ranks of a run, or some, connected by gloo; a single rank needs no connection. `all_gather`, `broadcast` and
+    `barrier` are collective: all ranks call them, in the same order."""
 
     def __init__(self, rank: int = 0, size: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
@@ -64,11 +64,14 @@ class HostGroup:
         self._store_answers = True
 
     @classmethod
-    def of_processes(cls, timeout: timedelta | None = None) -> HostGroup:
-        """The ranks of torch's default process group, on a separate gloo group; a single rank without one."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    def of_processes(cls, timeout: timedelta | None = None, among: dist.ProcessGroup | None = None) -> HostGroup:
+        """The ranks of torch's default process group, or `among` some, on a separate gloo group; a single rank without
+        one. Ranks count from 0 in the group."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(among) == 1:
             return cls()
-        return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=timeout))
+        ranks = None if among is None else dist.get_process_group_ranks(among)
+        own = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=among is not None)
+        return cls(dist.get_rank(own), dist.get_world_size(own), own)
 
     def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank."""
@@ -83,7 +86,7 @@ class HostGroup:
         if self.size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=source, group=self._group.process_group)
+        dist.broadcast_object_list(values, group_src=source, group=self._group.process_group)
         return values[0]
 
     def barrier(self) -> None:

@@ -206,3 +206,14 @@ class StatusStore:
         except FileNotFoundError:
             return "has not joined"
         return f"{phase}, silent for {silent:.0f} s" if silent > _SILENT else str(phase)
+
+
+class UnsharedStore(StatusStore):
+    """Of ranks that may have no folder to write to, such as readers: nothing is posted, and no late rank is named."""
+
+    def try_to_post(self, topic: str, value: Any = None) -> None:
+        """Does nothing."""
+
+    def describe(self, ranks: Collection[int]) -> str:
+        """Any rank may be late."""
+        return "a rank"

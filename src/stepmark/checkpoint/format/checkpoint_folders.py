@@ -5,6 +5,7 @@ checkpoint-N                    always complete
 .replaced-checkpoint-N.<save>   the old one while a new one takes its name, where the file system cannot exchange names
 .deleted-checkpoint-N.<save>    being deleted
 damaged-checkpoint-N[.k]        quarantined, because it is corrupted
+.NAME.saving/                   in place of a run's folder, for a save that gets the name NAME beside this folder
 .stepmark/                      which run owns the folder, leases of its readers, status of saves
 """
 
@@ -28,12 +29,19 @@ logger = logging.getLogger("stepmark")
 
 _CHECKPOINT = re.compile(r"checkpoint-(0|[1-9]\d*)\Z")
 _HIDDEN = re.compile(r"\.(replaced-|deleted-|)checkpoint-(\d+)\.(.+)\Z")
+_SAVING = re.compile(r"\.(.+)\.saving\Z")
 _REPLACED, _DELETED = ".replaced-", ".deleted-"
+
+
+def saving_folder(final: Path) -> Path:
+    """The folder from which a checkpoint gets this path, which need not be named after a step."""
+    return final.with_name(f".{final.name}.saving")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
     """The path of a step's checkpoint."""
-    return folder / f"checkpoint-{step}"
+    match = _SAVING.match(folder.name)
+    return folder.with_name(match[1]) if match else folder / f"checkpoint-{step}"
 
 
 def temporary_path(folder: Path, step: int, save: str) -> Path:
@@ -80,9 +88,9 @@ def publish(temporary: Path, save: str) -> Path:
     sync_tree(temporary)
     if not os.path.lexists(final):
         files.rename(temporary, final)
-        files.sync_folder(folder)
+        files.sync_folder(final.parent)
     elif files.exchange(temporary, final):
-        files.sync_folder(folder)
+        files.sync_folder(final.parent)
         _remove_or_leave(temporary)
     else:
         replaced = folder / f".replaced-checkpoint-{step}.{save}"
@@ -93,7 +101,7 @@ def publish(temporary: Path, save: str) -> Path:
             with contextlib.suppress(OSError):  # the old one gets its name back: now, or from the next owner
                 files.rename(replaced, final)
             raise
-        files.sync_folder(folder)
+        files.sync_folder(final.parent)
         _remove_or_leave(replaced)
     return final
 
@@ -170,7 +178,7 @@ def recover(folder: Path) -> list[Path]:
         final = checkpoint_path(folder, int(match[2]))
         if match[1] == "replaced-" and not os.path.lexists(final):
             files.rename(path, final)
-            files.sync_folder(folder)
+            files.sync_folder(final.parent)
         else:
             files.sync_folder(folder)
             if _remove_or_leave(path):

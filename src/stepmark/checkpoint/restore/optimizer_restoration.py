@@ -52,8 +52,8 @@ class OptimizerRestoration:
                     self._on_device.update(map(id, group["params"]))
         else:
             state, groups = section.value.named_state(), section.value.named_groups()
-        stored = _by_parameter(self._plan.stored(section.group), state)
-        live = _by_parameter(section.entries, state)
+        stored = tensors_by_parameter(self._plan.stored(section.group), state)
+        live = tensors_by_parameter(section.entries, state)
         self._check_class()
         if live and not stored:
             self._check_hyperparameters(groups)
@@ -279,7 +279,7 @@ def _set_hyperparameter(group: dict[str, Any], key: str, value: Any, runtime: Ru
         group[key] = value
 
 
-def _by_parameter(tensors: Iterable[str], parameters: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def tensors_by_parameter(tensors: Iterable[str], parameters: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Parameter -> key -> tensor name, for tensors named `<parameter>/<key>`; the longest parameter that fits."""
     found: dict[str, dict[str, str]] = {}
     for name in tensors:

@@ -62,9 +62,11 @@ class Restorer:
         alone: bool,
         accept: Accept | None,
         clock: TimestampSource,
+        restoration: Callable[[Manifest, Mapping[str, Any], Runtime, str], StateRestoration] = StateRestoration,
     ) -> None:
         """`alone`: no other rank is on this node. `accept` may refuse a checkpoint, by raising, before it is compared
-        with the state. `clock` is informed of the checkpoints' times."""
+        with the state. `clock` is informed of the checkpoints' times. `restoration` compares the two."""
+        self._restoration = restoration
         self._group = group
         self._clock = clock
         self._phases = phases
@@ -134,7 +136,7 @@ class Restorer:
                     )
                     value.ensure_state()
             sections = describe(state)
-            comparison = StateRestoration(manifest, values, self._runtime_of(sections), str(path))
+            comparison = self._restoration(manifest, values, self._runtime_of(sections), str(path))
             comparison.compare(state, sections)
             comparison.separate(reader)
             return comparison.unexpected()

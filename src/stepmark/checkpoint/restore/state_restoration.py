@@ -42,13 +42,7 @@ class StateRestoration(ReadPlan):
         """Plans the restoring of these sections of the state. Raises CheckpointMismatch, naming what differs."""
         modules = {name: unwrap(value) for name, value in state.items() if isinstance(value, nn.Module)}
         for section in sections:
-            kind = self.manifest.sections.get(section.name)
-            if kind is None:
-                raise CheckpointMismatch(self._missing_section(section.name))
-            if kind != section.kind and {kind, section.kind} != {"optimizer", "named"}:
-                raise CheckpointMismatch(
-                    f"section {section.name!r} was saved from a {kind} in {self.where}, but is a {section.kind} here"
-                )
+            self._check_kind(section)
             self._groups.add(section.group)
             try:
                 self._compare_section(section, state, modules)
@@ -58,6 +52,15 @@ class StateRestoration(ReadPlan):
                 raise CheckpointDamaged(
                     f"{self.where}: the values of section {section.name!r} are malformed: {error!r}"
                 ) from error
+
+    def _check_kind(self, section: Section) -> None:
+        kind = self.manifest.sections.get(section.name)
+        if kind is None:
+            raise CheckpointMismatch(self._missing_section(section.name))
+        if kind != section.kind and {kind, section.kind} != {"optimizer", "named"}:
+            raise CheckpointMismatch(
+                f"section {section.name!r} was saved from a {kind} in {self.where}, but is a {section.kind} here"
+            )
 
     def separate(self, reader: TensorReader) -> None:
         """Gives nested state a separate tensor where its live one shares memory with another, and the checkpoint has

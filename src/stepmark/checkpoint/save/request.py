@@ -94,7 +94,7 @@ def prepare_save(
         save,
         temporary,
         sections,
-        tabulate(sections),
+        tabulate(sections, first=hasattr(state, "sections")),
         encode_plain(dict(metadata or {}), "metadata"),
         encode_plain({name: float(value) for name, value in (metrics or {}).items()}, "metrics"),
         model_only,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +20,17 @@ from stepmark.liveness.status_store import StatusStore
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.sharding.layout import Box, TensorSlice
 
+logger = logging.getLogger("stepmark")
+
 
 @dataclass(frozen=True)
 class RankTables:
-    """One rank's sections: by group the rows in portable form, and the values of all sections."""
+    """One rank's sections: by group the rows in portable form, and the values of all sections. `first`: of plain values
+    that differ between ranks, the first rank's is saved."""
 
     rows: dict[str, bytes]
     values: bytes
+    first: bool = False
 
     def checksums(self) -> dict[str, str]:
         """The checksum of each table, and of the values under the empty name."""
@@ -33,7 +38,7 @@ class RankTables:
 
 
 @without_collection()
-def tabulate(sections: Sequence[Section]) -> RankTables:
+def tabulate(sections: Sequence[Section], *, first: bool = False) -> RankTables:
     """The tables of this rank's sections."""
     rows = {}
     for section in sections:
@@ -41,7 +46,7 @@ def tabulate(sections: Sequence[Section]) -> RankTables:
         if listed:
             rows[section.group] = encode_rows(listed)
     values = {section.name: {"kind": section.kind, **section.values} for section in sections}
-    return RankTables(rows, json.dumps(values).encode())
+    return RankTables(rows, json.dumps(values).encode(), first)
 
 
 def encode_rows(rows: Sequence[Row]) -> bytes:
@@ -98,14 +103,14 @@ def gather_values(
 ) -> dict[str, Any]:
     """The values of all ranks in one; collective where they differ.
 
-    Raises UsageError, on every rank, where ranks hold different plain values under one name.
+    Raises UsageError, on every rank, where ranks hold different plain values under one name, unless the first counts.
     """
     holders = {key: ranks for key, ranks in _holders(checksums_of_all).items() if not key[0]}
     if len(holders) == 1:
         return dict(json.loads(tables.values))
     values: dict[str, Any] = {}
     for key, data in _exchange({"": tables.values}, holders, tables, meeting, board, "merging plain values").items():
-        values = _merge(values, json.loads(data), (), holders[key][0])
+        values = _merge(values, json.loads(data), (), holders[key][0], tables.first)
     return values
 
 
@@ -139,20 +144,22 @@ def _exchange(
     return {key: zlib.decompress(sent[key]) for key in holders}
 
 
-def _merge(one: Any, other: Any, path: tuple[str, ...], rank: int) -> Any:
+def _merge(one: Any, other: Any, path: tuple[str, ...], rank: int, first: bool) -> Any:
     """The union of two nests of dicts that agree where both have something. A value with a tag is one, not a nest."""
     if isinstance(one, dict) and isinstance(other, dict) and not (_is_tagged(one) or _is_tagged(other)):
         merged = dict(one)
         for key, value in other.items():
-            merged[key] = _merge(one[key], value, (*path, key), rank) if key in one else value
+            merged[key] = _merge(one[key], value, (*path, key), rank, first) if key in one else value
         return merged
     if one != other:
         where = " / ".join(key for key in path if key != "value")
-        raise UsageError(
-            f"ranks save different values: {where} is {str(other)[:60]} on rank {rank} and {str(one)[:60]} on one "
-            "before it; plain values have to be the same on all ranks: gather what differs into one value, or leave it "
-            "out"
-        )
+        differ = f"{where} is {str(other)[:60]} on rank {rank} and {str(one)[:60]} on one before it"
+        if not first or path[1:] == ("kind",):
+            raise UsageError(
+                f"ranks save different values: {differ}; plain values have to be the same on all ranks: gather what "
+                "differs into one value, or leave it out"
+            )
+        logger.debug("the first rank's value is saved: %s", differ)
     return one
 
 

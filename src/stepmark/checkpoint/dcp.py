@@ -1,0 +1,242 @@
+"""Saves and loads state dicts with the conventions of torch.distributed.checkpoint (DCP), as Stepmark checkpoints.
+
+`from stepmark.checkpoint import dcp` takes the place of `import torch.distributed.checkpoint as dcp` for `save`,
+`async_save` and `load`. A folder with the name of a checkpoint is complete, or not there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from stepmark.checkpoint.checkpointer import APART, MARGIN, Checkpointer
+from stepmark.checkpoint.format.checkpoint_folders import resolve_link, saving_folder
+from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
+from stepmark.checkpoint.host_memory import StagingMemory
+from stepmark.checkpoint.restore.restore import Restorer
+from stepmark.checkpoint.save_handle import SaveHandle
+from stepmark.checkpoint.state_dicts import SavedStateDict, StateDict, StateDictRestoration, is_stateful
+from stepmark.errors import CheckpointMismatch, CheckpointNotFound, UsageError
+from stepmark.filesystem import files
+from stepmark.liveness.failure_report import describe_error
+from stepmark.liveness.host_group import HostGroup
+from stepmark.liveness.status_store import UnsharedStore
+
+logger = logging.getLogger("stepmark")
+
+_METADATA = ".metadata"  # of a checkpoint of DCP's
+_NUMBER = re.compile(r"\d{1,18}\Z")
+_DEFAULT_PLANNERS = ("DefaultSavePlanner", "DefaultLoadPlanner")
+_OTHERS = {"storage_writer", "storage_reader", "planner", "async_stager", "async_checkpointer_type", "use_collectives"}
+_NEUTRAL = ("None", "True", "AsyncCheckpointerType.THREAD")  # values of these arguments that ask for nothing
+_savers: dict[Any, _Saver] = {}  # by process group
+atexit.register(_savers.clear)  # a process group that is kept until the interpreter exits may abort it
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    **refused: Any,
+) -> Path:
+    """Saves a state dict as the folder `checkpoint_id`; collective. Returns once it is durable.
+
+    Where ranks have different values under one name, the first rank's is saved. DTensors, and the large tensors of a
+    model or optimizer, are written by all ranks that hold them.
+
+    Args:
+        state_dict: Nested dicts and lists of tensors, DTensors and plain values. What has `state_dict` and
+            `load_state_dict` is saved as what the first of them gives.
+        checkpoint_id: The folder. A checkpoint there is replaced in one step. Its step is the number at the end of the
+            name, or 0.
+        process_group: The ranks that save together. Default: all.
+        no_dist: Whether this process saves alone. Default: False, where torch.distributed is initialized.
+        refused: Other arguments of DCP's, which are refused unless they ask for what is done anyway.
+
+    Returns:
+        The checkpoint's path.
+
+    Raises:
+        UsageError: An argument is refused, or the state cannot be saved.
+        CheckpointBusy: Another live process saves to this folder.
+        CheckpointError: The save has failed on any rank.
+    """
+    return async_save(
+        state_dict, checkpoint_id=checkpoint_id, process_group=process_group, no_dist=no_dist, **refused
+    ).result()
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    **refused: Any,
+) -> Future[Path]:
+    """Like `save`, but returns once the state is copied, and writes in the background. Waits for the save before.
+
+    Returns:
+        A future; its `result()` waits until the checkpoint is durable, and raises where the save has failed.
+    """
+    _check_refused(refused)
+    return _saver(process_group, no_dist).begin(_folder(checkpoint_id), SavedStateDict(state_dict))
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    planner: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    **refused: Any,
+) -> None:
+    """Gives a state dict the values of a checkpoint, in place; collective. Any Stepmark checkpoint can be loaded.
+
+    Tensors are filled, and keep their dtypes; other values are replaced; what has `load_state_dict` gets the result.
+    The checkpoint may have more. It need not have been saved with this mesh, number of ranks or device.
+
+    Args:
+        state_dict: As for `save`.
+        checkpoint_id: The checkpoint's folder.
+        planner: A DefaultLoadPlanner, of which `allow_partial_load` counts: then the checkpoint may have less, too.
+        process_group: The ranks that load together. Default: all.
+        no_dist: Whether this process loads alone. Default: False, where torch.distributed is initialized.
+        refused: Other arguments of DCP's, which are refused unless they ask for what is done anyway.
+
+    Raises:
+        UsageError: An argument is refused.
+        CheckpointNotFound: There is no checkpoint.
+        CheckpointMismatch: It lacks a name, or has another shape; nothing is changed. Or it is one of DCP's.
+        CheckpointDamaged: It is corrupted.
+    """
+    _check_refused({"planner": planner, **refused})
+    state, allow_partial = StateDict(state_dict), getattr(planner, "allow_partial_load", False)
+    _saver(process_group, no_dist).load(_folder(checkpoint_id), state, allow_partial=allow_partial)
+    for key, value in state_dict.items():
+        if is_stateful(value):
+            value.load_state_dict(state.live[key])
+        else:
+            state_dict[key] = state.live[key]
+
+
+class _Saver(Checkpointer):
+    """Saves and loads with the same ranks, each time another folder."""
+
+    def __init__(self, group: HostGroup) -> None:
+        super().__init__(os.devnull, group=group)  # until the first save
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stepmark-dcp")
+        self._last: list[Future[Path]] = []
+
+    def begin(self, path: Path, state: SavedStateDict) -> Future[Path]:
+        """Saves in the background. Raises UsageError where ranks have different paths."""
+        wait(self._last)
+        for rank, other in enumerate(self._timed_group.all_gather(str(path), "beginning a save")):
+            if other != str(path):
+                raise UsageError(f"checkpoint_id: {path} on this rank is {other} on rank {rank}; save to one folder")
+        self.folder = saving_folder(path)
+        step = int((_NUMBER.search(path.name) or "0")[0])
+        try:
+            handle = self.save(step, state, files=lambda _: _check_replaceable(path), block=False)
+        except BaseException:
+            self._end()
+            raise
+        self._last = [self._thread.submit(self._finish, handle)]
+        return self._last[0]
+
+    def _finish(self, handle: SaveHandle) -> Path:
+        try:
+            return handle.result()
+        except Exception as error:  # the program may not ask for it
+            logger.error("%s", describe_error(error))
+            raise
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Releases the folder, and removes it; keeps the memory for the next save."""
+        owned, memory, self._memory = self._ownership is not None, self._memory, StagingMemory()
+        self.close()
+        self._memory = memory
+        if owned and self._group.rank == 0:
+            files.remove_tree(self.folder)
+
+    def load(self, path: Path, state: StateDict, *, allow_partial: bool) -> None:
+        """Loads in place. Raises CheckpointMismatch, CheckpointDamaged or CheckpointNotFound."""
+        wait(self._last)
+        handle = SaveHandle(-1)
+        phases = self._background.phases(f"load of {path}", UnsharedStore(path, self._group.rank), handle)
+        restoration = partial(StateDictRestoration, allow_partial=allow_partial)
+        group, alone = self._timed_group, self._group.size == 1
+        restorer = Restorer(group, phases, self._runtime_of, 4, alone, None, self._timestamps, restoration)
+        try:
+            with self._one_call(), self._lease_on(path):
+                group.ask_first(lambda: _check_loadable(path), f"looking for {path}")
+                restorer.named(path, state)
+        finally:
+            handle.collected.set()
+            phases.stop()
+
+
+def _saver(process_group: dist.ProcessGroup | None, no_dist: bool) -> _Saver:
+    alone = no_dist or not dist.is_available() or not dist.is_initialized()
+    key = None if alone else (dist.group.WORLD, process_group)
+    for other in [other for other in _savers if key and other and other[0] is not dist.group.WORLD]:
+        del _savers[other]  # of an earlier initialization
+    if key not in _savers:
+        timeout = timedelta(seconds=APART + MARGIN)
+        _savers[key] = _Saver(HostGroup() if alone else HostGroup.of_processes(timeout, process_group))
+    return _savers[key]
+
+
+def _folder(checkpoint_id: str | os.PathLike[str] | None) -> Path:
+    if not checkpoint_id or "://" in os.fspath(checkpoint_id):
+        raise UsageError(f"checkpoint_id: {checkpoint_id!r} is not a folder; give the path of the checkpoint's")
+    return resolve_link(Path(os.path.abspath(checkpoint_id)))
+
+
+def _check_refused(arguments: Mapping[str, Any]) -> None:
+    """Raises UsageError for arguments of DCP's that ask for something else than what is done here."""
+    for name, value in arguments.items():
+        default_planner = type(value).__name__ in _DEFAULT_PLANNERS and value.flatten_state_dict
+        if not default_planner and (name not in _OTHERS or str(value) not in _NEUTRAL):
+            raise UsageError(
+                f"{name}={value!r} is not supported by stepmark.checkpoint.dcp; leave it out, or use "
+                "torch.distributed.checkpoint"
+            )
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raises UsageError where something would be lost that is not part of a checkpoint."""
+    if os.path.lexists(path) and not path.is_dir():
+        raise UsageError(f"checkpoint_id: {path} is a file; choose another name")
+    known = {entry.name for entry in read_manifest(path).files} if (path / MANIFEST).exists() else set()
+    for name in files.regular_files(path) if path.is_dir() else ():
+        if name not in known and name not in (MANIFEST, _METADATA) and not name.endswith(".distcp"):
+            raise UsageError(
+                f"checkpoint_id: {path} has {name}, which is not part of a checkpoint and would be lost; move it away, "
+                "or choose another folder"
+            )
+
+
+def _check_loadable(path: Path) -> None:
+    if (path / _METADATA).exists() and not (path / MANIFEST).exists():
+        raise CheckpointMismatch(
+            f"{path} is a checkpoint of torch.distributed.checkpoint: load it with that, or make it one of Stepmark's "
+            f"with `stepmark import {path} OUT`"
+        )
+    if not (path / MANIFEST).exists():
+        raise CheckpointNotFound(f"{path} is no checkpoint: it has no {MANIFEST}")

@@ -1,0 +1,252 @@
+"""State dicts with the conventions of torch.distributed.checkpoint (DCP): nested dicts and lists, whose leaves have
+fully qualified names, the keys on the way to them joined by "."."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
+from stepmark.checkpoint.format.json_values import decode
+from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE
+from stepmark.checkpoint.restore.optimizer_restoration import tensors_by_parameter
+from stepmark.checkpoint.restore.read_plan import Names, tensor_names
+from stepmark.checkpoint.restore.state_restoration import StateRestoration
+from stepmark.checkpoint.restore.tensor_reader import ReadTarget
+from stepmark.checkpoint.sections import SECTION_NAME, Entry, Section, add_optimizer, overlaps_itself
+from stepmark.errors import CheckpointMismatch, UsageError
+from stepmark.sharding.dtensor import is_dtensor, local_of
+from stepmark.sharding.layout import Shard
+
+_REST = "state_dict"  # the section of what is in neither a model nor an optimizer
+_SHOWN = 3  # names in an error
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a checkpoint, without its values."""
+
+    group: str
+    name: str
+
+
+class Leaf(NamedTuple):
+    """A value, which is `container[key]`."""
+
+    container: Any
+    key: Any
+    value: Any
+
+
+def leaves(state: Any, prefix: str = "") -> dict[str, Leaf]:
+    """The leaves by name. As in DCP, a list is one unless there are tensors or dicts in it, and a tuple always is.
+
+    Raises UsageError where two have one name.
+    """
+    found: dict[str, Leaf] = {}
+    for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+        name = f"{prefix}{key}"
+        inside = {name: Leaf(state, key, value)} if _is_leaf(value) else leaves(value, f"{name}.")
+        for twice in found.keys() & inside:
+            raise UsageError(f"state_dict: two values have the name {twice!r}, the keys joined by '.'; rename one")
+        found |= inside
+    return found
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, list):
+        return not any(_is_tensor(item) or not _is_leaf(item) for item in value)
+    return not isinstance(value, Mapping)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor | Shard | Stored)
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether DCP takes what its `state_dict()` gives, and has it load that."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+class StateDict(dict[str, Any]):
+    """A state dict that describes itself, once all ranks can learn that one cannot. `live` has the state dicts of
+    objects in their place."""
+
+    live: dict[str, Any]
+
+    def leaves(self) -> dict[str, Leaf]:
+        """The leaves of `live`, by name."""
+        self.live = {key: value.state_dict() if is_stateful(value) else value for key, value in self.items()}
+        return leaves(self.live)
+
+    def sections(self) -> list[Section]:
+        """One section, to be loaded, whose value has the leaves by name. Meta tensors get memory."""
+        tensors = {name: leaf.value for name, leaf in self.leaves().items() if _is_tensor(leaf.value)}
+        section = Section(_REST, "nested", "", leaves(self.live))
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                container, key, _ = section.value[name]
+                container[key] = tensor = _in_memory(tensor)
+            section.add(name, tensor)
+        return [section]
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """A meta tensor's like: of a DTensor where its mesh is, of any other on the host."""
+    if not is_dtensor(tensor):
+        return torch.empty_like(tensor, device="cpu")
+    mesh, local = tensor.device_mesh, torch.empty_like(local_of(tensor), device=tensor.device_mesh.device_type)
+    return type(tensor).from_local(local, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+
+
+class SavedStateDict(StateDict):
+    """One to be saved, as a model, optimizers and the rest.
+
+    The model is what the key "model" has, at the top or one below, or else the tensors at the top. Optimizers are those
+    with names of parameters, as torch's get_optimizer_state_dict() gives them.
+    """
+
+    def sections(self) -> list[Section]:
+        """The sections; the values of each hold the prefix that its names have in the state dict."""
+        rest = self.leaves()
+        sections: dict[str, Section] = {}
+        outer = {f"{key}.": value for key, value in self.live.items() if isinstance(value, Mapping)}
+        inner = {f"{name}{key}.": item for name, value in outer.items() for key, item in value.items()}
+        for prefix, value in (outer | inner).items():
+            name = prefix[:-1].rpartition(".")[2]
+            if name == MODEL and name not in sections and isinstance(value, Mapping):
+                sections[MODEL] = _model({key: leaf for key, leaf in rest.items() if key.startswith(prefix)}, prefix)
+            elif _is_optimizer(value) and SECTION_NAME.match(name) and name not in sections:
+                sections[name] = Section(name, "named", f"{OPTIMIZER}/{name}", value)
+                add_optimizer(sections[name], value["state"], value["param_groups"], {})
+                sections[name].values["prefix"] = prefix
+                rest = {key: leaf for key, leaf in rest.items() if not key.startswith(prefix)}
+        if MODEL not in sections:
+            sections[MODEL] = _model({key: leaf for key, leaf in rest.items() if leaf.container is self.live}, "")
+        taken = {sections[MODEL].values["prefix"] + key for key in sections[MODEL].entries}
+        values = {key: leaf.value for key, leaf in rest.items() if key not in taken}
+        sections[_REST] = Section(_REST, "nested", f"{STATE}/{_REST}", values)
+        sections[_REST].values = {"prefix": "", "value": sections[_REST].encode(values, (_REST,))}
+        for section in sections.values():  # what is written by several ranks must not differ, as buffers may
+            for key, entry in section.entries.items():
+                first = entry.tensor.nbytes <= CHECKSUM_BLOCK or (section.name == _REST and key not in section.dtensors)
+                section.entries[key] = entry._replace(first=first)
+        return list(sections.values())
+
+
+def _model(found: Mapping[str, Leaf], prefix: str) -> Section:
+    tensors = {key: leaf.value for key, leaf in found.items() if _is_tensor(leaf.value)}
+    for wrapper in ("module.", "_orig_mod."):  # DistributedDataParallel's and torch.compile's
+        if tensors and all(key.startswith(prefix + wrapper) for key in tensors):
+            prefix += wrapper
+    section = Section(MODEL, "module", MODEL, tensors)
+    for key, tensor in tensors.items():
+        section.add(key.removeprefix(prefix), tensor)
+    section.values = {"class": "Module", "tied": {}, "extra": {}, "prefix": prefix}
+    return section
+
+
+def _is_optimizer(value: Any) -> bool:
+    if not isinstance(value, Mapping) or value.keys() != {"state", "param_groups"} or _is_leaf(value["param_groups"]):
+        return False
+    names = [name for group in value["param_groups"] for name in group["params"]]
+    known = set(names) | set(value["state"])
+    return all(isinstance(name, str) for name in known) and len(known) == len(names)
+
+
+class StateDictRestoration(StateRestoration):
+    """Gives each leaf of a state dict the value of its name in the checkpoint, which may have more.
+
+    Tensors are filled, and keep their dtypes; other values are replaced. With `allow_partial`, leaves that the
+    checkpoint does not have stay.
+    """
+
+    def __init__(self, *arguments: Any, allow_partial: bool) -> None:
+        super().__init__(*arguments)
+        self._allow_partial = allow_partial
+
+    def _check_kind(self, section: Section) -> None:
+        """Only names count."""
+
+    def unexpected(self) -> Names:
+        """None: a checkpoint may have more."""
+        return set()
+
+    def _compare_section(self, section: Section, state: Any, modules: Any) -> None:
+        stored = self._stored_values()
+        missing = [name for name in section.value if name not in stored]
+        if missing and not self._allow_partial:
+            near = get_close_matches(missing[0], stored, 2) or stored
+            raise CheckpointMismatch(f"{self.where} has no {_some(missing)}; it has {_some(near)}")
+        for name, leaf in section.value.items():
+            if isinstance(stored.get(name), Stored):
+                self._want_tensor(name, leaf, section.entries.get(name), stored[name])
+            elif name in stored:
+                self._want_value(leaf, stored[name])
+
+    def _want_value(self, leaf: Leaf, stored: Any) -> None:
+        found: dict[Stored, ReadTarget] = {}
+        tree_map_only(Stored, lambda each: found.setdefault(each, self.want_new(each.group, each.name)), stored)
+
+        def update() -> None:
+            leaf.container[leaf.key] = tree_map_only(Stored, lambda each: found[each].host, stored)
+
+        self.finishers.append(update)
+
+    def _want_tensor(self, name: str, leaf: Leaf, entry: Entry | None, stored: Stored) -> None:
+        there = self.manifest.tensors[stored.group][stored.name]
+        if entry is None or there.shape != entry.layout.shape:
+            here = type(leaf.value).__name__ if entry is None else f"{entry.dtype} {list(entry.layout.shape)}"
+            raise CheckpointMismatch(f"{name!r} is {there.dtype} {list(there.shape)} in {self.where} and {here} here")
+        if there.dtype == entry.dtype and not overlaps_itself(entry.tensor):
+            self.want(stored.group, stored.name, entry.tensor, entry.layout, entry.dtype)
+            return
+        live, target = entry.tensor, self.want_new(stored.group, stored.name, entry.layout, tuple(entry.tensor.shape))
+        self.finishers.append(lambda: self.runtime.write(live, target.host.to(live.dtype)))  # type: ignore[union-attr]
+
+    def _stored_values(self) -> dict[str, Any]:
+        """Every leaf of the checkpoint's sections by name."""
+        found: dict[str, Any] = {}
+        for name, kind in self.manifest.sections.items():
+            encoded = self._values[name]
+            if kind == "module":
+                value: Any = self._module(MODEL if name == MODEL else f"{STATE}/{name}", encoded)
+            elif kind in ("optimizer", "named"):
+                value = self._optimizer(f"{OPTIMIZER}/{name}", encoded)
+            else:
+                value = decode(encoded["value"], partial(Stored, f"{STATE}/{name}"))
+            inside = leaves(value, encoded.get("prefix", f"{name}.")) if not _is_leaf(value) else {}
+            found |= {key: leaf.value for key, leaf in inside.items()} or {name: value}
+        return found
+
+    def _module(self, group: str, encoded: Mapping[str, Any]) -> dict[str, Any]:
+        inside = {name for value in encoded["extra"].values() for name in tensor_names(value)}
+        found: dict[str, Any] = {key: Stored(group, key) for key in self.stored(group) if key not in inside}
+        found |= {alias: Stored(group, kept) for alias, kept in encoded["tied"].items()}
+        return found | {key: decode(value, partial(Stored, group)) for key, value in encoded["extra"].items()}
+
+    def _optimizer(self, group: str, encoded: Mapping[str, Any]) -> dict[str, Any]:
+        """As get_optimizer_state_dict() gives it."""
+        members: Mapping[str, int] = encoded["members"]
+        values = {key: decode(encoded[key], partial(Stored, group)) for key in ("state", "groups")}
+        inside = {name for key in values for name in tensor_names(encoded[key])}
+        state = values["state"]
+        for parameter, names in tensors_by_parameter(self.stored(group).keys() - inside, members).items():
+            state.setdefault(parameter, {}).update({key: Stored(group, name) for key, name in names.items()})
+        for index, settings in values["groups"].items():
+            settings["params"] = [name for name, member in members.items() if str(member) == index]
+        return {"state": state, "param_groups": list(values["groups"].values())}
+
+
+def _some(names: Collection[str]) -> str:
+    """The first names, for an error."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, islice(names, _SHOWN))) + more
