@@ -6,8 +6,6 @@ import contextlib
 import errno
 import os
 import random
-import subprocess
-import sys
 import threading
 import zipfile
 from collections import OrderedDict
@@ -24,6 +22,7 @@ from stepmark.checkpoint.single_file import load, save
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
 from tests.support.checkpoint_states import net, same, train
+from tests.support.ranks import Ranks
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
@@ -90,11 +89,9 @@ single_file.save({"x": torch.ones(1000)}, sys.argv[1])
 """
 
 
-def test_a_save_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_save_that_is_killed_leaves_the_old_file(tmp_path: Path, ranks: Ranks) -> None:
     save({"x": 1}, tmp_path / "a.pt")
-    environment = {**os.environ}
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "a.pt")], env=environment, timeout=60)
-    assert killed.returncode == -9
+    assert ranks.script(KILLED, str(tmp_path / "a.pt")).returncode == -9
     assert load(tmp_path / "a.pt") == {"x": 1}
     save({"x": 2}, tmp_path / "a.pt")
     assert load(tmp_path / "a.pt") == {"x": 2}
@@ -197,34 +194,27 @@ def test_the_package_has_them() -> None:
 
 
 STUCK = """
-import sys, time
+import contextlib, os, sys, time
 from pathlib import Path
 from stepmark.checkpoint import single_file
+reading, writing = os.pipe()
+if sys.argv[1] == "gone":
+    os.close(reading)
+else:
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(writing, b"x" * 4096):
+            pass
+    os.set_blocking(writing, True)
+os.dup2(writing, 2)
 with single_file._deadline(Path("x.pt"), "writing", 0.2):
     time.sleep(60)
 """
 
 
 @pytest.mark.parametrize("reader", ["gone", "asleep"])
-def test_a_deadline_holds_if_standard_error_is_not_read(reader: str) -> None:
-    reading, writing = os.pipe()
-    if reader == "gone":
-        os.close(reading)
-    else:
-        os.set_blocking(writing, False)
-        with contextlib.suppress(BlockingIOError):
-            while os.write(writing, b"x" * 4096):
-                pass
-        os.set_blocking(writing, True)
-    process = subprocess.Popen([sys.executable, "-c", STUCK], stderr=writing, env=dict(os.environ))
-    try:
-        assert process.wait(40) == 1
-    finally:
-        process.kill()
-        process.wait()
-        os.close(writing)
-        if reader == "asleep":
-            os.close(reading)
+def test_a_deadline_holds_if_standard_error_is_not_read(reader: str, ranks: Ranks) -> None:
+    assert ranks.script(STUCK, reader, timeout=40).returncode == 1
 
 
 def test_no_deadline_is_too_far_away(tmp_path: Path) -> None:

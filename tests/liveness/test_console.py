@@ -16,6 +16,8 @@ from stepmark.cli.main import run
 from stepmark.liveness import console
 from stepmark.liveness.console import CONSOLE, MOST_KEPT
 from stepmark.liveness.process_exit import print_stacks, say
+from tests.support import commands
+from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 
 LEVELS = {"debug", "info", "warning", "error", "critical"}
@@ -176,8 +178,8 @@ trainer(Path(sys.argv[1]), Fails(), log_format="json")[0].train()
 """
 
 
-def test_a_scripts_traceback_is_kept_too(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=240)
+def test_a_scripts_traceback_is_kept_too(tmp_path: Path, ranks: Ranks) -> None:
+    done = ranks.script(SCRIPT, str(tmp_path), timeout=240)
     assert done.returncode == 1
     lines = [json.loads(line) for line in kept(tmp_path)]
     assert [line["level"] for line in lines if line["message"] == "user line"] == ["info"]
@@ -185,10 +187,9 @@ def test_a_scripts_traceback_is_kept_too(tmp_path: Path) -> None:
     assert "KeyError: 'absent'" in done.stderr
 
 
-def test_ranks_and_launcher_have_a_file_each(tmp_path: Path) -> None:
+def test_ranks_and_launcher_have_a_file_each(tmp_path: Path, ranks: Ranks) -> None:
     recipe = write_recipe(tmp_path, learning_rate=1e30, max_grad_norm=0.0, max_steps=8, stop_on_nan=1, logging_steps=1)
-    command = [sys.executable, "-m", "stepmark", "train", str(recipe), "--nproc", "2", "--log_format", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = commands.run(ranks, tmp_path, "train", str(recipe), "--nproc", "2", "--log_format", "json")
     assert done.returncode == 1
     found = objects(done.stderr)
     assert found[-1]["level"] == "error"

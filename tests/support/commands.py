@@ -3,6 +3,7 @@ it. For what does not depend on how a process starts: tests/system/cli/test_cli.
 
 from __future__ import annotations
 
+import logging
 import os
 import runpy
 import signal
@@ -100,6 +101,7 @@ def call_supervisor(script: list[str], folder: str, read: bool) -> None:
 
 def enter(folder: str, read: bool) -> None:
     """Goes into the folder, and prints there, or where nobody reads."""
+    logging.getLogger().handlers.clear()  # of torch_xla, which says at its import which device it takes
     os.chdir(folder)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if read else closed_pipe(), number)

@@ -43,7 +43,7 @@ from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import autocast_dtype
 from stepmark.training.model_options import check_bf16, check_fp16, enable_gradient_checkpointing
 from stepmark.training.optimizer import build_optimizer, decays_by_default, parameter_kinds, wrap_optimizer
-from stepmark.training.packed_samples import check_packing
+from stepmark.training.packing_check import check_packing
 from stepmark.training.step import TrainStep
 
 logger = logging.getLogger(__name__)

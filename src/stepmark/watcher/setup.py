@@ -26,7 +26,7 @@ from stepmark.evaluation.run_options import RunOptions
 from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.runtime.mesh import Mesh
 from stepmark.trainer.run_folder.run_identity import tokenizer_digest
-from stepmark.training.packed_samples import check_packing
+from stepmark.training.packing_check import check_packing
 from stepmark.watcher.evaluation_data import MODEL_CONFIGS, DataChoice, EvaluationSet, Request, prepare_sets
 
 logger = logging.getLogger("stepmark")

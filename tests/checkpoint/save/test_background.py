@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +28,7 @@ from stepmark.liveness.status_store import StatusStore
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.liveness.watchdog import watchdog
 from tests.support.checkpoint_states import net, same, snapshot, train
+from tests.support.ranks import Ranks
 
 
 class Gate:
@@ -158,15 +157,12 @@ def test_host_memory_is_used_again(tmp_path: Path) -> None:
         assert checkpointer._memory.take(1, pinned=False).data_ptr() == memory
 
 
-def test_a_program_that_ends_waits_for_its_save(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
+def test_a_program_that_ends_waits_for_its_save(tmp_path: Path, ranks: Ranks) -> None:
     program = (
         "import sys, torch; from stepmark.checkpoint import Checkpointer\n"
         "Checkpointer(sys.argv[1]).save(1, {'nest': {'t': torch.ones(1 << 22)}})\n"
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+    ranks.script(program, str(tmp_path)).check_returncode()
     assert (tmp_path / "checkpoint-1" / "manifest.json").exists()
     assert [path.name for path in (tmp_path / ".stepmark").iterdir()] == [".owner.1"]
 
@@ -243,7 +239,7 @@ def test_a_save_that_is_late_keeps_its_memory(tmp_path: Path, gate: Gate) -> Non
         gate.open()
 
 
-def test_a_program_whose_last_save_failed_does_not_end_well(tmp_path: Path) -> None:
+def test_a_program_whose_last_save_failed_does_not_end_well(tmp_path: Path, ranks: Ranks) -> None:
     script = """
 import sys, torch
 from stepmark.checkpoint import Checkpointer
@@ -252,7 +248,7 @@ def fail(*arguments, **options): raise OSError(28, "No space left on device")
 saving.write_extents = fail
 Checkpointer(sys.argv[1]).save(1, {"nest": {"tensor": torch.zeros(3)}})
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    done = ranks.script(script, str(tmp_path))
     assert done.returncode == 1
     assert "error: rank 0: step 1 was not saved: No space left on device" in done.stderr
 
@@ -396,8 +392,8 @@ except Exception as error:
 """
 
 
-def test_a_program_that_has_heard_of_it_ends_though_the_disk_is_stuck(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", STUCK, str(tmp_path)], capture_output=True, text=True, timeout=60)
+def test_a_program_that_has_heard_of_it_ends_though_the_disk_is_stuck(tmp_path: Path, ranks: Ranks) -> None:
+    done = ranks.script(STUCK, str(tmp_path))
     assert done.stdout == "CheckpointTimeout\n", done.stderr
 
 
@@ -448,8 +444,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_process_that_multiprocessing_has_forked_waits_for_its_save(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=60)
+def test_a_process_that_multiprocessing_has_forked_waits_for_its_save(tmp_path: Path, ranks: Ranks) -> None:
+    done = ranks.script(FORKED, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "checkpoint-1").is_dir()
 

@@ -32,6 +32,7 @@ from stepmark.trainer.interruption.run_end import record_end
 from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.telemetry.progress import ProgressDisplay
 from tests.support.processes import wait_until
+from tests.support.ranks import Ranks
 from tests.system.distributed.checkpoint_world import run_ranks
 
 ALONE = cast(Context, SimpleNamespace(store=None, host=HostGroup()))
@@ -188,9 +189,9 @@ time.sleep(2.5)
 """
 
 
-def test_a_signal_at_the_very_end_of_a_run_after_an_interrupted_one_does_not_end_the_program() -> None:
+def test_a_signal_at_the_very_end_of_a_run_after_an_interrupted_one_does_not_end_the_program(ranks: Ranks) -> None:
     """The first run leaves a handler that postpones the default action, which is not one of the program."""
-    done = subprocess.run([sys.executable, "-c", TWO_RUNS], capture_output=True, text=True, timeout=60)
+    done = ranks.script(TWO_RUNS)
     assert done.returncode == 0, done.stderr
 
 
@@ -379,6 +380,6 @@ with ending_outside_training(Path(sys.argv[1])):
 """
 
 
-def test_a_signal_to_a_forked_process_is_not_the_runs(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FORKING, str(tmp_path)], capture_output=True, text=True, timeout=60)
+def test_a_signal_to_a_forked_process_is_not_the_runs(tmp_path: Path, ranks: Ranks) -> None:
+    done = ranks.script(FORKING, str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from stepmark.errors import UsageError
-from stepmark.training.packed_samples import check_packing
+from stepmark.training.packing_check import check_packing
 from tests.support.models import build
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
