@@ -19,6 +19,7 @@ from mkdocs.structure.files import File, Files
 from stepmark import errors
 from stepmark.cli.main import COMMANDS, build_parser
 from stepmark.config.recipe import sections
+from stepmark.config.refusals import refusals
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"<!-- table ([\w-]+) -->")
@@ -43,6 +44,17 @@ BOOSTS = {
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)((?:#[^)]*)?)\)")
 
 
+OLD_NAMES = "reference/old-names.md"
+MADE_OF = {"src/stepmark/config/refusals.csv": OLD_NAMES}  # links to these files lead to the pages made of them
+ORIGINS = {
+    "elsewhere": "Fields and keywords of older versions and of other tools",
+    "transformers": "Arguments of transformers that a recipe lacks",
+    "run_clm": "Arguments of run_clm",
+    "optim": "Values of optim",
+    "optim_args": "Options in optim_args",
+    "export": "Imports of other packages",
+    "hook": "Methods of transformers' Trainer that are never called",
+}
 PUBLIC_NAME = re.compile(r"^::: (stepmark\.\w+)\n(?:    .*\n)*", re.MULTILINE)
 EXAMPLE = re.compile(r"^# (stepmark\.\w+)\n(.*?)(?=^# stepmark\.|\Z)", re.MULTILINE | re.DOTALL)
 
@@ -53,6 +65,7 @@ def on_files(files: Files, config: Any) -> Files:
         "reference/fields.md": fields_page(),
         "reference/commands.md": commands_page(),
         "reference/errors.md": errors_page(),
+        OLD_NAMES: old_names_page(),
         "reference/source-map.md": source_map(),
     }
     for path, text in pages.items():
@@ -93,6 +106,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         if f"{within}/README.md" in files.src_uris:
             return f"{image}[{text}]({target}/README.md)"
         path = (ROOT / "docs" / here / target).resolve()
+        made = path.is_relative_to(ROOT) and MADE_OF.get(path.relative_to(ROOT).as_posix())
+        if made:
+            return f"[{text}]({'../' * len(here.parts)}{made})"
         return f"{text} (`{path.relative_to(ROOT).as_posix()}`)" if path.exists() else link[0]
 
     return LINK.sub(replaced, markdown)
@@ -168,6 +184,15 @@ def errors_page() -> str:
         "",
         "All exit codes, also those of interrupted runs and of launchers: [running](../running.md#exit-codes).",
     ]
+    return "\n".join(lines)
+
+
+def old_names_page() -> str:
+    """Names of other tools, and what to use instead, by where they come from."""
+    lines = ["# Old names", "", "Each is an error that says what to use instead.", ""]
+    for origin, title in ORIGINS.items():
+        rows = [f"| `{name}` | {_cell(instead)} |" for name, instead in refusals(origin).items()]
+        lines += [f"## {title}", "", "| name | instead |", "| --- | --- |", *rows, ""]
     return "\n".join(lines)
 
 

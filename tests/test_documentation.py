@@ -7,14 +7,17 @@ import runpy
 import subprocess
 import sys
 import tomllib
+import typing
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 import stepmark
+from stepmark.config.refusals import Origin, refusals
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "stepmark"
@@ -63,14 +66,27 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links if link not in MADE and not (page.parent / link).exists()] == []
 
 
-def test_the_reference_of_commands_has_what_help_has(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def site_pages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the site's pages are made by, without mkdocs."""
     monkeypatch.setitem(sys.modules, "mkdocs", ModuleType("mkdocs"))
     monkeypatch.setitem(sys.modules, "mkdocs.structure", ModuleType("mkdocs.structure"))
     files = SimpleNamespace(File=None, Files=None)
     monkeypatch.setitem(sys.modules, "mkdocs.structure.files", files)
-    page = runpy.run_path(str(ROOT / "scripts" / "site_pages.py"))["commands_page"]()
+    return runpy.run_path(str(ROOT / "scripts" / "site_pages.py"))
+
+
+def test_the_reference_of_commands_has_what_help_has(site_pages: dict[str, Any]) -> None:
+    page = site_pages["commands_page"]()
     assert "SUPPRESS" not in page
     assert "| `--to` `{hf,dcp,hf-trainer}` |" in page
+
+
+def test_the_reference_has_every_old_name(site_pages: dict[str, Any]) -> None:
+    page = site_pages["old_names_page"]()
+    assert set(site_pages["ORIGINS"]) == set(typing.get_args(Origin))
+    for origin in typing.get_args(Origin):
+        assert [name for name in refusals(origin) if f"\n| `{name}` | " not in page] == []
 
 
 def test_the_readme_reads_elsewhere() -> None:

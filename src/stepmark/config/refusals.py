@@ -1,6 +1,6 @@
 """Names of other tools that Stepmark refuses, and what to use instead: the table `refusals.csv`.
 
-docs/transformers.md and docs/migrating.md show the same to readers, and tests compare them.
+The documentation shows it as a page.
 """
 
 from __future__ import annotations
