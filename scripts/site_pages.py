@@ -14,11 +14,14 @@ import runpy
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 from stepmark import errors
 from stepmark.cli.main import COMMANDS, build_parser
-from stepmark.config.recipe import sections
+from stepmark.config.fields import REFERENCE
+from stepmark.config.recipe import all_fields, sections
+from stepmark.config.refusals import OF_RECIPES, refusals
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"<!-- table ([\w-]+) -->")
@@ -43,6 +46,17 @@ BOOSTS = {
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)((?:#[^)]*)?)\)")
 
 
+OLD_NAMES = "reference/old-names.md"
+MADE_OF = {"src/stepmark/config/refusals.csv": OLD_NAMES}  # links to these files lead to the pages made of them
+ORIGINS = {
+    "elsewhere": "Fields and keywords of older versions and of other tools",
+    "transformers": "Arguments of transformers that a recipe lacks",
+    "run_clm": "Arguments of run_clm",
+    "optim": "Values of optim",
+    "optim_args": "Options in optim_args",
+    "export": "Imports of other packages",
+    "hook": "Methods of transformers' Trainer that are never called",
+}
 PUBLIC_NAME = re.compile(r"^::: (stepmark\.\w+)\n(?:    .*\n)*", re.MULTILINE)
 EXAMPLE = re.compile(r"^# (stepmark\.\w+)\n(.*?)(?=^# stepmark\.|\Z)", re.MULTILINE | re.DOTALL)
 
@@ -53,11 +67,22 @@ def on_files(files: Files, config: Any) -> Files:
         "reference/fields.md": fields_page(),
         "reference/commands.md": commands_page(),
         "reference/errors.md": errors_page(),
+        OLD_NAMES: old_names_page(),
         "reference/source-map.md": source_map(),
     }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_post_build(config: Any) -> None:
+    """Raises PluginError unless the site has every place that an error about a field names."""
+    folder = Path(config["site_dir"]) / REFERENCE.removeprefix(config["site_url"])
+    places = {"fields": set(all_fields()), "old-names": {name for origin in OF_RECIPES for name in refusals(origin)}}
+    for page, names in places.items():
+        anchors = set(re.findall(r'id="(\w+)"', (folder / page / "index.html").read_text(encoding="utf-8")))
+        if names - anchors:
+            raise PluginError(f"reference/{page} lacks {', '.join(sorted(names - anchors))}, which errors name")
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
@@ -93,6 +118,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         if f"{within}/README.md" in files.src_uris:
             return f"{image}[{text}]({target}/README.md)"
         path = (ROOT / "docs" / here / target).resolve()
+        made = path.is_relative_to(ROOT) and MADE_OF.get(path.relative_to(ROOT).as_posix())
+        if made:
+            return f"[{text}]({'../' * len(here.parts)}{made})"
         return f"{text} (`{path.relative_to(ROOT).as_posix()}`)" if path.exists() else link[0]
 
     return LINK.sub(replaced, markdown)
@@ -124,8 +152,7 @@ def fields_page() -> str:
             text = f"{field.help.text}{choices}. {field.help.more}".strip()
             default = field.help.default or _code(field.default_text)
             cells = (_cell(text), _code(field.type_name), default, _code(field.help.example))
-            name = f"[`{field.name}`](#{field.name}){{#{field.name}}}"
-            lines.append(f"| {name} | {' | '.join(cells)} |")
+            lines.append(f"| {_anchored(field.name)} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -169,6 +196,21 @@ def errors_page() -> str:
         "All exit codes, also those of interrupted runs and of launchers: [running](../running.md#exit-codes).",
     ]
     return "\n".join(lines)
+
+
+def old_names_page() -> str:
+    """Names of other tools, and what to use instead, by where they come from."""
+    lines = ["# Old names", "", "Each is an error that says what to use instead.", ""]
+    for origin, title in ORIGINS.items():
+        found = refusals(origin).items()
+        rows = [f"| {_anchored(name, origin in OF_RECIPES)} | {_cell(instead)} |" for name, instead in found]
+        lines += [f"## {title}", "", "| name | instead |", "| --- | --- |", *rows, ""]
+    return "\n".join(lines)
+
+
+def _anchored(name: str, anchored: bool = True) -> str:
+    """A name to which links lead: those at the end of errors."""
+    return f"[`{name}`](#{name}){{#{name}}}" if anchored else f"`{name}`"
 
 
 def _shown(group: argparse._ArgumentGroup) -> list[argparse.Action]:

@@ -7,14 +7,21 @@ import runpy
 import subprocess
 import sys
 import tomllib
+import typing
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 import stepmark
+from stepmark.config.fields import REFERENCE
+from stepmark.config.optimizers import check_optimizer
+from stepmark.config.recipe import all_fields
+from stepmark.config.refusals import OF_RECIPES, Origin, refusals, unknown_fields
+from stepmark.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "stepmark"
@@ -63,14 +70,62 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links if link not in MADE and not (page.parent / link).exists()] == []
 
 
-def test_the_reference_of_commands_has_what_help_has(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def site_pages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the site's pages are made by, without mkdocs."""
     monkeypatch.setitem(sys.modules, "mkdocs", ModuleType("mkdocs"))
     monkeypatch.setitem(sys.modules, "mkdocs.structure", ModuleType("mkdocs.structure"))
+    monkeypatch.setitem(sys.modules, "mkdocs.exceptions", SimpleNamespace(PluginError=None))
     files = SimpleNamespace(File=None, Files=None)
     monkeypatch.setitem(sys.modules, "mkdocs.structure.files", files)
-    page = runpy.run_path(str(ROOT / "scripts" / "site_pages.py"))["commands_page"]()
+    return runpy.run_path(str(ROOT / "scripts" / "site_pages.py"))
+
+
+def test_the_reference_of_commands_has_what_help_has(site_pages: dict[str, Any]) -> None:
+    page = site_pages["commands_page"]()
     assert "SUPPRESS" not in page
     assert "| `--to` `{hf,dcp,hf-trainer}` |" in page
+
+
+def described_at(address: str, site_pages: dict[str, Any]) -> bool:
+    """Whether the site has the place that an error names. The build looks for all of them in its HTML."""
+    page, _, anchor = address.removeprefix(f"{REFERENCE}/").partition("/#")
+    text: str = site_pages[f"{page.replace('-', '_')}_page"]()
+    return f"{{#{anchor}}}" in text
+
+
+def test_an_error_about_a_field_says_where_it_is_described(site_pages: dict[str, Any]) -> None:
+    for name, field in all_fields().items():
+        with pytest.raises(UsageError, match=f"^{name}: ") as caught:
+            field.checked(object())
+        assert str(caught.value).endswith(f"; see {REFERENCE}/fields/#{name}")
+        assert described_at(str(caught.value).rpartition(" ")[2], site_pages)
+
+
+def test_an_unknown_name_says_where_ours_is_described(site_pages: dict[str, Any]) -> None:
+    old = {name for origin in OF_RECIPES for name in refusals(origin)} - set(all_fields())
+    for name in (*old, *(f"{name}x" for name in all_fields() if len(name) > 9)):
+        said = unknown_fields([name], all_fields())
+        assert REFERENCE in said, said
+        assert described_at(said.rpartition(" ")[2], site_pages), said
+    assert unknown_fields(["deepspeeds"], all_fields()).count("https:") == 0  # only --help describes what is meant
+    assert unknown_fields(["hub_strateg"], ["hub_strategy"]).endswith("did you mean hub_strategy?")  # no recipe field
+    with pytest.raises(UsageError, match=f"^optim: .*; see {REFERENCE}/fields/#optim$"):
+        check_optimizer("adam")
+    assert unknown_fields(["do_eval", "max_stepss"], all_fields()).count("https:") == 0
+
+
+def test_all_say_one_address_of_the_documentation() -> None:
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Documentation"]
+    assert f"{ours}reference" == REFERENCE
+    assert f"\nsite_url: {ours} " in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def test_the_reference_has_every_old_name(site_pages: dict[str, Any]) -> None:
+    page = site_pages["old_names_page"]()
+    assert set(site_pages["ORIGINS"]) == set(typing.get_args(Origin))
+    for origin in typing.get_args(Origin):
+        assert [name for name in refusals(origin) if f"`{name}`" not in page] == []
 
 
 def test_the_readme_reads_elsewhere() -> None:

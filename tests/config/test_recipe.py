@@ -11,7 +11,7 @@ import pytest
 
 from stepmark.cli.recipe_fields import add_recipe_arguments, recipe_of
 from stepmark.config.recipe import PARTS, Recipe, all_fields, read_recipe
-from stepmark.config.refusals import refusals, unknown_field
+from stepmark.config.refusals import refusals, unknown_fields
 from stepmark.errors import UsageError
 
 Read = Callable[..., Recipe]
@@ -163,7 +163,7 @@ def test_each_field_of_transformers_is_ours_or_an_error_that_says_so() -> None:
     ours = all_fields()
     for field in dataclasses.fields(TrainingArguments):
         if field.name not in ours:
-            message = unknown_field(field.name, ours)
+            message = unknown_fields([field.name], ours)
             known = field.name in refusals("elsewhere")
             assert known or "transformers field that Stepmark does not support" in message, message
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from stepmark.config.fields import Field
 from stepmark.config.recipe import DO_TRAIN, Recipe, all_fields, is_switch, read_recipe, sections
-from stepmark.config.refusals import unknown_field
+from stepmark.config.refusals import unknown_fields
 from stepmark.liveness import console
 
 
@@ -43,7 +43,7 @@ def explain_unknown_argument(argument: str) -> str:
     """The error for an unknown field or a second positional argument."""
     if not argument.startswith("--"):
         return f"{argument}: unrecognized argument; pass one recipe, and fields as --FIELD VALUE"
-    return unknown_field(argument[2:].split("=", 1)[0], all_fields())
+    return unknown_fields([argument[2:].split("=", 1)[0]], all_fields())
 
 
 def recipe_of(parsed: argparse.Namespace) -> Recipe:

@@ -36,6 +36,7 @@ class Section(NamedTuple):
     title: str
 
 
+REFERENCE = "https://stepmark.github.io/stepmark/reference"  # below pyproject.toml's Documentation
 OR_BOOL = object()  # at a field that may also be true or false: HfArgumentParser reads no union with bool
 
 
@@ -105,7 +106,12 @@ class Field:
 
     def checked(self, value: Any, name: str | None = None) -> Any:
         """Returns `value` as the type of the field. Raises UsageError that names it, or `name`."""
-        name = name or self.name
+        try:
+            return self._checked(value, name or self.name)
+        except UsageError as error:
+            raise UsageError(f"{error}{described_at(self.name)}") from None
+
+    def _checked(self, value: Any, name: str) -> Any:
         value = convert(name, value, self.types)
         for values in self.values if value is not None or self.default is not None else ():
             if value is None or not values.accept(value):
@@ -127,6 +133,15 @@ class Field:
         return {**found, "description": f"{description} Example: {self.name}: {self.help.example}"}
 
 
+_described: set[str] = set()  # names of the fields that the reference describes
+
+
+def described_at(*names: str) -> str:
+    """The end of an error: where the first of these fields is described. Empty if none of them is a recipe's."""
+    found = next((name for name in names if name in _described), None)
+    return f"; see {REFERENCE}/fields/#{found}" if found else ""
+
+
 @functools.cache
 def fields_of(kind: type) -> Mapping[str, Field]:
     """The fields of a dataclass by name."""
@@ -142,6 +157,8 @@ def fields_of(kind: type) -> Mapping[str, Field]:
         kinds = (*((bool,) if OR_BOOL in said else ()), *(typing.get_args(hint) if union else (hint,)))
         values = tuple(each for each in said if isinstance(each, Values))
         found[field.name] = Field(field.name, kinds, field.default, values, helps[0], section)
+        if section and helps[0].text:
+            _described.add(field.name)
     return found
 
 

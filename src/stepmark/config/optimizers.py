@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from stepmark.config.fields import described_at
 from stepmark.config.refusals import refusals
 from stepmark.errors import UsageError
 
@@ -29,9 +30,10 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 def check_optimizer(name: str) -> None:
     """Raises UsageError for a name that is not in OPTIMIZERS, or whose library is not installed."""
-    if name in refusals("optim"):
-        raise UsageError(f"optim: {name!r} is not supported; use {refusals('optim')[name]}")
     if name not in OPTIMIZERS:
-        raise UsageError(f"optim: {name!r} is not supported; choose one of {', '.join(OPTIMIZERS)}")
+        instead = (
+            f"use {refusals('optim')[name]}" if name in refusals("optim") else f"choose one of {', '.join(OPTIMIZERS)}"
+        )
+        raise UsageError(f"optim: {name!r} is not supported; {instead}{described_at('optim')}")
     if name in ADAMW_8BIT and importlib.util.find_spec("bitsandbytes") is None:
         raise UsageError(f"optim: {name} needs bitsandbytes, which is not installed; pip install bitsandbytes")

@@ -24,7 +24,7 @@ from stepmark.config.fields import (
     one_of,
     refuse,
 )
-from stepmark.config.refusals import unknown_field
+from stepmark.config.refusals import unknown_fields
 from stepmark.config.training_fields import TrainingFields
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
@@ -160,9 +160,9 @@ def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:
     values = {**(_read_file(path) if path else {}), **_read_flags(flags)}
     if values.get(DO_TRAIN) is True:  # what the command does
         del values[DO_TRAIN]
-    unknown = [unknown_field(name, all_fields(), path) for name in values if name not in all_fields()]
+    unknown = [name for name in values if name not in all_fields()]
     if unknown:
-        raise UsageError("; ".join(unknown))
+        raise UsageError(unknown_fields(unknown, all_fields(), path))
     made = {
         part: kind(**{name: value for name, value in values.items() if name in fields_of(kind)})
         for part, kind in PARTS.items()

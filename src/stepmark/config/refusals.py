@@ -1,6 +1,6 @@
 """Names of other tools that Stepmark refuses, and what to use instead: the table `refusals.csv`.
 
-docs/transformers.md and docs/migrating.md show the same to readers, and tests compare them.
+The documentation shows it as a page.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from stepmark.config.fields import REFERENCE, described_at
 from stepmark.errors import UsageError
 
 # transformers: arguments of its TrainingArguments; run_clm: of its example; elsewhere: fields and keywords of older
 # versions and of other tools; export: what other packages export; hook: methods of transformers' Trainer;
 # optim: its optimizers; optim_args: their options that have a field.
 Origin = Literal["transformers", "run_clm", "elsewhere", "export", "hook", "optim", "optim_args"]
+OF_RECIPES: tuple[Origin, ...] = ("elsewhere", "transformers", "run_clm")  # what a recipe may have by mistake
 Owner = TypeVar("Owner", bound=type)
 
 TYPING_ERROR = 0.85  # similarity from which a name counts as a typing error
@@ -34,21 +36,33 @@ def refusals(origin: Origin) -> dict[str, str]:
         return {row["name"]: row["instead"] for row in csv.DictReader(table) if row["origin"] == origin}
 
 
-def unknown_field(name: str, known: Collection[str], path: str | None = None) -> str:
-    """One line that says that `name`, in the recipe `path` or a flag, is not a field, and what to do instead."""
-    where = f" in {path}" if path else ""
+def unknown_fields(names: Collection[str], known: Collection[str], path: str | None = None) -> str:
+    """One line that says that the `names`, in the recipe `path` or flags, are not fields, and what to do instead. For a
+    single one it ends with where that is described."""
+    told = [_unknown_field(name, known, f" in {path}" if path else "") for name in names]
+    return "; ".join(message for message, _ in told) + (told[0][1] if len(told) == 1 else "")
+
+
+def _unknown_field(name: str, known: Collection[str], where: str) -> tuple[str, str]:
     instead = refusals("elsewhere").get(name.replace("-", "_"))
     if instead is not None:
-        return f"{name}: is not a Stepmark field{where}; {instead}"
+        return f"{name}: is not a Stepmark field{where}; {instead}", _described(name.replace("-", "_"), instead)
     instead = {**refusals("transformers"), **refusals("run_clm")}.get(name)
     close = difflib.get_close_matches(name, known, n=1, cutoff=TYPING_ERROR)
     if instead is None and close and not name.startswith(f"{close[0]}_"):
-        return f"{name}: is not a field{where}; did you mean {close[0]}?"
+        return f"{name}: is not a field{where}; did you mean {close[0]}?", described_at(close[0])
     if instead is None and name in _transformers_fields():
         instead = f"leave it out; {HELP}"
     if instead is not None:
-        return f"{name}: is a transformers field that Stepmark does not support{where}; {instead}"
-    return f"{name}: is not a field{where}; {HELP}"
+        told = f"{name}: is a transformers field that Stepmark does not support{where}; {instead}"
+        return told, _described(name, instead)
+    return f"{name}: is not a field{where}; {HELP}", ""
+
+
+def _described(name: str, instead: str) -> str:
+    """Where the first field in `instead` is described; of a name without one, its row among all old names."""
+    listed = f"; see {REFERENCE}/old-names/#{name}" if any(name in refusals(origin) for origin in OF_RECIPES) else ""
+    return described_at(*re.findall(r"\w+", instead)) or listed
 
 
 def _transformers_fields() -> Collection[str]:
@@ -63,7 +77,7 @@ def _transformers_fields() -> Collection[str]:
 def export_message(name: str) -> str | None:
     """What a name of another package is called in `stepmark`; None for any other name."""
     instead = refusals("export").get(name)
-    return instead and f"{name}: is not in stepmark; use {instead}; see docs/migrating.md"
+    return instead and f"{name}: is not in stepmark; use {instead}; see {REFERENCE}/old-names/"
 
 
 def explains_keywords(owner: Owner) -> Owner:

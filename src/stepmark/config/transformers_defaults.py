@@ -10,7 +10,7 @@ from typing import Any
 
 from stepmark.config.fields import field_names
 from stepmark.config.quiet_libraries import quiet_libraries
-from stepmark.config.refusals import refusals, unknown_field
+from stepmark.config.refusals import refusals, unknown_fields
 from stepmark.errors import UsageError
 
 
@@ -156,7 +156,7 @@ def without_defaults(options: Mapping[str, Any], known: Collection[str]) -> dict
         defaults = transformers_defaults()
         refused = [name for name, value in others.items() if name not in defaults or not _equal(value, defaults[name])]
         if refused:
-            raise UsageError("; ".join(unknown_field(name, known) for name in refused))
+            raise UsageError(unknown_fields(refused, known))
     return {name: value for name, value in options.items() if name in known}
 
 

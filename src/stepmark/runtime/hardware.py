@@ -6,6 +6,7 @@ import glob
 import importlib.util
 import os
 
+from stepmark.config.fields import described_at
 from stepmark.config.training_fields import DEVICES
 from stepmark.errors import UsageError
 
@@ -43,7 +44,9 @@ def check_device_name(wish: str) -> None:
     if wish.startswith(("gpu", "cuda:")):
         hint = "; for GPUs use cuda: each rank takes one of those that CUDA_VISIBLE_DEVICES lists"
     if hint or not _of_torch(wish):
-        raise UsageError(f"device: {wish!r} is unknown; choose one of {', '.join(DEVICES)}{hint}")
+        raise UsageError(
+            f"device: {wish!r} is unknown; choose one of {', '.join(DEVICES)}{hint}{described_at('device')}"
+        )
 
 
 def _of_torch(name: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from stepmark.config.fields import described_at
 from stepmark.errors import UsageError
 
 PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
@@ -48,7 +49,8 @@ def check_schedule(name: str) -> None:
 
     names = [kind.value for kind in SchedulerType]
     if name not in names:
-        raise UsageError(f"lr_scheduler_type: {name!r} is unknown; choose one of {', '.join(names)}")
+        where = described_at("lr_scheduler_type")
+        raise UsageError(f"lr_scheduler_type: {name!r} is unknown; choose one of {', '.join(names)}{where}")
 
 
 def warmup_length(warmup_steps: float, warmup_ratio: float, total_steps: int) -> int:
