@@ -53,8 +53,7 @@ def save(
 ) -> Path:
     """Saves a state dict as the folder `checkpoint_id`; collective. Returns once it is durable.
 
-    Where ranks have different values under one name, the first rank's is saved. DTensors, and the large tensors of a
-    model or optimizer, are written by all ranks that hold them.
+    Where ranks have different values under one name, one rank's is saved; give them names of their own.
 
     Args:
         state_dict: Nested dicts and lists of tensors, DTensors and plain values. What has `state_dict` and

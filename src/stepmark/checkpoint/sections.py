@@ -41,7 +41,7 @@ class Entry(NamedTuple):
     tensor: Tensor
     layout: Layout
     dtype: str
-    first: bool = False  # of ranks with the same slice, only the first one's is saved
+    first: int = False  # of ranks with the same slice, only the first one's is saved; see Row
 
     def rows(self) -> Iterator[Row]:
         """One row for each slice."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
 from stepmark.checkpoint.format.json_values import decode
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE
+from stepmark.checkpoint.format.rows import ANY_ONE
 from stepmark.checkpoint.restore.optimizer_restoration import tensors_by_parameter
 from stepmark.checkpoint.restore.read_plan import Names, tensor_names
 from stepmark.checkpoint.restore.state_restoration import StateRestoration
@@ -135,10 +135,9 @@ class SavedStateDict(StateDict):
         values = {key: leaf.value for key, leaf in rest.items() if key not in taken}
         sections[_REST] = Section(_REST, "nested", f"{STATE}/{_REST}", values)
         sections[_REST].values = {"prefix": "", "value": sections[_REST].encode(values, (_REST,))}
-        for section in sections.values():  # what is written by several ranks must not differ, as buffers may
-            for key, entry in section.entries.items():
-                first = entry.tensor.nbytes <= CHECKSUM_BLOCK or (section.name == _REST and key not in section.dtensors)
-                section.entries[key] = entry._replace(first=first)
+        for section in sections.values():  # replicas of DTensors are the same; of others, buffers may differ
+            for key in section.entries.keys() - section.dtensors.keys():
+                section.entries[key] = section.entries[key]._replace(first=ANY_ONE)
         return list(sections.values())
 
 

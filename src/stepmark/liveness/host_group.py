@@ -70,7 +70,8 @@ class HostGroup:
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(among) == 1:
             return cls()
         ranks = None if among is None else dist.get_process_group_ranks(among)
-        own = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=among is not None)
+        # torch's own, since torch_xla's in its place lacks an argument
+        own = distributed_c10d.new_group(ranks, timeout, backend="gloo", use_local_synchronization=among is not None)
         return cls(dist.get_rank(own), dist.get_world_size(own), own)
 
     def all_gather(self, value: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from heapq import heapreplace
 from itertools import accumulate, pairwise
 
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
-from stepmark.checkpoint.format.rows import Row
+from stepmark.checkpoint.format.rows import ANY_ONE, Row
 from stepmark.checkpoint.format.tensor_file import PAGE, StoredTensor, header_size, order
 from stepmark.errors import UsageError
 from stepmark.sharding.layout import Shape
@@ -126,7 +126,8 @@ def _by_replicas(holdings: Sequence[Holding]) -> Iterable[tuple[str, tuple[int, 
             holders.setdefault(row, []).append(index)
     _check_coverage(holders)
     ranks_of: dict[tuple[int, ...], tuple[int, ...]] = {}
-    from_first: dict[tuple[str, tuple[int, ...]], list[Row]] = defaultdict(list)
+    alone: dict[int, int] = defaultdict(int)  # bytes that a rank writes alone, although others hold them
+    from_one: dict[tuple[str, tuple[int, ...]], list[Row]] = defaultdict(list)
     together: dict[tuple[str, tuple[int, ...]], list[Row]] = defaultdict(list)
     for row, indices in holders.items():
         key = tuple(indices)
@@ -134,10 +135,12 @@ def _by_replicas(holdings: Sequence[Holding]) -> Iterable[tuple[str, tuple[int, 
             ranks_of[key] = tuple(sorted({rank for index in key for rank in holdings[index].ranks}))
         replicas = ranks_of[key]
         if row.first and len(replicas) > 1:
-            from_first[row.group, replicas[:1]].append(row)
+            writer = min(replicas, key=lambda rank: alone[rank]) if row.first == ANY_ONE else replicas[0]
+            alone[writer] += row.nbytes
+            from_one[row.group, (writer,)].append(row)
         else:
             together[row.group, replicas].append(row)
-    for planned in (from_first, together):  # in this order: what can be divided evens out the ranks' loads
+    for planned in (from_one, together):  # in this order: what can be divided evens out the ranks' loads
         for (group, replicas), rows in planned.items():
             yield group, replicas, rows
 

@@ -1,0 +1,69 @@
+"""State dicts that several ranks save with `dcp.save`, and any number of ranks load: as torch's, bit for bit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from stepmark.checkpoint.format.verify import verify
+from tests.support import dcp_programs
+from tests.support.ranks import Ranks
+
+
+@pytest.mark.parametrize("shard", [True, False], ids=["fully_shard", "replicas"])
+def test_training_goes_on_as_with_torchs_functions(shard: bool, ranks: Ranks, tmp_path: Path) -> None:
+    found = {}
+    for whose in ("torchs", "ours"):
+        folder = tmp_path / whose
+        folder.mkdir()
+        found[whose] = [
+            ranks.run(dcp_programs.train, str(folder), whose, shard, 2, nproc=nproc).check() for nproc in (2, 3, 1)
+        ]
+    assert found["ours"] == found["torchs"]
+    assert [results[0][0] for results in found["ours"]] == [2, 4, 6]
+    assert sorted(path.name for path in (tmp_path / "ours").glob("*step*")) == ["step-2", "step-4", "step-6"]
+    assert verify(tmp_path / "ours" / "step-4").faults == ()
+
+
+def test_values_that_differ_are_one_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    theirs, ours = (ranks.run(dcp_programs.differing, str(tmp_path), each, nproc=2) for each in ("torchs", "ours"))
+    for whose, results in (("torchs", theirs.check()), ("ours", ours.check())):
+        assert results[0] == results[1], whose
+        one = results[0]
+        assert len(one["large"]) == len(one["generator"]) == 1, whose
+        assert one["seed"] in (0, 1), whose
+        assert (one["rank-0"], one["rank-1"]) == ({"at": 0}, {"at": 1}), whose
+        assert one["by rank"] == [[0, 0], [1, 1]], whose
+
+
+def test_every_rank_is_told(ranks: Ranks, tmp_path: Path) -> None:
+    for told in ranks.run(dcp_programs.refused, str(tmp_path), nproc=2).check():
+        assert "save to one folder" in told["folder"]
+        assert "odd" in told["value"]
+        assert "tensor 'w' is F32 [2] on one rank and F32 [3] on another" in told["shape"]
+        assert "no 'v'" in told["name"]
+        assert "CheckpointNotFound" in told["missing"]
+    assert sorted(path.name for path in tmp_path.iterdir() if "store" not in path.name) == ["c"]
+
+
+def test_some_of_the_ranks_save_together(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(dcp_programs.groups, str(tmp_path), nproc=3).check() == [[0], [[1, 1], 1, 2, 1], [[1, 1], 1, 2, 2]]
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(exchange: bool, ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(dcp_programs.killed_everywhere, str(tmp_path), exchange, nproc=1).check()[0]
+    assert {after - before for before, after in pairwise(found)} == {0.0, 1.0}
+    assert len(found) > 10
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_rank_that_is_killed_leaves_the_old_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(dcp_programs.save, str(tmp_path), 1.0, [0, 0], nproc=2).check()
+    codes = ranks.run(dcp_programs.save, str(tmp_path), 2.0, [0, 4], nproc=2, timeout=60).codes
+    assert codes[0] not in (0, None)
+    assert dcp_programs.loaded(str(tmp_path)) == 1.0
+    ranks.run(dcp_programs.save, str(tmp_path), 3.0, [0, 0], nproc=2).check()
+    assert dcp_programs.loaded(str(tmp_path)) == 3.0
