@@ -98,12 +98,14 @@ class Ranks:
             logs = [(Path(folder) / f"rank-{rank}.log").read_text(errors="replace") for rank in range(nproc)]
         return Outcome(answer["codes"], answer["results"], logs)
 
-    def script(self, program: str, *arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def script(
+        self, program: str, *arguments: str, timeout: float = 60, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """Like `python -c PROGRAM ARGUMENTS...`, in a child of the zygote, which ends as Python does: after threads and
-        exit functions."""
+        exit functions. `variables`: of its environment."""
         with tempfile.TemporaryDirectory() as folder:
             given = ([program, *arguments], folder)
-            (code,) = self.run("tests.support.forked:run_script", *given, timeout=timeout).codes
+            (code,) = self.run("tests.support.forked:run_script", *given, timeout=timeout, environment=variables).codes
             told = [(Path(folder) / name).read_text() for name in ("stdout", "stderr")]
         assert code is not None, f"longer than {timeout} seconds:\n{told[1]}"
         return subprocess.CompletedProcess([program, *arguments], code, *told)
