@@ -4,6 +4,8 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
+from unittest import mock
 
 from tests.support.xla_flags import FASTER
 
@@ -23,7 +25,7 @@ from stepmark.runtime.versions import refused_peft
 from tests.support import native
 from tests.support.devices import HAS_XLA, has_cuda
 from tests.support.parameter_ids import parameter_id
-from tests.support.ranks import EAGER_MODULES, Ranks
+from tests.support.ranks import EAGER_MODULES, Ranks, Zygote
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,8 +40,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all tests are imported
+    if not hasattr(config, "workerinput"):  # those of xdist have this process's
+        zygote = Zygote(*EAGER_MODULES, *(["torch_xla"] if HAS_XLA else []))
+        os.environ[ZYGOTE] = zygote.address
+        config.add_cleanup(zygote.close)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Without torch_xla, which transformers' Trainer would import: tests use it in ranks."""
+    with mock.patch.dict(os.environ, USE_TORCH_XLA="0"):
+        yield
 
 
 def pytest_collection_finish() -> None:
@@ -56,6 +69,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_make_parametrize_id(val: object) -> str | None:
     return parameter_id(val)
 
+
+ZYGOTE = "STEPMARK_TESTS_ZYGOTE"
 
 hypothesis.settings.register_profile("no deadlines", deadline=None)  # the machine may be busy
 hypothesis.settings.load_profile("no deadlines")
@@ -75,14 +90,13 @@ def transformers_may_import_torch_xla() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Ranks for any device. torch_xla is imported in their parent if it is installed, but only started in the ranks."""
-    started = Ranks(*EAGER_MODULES, *(["torch_xla"] if HAS_XLA else []))
-    yield started
-    started.close()
+    with closing(Ranks(os.environ[ZYGOTE])) as started:
+        yield started
 
 
 @pytest.fixture(scope="session")
 def native_ranks() -> Iterator[Ranks]:
     """Ranks whose torch has the simulated native device; they are skipped where it cannot be."""
-    started = Ranks(*EAGER_MODULES, variables=native.environment())
-    yield started
-    started.close()
+    zygote = Zygote(*EAGER_MODULES, variables=native.environment())
+    with closing(zygote), closing(Ranks(zygote.address)) as started:
+        yield started

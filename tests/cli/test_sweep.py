@@ -21,6 +21,8 @@ from stepmark.errors import UsageError
 from stepmark.recipe.used_recipe import write_used_recipe
 from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, read_lines
 from stepmark.trainer.run_folder.status import RunStatus
+from tests.support import commands
+from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 
 
@@ -107,11 +109,12 @@ def test_commands_for_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert Path(parsed.output_dir).resolve() == tmp_path / "out" / "learning_rate=3e-4"
 
 
-def test_side_by_side_a_failure_ends_no_other_run(tmp_path: Path) -> None:
+def test_side_by_side_a_failure_ends_no_other_run(ranks: Ranks, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, logging_steps=1, eval_strategy="steps", eval_steps=2, max_eval_samples=2)
-    job = sweep(recipe, "--config_overrides", "{n_layer: 1, n_embd: 16, n_head: 2}", "{n_layers: 1}", "--jobs", "2")
-    out, err = job.communicate(timeout=240)
-    assert job.returncode == 1, err
+    values = ("{n_layer: 1, n_embd: 16, n_head: 2}", "{n_layers: 1}")
+    done = commands.run(ranks, tmp_path, "sweep", str(recipe), "--config_overrides", *values, "--jobs", "2")
+    out, err = done.stdout, done.stderr
+    assert done.returncode == 1, err
     assert re.search(r"config_overrides=n_layers_1: error: config_overrides: .*n_layers", err)
     good = tmp_path / "out" / "config_overrides=n_layer_1_n_embd_16_n_head_2"
     assert RunStatus.read(good).state == "done"
@@ -120,7 +123,7 @@ def test_side_by_side_a_failure_ends_no_other_run(tmp_path: Path) -> None:
     assert out.endswith("next: stepmark report out\n")
 
 
-def test_ctrl_c_ends_a_sweep_which_goes_on_later(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_sweep_which_goes_on_later(ranks: Ranks, tmp_path: Path) -> None:
     steps = 4000
     recipe = write_recipe(tmp_path, max_steps=steps, logging_steps=1, save_steps=100_000)
     first, second = (tmp_path / "out" / f"seed={seed}" for seed in (0, 1))
@@ -140,16 +143,13 @@ def test_ctrl_c_ends_a_sweep_which_goes_on_later(tmp_path: Path) -> None:
     assert (first / f"checkpoint-{step}").is_dir()
     assert not second.exists()
 
-    last = str(step + 2)  # the same sweep, with less to do
-    job = sweep(recipe, "--seeds", "2", "--max_steps", last)
-    out, err = job.communicate(timeout=240)
-    assert job.returncode == 0, err
+    again = ("sweep", str(recipe), "--seeds", "2", "--max_steps", str(step + 2))  # the same sweep, with less to do
+    commands.run(ranks, tmp_path, *again).check_returncode()
     assert [line["step"] for line in read_lines(first / EVENTS) if line["event"] == "resumed"] == [step]
     assert [RunStatus.read(folder).state for folder in (first, second)] == ["done", "done"]
     written = [(folder / METRICS).read_bytes() for folder in (first, second)]
-    job = sweep(recipe, "--seeds", "2", "--max_steps", last)
-    out, err = job.communicate(timeout=100)
-    assert (job.returncode, "[" in err) == (0, False), err
+    done = commands.run(ranks, tmp_path, *again)
+    assert (done.returncode, "[" in done.stderr) == (0, False), done.stderr
     assert [(folder / METRICS).read_bytes() for folder in (first, second)] == written
-    assert re.search(r"seed=0 +done", out)
+    assert re.search(r"seed=0 +done", done.stdout)
     assert read_recipe(str(second / "used_recipe.yaml"), {}).training.seed == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,27 +33,43 @@ class Outcome:
         return self.results
 
 
-class Ranks:
-    """Runs jobs in a zygote, one at a time."""
+class Zygote:
+    """The parent of ranks, as a process for all processes of the tests."""
 
     def __init__(self, *modules: str, variables: Mapping[str, str] | None = None) -> None:
-        """`variables`: of the parent's environment, from before it imports torch."""
+        """`variables`: of its environment, from before it imports torch."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PJRT_DEVICE": "CPU"}
         environment |= variables or {}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.zygote", *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            cwd=ROOT,
-            text=True,
-        )
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind("")  # to a name that the system chooses, which is no file's
+            listener.listen()
+            self.address = listener.getsockname()[1:].decode()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.zygote", str(listener.fileno()), *modules],
+                stdin=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+                env=environment,
+                cwd=ROOT,
+            )
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+
+class Ranks:
+    """Runs jobs in a fork of the zygote at an address, one at a time."""
+
+    def __init__(self, address: str) -> None:
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(f"\0{address}")
+        self._file = self._connection.makefile("rw")
         self._answer()
 
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._file.readline()
         assert line, "the zygote ended"
         return json.loads(line)
 
@@ -76,27 +93,24 @@ class Ranks:
                 "folder": folder,
                 "environment": environment or {},
             }
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(job) + "\n")
-            self._process.stdin.flush()
+            print(json.dumps(job), file=self._file, flush=True)
             answer = self._answer()
             logs = [(Path(folder) / f"rank-{rank}.log").read_text(errors="replace") for rank in range(nproc)]
         return Outcome(answer["codes"], answer["results"], logs)
 
-    def script(self, program: str, *arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def script(
+        self, program: str, *arguments: str, timeout: float = 60, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """Like `python -c PROGRAM ARGUMENTS...`, in a child of the zygote, which ends as Python does: after threads and
-        exit functions."""
+        exit functions. `variables`: of its environment."""
         with tempfile.TemporaryDirectory() as folder:
             given = ([program, *arguments], folder)
-            (code,) = self.run("tests.support.forked:run_script", *given, timeout=timeout).codes
+            (code,) = self.run("tests.support.forked:run_script", *given, timeout=timeout, environment=variables).codes
             told = [(Path(folder) / name).read_text() for name in ("stdout", "stderr")]
         assert code is not None, f"longer than {timeout} seconds:\n{told[1]}"
         return subprocess.CompletedProcess([program, *arguments], code, *told)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("null\n")  # closing alone may not do: a forked process may hold the pipe open
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(timeout=30)
+        print("null", file=self._file, flush=True)  # closing alone may not do: a forked process may hold it open
+        self._file.close()
+        self._connection.close()

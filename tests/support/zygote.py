@@ -1,7 +1,9 @@
 """A parent that forks ranks, so that torch, transformers and torch_xla are imported once instead of in every rank.
 
-It reads one job per line from standard input (null: the end), forks `nproc` children that call `function(*arguments)`,
-and writes one line with their exit codes and results. A child's output goes to `<folder>/rank-<r>.log`.
+It reads one job per line from a connection to a socket (null: the end), forks `nproc` children that call
+`function(*arguments)`, and writes one line with their exit codes and results. A child's output goes to
+`<folder>/rank-<r>.log`. Every connection has a fork of its own, so that processes of tests share the imports, which are
+made for the first. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import socket
 import sys
 import time
@@ -23,14 +26,29 @@ POLL_SECONDS = 0.01
 
 
 def main() -> None:
-    for module in sys.argv[1:]:
-        importlib.import_module(module)
-    gc.freeze()  # so that collecting in the children copies none of the pages that they share with this process
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        if line == "null\n":
+    descriptor, *modules = sys.argv[1:]
+    listener = socket.socket(fileno=int(descriptor))
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
             break
-        print(json.dumps(run_job(json.loads(line))), flush=True)
+        connection, _ = listener.accept()
+        for module in modules:
+            importlib.import_module(module)
+        gc.freeze()  # so that collecting in the children copies none of the pages that they share with this process
+        if not os.fork():
+            listener.close()
+            run_and_exit(partial(serve, connection))
+        connection.close()
+
+
+def serve(connection: socket.socket) -> None:
+    with connection.makefile("rw") as file:
+        print(json.dumps({"ready": True}), file=file, flush=True)
+        for line in file:
+            if line == "null\n":
+                break
+            print(json.dumps(run_job(json.loads(line))), file=file, flush=True)
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +97,8 @@ def be_rank(rank: int, job: dict[str, Any], listener: socket.socket) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment(rank, job, listener))
+    if rank:
+        listener.close()  # or it would wait for an answer where rank 0 has ended
     module, name = job["function"].split(":")
     result = getattr(importlib.import_module(module), name)(*job["arguments"])
     (folder / f"rank-{rank}.json").write_text(json.dumps(result))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +122,9 @@ for write in (lambda: checkpointer.save(1, {"model": state}, block=True), lambda
 
 @pytest.mark.xla
 @pytest.mark.parametrize("name", ["XLA_USE_BF16", pytest.param("XLA_DOWNCAST_BF16", marks=pytest.mark.prove)])
-def test_nothing_is_saved_where_float32_is_bfloat16(tmp_path: Path, name: str) -> None:
-    command = [sys.executable, "-c", SAVE_ON_XLA, str(tmp_path / "run"), str(tmp_path / "file")]
-    ended = subprocess.run(command, env={**os.environ, name: "1"}, capture_output=True, text=True, check=True)
+def test_nothing_is_saved_where_float32_is_bfloat16(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    ended = ranks.script(SAVE_ON_XLA, str(tmp_path / "run"), str(tmp_path / "file"), **{name: "1"})
+    ended.check_returncode()
     lines = [line for line in ended.stdout.splitlines() if line.startswith("device: xla: ")]
     assert len(lines) == 2, ended.stdout
     assert all(f"{name}=1" in line and "bf16: true" in line for line in lines)
