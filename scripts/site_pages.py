@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 import runpy
+import tomllib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -43,6 +44,8 @@ BOOSTS = {
     "proof": 0.1,
     "architecture": 0.3,
 }
+SOURCE = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Source"]
+EXAMPLE_PATH = re.compile(r"(?<!\[)`(examples/[\w./-]+\w)`")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)((?:#[^)]*)?)\)")
 
 
@@ -103,7 +106,7 @@ def _table(name: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turns links to files that the site does not have into their paths, which are those of the repository."""
+    """Turns links to files that the site does not have, and paths of examples, into links to the repository."""
     if page.file.src_uri == "reference/python.md":
         markdown = with_examples(markdown)
     here = PurePosixPath(page.file.src_uri).parent
@@ -121,9 +124,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         made = path.is_relative_to(ROOT) and MADE_OF.get(path.relative_to(ROOT).as_posix())
         if made:
             return f"[{text}]({'../' * len(here.parts)}{made})"
-        return f"{text} (`{path.relative_to(ROOT).as_posix()}`)" if path.exists() else link[0]
+        return f"{image}[{text}]({in_repository(path)})" if path.exists() else link[0]
 
-    return LINK.sub(replaced, markdown)
+    return EXAMPLE_PATH.sub(
+        lambda found: f"[{found[0]}]({in_repository(ROOT / found[1])})", LINK.sub(replaced, markdown)
+    )
+
+
+def in_repository(path: Path) -> str:
+    """The address of a file or folder that an installed package does not have. Raises PluginError if nothing has it."""
+    if not path.exists():
+        raise PluginError(f"{path} does not exist, and a page names it")
+    return f"{SOURCE}/{'tree' if path.is_dir() else 'blob'}/main/{path.relative_to(ROOT).as_posix()}"
 
 
 def _normal(path: PurePosixPath) -> str:

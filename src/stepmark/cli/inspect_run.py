@@ -42,11 +42,18 @@ def summarize(history: History) -> dict[str, Any]:
         "loss": last.get("loss"),
         "learning_rate": last.get("learning_rate"),
         "tokens_per_second": recent_median(history, "tokens_per_second"),
+        "samples_per_second": recent_median(history, "samples_per_second"),
         "best": None if best is None else {"metric": best.metric, "step": best.step, "value": best.value},
         "checkpoints": sorted(step for path in checkpoints(history.folder) if (step := step_of(path)) is not None),
         "resumed": len(history.resumptions()),
         "trouble": [told for kind, told in end_of_run(history, read_checkpoints(history)) if kind != "failed"],
     }
+
+
+def _speed(tokens: float | None, samples: float | None) -> str | None:
+    """Where each sample has one target, it is no token. Both rates are read from a clock, one after the other."""
+    unit = "samples" if tokens and samples and abs(tokens / samples - 1) < 1e-2 else "tokens"
+    return f"{tokens:,.0f} {unit}/s" if tokens else None
 
 
 def _lines(summary: dict[str, Any]) -> list[str]:
@@ -63,7 +70,7 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         "process": None if summary["process"] is None else f"{summary['process']} on {summary['host']}",
         "devices": None if not summary["device"] else f"{text.plural(summary['ranks'], 'rank')} on {summary['device']}",
         "loss": None if summary["loss"] is None else text.value(summary["loss"]),
-        "speed": None if not summary["tokens_per_second"] else f"{summary['tokens_per_second']:,.0f} tokens/s",
+        "speed": _speed(summary["tokens_per_second"], summary["samples_per_second"]),
         "best": best and f"{best['metric']} {text.value(best['value'])} at step {best['step']:,}",
         "saved": ", ".join(f"checkpoint-{step}" for step in summary["checkpoints"]) or "no checkpoint",
     }

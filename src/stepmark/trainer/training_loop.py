@@ -334,10 +334,15 @@ class TrainingLoop:
             progress.step(self._step)
             return
         self._losses.settle()
+        progress.unit = self._unit()
         progress.step(self._step, self._losses.last_loss, self._tokens_per_second())
 
     def _tokens_per_second(self) -> float:
         return self._losses.timed_tokens / self._monitor.timers.training()
+
+    def _unit(self) -> str:
+        """What the targets are: those of classes, numbers and other labels of whole samples are samples."""
+        return "samples" if self._losses.timed_tokens == self._monitor.samples else "tokens"
 
     def _log(self) -> None:
         self._check_targets()
@@ -346,6 +351,7 @@ class TrainingLoop:
             self._callbacks.control.should_log = False
             return
         speed = self._tokens_per_second()
+        self._callbacks.progress.unit = self._unit()
         self._losses.timed_tokens = 0
         machine = self._monitor.log_fields()
         machine["target_tokens"] = self._losses.since_start["tokens"]

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from stepmark import Trainer, TrainingArguments
 from stepmark.cli.main import run
 from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.telemetry.progress import ProgressDisplay, duration, log_line
@@ -43,6 +45,30 @@ def test_a_run_that_is_not_on_a_terminal_can_be_followed(
     assert shown["output"] == str(tmp_path / "out")
     assert lines[-1].startswith(f"done: step 4; the model is in {tmp_path / 'out'}; next: stepmark report")
     assert not [line for line in lines if line.startswith("note")]
+
+
+class Line(torch.nn.Module):
+    """Fits several numbers to each sample: it has no tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": torch.nn.functional.mse_loss(self.layer(x), labels)}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_speed_of_a_model_without_tokens_is_in_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], accumulation: int
+) -> None:
+    rows = [{"x": torch.full((3,), i / 8), "labels": torch.tensor([i / 8, 1.0])} for i in range(8)]
+    fields = {"max_steps": 4, "logging_steps": 2, "device": "cpu", "gradient_accumulation_steps": accumulation}
+    Trainer(Line(), TrainingArguments(str(tmp_path), **fields), train_dataset=rows).train()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "  loss " in line]
+    assert [bool(re.search(r"  [\d,]+ samples/s  ", line)) for line in lines] == [True, True], lines
+    assert run(["inspect", str(tmp_path)]) == 0
+    assert re.search(r"^speed +[\d,]+ samples/s$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_lines_can_be_json(printed: Any) -> None:

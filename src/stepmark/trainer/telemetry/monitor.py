@@ -128,6 +128,11 @@ class Monitor:
         if self._recompilations is not None:
             self._recompilations.ended(part, step)
 
+    @property
+    def samples(self) -> int:
+        """Samples of all ranks since the last log."""
+        return self._throughput.samples
+
     def log_fields(self) -> dict[str, Any]:
         """The fields of a log that describe the machine, since the last call."""
         speed = self._throughput.fields(self.timers.training())

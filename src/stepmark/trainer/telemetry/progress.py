@@ -34,6 +34,7 @@ class ProgressDisplay:
         self._total, self._first = total, done
         self._format = log_format
         self._bar: Any = None
+        self.unit = "tokens"  # of the speed: what the targets are
         self._began = self._last = time.monotonic()
         if shows and bar and log_format == "text" and sys.stderr.isatty():
             self._open_bar(total, done)
@@ -68,7 +69,7 @@ class ProgressDisplay:
             if loss is not None and self.due():
                 self._print_log(step, {"loss": loss, "tokens_per_second": tokens_per_second})
             return
-        speed = f"  {tokens_per_second:,.0f} tokens/s" if tokens_per_second else ""
+        speed = f"  {tokens_per_second:,.0f} {self.unit}/s" if tokens_per_second else ""
         status = {} if loss is None else {"status": f"loss {decimals(loss)}{speed}"}
         self._bar.update(self._task, completed=step, **status)
         if status:
@@ -82,7 +83,7 @@ class ProgressDisplay:
             self._print_log(step, values)
 
     def _print_log(self, step: int, values: dict[str, Any]) -> None:
-        self.line(log_line(step, self._total, values, self.seconds_left(step), self._format))
+        self.line(log_line(step, self._total, values, self.seconds_left(step), self._format, self.unit))
         self._last = time.monotonic()
 
     def evaluated(self, step: int, metrics: dict[str, Any], prefix: str) -> None:
@@ -100,11 +101,13 @@ class ProgressDisplay:
             self._bar = None
 
 
-SHOWN = {"learning_rate": "lr {:.2e}", "tokens_per_second": "{:,.0f} tokens/s"}
+SHOWN = {"learning_rate": "lr {:.2e}", "tokens_per_second": "{:,.0f} {unit}/s"}
 
 
-def log_line(step: int, total: int, values: dict[str, Any], seconds_left: float | None, log_format: str) -> str:
-    """One log: time of day, step, loss, learning rate, tokens per second and the time that is left."""
+def log_line(
+    step: int, total: int, values: dict[str, Any], seconds_left: float | None, log_format: str, unit: str = "tokens"
+) -> str:
+    """One log: time of day, step, loss, learning rate, targets per second in their unit, and the time that is left."""
     if log_format == "json":
         return json_line({"step": step, "total_steps": total, **values, "eta_seconds": seconds_left})
     parts = [f"step {step}/{total}"]
@@ -112,7 +115,7 @@ def log_line(step: int, total: int, values: dict[str, Any], seconds_left: float 
         parts.append(f"loss {decimals(values['loss'])}")
     for name, form in SHOWN.items():
         if values.get(name) is not None:
-            parts.append(form.format(values[name]))
+            parts.append(form.format(values[name], unit=unit))
     if seconds_left is not None:
         parts.append(f"{duration(seconds_left)} left")
     return f"{time.strftime('%H:%M:%S')}  " + "  ".join(parts)

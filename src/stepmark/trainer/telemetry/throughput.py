@@ -37,12 +37,12 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        self._samples = 0
+        self.samples = 0
         self._flops: float | None = 0.0
 
     def add(self, batch: StepBatch) -> None:
         """Adds a step that was trained with this batch."""
-        self._samples += batch.samples
+        self.samples += batch.samples
         length = sequence_length(batch)
         each = None if length is None else self._flops_per_token(length)
         if each is None or length is None or self._flops is None:
@@ -52,7 +52,7 @@ class Throughput:
 
     def fields(self, seconds: float) -> dict[str, float]:
         """Rates over the `seconds` of training since the last log."""
-        found = {"samples_per_second": self._samples / seconds}
+        found = {"samples_per_second": self.samples / seconds}
         if self._flops is not None:
             found["model_flops_per_second"] = self._flops / seconds
             if self._peak is not None:
