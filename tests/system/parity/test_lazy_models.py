@@ -93,6 +93,33 @@ def test_a_sample_of_models_is_undisturbed(ranks: Ranks, name: str) -> None:
     assert counted(ranks, name) == {**UNDISTURBED, "lines": []}
 
 
+def train_blocks_of_experts() -> dict[str, Any]:
+    """What the device does with 2 of 16 experts a token, whose batches are small: gathered weights cost nothing."""
+    from scripts.small_models import small_model
+    from stepmark.training.one_graph_per_step import experts
+    from tests.support.lazy_models import packed, run
+
+    experts.BLOCK_COST = 0
+    taken: set[int] = set()
+    forward = experts.padded_blocks_forward
+
+    def counted_forward(*given: Any) -> Any:
+        taken.add(given[-1])
+        return forward(*given)
+
+    experts.padded_blocks_forward = counted_forward
+    model = small_model("qwen3_moe", {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 16})
+    return {**run(model, packed), "rows": sorted(taken)}
+
+
+def test_padded_blocks_of_experts_are_one_graph(ranks: Ranks) -> None:
+    (found,) = ranks.run(train_blocks_of_experts, environment={"XLA_FLAGS": FASTER}).check()
+    assert found["rows"] == [8]
+    assert found["steps"][2:] == [[0, 1, 0]] * 4
+    assert found["batches"] == [[0, 1, 0]] * len(found["batches"])
+    assert found["warnings"] == []
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("name", COUNTED)
 def test_every_model_is_as_the_table_says(ranks: Ranks, name: str, record_property: Any) -> None:

@@ -1,4 +1,4 @@
-"""Every expert on every token gives what the chosen experts give."""
+"""Static forms of experts give what the chosen experts give, one after the other, however tokens are routed."""
 
 from __future__ import annotations
 
@@ -6,46 +6,166 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import GptOssConfig, MixtralConfig, NemotronHConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
-from stepmark.training.one_graph_per_step.transformers_forward import all_experts_forward
+from stepmark.training.one_graph_per_step.experts import (
+    all_experts_forward,
+    block_rows,
+    count_blocks,
+    padded_blocks_forward,
+    static_experts_forward,
+)
 
-TOKENS, HIDDEN, EXPERTS = 6, 8, 4
+HIDDEN, EXPERTS, TOKENS = 8, 4, 11
 SMALL = {"hidden_size": HIDDEN, "intermediate_size": 12, "num_local_experts": EXPERTS}
+KINDS = {
+    "mixtral": (MixtralExperts, MixtralConfig(**SMALL)),
+    "gpt_oss: biases, transposed weights": (GptOssExperts, GptOssConfig(**SMALL)),
+    "nemotron_h: no gate": (
+        NemotronHExperts,
+        NemotronHConfig(hidden_size=HIDDEN, moe_intermediate_size=12, n_routed_experts=EXPERTS),
+    ),
+}
+FORMS = {"all experts": None, "one row a block": 1, "blocks": 4, "a block holds all": 64}
+ROUTES = {
+    "anywhere": lambda: torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(TOKENS)]),
+    "an expert gets no token": lambda: torch.stack([torch.randperm(EXPERTS - 1)[:2] for _ in range(TOKENS)]),
+    "all tokens to one expert": lambda: torch.full((TOKENS, 1), 2),
+    "the last expert alone": lambda: torch.full((TOKENS, 1), EXPERTS - 1),
+    "every token to every expert": lambda: torch.stack([torch.randperm(EXPERTS) for _ in range(TOKENS)]),
+    "one token": lambda: torch.tensor([[3, 0]]),
+    "twice the same expert": lambda: torch.full((TOKENS, 2), 1),
+}
 
 
-def made(kind: Any, config: Any) -> Any:
-    """A module of experts with random weights, run one expert after the other."""
+class Normed(MixtralExperts):
+    """Experts whose outputs are normed before they are weighted."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.post_expert_norm = torch.nn.RMSNorm(HIDDEN)
+        self.has_post_expert_norm = True
+
+
+def made(kind: Any, config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """A module of experts with random weights."""
     config._experts_implementation = "eager"
     experts = kind(config)
-    generator = torch.Generator().manual_seed(0)
     for parameter in experts.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator)
+        parameter.data = torch.randn(parameter.shape).to(dtype)
     return experts
 
 
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        (MixtralExperts, MixtralConfig(**SMALL)),
-        (GptOssExperts, GptOssConfig(**SMALL)),  # biases, transposed weights
-        (NemotronHExperts, NemotronHConfig(hidden_size=HIDDEN, moe_intermediate_size=12, n_routed_experts=EXPERTS)),
-    ],
-    ids=["mixtral", "gpt_oss", "nemotron_h: no gate"],
-)
-def test_outputs_and_gradients_are_those_of_the_chosen_experts(kind: Any, config: Any) -> None:
-    experts = made(kind, config)
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(TOKENS, HIDDEN, generator=generator, requires_grad=True)
-    weights = torch.rand(TOKENS, 2, generator=generator, requires_grad=True)
-    index = torch.tensor([[0, 1], [1, 0], [2, 1], [0, 2], [1, 2], [2, 0]])  # no token chooses expert 3
+def run(experts: Any, rows: int | None, *inputs: Tensor) -> Tensor:
+    if rows is None:
+        return all_experts_forward(experts, *inputs)
+    return padded_blocks_forward(experts, *inputs, rows)
+
+
+def results(function: Any, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> list[Tensor]:
+    """The output, and the gradients of hidden states, weights and parameters."""
+    output = function(hidden, index, weights)
     wanted = [hidden, weights, *experts.parameters()]
-    expected = experts(hidden, index, weights)
-    expected_gradients = torch.autograd.grad(expected.square().sum(), wanted)
-    found = all_experts_forward(experts, hidden, index, weights)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(torch.autograd.grad(found.square().sum(), wanted), expected_gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max() + 1))
+    return [output.detach(), *torch.autograd.grad(output.float().square().sum(), wanted)]
+
+
+def check(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * float(theirs.abs().max() + 1e-6))
+
+
+def inputs(index: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = torch.randn(len(index), HIDDEN).to(dtype).requires_grad_()
+    return hidden, index, torch.rand(index.shape).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("form", FORMS)
+def test_outputs_and_gradients_are_those_of_the_chosen_experts(kind: str, route: str, form: str) -> None:
+    torch.manual_seed(0)
+    experts = made(*KINDS[kind])
+    given = inputs(ROUTES[route]())
+    expected = results(experts, experts, *given)
+    check(results(lambda *each: run(experts, FORMS[form], *each), experts, *given), expected, 1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_norms_after_experts(form: str) -> None:
+    torch.manual_seed(0)
+    experts = made(Normed, MixtralConfig(**SMALL))
+    hidden, index, weights = inputs(ROUTES["anywhere"]())
+
+    def one_by_one(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        alone = [experts(hidden, torch.full((TOKENS, 1), each), torch.ones(TOKENS, 1)) for each in range(EXPERTS)]
+        outputs = torch.stack([experts.post_expert_norm(each) for each in alone], 1)  # (tokens, experts, hidden)
+        return (outputs.gather(1, index[..., None].expand(-1, -1, HIDDEN)) * weights[..., None]).sum(1)
+
+    expected = results(one_by_one, experts, hidden, index, weights)
+    found = results(lambda *each: run(experts, FORMS[form], *each), experts, hidden, index, weights)
+    check(found, expected, 2e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+def test_bf16(form: str, autocast: bool) -> None:
+    """Results differ from fp32's by bf16's rounding, and have the types of the default form's."""
+    torch.manual_seed(0)
+    experts = made(*KINDS["mixtral"])
+    given = inputs(ROUTES["anywhere"]())
+    expected = results(experts, experts, *given)
+    if not autocast:
+        experts.to(torch.bfloat16)
+        given = given[0].detach().bfloat16().requires_grad_(), given[1], given[2].detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = run(experts, FORMS[form], *given)
+    wanted = [given[0], given[2], *experts.parameters()]
+    found = [output.detach(), *torch.autograd.grad(output.float().square().sum(), wanted)]
+    assert {each.dtype for each in found} == {torch.float32 if autocast else torch.bfloat16}
+    check([each.float() for each in found], expected, 0.05)
+
+
+def test_frozen_experts_pass_gradients_on() -> None:
+    torch.manual_seed(0)
+    experts = made(*KINDS["mixtral"]).requires_grad_(False)
+    hidden, index, weights = inputs(ROUTES["anywhere"]())
+    expected = torch.autograd.grad(experts(hidden, index, weights).sum(), [hidden, weights])
+    found = torch.autograd.grad(padded_blocks_forward(experts, hidden, index, weights, 4).sum(), [hidden, weights])
+    check(list(found), list(expected), 1e-6)
+
+
+@pytest.mark.parametrize(("pairs", "rows"), [(1, 8), (8, 8), (9, 8), (40, 8), (41, 8)])
+def test_blocks_hold_whatever_the_routing_is(pairs: int, rows: int) -> None:
+    """The worst routing sends all pairs to one expert, which has a block of its own."""
+    assert count_blocks(pairs, rows) == -(-pairs // rows) - 1
+
+
+@pytest.mark.parametrize(("tokens", "chosen", "experts"), [(2048, 2, 8), (2048, 4, 32), (4096, 8, 128)])
+def test_blocks_are_chosen_where_they_are_less_work(tokens: int, chosen: int, experts: int) -> None:
+    rows = block_rows(tokens, chosen, experts)
+    assert rows is not None
+    computed = (experts + count_blocks(tokens * chosen, rows)) * rows
+    assert tokens * chosen <= computed <= experts * tokens * 2 / 3
+
+
+@pytest.mark.parametrize(("tokens", "chosen", "experts"), [(1, 2, 8), (64, 8, 8), (4096, 4, 4)])
+def test_every_expert_sees_every_token_where_that_is_less_work(tokens: int, chosen: int, experts: int) -> None:
+    assert block_rows(tokens, chosen, experts) is None
+
+
+def test_the_form_is_chosen_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    import stepmark.training.one_graph_per_step.experts as module
+
+    taken = []
+    monkeypatch.setattr(module, "all_experts_forward", lambda *given: taken.append("all"))
+    monkeypatch.setattr(module, "padded_blocks_forward", lambda *given: taken.append(given[-1]))
+    experts = made(*KINDS["mixtral"])
+    for tokens in (1, 4096):
+        index = torch.zeros(tokens, 1, dtype=torch.long)
+        static_experts_forward(experts, torch.zeros(tokens, HIDDEN), index, index.float())
+    assert taken == ["all", block_rows(4096, 1, EXPERTS)]

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from stepmark.data.loader.batch import known_to_mask_nothing
+from stepmark.training.one_graph_per_step.experts import static_experts_forward
 
 DEFAULT_EXPERTS = "grouped_mm"  # transformers' default implementation of experts
 _recording: ContextVar[bool] = ContextVar("recording", default=False)
@@ -228,38 +229,8 @@ def _replace_experts_function() -> None:
 
     original: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS[DEFAULT_EXPERTS]
 
-    def grouped_or_all(experts: nn.Module, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-        forward = all_experts_forward if is_recorded(hidden_states) else original
+    def grouped_or_static(experts: nn.Module, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+        forward = static_experts_forward if is_recorded(hidden_states) else original
         return forward(experts, hidden_states, *args, **options)
 
-    ALL_EXPERTS_FUNCTIONS.register(DEFAULT_EXPERTS, grouped_or_all)
-
-
-def all_experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The weighted sum of the chosen experts' outputs, (tokens, hidden), where every expert sees every token.
-
-    transformers groups tokens by expert, and the sizes of the groups are values. Here no shape depends on the routing:
-    outputs that the router did not choose have weight 0. It takes (experts / experts per token) times the arithmetic.
-
-    Args:
-        experts: a module of transformers with the weights of all experts, (experts, out, in), or (experts, in, out)
-            where `experts.is_transposed`.
-        hidden_states: (tokens, hidden).
-        top_k_index: (tokens, k), the chosen experts.
-        top_k_weights: (tokens, k), their weights.
-    """
-    name = "gate_up_proj" if experts.has_gate else "up_proj"
-    projected = _linear(experts, name, hidden_states)  # (experts, tokens, out)
-    activated = experts._apply_gate(projected) if experts.has_gate else experts.act_fn(projected)
-    outputs = _linear(experts, "down_proj", activated)  # (experts, tokens, hidden)
-    if experts.has_post_expert_norm:
-        outputs = experts.post_expert_norm(outputs)
-    chosen = top_k_index[..., None] == torch.arange(experts.num_experts, device=top_k_index.device)
-    weights = (chosen * top_k_weights[..., None]).sum(1)  # (tokens, experts)
-    return (outputs * weights.T[..., None]).sum(0).to(hidden_states.dtype)
-
-
-def _linear(experts: Any, name: str, inputs: Tensor) -> Tensor:
-    weight = getattr(experts, name)
-    outputs = torch.matmul(inputs, weight if experts.is_transposed else weight.transpose(-2, -1))
-    return outputs + getattr(experts, f"{name}_bias")[:, None] if experts.has_bias else outputs
+    ALL_EXPERTS_FUNCTIONS.register(DEFAULT_EXPERTS, grouped_or_static)
