@@ -43,8 +43,8 @@ BOOSTS = {
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)((?:#[^)]*)?)\)")
 
 
-PUBLIC_NAME = re.compile(r"^::: (stepmark\.\w+)\n(?:    .*\n)*", re.MULTILINE)
-EXAMPLE = re.compile(r"^# (stepmark\.\w+)\n(.*?)(?=^# stepmark\.|\Z)", re.MULTILINE | re.DOTALL)
+PUBLIC_NAME = re.compile(r"^::: (stepmark\.[\w.]+)\n(?:    .*\n)*", re.MULTILINE)
+EXAMPLE = re.compile(r"^# (stepmark\.[\w.]+)\n(.*?)(?=^# stepmark\.|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: Any) -> Files:
