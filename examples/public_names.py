@@ -130,3 +130,9 @@ stepmark.save({"model": model.state_dict(), "step": 4}, folder / "weights.pt")  
 
 # stepmark.load
 model.load_state_dict(stepmark.load(folder / "weights.pt", "cpu")["model"])
+
+# stepmark.checkpoint.dcp
+dcp = stepmark.checkpoint.dcp  # or: from stepmark.checkpoint import dcp
+
+dcp.save({"model": model, "step": 4}, checkpoint_id=folder / "step-4")  # as torch.distributed.checkpoint's
+dcp.load({"model": model}, checkpoint_id=folder / "step-4")

@@ -60,8 +60,8 @@ ORIGINS = {
     "export": "Imports of other packages",
     "hook": "Methods of transformers' Trainer that are never called",
 }
-PUBLIC_NAME = re.compile(r"^::: (stepmark\.\w+)\n(?:    .*\n)*", re.MULTILINE)
-EXAMPLE = re.compile(r"^# (stepmark\.\w+)\n(.*?)(?=^# stepmark\.|\Z)", re.MULTILINE | re.DOTALL)
+PUBLIC_NAME = re.compile(r"^::: (stepmark\.[\w.]+)\n(?:    .*\n)*", re.MULTILINE)
+EXAMPLE = re.compile(r"^# (stepmark\.[\w.]+)\n(.*?)(?=^# stepmark\.|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: Any) -> Files:
