@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
 import sys
 import tomllib
 import typing
@@ -22,6 +21,7 @@ from stepmark.config.optimizers import check_optimizer
 from stepmark.config.recipe import all_fields
 from stepmark.config.refusals import OF_RECIPES, Origin, refusals, unknown_fields
 from stepmark.errors import UsageError
+from tests.support.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "stepmark"
@@ -165,9 +165,8 @@ def test_every_public_name_has_a_reference_and_an_example() -> None:
     assert [name for name, text in examples.items() if f"stepmark.{name}" not in text] == []
 
 
-def test_the_examples_of_public_names_run(tmp_path: Path) -> None:
-    command = [sys.executable, str(PUBLIC_NAMES), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+def test_the_examples_of_public_names_run(ranks: Ranks, tmp_path: Path) -> None:
+    done = ranks.script(PUBLIC_NAMES.read_text(encoding="utf-8"), str(tmp_path), timeout=300)
     assert done.returncode == 0, done.stderr
     assert "saving checkpoint-4" in done.stdout + done.stderr
 

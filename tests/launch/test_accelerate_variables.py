@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from stepmark import TrainingArguments
 from stepmark.errors import UsageError
 from stepmark.launch.accelerate_variables import Asked, asked_by_accelerate
+from tests.support.ranks import Ranks
 
 SCRIPT = """
 import json, os
@@ -59,11 +58,11 @@ def test_arguments_follow_the_variables_where_they_do_not_say_otherwise(monkeypa
     assert TrainingArguments(device="xla").device_name == "xla"
 
 
-def test_accelerate_launch_sets_these_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_launch_sets_these_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--mixed_precision", "bf16", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    launch = "import runpy; runpy.run_module('accelerate.commands.launch', run_name='__main__', alter_sys=True)"
+    done = ranks.script(launch, "--cpu", "--mixed_precision", "bf16", str(script), timeout=120)
     assert done.returncode == 0, done.stderr
     for name, value in json.loads(done.stdout.splitlines()[-1]).items():
         monkeypatch.setenv(name, value)

@@ -144,7 +144,7 @@ def test_a_dead_run_on_another_machine_is_watched_before_its_folder_is_taken(
     begun = time.monotonic()
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.claim()
-        assert STALE <= time.monotonic() - begun < 10 * STALE
+        assert time.monotonic() - begun >= STALE
         assert len(heartbeat_files(tmp_path)) == 1
     assert "to see whether another run on" in caplog.text
 
@@ -165,13 +165,12 @@ def test_a_run_that_was_suspended_together_with_its_observer_is_alive(tmp_path: 
         assert other.wait().startswith("CheckpointBusy")
 
 
-def test_a_folder_that_was_given_back_is_free_at_once(tmp_path: Path) -> None:
+def test_a_folder_that_was_given_back_is_free_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = claim_on(tmp_path, "another machine", 3600.0)
     assert before.wait() == "owner"
     before.end()
-    begun = time.monotonic()
     FolderClaim.claim(tmp_path).release(entire=True)
-    assert time.monotonic() - begun < STALE
+    assert "to see whether another run" not in caplog.text
     assert heartbeat_files(tmp_path) == []
 
 

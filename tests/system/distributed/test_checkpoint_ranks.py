@@ -481,10 +481,8 @@ def restore_after_trouble(rank: int, folder: Path) -> str:
             handle = SaveHandle(1)
             checkpointer._background._aftermaths.append(handle)
             handle.fail(CheckpointError("cannot delete checkpoint-0"))
-        began = time.monotonic()
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(CheckpointError) as caught:  # at once: after `save_timeout` it would name a rank
             checkpointer.restore(state)
-        assert time.monotonic() - began < 15
         assert checkpointer.restore(state) == 1
     return str(caught.value)
 

@@ -18,7 +18,7 @@ from tests.support.run_folders import read_status
 
 FLOOR, TIMEOUT = 1.6, 4.0  # seconds: after which a rank is named; step_timeout
 # Seconds beyond it that the job may take to end; torchrun, which is slow on a busy machine, would wait for 30.
-MORE = {"one": 10, "nproc": 10, "torchrun": 25}
+MORE = {"one": 25, "nproc": 25, "torchrun": 25}
 ALONE = [each for each in HANGS if each not in ("skipped", "added", "before_train", "stopped")]
 SAMPLE = [("one", "interpreter"), ("nproc", "collator"), ("nproc", "added")]
 LINES = {

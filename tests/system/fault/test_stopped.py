@@ -16,7 +16,7 @@ from tests.support.ranks import Ranks
 from tests.support.recipes import TINY, write_recipe
 
 TIMEOUT = {"cpu": 4.0, "xla": 8.0}  # seconds: save_timeout; XLA's has room for a compilation
-MORE = {"nproc": 10, "torchrun": 45}  # seconds beyond it that the job may take to end
+MORE = {"nproc": 25, "torchrun": 45}  # seconds beyond it that the job may take to end
 SAVE_PHASES = ["joining", "planning", "copying", "writing", "finalizing"]
 TRAINING = ["training", "between stages", "evaluating"]  # no phase of a save waits for the rank there
 SAMPLE = [("cpu", "nproc", 0, "writing")]
