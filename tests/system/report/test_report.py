@@ -102,6 +102,10 @@ def test_the_page_in_a_browser(broken_run: Path, tmp_path: Path, capsys: pytest.
     assert set(charts[7:]) <= {"processor", "rank_memory", "disk", "network"}  # of a run that took a second
     assert dom.count('class="uplot') == len(charts)
     assert "lost: training, trained again" in dom
+    values = re.findall(r'class="readout"[^>]*>(.*?)</ul>', dom, re.DOTALL)
+    assert len(values) == len(charts)
+    assert "training" in values[0]
+    assert not [each for each in values if "trained again" in each]  # at the run's last step, which they do not reach
     assert ("10", "") in marks(dom, "resumed")
     assert ("10", str(KILLED_AT - 1)) in marks(dom, "lost")
     assert marks(dom, "trouble") == marks(dom, "compilation") == []

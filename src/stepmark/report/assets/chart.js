@@ -398,9 +398,12 @@ class Chart {
     this.plot.setSize({ width, height });
   }
 
+  // Eight pixels of an axis this long. The plot has no width until it is laid out, after the first reading.
+  reachOf(length) { return (length / (this.plot.over.clientWidth || this.width())) * 8; }
+
   // The values at a place of the axis: of each curve the nearest, where it is near or `anyway`.
   valuesAt(x, anyway = false) {
-    const [low, high] = this.page.zoomOf(this) ?? this.full, reach = ((high - low) / this.plot.over.clientWidth) * 8;
+    const [low, high] = this.page.zoomOf(this) ?? this.full, reach = this.reachOf(high - low);
     const found = [];
     for (const curve of this.shown().map((s) => this.points(s))) {
       const at = nearest(curve.x, x), { series } = curve;
@@ -453,7 +456,7 @@ class Chart {
   }
 
   marksAt(x) {
-    const [low, high] = this.page.zoomOf(this) ?? this.full, reach = ((high - low) / this.plot.over.clientWidth) * 8;
+    const [low, high] = this.page.zoomOf(this) ?? this.full, reach = this.reachOf(high - low);
     return this.placed.filter(({ from, to, mark }) => mark && x >= from - reach && x <= to + reach).map(({ mark }) => mark);
   }
 }
