@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 PJRT_DEVICE=CPU .venv/bin/python benchmarks/experts.py --save
 
 Forward and backward pass of one layer, for several numbers of experts of which every token has 4. The forms take turns,
-round after round, in one process. Printed are the median seconds of each, and medians of ratios within a round: how
-many times faster the form that `static_experts_forward` chooses is than all experts, and what it takes beside a dense
-layer written by hand that does the active experts' arithmetic. `--rows` measures blocks of every size, from which
-BLOCK_COST is taken: seconds beyond the arithmetic, in rows of the dense layer, for each further block.
+round after round, in one process. Counted are the processor's seconds in all threads, on which other processes have
+little influence. Printed are the medians, and medians of ratios within a round: how many times faster the form that
+`static_experts_forward` chooses is than all experts, and what it takes beside a dense layer written by hand that does
+the active experts' arithmetic. `--rows` measures blocks of more sizes, from which BLOCK_COST is taken: seconds beyond
+the arithmetic, in rows of the dense layer, for each further block.
 """
 
 from __future__ import annotations
@@ -76,12 +77,12 @@ def measure(forms: dict[str, Form], wanted: list[Any], rounds: int) -> dict[str,
                 tensor.grad = None
             torch_xla.sync()
             xm.wait_device_ops()
-            begin = time.perf_counter()
+            begin = time.process_time()
             form().square().sum().backward()
             torch_xla.sync()
             xm.wait_device_ops()
             if number:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(time.process_time() - begin)
     return seconds
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 from pipeline_comparison import difference, router_difference, tokens_for
-from small_models import small_model
+from small_models import has_latent_attention, narrow_model, small_model
 from tables import write_lists, write_table
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -45,7 +45,8 @@ Row = tuple[str, str, str]  # model type, verdict, and why or what a layer retur
 def attempt(kind: str) -> Row:
     """The verdict on one model type: passed, failed, refused or not built."""
     try:
-        model = small_model(kind, MORE).train()
+        latent = has_latent_attention(kind)
+        model = (narrow_model(kind, **MORE) if latent else small_model(kind, MORE)).train()
         for module in model.modules():
             if isinstance(module, torch.nn.modules.dropout._DropoutNd):
                 module.p = 0.0

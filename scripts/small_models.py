@@ -26,6 +26,76 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+SMALLER: dict[str, Any] = {
+    "d_model": 32,
+    "num_layers": 2,
+    "n_layers": 2,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "num_hash_layers": 0,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
+    "beam": {"mlp_layer_types": ["dense", "sparse"]},
+    "codegen": {"rotary_dim": 4},
+    "dots1": {"n_shared_experts": 1},
+    "flint": {"mlp_only_layers": [0]},
+    "gemma3": {"image_token_id": 66},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "state_size": 8, "n_groups": 1},
+    "reformer": {"is_decoder": True},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"],
+        "head_dim": 16,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 8,
+        "mamba_ngroups": 1,
+        "mamba_d_state": 8,
+    },
+}
+
+
+def has_latent_attention(model_type: str) -> bool:
+    """Whether keys and values, of which there are as many heads as of queries, come from a narrow latent."""
+    return hasattr(CONFIG_MAPPING[model_type], "kv_lora_rank")
+
+
+def narrow_model(model_type: str, **more: Any) -> Any:
+    """A small model that has also few and narrow experts and latents, where its configuration takes such values."""
+    torch.manual_seed(0)
+    heads = {"num_key_value_heads": 4} if has_latent_attention(model_type) else {}
+    narrow = {**SMALLER, **heads, **SPECIAL.get(model_type, {}), **more}
+    try:
+        return small_model(model_type, narrow)
+    except Exception:  # some of the values contradict each other in this configuration
+        return small_model(model_type, more)
+
 
 def small_model(model_type: str, more: Mapping[str, Any] | None = None) -> Any:
     """The architecture with few and narrow layers and random weights, in eval mode. `more`: small values beside SMALL,
@@ -39,6 +109,9 @@ def small_model(model_type: str, more: Mapping[str, Any] | None = None) -> Any:
             if not parameter.isfinite().all():
                 parameter.zero_()
             parameter.add_(0.05 * torch.randn_like(parameter))
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):  # experts by token, which a new model has not got
+                table.copy_(torch.rand(len(table), 4).argsort(-1)[:, : table.shape[1]])
     return model
 
 

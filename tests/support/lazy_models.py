@@ -19,7 +19,6 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.trainer.telemetry import progress
@@ -28,56 +27,6 @@ VOCABULARY, LENGTH, FIRST_TOKEN = 67, 16, 3
 STEPS, WARM_UP, BATCHES = 6, 2, 3
 Counts = list[int]  # compilations, executions, transfers to the host
 READS = "every step reads values"  # in the warning of trainer/telemetry/monitor.py
-
-SMALLER: dict[str, Any] = {
-    "d_model": 32,
-    "num_layers": 2,
-    "n_layers": 2,
-    "encoder_layers": 1,
-    "decoder_layers": 2,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "num_hash_layers": 0,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-SPECIAL: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
-    "codegen": {"rotary_dim": 4},
-    "gemma3": {"image_token_id": VOCABULARY - 1},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "gptj": {"rotary_dim": 4},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
-    "mamba2": {"num_heads": 8, "state_size": 8, "n_groups": 1},
-    "reformer": {"is_decoder": True},
-    "zamba2": {
-        "layers_block_type": ["mamba", "hybrid"],
-        "head_dim": 16,
-        "n_mamba_heads": 8,
-        "mamba_headdim": 8,
-        "mamba_ngroups": 1,
-        "mamba_d_state": 8,
-    },
-}
 
 
 class Samples(torch.utils.data.Dataset):
@@ -144,15 +93,9 @@ OTHERS: dict[str, tuple[Callable[[], Any], Any]] = {  # beside causal language m
 
 
 def causal(model_type: str) -> Any:
-    from scripts.small_models import small_model
+    from scripts.small_models import narrow_model
 
-    torch.manual_seed(0)
-    latent = hasattr(CONFIG_MAPPING[model_type], "kv_lora_rank")  # attention with as many key and value heads as heads
-    more = {**SMALLER, **({"num_key_value_heads": 4} if latent else {}), **SPECIAL.get(model_type, {})}
-    try:
-        return small_model(model_type, more)
-    except Exception:  # some of the values contradict each other in this configuration
-        return small_model(model_type)
+    return narrow_model(model_type)
 
 
 class CountDevice(TrainerCallback):

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen3Config,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from stepmark.parallel.parallelize import parallelize
 from stepmark.runtime.context import Context, start
@@ -26,12 +27,25 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from tests.support.programs import LENGTH, VOCABULARY, Blocks
 
+ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, **ROUTERS},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8, **ROUTERS},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 4, **ROUTERS},
+    "deepseek_v3": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 1, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 6, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+"""Mixtures of experts: what their configurations have beside SHAPE."""
+
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def configuration(kind: str, **changes: Any) -> PreTrainedConfig:
-    """`kind` is gpt2, llama, qwen3, gemma2 or olmo2. Two layers, 4 heads (2 key/value heads), a vocabulary of 67, which
-    is prime."""
+    """`kind` is gpt2, llama, qwen3, gemma2, olmo2 or one of EXPERTS. Two layers, 4 heads (2 key/value heads), a
+    vocabulary of 67, which is prime."""
     if kind == "gpt2":
         drop = changes.pop("dropout", 0.0)
         drops = {"resid_pdrop": drop, "embd_pdrop": drop, "attn_pdrop": drop}
@@ -39,13 +53,13 @@ def configuration(kind: str, **changes: Any) -> PreTrainedConfig:
             n_layer=changes.pop("num_hidden_layers", 2), n_embd=32, n_head=4, n_positions=LENGTH,
             vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **{**drops, **changes},
         )  # fmt: skip
-    changes.setdefault("num_key_value_heads", 2)
+    changes = {"num_key_value_heads": 2, **EXPERTS.get(kind, {}), **changes}
     if "dropout" in changes:
         changes["attention_dropout"] = changes.pop("dropout")
     if kind in ("qwen3", "gemma2"):
         changes.setdefault("head_dim", 8)
     kinds = {"llama": LlamaConfig, "qwen3": Qwen3Config, "gemma2": Gemma2Config, "olmo2": Olmo2Config}
-    make = kinds[kind]
+    make = kinds.get(kind) or CONFIG_MAPPING[kind]
     return make(**{**SHAPE, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, **changes})
 
 
@@ -56,7 +70,7 @@ def build(kind: str, lora: dict[str, Any] | None = None, **changes: Any) -> Any:
     model = AutoModelForCausalLM.from_config(configuration(kind, **changes))
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or parameter.isnan().any():
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model if lora is None else with_lora(model, lora)
 

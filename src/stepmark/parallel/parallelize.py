@@ -29,8 +29,17 @@ from stepmark.parallel.tensor.adapted_layers import (
 from stepmark.parallel.tensor.attention_heads import Heads, heads_of
 from stepmark.parallel.tensor.autograd_collectives import reduce_from
 from stepmark.parallel.tensor.dropout import RegionSeeds, has_dropout, seed_regions
+from stepmark.parallel.tensor.experts import (
+    check_experts,
+    check_grouped,
+    divide_input,
+    rotary_width,
+    share_rotary_part,
+    sum_experts,
+)
 from stepmark.parallel.tensor.layers import TensorParallelRegion, input_dim, shard_columns, shard_rows
 from stepmark.parallel.tensor.plans import (
+    ADDED_ONCE,
     COLUMN_STYLES,
     ROW_STYLES,
     Placement,
@@ -192,9 +201,12 @@ class _Parallelization:
         self._styles = [
             (name, each, style)
             for name, style in plan.items()
+            if name in modules
             for each in adapted_layers(name, modules[name])
             if id(each.layer) not in skipped
         ]
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._own = {name: (parameters[name], style) for name, style in plan.items() if name not in modules}
         self._heads = self._find_heads(modules)
         self._sharded = list(self._shards())
         ends = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if is_wrapper(each)]
@@ -218,10 +230,23 @@ class _Parallelization:
         for name, each, style in self._styles:
             if style.kind in COLUMN_STYLES or style.kind in ROW_STYLES:
                 yield from self._linear_shards(name, each, style)
+            elif style.kind == "moe_tp_experts":
+                check_experts(name, each.called, any(_parent(own) == name for own in self._own))
             elif style.kind == "all_reduce" and any(is_wrapper(module) for module in each.called.modules()):
                 raise UsageError(f"tensor_parallel_size: adapters in {name} are not supported; leave them out")
             elif style.kind == "embedding_rowwise":
                 yield each.layer.weight, self._vocabulary_shard(each.layer.weight)
+        summed = {name for name, _, style in self._styles if style.kind in ("moe_tp_experts", "all_reduce")}
+        for name, (parameter, style) in self._own.items():
+            if parameter.dim() == 3 and _parent(name) not in summed:
+                raise UsageError(
+                    f"plan: parameters of {_parent(name)} are sharded, but it does not have the style moe_tp_experts"
+                )
+            if style.kind in COLUMN_STYLES or style.kind in ROW_STYLES:
+                dim = -1 if style.kind in ROW_STYLES or parameter.dim() == 1 else -2
+                yield parameter, self._place(name, parameter, dim, style, None)
+                if parameter.dim() == 3 and not self._mesh.runtime.lazy:
+                    check_grouped(name, parameter, parameter.shape[dim] // style.packed // self._axis.size)
 
     def _vocabulary_shard(self, parameter: nn.Parameter) -> Placement:
         return shard_vocabulary(tuple(parameter.shape), self._axis.rank, self._axis.size)
@@ -247,7 +272,7 @@ class _Parallelization:
             packed = f" of {style.packed} projections" if style.packed > 1 else ""
             raise UsageError(
                 f"tensor_parallel_size: {name}, {list(shape)}{packed}, cannot be split into {size} equal shards "
-                f"along dim {dim}; choose a divisor of {shape[dim] // style.packed}"
+                f"along dim {dim % len(shape)}; choose a divisor of {shape[dim] // style.packed}"
             )
         return shard(shape, dim, rank, size, style.packed)
 
@@ -261,6 +286,8 @@ class _Parallelization:
                 annotate_replication(parameter, Replication(placement.count, partial=True))
         partial = [each for _, each, style in self._styles if style.kind == "replicated_with_grad_allreduce"]
         replicated = [parameter for each in partial for parameter in each.called.parameters()]
+        added = (ADDED_ONCE, "replicated_with_grad_allreduce")
+        replicated += [parameter for parameter, style in self._own.values() if style.kind in added]
         columns = [each for _, each, style in self._styles if style.kind in COLUMN_STYLES]
         replicated += [parameter for each in (*columns, *self._tables) for _, parameter in each.parameters_of("a")]
         replicated += partial_parameters(self._model) if self._sequence else []
@@ -287,6 +314,13 @@ class _Parallelization:
                 shard_embedding(each.layer, Vocabulary(each.layer.num_embeddings, axis, runtime))
             elif style.kind == "all_reduce":
                 each.called.register_forward_hook(lambda module, args, output: reduce_from(output.clone(), axis))
+            elif style.kind == "moe_tp_experts":
+                own = [own for own, (_, style) in self._own.items() if style.kind == ADDED_ONCE]
+                sum_experts(each.called, axis, [own.rpartition(".")[2] for own in own if _parent(own) == name])
+            elif style.kind == "moe_identity_expert":
+                divide_input(each.called, axis)
+            elif style.kind == "mla_kv_a_proj":
+                share_rotary_part(each.called, axis, rotary_width(name, modules[parent], model.config))
         for name, heads in self._heads.items():
             heads.adapt(modules[name])
         has_head = self._wire_vocabulary()

@@ -19,6 +19,7 @@ from transformers import (
     GPT2Model,
     GPTNeoXConfig,
     LlamaConfig,
+    MixtralConfig,
     OPTConfig,
     PhiConfig,
     Qwen3Config,
@@ -57,6 +58,8 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "llama": lambda **more: LlamaConfig(**SIZES, **more),
     "qwen3": lambda **more: Qwen3Config(**SIZES, head_dim=8, **more),
     "gemma": lambda **more: GemmaConfig(**SIZES, head_dim=8, **more),
+    # Files hold the gate, the values and the output of every expert by themselves.
+    "mixtral": lambda **more: MixtralConfig(**SIZES, num_local_experts=12, **more),
     "opt": lambda **more: OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=16, **more),
     "gpt_neox": lambda **more: GPTNeoXConfig(**SIZES, **more),
     "phi": lambda **more: PhiConfig(**SIZES, **more),
@@ -78,7 +81,7 @@ def cut(model: nn.Module, rank: int, size: int) -> None:
         shape[dim] = length
         boxes = []
         for begin, end in ((0, count // 3), (count // 3, count)):
-            offsets, lengths, at = [0, 0], list(parameter.shape), [0, 0]
+            offsets, lengths, at = [0] * parameter.dim(), list(parameter.shape), [0] * parameter.dim()
             offsets[dim], lengths[dim], at[dim] = first + begin, end - begin, begin
             boxes.append((Box(tuple(offsets), tuple(lengths)), tuple(at)))
         whole = tuple(parameter.shape)
@@ -258,8 +261,10 @@ def test_tied_weights_that_are_both_stored(tmp_path: Path, same: bool) -> None:
     check_equal(load_model(factory(1, 2), tmp_path), whole)
 
 
-def test_each_byte_is_read_by_one_rank(tmp_path: Path) -> None:
-    model = gpt2_folder(tmp_path)
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_each_byte_is_read_by_one_rank(tmp_path: Path, family: str) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS[family]())
+    model.save_pretrained(tmp_path)
     cut_bytes = sum(each.nbytes for each in model.parameters() if each.dim() > 1)
     whole_bytes = sum(each.nbytes for each in model.parameters() if each.dim() < 2)
     asked = []
@@ -329,6 +334,28 @@ def test_errors_name_file_and_tensor_before_anything_is_read(
         load_model(factory(), tmp_path)
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
+    assert reads.count == 0
+
+
+W1, W2 = (f"model.layers.1.block_sparse_moe.experts.3.{name}.weight" for name in ("w1", "w2"))
+BAD_EXPERTS: list[tuple[Callable[[dict[str, Any]], object], list[str]]] = [
+    (lambda s: s.pop(W1), ["shapes that do not fit", ".experts."]),
+    (lambda s: s.pop(W2), ["experts.0.w2.weight", "[11, 32, 48]", "[12, 32, 48]"]),
+    (lambda s: s.update({W1: torch.ones(47, 32)}), ["shapes that do not fit"]),
+    (lambda s: s.update({W1: torch.ones(48)}), ["shapes that do not fit"]),
+    (lambda s: s.update({"model.layers.1.mlp.experts.down_proj": torch.ones(12, 32, 48)}), ["are both", "down_proj"]),
+]
+
+
+@pytest.mark.parametrize(("spoil", "words"), BAD_EXPERTS)
+def test_errors_of_experts_in_pieces(
+    tmp_path: Path, spoil: Callable[[dict[str, Any]], object], words: list[str]
+) -> None:
+    AutoModelForCausalLM.from_config(CONFIGS["mixtral"]()).save_pretrained(tmp_path)
+    _rewrite(spoil)(tmp_path)
+    with counted_reads() as reads, pytest.raises(CheckpointMismatch) as caught:
+        load_model(factory(), tmp_path)
+    assert all(word in str(caught.value) for word in [*words, "model.safetensors"]), caught.value
     assert reads.count == 0
 
 

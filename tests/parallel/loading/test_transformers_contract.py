@@ -26,6 +26,9 @@ NEEDED = {
     "transformers.core_model_loading": [
         "WeightConverter",
         "WeightRenaming",
+        "Concatenate",
+        "MergeModulelist",
+        "dot_natural_key",
         "rename_source_key",
         "build_glob_alternation",
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,28 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from scripts.tables import read_rows
 from stepmark.errors import UsageError
+from stepmark.launch.world import World
+from stepmark.liveness.host_group import HostGroup
 from stepmark.parallel.architectures import TENSOR_PARALLEL
+from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.tensor.plans import ADDED, PLANS, check_plan, plan_of
+from stepmark.runtime.collectives import NoCollectives
+from stepmark.runtime.context import Context
+from stepmark.runtime.eager import EagerRuntime
+from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.rank_grid import RankGrid
 from tests.support.models import SHAPE, build
 
 
 def check(model: Any, plan: dict[str, str] | None = None) -> None:
     check_plan(model, plan_of(model, plan), [model.get_input_embeddings(), model.get_output_embeddings()])
+
+
+def two_ranks() -> Mesh:
+    """The first of two ranks; the checks come before anything is sent."""
+    context = Context(World(0, 2, 0, 2), EagerRuntime(torch.device("cpu")), HostGroup(0, 2))
+    axes: Any = {"dp": NoCollectives(), "tp": SimpleNamespace(rank=0, size=2)}
+    return Mesh(context, RankGrid({"dp": 1, "tp": 2}), axes)
 
 
 def of_type(model_type: str, **changes: Any) -> Any:
@@ -54,13 +70,65 @@ def test_a_custom_plan_can_name_them() -> None:
     check(model, {**model.tp_plan, "model.layers.1.mlp.scale": "replicated_with_grad_allreduce"})
 
 
-def test_latent_attention_is_refused_under_any_plan() -> None:
+def test_latent_attention_is_refused_under_plans_that_forget_its_rotary_part() -> None:
     model = of_type("deepseek_v3", first_k_dense_replace=2, num_key_value_heads=4)
-    with pytest.raises(UsageError, match="unsupported styles"):
-        check(model)
+    check(model)
     plan = {"model.layers.*.self_attn.q_b_proj": "colwise", "model.layers.*.self_attn.o_proj": "rowwise"}
     with pytest.raises(UsageError, match=r"kv_a_proj_with_mqa computes keys that all heads share"):
         check(model, plan)
+
+
+EXPERTS = {
+    "model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "model.layers.*.mlp.experts.down_proj": "rowwise",
+}
+SUM = {"model.layers.*.mlp.experts": "moe_tp_experts"}
+
+
+def mixture(**changes: Any) -> Any:
+    return of_type("mixtral", num_local_experts=4, **changes)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"model.layers.*.mlp.experts.down_proj": "rowwise", **SUM}, r"does not mention .*\.experts\.gate_up_proj"),
+        (SUM, r"model\.layers\.0\.mlp\.experts has the style moe_tp_experts, but none of its parameters"),
+        (EXPERTS, r"parameters of model\.layers\.0\.mlp\.experts are sharded, but it does not have the style"),
+    ],
+    ids=["half of the weights", "no weights", "outputs are not summed"],
+)
+def test_plans_of_experts_that_would_give_other_outputs(plan: dict[str, str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        parallelize(mixture(), two_ranks(), plan=plan)
+
+
+def test_experts_that_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"experts\.gate_up_proj, \[4, 18, 32\].* cannot be split into 2 equal shards"):
+        parallelize(mixture(intermediate_size=9), two_ranks())
+    with pytest.raises(UsageError, match=r"would be 9 wide on each rank.* multiple of 4"):
+        parallelize(mixture(intermediate_size=18), two_ranks())
+    model = mixture()
+    monkeypatch.setattr(model.model.layers[1].mlp.experts, "has_post_expert_norm", True)
+    with pytest.raises(UsageError, match=r"model\.layers\.1\.mlp\.experts norms each expert's output"):
+        parallelize(model, two_ranks())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft's
+def test_adapters_of_experts_are_refused() -> None:
+    import peft
+
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    with pytest.raises(UsageError, match=r"mlp\.experts has an adapter of type lora\.ParamWrapper"):
+        parallelize(peft.get_peft_model(mixture(), adapter), two_ranks())
+
+
+def test_latent_heads_that_do_not_divide() -> None:
+    model = of_type(
+        "deepseek_v2", hidden_size=36, num_attention_heads=3, num_key_value_heads=3, first_k_dense_replace=2
+    )
+    with pytest.raises(UsageError, match=r"self_attn has 3 heads .* which 2 ranks cannot share equally"):
+        parallelize(model, two_ranks())
 
 
 def test_types_that_were_not_verified_need_a_custom_plan() -> None:

@@ -77,7 +77,7 @@ class NoPlan(torch.nn.Module):
     [
         (NoPlan(), None, "NoPlan has no tensor parallel plan"),
         (NoPlan(), {"up": "columnwise"}, "columnwise"),
-        (NoPlan(), {"up": "colwise"}, "no module 'up'"),
+        (NoPlan(), {"up": "colwise"}, "no module or parameter 'up'"),
     ],
 )
 def test_plans_that_cannot_be_used(model: Any, plan: Any, words: str) -> None:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.parallel.loading.deferred_init import replace
-from stepmark.parallel.loading.tensor_source import BUFFER, SafetensorsSource, TensorSource
+from stepmark.parallel.loading.tensor_source import BUFFER, JoinedSource, SafetensorsSource, TensorSource
 from stepmark.sharding.layout import Layout
 
 Stored = Mapping[str, SafetensorsSource]
+Named = dict[str, SafetensorsSource | JoinedSource]
 
 
 def prepare(model: Any, stored: Stored, config: Any) -> dict[str, TensorSource]:
@@ -31,31 +32,59 @@ def prepare(model: Any, stored: Stored, config: Any) -> dict[str, TensorSource]:
     return dict(named)
 
 
-def _rename(model: Any, stored: Stored, config: Any, wanted: Mapping[str, Tensor]) -> dict[str, SafetensorsSource]:
-    """The stored tensors by the model's names: with transformers' renamings, and the base model's prefix or not."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+def _rename(model: Any, stored: Stored, config: Any, wanted: Mapping[str, Tensor]) -> Named:
+    """The stored tensors by the model's names: with transformers' renamings, joined as its conversions say, and the
+    base model's prefix or not."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     mapping = config.weight_mapping or []
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     prefix = model.base_model_prefix
-    named: dict[str, SafetensorsSource] = {}
-    for name, tensor in stored.items():
-        target, converter = rename_source_key(name, renamings, converters, prefix, dict(wanted))
+    named: Named = {}
+    joined: dict[str, tuple[Any, dict[str, list[SafetensorsSource]]]] = {}
+    for name in sorted(stored, key=dot_natural_key):  # experts by number
+        tensor = stored[name]
+        target, pattern = rename_source_key(name, renamings, converters, prefix, dict(wanted))
         if target not in wanted and name in wanted:
-            target, converter = name, None
-        if converter is not None:
-            raise UsageError(
-                f"{tensor.path}: tensor {name!r} has to be converted for {type(model).__name__}, and cannot be loaded "
-                "in parts; load the complete model and save it with save_original_format=False"
-            )
+            target, pattern = name, None
+        if pattern is not None:
+            converter = next(each for each in converters if pattern in each.source_patterns)
+            if _joining(converter) is None:
+                raise UsageError(
+                    f"{tensor.path}: tensor {name!r} has to be converted for {type(model).__name__}, and cannot be "
+                    "loaded in parts; load the complete model and save it with save_original_format=False"
+                )
+            joined.setdefault(target, (converter, {}))[1].setdefault(pattern, []).append(tensor)
+            continue
         if target in named:
             raise CheckpointMismatch(f"{tensor.path}: {name!r} and {named[target].name!r} are both {target!r}")
         named[target] = tensor
+    for target, (converter, groups) in joined.items():
+        stacked, dim = _joining(converter) or (False, 0)
+        ordered = [groups[pattern] for pattern in converter.source_patterns if pattern in groups]
+        if target in named:
+            raise CheckpointMismatch(
+                f"{named[target].path}: {ordered[0][0].name!r} and {named[target].name!r} are both {target!r}"
+            )
+        named[target] = JoinedSource.join(ordered, stacked, dim)
     return named
 
 
-def _tie(model: Any, named: dict[str, SafetensorsSource], wanted: Mapping[str, Tensor]) -> set[str]:
+def _joining(converter: Any) -> tuple[bool, int] | None:
+    """Whether a conversion stacks tensors, and the dim along which it then concatenates them; None for one that does
+    something else."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    operations = list(converter.operations)
+    stacked = bool(operations) and type(operations[0]) is MergeModulelist and operations[0].dim == 0
+    rest = operations[stacked:]
+    if len(converter.target_patterns) != 1 or len(rest) > 1 or any(type(each) is not Concatenate for each in rest):
+        return None
+    return stacked, rest[0].dim if rest else 0
+
+
+def _tie(model: Any, named: Named, wanted: Mapping[str, Tensor]) -> set[str]:
     """Ties parameters as transformers does, from the one that is stored; where both are, only if they are equal.
 
     Returns the names for which nothing is stored.
@@ -72,8 +101,10 @@ def _tie(model: Any, named: dict[str, SafetensorsSource], wanted: Mapping[str, T
     return missing
 
 
-def _equal(one: SafetensorsSource, other: SafetensorsSource) -> bool:
+def _equal(one: SafetensorsSource | JoinedSource, other: SafetensorsSource | JoinedSource) -> bool:
     """Whether two stored tensors have the same bytes; reads both, block by block."""
+    if isinstance(one, JoinedSource) or isinstance(other, JoinedSource):
+        return False
     if (one.path, one.begin) == (other.path, other.begin):
         return True
     if (one.dtype, one.shape) != (other.dtype, other.shape):
@@ -90,9 +121,7 @@ def _equal(one: SafetensorsSource, other: SafetensorsSource) -> bool:
     return True
 
 
-def _check(
-    model: Any, named: dict[str, SafetensorsSource], wanted: Mapping[str, Tensor], missing: set[str], at: Any
-) -> None:
+def _check(model: Any, named: Named, wanted: Mapping[str, Tensor], missing: set[str], at: Any) -> None:
     from transformers.utils.loading_report import LoadStateDictInfo
 
     report = LoadStateDictInfo(set(missing), set(named) - set(wanted), set(), [], {}, set())
@@ -137,7 +166,7 @@ def _apply_dtypes(model: Any, config: Any) -> None:
             parameter.data = parameter.data.to(config.dtype_plan[patterns[found.lastgroup]])
 
 
-def _fill_buffers(model: Any, named: dict[str, SafetensorsSource]) -> None:
+def _fill_buffers(model: Any, named: Named) -> None:
     """Stored buffers are read, the others computed as the model's initialisation does; parameters stay without values.
 
     On the meta device initialising a parameter costs nothing and draws nothing.

@@ -24,7 +24,7 @@ from stepmark.checkpoint.format.dtypes import DTYPES, torch_dtype
 from stepmark.checkpoint.format.tensor_file import header_length, natural_numbers, read_entries
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
 from stepmark.sharding.layout import Box, Layout, Shape
-from stepmark.sharding.views import block_views
+from stepmark.sharding.views import block_views, narrow
 
 BUFFER = 8 << 20
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -102,6 +102,55 @@ class SafetensorsSource:
             if got == 0:
                 raise CheckpointDamaged(f"{self.path} ends at byte {offset + done}, inside tensor {self.name!r}")
             done += got
+
+
+@dataclass(frozen=True)
+class JoinedSource:
+    """A tensor that is stored in pieces, such as the weights of each expert: the box of each in it."""
+
+    shape: Shape
+    pieces: tuple[tuple[SafetensorsSource, Box], ...]
+
+    @classmethod
+    def join(cls, groups: Sequence[Sequence[SafetensorsSource]], stacked: bool, dim: int) -> JoinedSource:
+        """Groups of tensors, which are stacked in each group along a new first dim, or else are one each; the groups
+        follow one another along `dim`. Raises CheckpointMismatch where tensors' shapes do not fit."""
+        first, pieces, offset = groups[0][0], [], 0
+        for group in groups:
+            for number, piece in enumerate(group):
+                lengths = ((1,) if stacked else ()) + piece.shape
+                at = [number if stacked and index == 0 else 0 for index in range(len(lengths))]
+                at[dim] += offset
+                pieces.append((piece, Box(tuple(at), lengths)))
+            offset += pieces[-1][1].lengths[dim] if len(groups) > 1 else 0
+        shape = tuple(map(max, *([a + b for a, b in zip(*box, strict=True)] for _, box in pieces), (0,) * len(lengths)))
+        if sum(box.numel for _, box in pieces) != math.prod(shape):
+            raise CheckpointMismatch(
+                f"{first.path}: {first.name!r} and the {len(pieces) - 1} tensors that belong with it have shapes that "
+                "do not fit; a file or a tensor is missing"
+            )
+        return cls(shape, tuple(pieces))
+
+    @property
+    def path(self) -> Path:
+        return self.pieces[0][0].path
+
+    @property
+    def name(self) -> str:
+        return self.pieces[0][0].name
+
+    def fill(self, local: Tensor, layout: Layout) -> None:
+        """See `TensorSource`; of each piece, only what the layout has of it is read."""
+        for part in layout.parts:
+            for block, view in block_views(local, part, 0, part.slice.numel):
+                for piece, place in self.pieces:
+                    if (common := block.box.intersect(place)) is None:
+                        continue
+                    target = narrow(view, common.relative_to(block.box.offsets))
+                    inside = common.relative_to(place.offsets)
+                    if len(piece.shape) < len(self.shape):
+                        target, inside = target[0], Box(inside.offsets[1:], inside.lengths[1:])
+                    piece.fill(target, Layout.boxes(piece.shape, [(inside, (0,) * len(piece.shape))]))
 
 
 def _runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:

@@ -21,12 +21,13 @@ class Heads:
     """Query and key/value heads of a complete attention module, and the number of ranks that share them.
 
     Where there are fewer key/value heads than ranks, neighbouring ranks hold a replica of the head that their queries
-    need.
+    need. `latent`: of multi-head latent attention, in which keys and values have as many heads as queries.
     """
 
     queries: int
     keys_and_values: int
     ranks: int
+    latent: bool = False
 
     def groups(self, child: str) -> int | None:
         """Number of different shards of a projection; None: one per rank."""
@@ -44,7 +45,7 @@ class Heads:
         for name in KEY_VALUE_COUNTS:
             if getattr(module, name, None) == self.keys_and_values:
                 setattr(module, name, keys_and_values)
-        for name in WIDTHS:
+        for name in () if self.latent else WIDTHS:
             if isinstance(getattr(module, name, None), int):
                 setattr(module, name, getattr(module, name) // self.ranks)
 
@@ -53,14 +54,15 @@ def heads_of(name: str, module: nn.Module, config: Any, ranks: int) -> Heads | N
     """The heads of an attention module; None for any other module. Raises UsageError where `ranks` cannot share them
     equally."""
     width = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
-    if not isinstance(width, int):
+    children = dict(module.named_children())
+    latent = "kv_b_proj" in children
+    if not isinstance(width, int) and not latent:
         return None
     config = getattr(module, "config", config)
-    children = dict(module.named_children())
     keys = next((base_of(children[child]) for child in KEYS_AND_VALUES if child in children), None)
     queries = _first(module, QUERY_COUNTS) or _first(config, QUERY_COUNTS)
-    keys_and_values = _first(config, KEY_VALUE_COUNTS) or queries
-    if isinstance(keys, nn.Linear):
+    keys_and_values = queries if latent else _first(config, KEY_VALUE_COUNTS) or queries
+    if isinstance(keys, nn.Linear) and isinstance(width, int) and not latent:
         keys_and_values = keys.out_features // width
         groups = getattr(module, "num_key_value_groups", None)
         queries = keys_and_values * groups if isinstance(groups, int) else queries
@@ -72,7 +74,7 @@ def heads_of(name: str, module: nn.Module, config: Any, ranks: int) -> Heads | N
             "ranks cannot share equally; choose a divisor of the heads that divides the key/value heads or is a "
             "multiple of them"
         )
-    return Heads(queries, keys_and_values, ranks)
+    return Heads(queries, keys_and_values, ranks, latent)
 
 
 def _first(owner: Any, names: tuple[str, ...]) -> int | None:

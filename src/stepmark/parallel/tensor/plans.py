@@ -1,13 +1,13 @@
 """Which modules tensor parallelism shards, and which slice of each parameter a rank then holds.
 
-A plan maps module names (with `*` for a layer's number) to styles, as transformers' `tp_plan`s do. Modules that a plan
-does not name are replicated.
+A plan maps names of modules, or of parameters that have no module of their own, to styles (with `*` for a layer's
+number), as transformers' `tp_plan`s do. What a plan does not name is replicated.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,15 @@ STYLES = (
     "embedding_rowwise",
     "all_reduce",
     "replicate",
+    "moe_tp_experts",
+    "moe_identity_expert",
+    "mla_kv_a_proj",
+    "local_params",
 )
+ADDED_ONCE = "added_once"
+"""The style of a bias of experts that every rank adds to its part of a sum; no plan names it."""
+
+NOT_INSIDE = ("moe_tp_experts", "local_params")  # styles that say nothing of a module's own parameters
 
 PLANS: dict[str, dict[str, str]] = {
     "gpt2": {
@@ -35,22 +43,55 @@ PLANS: dict[str, dict[str, str]] = {
         "h.*.mlp.c_fc": "colwise",
         "h.*.mlp.c_proj": "rowwise",
     },
+    "gpt_oss": {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.self_attn.sinks": "colwise",
+        "layers.*.mlp.experts.gate_up_proj": "rowwise",  # (experts, in, out), where gates and values alternate
+        "layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
+        "layers.*.mlp.experts.down_proj": "colwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    },
 }
 """Our plans, by model type, for models without one; names are relative to the base model."""
+
+_LATENT = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.q_b_proj": "colwise",
+    "layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
+    "layers.*.self_attn.kv_b_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
 
 ADDED: dict[str, dict[str, str]] = {
     # An activation function with parameters, between columns and rows, which its plan does not name.
     "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+    # Multi-head latent attention: one plan leaves it out, the other the rotary part that all heads share.
+    "deepseek_v3": _LATENT,
+    "youtu": _LATENT,
+    # Which keys are attended to is computed for all heads.
+    **{kind: {"layers.*.self_attn.indexer": "replicate"} for kind in ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")},
+    # Gates and values follow one another; what shared experts get has partial gradients as well.
+    **{
+        kind: {
+            "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+            "layers.*.mlp.shared_experts": "moe_tp_experts",
+        }
+        for kind in ("inkling_text", "inkling2_text")
+    },
 }
-"""What transformers' plan of a model type lacks; names are relative to the base model."""
+"""What transformers' plan of a model type lacks or has wrong; names are relative to the base model."""
 
 REFUSED = {
     "doge": "its attention mask has per-head parameters, which its plan shards differently from the heads",
-    "youtu": "its plan omits the rotary part that all heads share (multi-head latent attention)",
 }
 """Model types whose plan in transformers does not reproduce the unsharded model's results, and why."""
 
 LATENT_ATTENTION = ("kv_a_proj_with_mqa", "kv_a_proj", "kv_a_layernorm")
+BEFORE_HEADS = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm")
+"""What multi-head latent attention computes for all heads, before a layer that is sharded by columns."""
 
 _INSIDE_SAVED_MODULE = re.compile(r"\.(original_module|modules_to_save\.[^.]+)(?=\.)")  # in names, with peft
 
@@ -74,7 +115,8 @@ class Placement:
 
 
 def plan_of(model: Any, given: Mapping[str, str] | None = None) -> dict[str, Style]:
-    """Module name to style, for a transformers model; the user's plan, `given`, takes precedence over the model's own.
+    """The name of a module or parameter to its style, for a transformers model; the user's plan, `given`, takes
+    precedence over the model's own.
 
     Raises UsageError for a model without a plan, for a model's own plan that was not verified, for unsupported styles,
     and for names in the user's plan that match no module.
@@ -96,8 +138,8 @@ def plan_of(model: Any, given: Mapping[str, str] | None = None) -> dict[str, Sty
     missing = sorted(set(patterns) - matched)
     if given is not None and missing:
         raise UsageError(
-            f"plan: {type(model).__name__} has no module {missing[0]!r}; use the names of named_modules(), with * "
-            "for a layer's number"
+            f"plan: {type(model).__name__} has no module or parameter {missing[0]!r}; use the names of "
+            "named_modules() and named_parameters(), with * for a layer's number"
         )
     kind = _model_type(model)
     if given is None and kind not in TENSOR_PARALLEL:
@@ -110,11 +152,11 @@ def plan_of(model: Any, given: Mapping[str, str] | None = None) -> dict[str, Sty
 
 
 def _match(model: Any, patterns: Mapping[str, str]) -> tuple[dict[str, Style], set[str]]:
-    """The modules that match a pattern, and the patterns that match a module."""
+    """The modules and parameters that match a pattern, and the patterns that match one."""
     compiled = [(re.compile(_expression(pattern)), pattern, style) for pattern, style in patterns.items()]
     found: dict[str, Style] = {}
     matched = set()
-    for name, _ in model.named_modules():
+    for name in _names(model):
         plain = _INSIDE_SAVED_MODULE.sub("", name)
         for expression, pattern, style in compiled:
             if expression.fullmatch(plain) and plain != name:
@@ -125,7 +167,15 @@ def _match(model: Any, patterns: Mapping[str, str]) -> tuple[dict[str, Style], s
             if expression.fullmatch(name):
                 found[name] = parse_style(style)
                 matched.add(pattern)
+    for name in [name for name, style in found.items() if style.kind == "moe_tp_experts"]:
+        for own, _ in model.get_submodule(name).named_parameters(prefix=name, recurse=False):
+            if own not in found and own.endswith("_bias") and own.removesuffix("_bias") in found:
+                found[own] = Style(ADDED_ONCE)
     return found, matched
+
+
+def _names(model: Any) -> list[str]:
+    return [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
 
 
 def parse_style(text: str) -> Style:
@@ -147,7 +197,9 @@ def own_plan(model: Any) -> dict[str, str]:
     own = dict(getattr(model, "_tp_plan", None) or {})
     ours = ADDED.get(kind, {}) if own else PLANS.get(kind, {})
     prefix = "" if getattr(model, "base_model", model) is model else f"{model.base_model_prefix}."
-    return {**own, **{prefix + name: style for name, style in ours.items()}}
+    own |= {prefix + name: style for name, style in ours.items()}
+    latent = [name.rpartition(".")[0] for name, style in own.items() if style == "mla_kv_a_proj"]
+    return {**{f"{name}.{child}": "replicate" for name in latent for child in BEFORE_HEADS}, **own}
 
 
 def _model_type(model: Any) -> str:
@@ -173,33 +225,36 @@ def check_plan(model: Any, styles: Mapping[str, Style], exempt: Iterable[nn.Modu
     parents = {
         name.rpartition(".")[0]
         for name, style in styles.items()
-        if style.kind in ("colwise", "rowwise") and id(modules[name]) not in exempt_ids
+        if style.kind in ("colwise", "rowwise") and id(modules.get(name)) not in exempt_ids
     }
+    covering = {name for name, style in styles.items() if style.kind not in NOT_INSIDE}
     for parent in sorted(parents):
-        _check_region(parent, modules[parent], styles, exempt_ids)
+        _check_region(parent, modules[parent], styles, covering, exempt_ids)
 
 
-def _check_region(parent: str, region: nn.Module, styles: Mapping[str, Style], exempt_ids: set[int]) -> None:
-    latent = [name for name, _ in region.named_children() if name in LATENT_ATTENTION]
-    if latent:
+def _check_region(
+    parent: str, region: nn.Module, styles: Mapping[str, Style], covering: Container[str], exempt_ids: set[int]
+) -> None:
+    latent = [f"{parent}.{name}" for name, _ in region.named_children() if name in LATENT_ATTENTION]
+    if latent and not any(name in styles and styles[name].kind == "mla_kv_a_proj" for name in latent):
         raise UsageError(
-            f"tensor_parallel_size: {parent}.{latent[0]} computes keys that all heads share (multi-head latent "
-            "attention), which is not supported; set tensor_parallel_size: 1"
+            f"tensor_parallel_size: {latent[0]} computes keys that all heads share (multi-head latent attention), and "
+            "the plan does not give it the style mla_kv_a_proj; add it to a custom plan"
         )
     for inner, module in region.named_modules(prefix=parent):
-        if id(module) in exempt_ids or _named(inner, styles):
+        if id(module) in exempt_ids:
             continue
-        own = [name for name, _ in module.named_parameters(recurse=False)]
+        own = [name for name, _ in module.named_parameters(inner, recurse=False) if not _named(name, covering)]
         if own:
             raise UsageError(
                 f"tensor_parallel_size: the plan shards modules in {parent or 'the model'} but does not mention "
-                f"{f'{inner}.{own[0]}'.removeprefix('.')}; add its module to a custom plan: 'replicate' if all ranks "
+                f"{own[0]}; add its module to a custom plan: 'replicate' if all ranks "
                 "compute the same with it, 'replicated_with_grad_allreduce' if each uses it on its own heads or units"
             )
 
 
-def _named(name: str, styles: Mapping[str, Style]) -> bool:
-    """Whether a plan names the module, or one that contains it."""
+def _named(name: str, styles: Container[str]) -> bool:
+    """Whether a plan names the parameter, or a module that contains it."""
     while name not in styles and "." in name:
         name = name.rpartition(".")[0]
     return name in styles

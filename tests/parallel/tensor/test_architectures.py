@@ -1,0 +1,39 @@
+"""Listed architectures compute the same on two ranks as on one: logits, loss with that of routers, every gradient."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from stepmark.parallel.architectures import TENSOR_PARALLEL
+
+ROOT = Path(__file__).resolve().parents[3]
+SAMPLE = {
+    "mixtral": "packed projections of experts",
+    "gpt_oss": "transposed experts with biases, attention sinks",
+    "deepseek_v2": "latent attention, shared experts",
+    "longcat_flash": "experts that do nothing",
+    "inkling_text": "a plan that is mended",
+}
+
+
+def verdicts(types: Iterable[str]) -> dict[str, str]:
+    command = [sys.executable, "scripts/architectures.py", "--only", *types]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600)
+    found = {line.split()[1]: line.split(maxsplit=2) for line in done.stdout.splitlines() if line.split()[1:2]}
+    assert set(found) == set(types), done.stderr[-2000:]
+    return {name: " ".join(words[:1] + words[2:]) for name, words in found.items()}
+
+
+def test_mixtures_of_experts_and_latent_attention() -> None:
+    assert verdicts(SAMPLE) == dict.fromkeys(SAMPLE, "passed")
+
+
+@pytest.mark.prove
+def test_all_that_are_listed(record_property: Callable[[str, object], None]) -> None:
+    assert verdicts(TENSOR_PARALLEL) == dict.fromkeys(TENSOR_PARALLEL, "passed")
+    record_property("architectures", len(TENSOR_PARALLEL))
