@@ -54,7 +54,7 @@ def check_compiler(args: TrainingFields, device: str) -> None:
 def compile_layers(model: nn.Module, args: TrainingFields, *, static: bool) -> None:
     """Compiles the model's layers in place, which changes no name in its state.
 
-    With `static` each shape has a graph, otherwise one graph has all shapes. Neither depends on the batches before, so a
+    With `static` each shape has a graph, otherwise one graph has all. Neither depends on the batches before, so a
     resumed run trains the same.
     """
     import torch._dynamo.config as settings
