@@ -36,7 +36,7 @@ def test_what_the_variables_ask_for(variables: dict[str, str], asked: Asked) -> 
     ("name", "value", "remedy"),
     [
         ("ACCELERATE_MIXED_PRECISION", "fp8", "use bf16"),
-        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", r"torch.compile\(model\)"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "torch_compile_backend"),
         ("ACCELERATE_USE_FSDP", "true", "zero_1"),
         ("ACCELERATE_USE_DEEPSPEED", "true", "zero_1"),
         ("ACCELERATE_USE_MEGATRON_LM", "true", "tensor_parallel_size"),

@@ -352,32 +352,6 @@ def test_a_buffer_that_grows_is_restored_by_a_model_that_loads_its_state(tmp_pat
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of dynamo, as it traces
-@pytest.mark.parametrize("options", [{"torch_compile": True}, {"torch_compile_backend": "aot_eager"}])
-def test_a_model_is_compiled_in_place_as_the_arguments_ask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    asked: list[tuple[str, Any]] = []
-    original = nn.Module.compile
-
-    def compile_module(module: nn.Module, backend: str, mode: Any) -> None:
-        asked.append((backend, mode))
-        original(module, backend="aot_eager")  # inductor takes half a minute
-
-    monkeypatch.setattr(nn.Module, "compile", compile_module)
-    losses, names = [], []
-    for folder, given in (("plain", {}), ("compiled", options)):
-        made, _ = trainer(tmp_path / folder, logging_steps=1, max_steps=2, save_strategy="no", **given)
-        names.append(list(made.model.state_dict()))
-        made.train()
-        losses.append([log["loss"] for log in made.state.log_history if "loss" in log])
-        losses.append([made.evaluate()["eval_loss"]])
-    assert asked == [(options.get("torch_compile_backend", "inductor"), None)]
-    assert made.model._compiled_call_impl is not None
-    assert losses[:2] == [pytest.approx(each, rel=1e-5) for each in losses[2:]]
-    assert names[0] == names[1]
-
-
 def test_the_first_activation_that_overflows_is_reported(tmp_path: Path) -> None:
     made, _ = trainer(tmp_path, debug="underflow_overflow", max_steps=1, save_strategy="no")
     with torch.no_grad():

@@ -164,6 +164,14 @@ class TrainingFields(metaclass=AcceptingDefaults):
     pipeline_chunks: Annotated[int, at_least(1), Help(
         "stages on each rank, 2 or more with the interleaved schedule", "2")] = 1
 
+    torch_compile: Annotated[bool, Section("torch.compile"), Help(
+        "compile the model's layers with torch.compile", "true", "whether one of the next two is set",
+        "Eager devices only: lazy ones compile every step. Evaluations run the model uncompiled.")] = False
+    torch_compile_backend: Annotated[str | None, Help(
+        "backend of torch.compile", "neuron", "inductor, where the model is compiled")] = None
+    torch_compile_mode: Annotated[str | None, Help(
+        "mode of torch.compile", "max-autotune-no-cudagraphs", "that of torch.compile")] = None
+
     eval_strategy: Annotated[str, one_of("no", "steps", "epoch"), Section("evaluation"), Help(
         "when to evaluate", "steps")] = "no"
     eval_steps: Annotated[float | None, INTERVAL, Help(
@@ -219,9 +227,9 @@ class TrainingFields(metaclass=AcceptingDefaults):
         "with --nproc, restart failed ranks; give up after this many restarts in a row without progress", "3",
         more="From the newest complete checkpoint. Progress is a step beyond the one that failed.")] = 0
     compile_cache: Annotated[str | None, OR_BOOL, _FOLDER, Help(
-        "folder of compiled graphs on lazy devices, for Neuron also an s3:// URL; false: none", "s3://bucket/graphs",
-        "true, the one beside the token cache; on XLA's CPU client, false",
-        "XLA's CPU client cannot read compiled graphs back.")] = None
+        "folder of compiled graphs of lazy devices and torch.compile; on Neuron also an s3:// URL; false: none",
+        "s3://bucket/graphs", "true, the one beside the token cache; on XLA's CPU client, false",
+        "XLA's CPU client cannot read compiled graphs back. Of torch.compile's backends inductor keeps them.")] = None
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -231,6 +239,9 @@ class TrainingFields(metaclass=AcceptingDefaults):
             self.prometheus_file = os.path.abspath(self.prometheus_file)
         check_options(self.optim, self.optimizer_options)
         check_reduce_dtype(self.reduce_dtype, lazy="xla" if self.device_name == "xla" else None)
+        self.torch_compile = self.torch_compile or bool(self.torch_compile_backend or self.torch_compile_mode)
+        if self.torch_compile:
+            self.torch_compile_backend = self.torch_compile_backend or "inductor"
         refuse(_contradictions(self))
         if self.metric_for_best_model is None and self._follows_metric():
             self.metric_for_best_model = "loss"
@@ -320,6 +331,8 @@ def _contradictions(args: TrainingFields) -> Iterator[str]:
     if args.fp16 and (args.bf16 or args.dtype == "bfloat16"):
         other = "bf16" if args.bf16 else "dtype"
         yield f"fp16 and {other}: matrix products are in float16 or in bfloat16; set one of them"
+    if args.torch_compile and args.device_name == "xla":
+        yield "torch_compile and device: xla is lazy and compiles every step itself; leave torch_compile out"
     if args.save_on_signal and args.save_only_model:
         yield "save_on_signal and save_only_model: weights alone cannot be resumed from; set one of them"
     if args.warmup_steps and args.warmup_ratio:

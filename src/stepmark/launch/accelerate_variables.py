@@ -39,7 +39,7 @@ def asked_by_accelerate(environment: Mapping[str, str] | None = None) -> Asked:
         if _is_on(environment, name):
             raise _refusal(environment, name, remedy)
     if environment.get(_DYNAMO, "no").lower() not in ("", "no"):
-        raise _refusal(environment, _DYNAMO, "leave the option out, and pass torch.compile(model)")
+        raise _refusal(environment, _DYNAMO, "leave the option out, and set torch_compile_backend")
     precision = environment.get(_PRECISION, "no").lower()
     if precision not in ("", "no", "bf16", "fp16"):
         raise _refusal(environment, _PRECISION, "use bf16 or fp16")

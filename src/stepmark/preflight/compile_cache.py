@@ -2,7 +2,7 @@
 
 Neuron's cache has a folder `MODULE_<hash>` for each graph below one of the compiler's version, with `model.done` once
 the compilation has succeeded, `model.log` where it has failed, and lock files. torch_xla's has a file for each graph
-below a folder for each rank.
+below a folder for each rank; inductor's files belong together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stepmark.runtime.neuron.neuron_cache import GRAPHS, VERSIONS, has_binary
 
 DONE, FAILED, RUNNING, IN_USE, INCOMPLETE = "done", "failed", "running", "in use", "incomplete"
 PROTECTED = (RUNNING, IN_USE)
-NEURON, XLA, DATA = "neuron graph", "xla graph", "tokenized data"
+NEURON, XLA, INDUCTOR, DATA = "neuron graph", "xla graph", "inductor graphs", "tokenized data"
 
 ABANDONED_AFTER = 24 * 3600.0  # seconds without a write, after which a compilation that holds no lock is not running
 JUST_WRITTEN = 60.0  # seconds since the last write of a file that is written in one go, and perhaps is still
@@ -39,7 +39,7 @@ class CacheEntry:
 
     Attributes:
         path: Its file or folder.
-        kind: NEURON, XLA or DATA.
+        kind: NEURON, XLA, INDUCTOR (all graphs of one version of torch) or DATA.
         state: DONE, FAILED, RUNNING (a process is making it), IN_USE (a run may be reading it, or has just
             written it) or INCOMPLETE (left by
             a process that has ended).
@@ -83,6 +83,8 @@ def _paths(folder: Path, depth: int) -> Iterator[tuple[str, Path]]:
                 yield from ((NEURON, each) for each in child.glob(f"{GRAPHS}*") if each.is_dir())
             elif child.name.startswith("xla-"):
                 yield from ((XLA, each) for each in child.glob("rank-*/*") if each.is_file())
+            elif child.name.startswith("inductor-"):
+                yield INDUCTOR, child
             elif child.name == "data":
                 yield from ((DATA, each) for each in child.iterdir() if each.is_dir())
             elif depth > 1:
@@ -91,7 +93,7 @@ def _paths(folder: Path, depth: int) -> Iterator[tuple[str, Path]]:
 
 def _state(kind: str, path: Path, files: list[Path], idle: float, used: float) -> str:
     """`idle`: seconds since the last write."""
-    if kind == XLA:
+    if kind in (XLA, INDUCTOR):
         return IN_USE if idle < JUST_WRITTEN else DONE
     if kind == DATA and (path / "meta.json").is_file():
         return IN_USE if time.time() - used < READ_LATELY else DONE

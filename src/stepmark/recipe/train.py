@@ -17,6 +17,7 @@ from stepmark.recipe.early_checks import check_early, check_metrics, work_offlin
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment
 from stepmark.trainer.run import Run
+from stepmark.training.compiled_layers import check_compiler
 
 if TYPE_CHECKING:
     from stepmark.evaluation.metric_functions import MetricsFunctions
@@ -59,6 +60,7 @@ def begin(recipe: Recipe) -> Run:
     _load_metrics(recipe)
     run = Run.open(args)
     context = run.context
+    check_compiler(args, context.runtime.device.type)
     ranks = f"{context.world.size} rank{'s' if context.world.size > 1 else ''}"
     _say(context, f"device: {context.runtime.name}, {ranks}")
     if unreachable:
@@ -77,6 +79,7 @@ def check_recipe(recipe: Recipe) -> None:
     check_early(recipe)
     work_offline_without_hub(recipe)
     _check_names(recipe.training)
+    check_compiler(recipe.training, choose_device(recipe.training.device_name))
     _load_metrics(recipe)
     check_config(recipe, build_tokenizer(recipe.model), makes_model=True)
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GraphCounters:
-    """Graphs that a lazy device has compiled and executed in this process."""
+    """Graphs that a lazy device, or torch.compile, has compiled in this process, and that the first has executed."""
 
     compilations: int
-    executions: int
+    executions: int | None
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,13 @@ class Runtime(Protocol):
         """Restores a state that `generator_state` returned on this rank or another one."""
 
     def counters(self) -> GraphCounters | None:
-        """Graphs compiled and executed so far, None on an eager device. Waits for the device first."""
+        """Graphs compiled and executed so far. On an eager device those of torch.compile, None without any; on a lazy
+        one waits for the device first."""
 
     def requested_graphs(self) -> int | None:
-        """Graphs that were new to this process so far, whether compiled or read from the compile cache; None on an
-        eager device. Does not wait for the device: graphs are compiled by the thread that ends a step."""
+        """Graphs that were new to this process so far, whether compiled or read from the compile cache; on an eager
+        device those of torch.compile. Does not wait for the device: graphs are compiled by the thread that ends a step,
+        or calls the model."""
 
     def cache_counters(self) -> CacheCounters | None:
         """Graphs looked up in the compile cache so far; None without one, and where it cannot be seen. Does not wait

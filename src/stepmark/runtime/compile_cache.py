@@ -1,8 +1,9 @@
-"""Where a lazy device keeps its compiled graphs, so that later processes need not compile them.
+"""Where compiled graphs are kept, so that later processes need not compile them.
 
 Neuron's compiler has a cache of its own, which is set by environment variables and may be in S3. Other devices use
 torch_xla's: one file per graph, named by a hash of the graph and of what it is compiled with. Ranks do not share its
-folder, because an executable may belong to one device, and a file is not written in one step.
+folder, because an executable may belong to one device, and a file is not written in one step. torch.compile's inductor
+has a cache of its own, which ranks share.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ Setting = bool | str | None  # of the field: off, on in the default folder, a fo
 NEURON_FLAGS = "NEURON_CC_FLAGS"
 NEURON_URL = "NEURON_COMPILE_CACHE_URL"
 NEURON_FOLDER = "neuron"
+INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # also the name of the folder's variable
 _NO_CACHE = "--no_cache"
 _NEURON_OPTION = re.compile(r"--cache_dir[= ](\S+)")
 
@@ -73,7 +75,7 @@ def without_cache_folder(flags: str) -> str:
 
 
 def kept_in() -> str | None:
-    """The folder or URL of all ranks' compiled graphs, once the cache is open; None without a cache."""
+    """The folder or URL of all ranks' compiled graphs on a lazy device, once the cache is open; None without one."""
     if neuron_device_present():
         flags = os.environ.get(NEURON_FLAGS, "")
         if _NO_CACHE in flags.split():
@@ -90,35 +92,55 @@ def switched_on(setting: Setting) -> Setting:
     return setting if given else True
 
 
-def open_compile_cache(runtime: Runtime, setting: Setting, world: World) -> None:
+def open_compile_cache(runtime: Runtime, setting: Setting, world: World, *, compiles: bool = False) -> None:
     """Makes torch_xla keep this rank's compiled graphs; on Neuron, whose compiler keeps them itself, counts cache hits.
-    Call it before the device has run anything. No-op on eager devices, and while graphs are only extracted, which
-    Neuron's tool compiles.
+    Call it before the device has run anything. No-op while graphs are only extracted, which Neuron's tool compiles, and
+    on eager devices, unless torch.compile `compiles`: then inductor keeps its graphs there.
 
     By default the cache is on, except on XLA's CPU client, which writes compiled graphs and cannot read them back.
 
     Raises:
         UsageError: The folder cannot be written to, or is a URL.
     """
+    if not runtime.lazy and compiles:
+        _keep_inductors_graphs(setting)
     if not runtime.lazy or setting is False or extracting_graphs():
         return
     if neuron_device_present():
         _count_lookups(runtime)
         return
-    if isinstance(setting, str) and "://" in setting:
-        raise UsageError(f"compile_cache: {setting} is a URL, which only Neuron's compiler supports; name a folder")
     if setting is None and (runtime.host_memory or XLA_FOLDER in os.environ):
         return
     from stepmark.runtime.xla import keep_graphs, versioned_name
 
-    root = Path(_place(setting)) if isinstance(setting, str) else (cache_root() / GRAPHS).absolute()
-    folder = root / versioned_name() / f"rank-{world.rank}-of-{world.size}"
+    folder = _folder(setting, f"{versioned_name()}/rank-{world.rank}-of-{world.size}")
+    if not keep_graphs(folder):
+        logger.warning("compile_cache: the device has run graphs already, so none are kept in %s", folder)
+
+
+def _folder(setting: Setting, name: str) -> Path:
+    """The folder `name` of the cache, which is made. Raises UsageError as `open_compile_cache`."""
+    if isinstance(setting, str) and "://" in setting:
+        raise UsageError(f"compile_cache: {setting} is a URL, which only Neuron's compiler supports; name a folder")
+    folder = (Path(_place(setting)) if isinstance(setting, str) else (cache_root() / GRAPHS).absolute()) / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"compile_cache: cannot write to {folder}: {error.strerror}; name another folder") from error
-    if not keep_graphs(folder):
-        logger.warning("compile_cache: the device has run graphs already, so none are kept in %s", folder)
+    return folder
+
+
+def _keep_inductors_graphs(setting: Setting) -> None:
+    """A variable that was set counts, unless the setting names a folder; inductor reads it whenever it compiles, and
+    sets it itself."""
+    import torch
+    import torch._inductor.config as inductor
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    inductor.force_disable_caches = setting is False
+    usual = os.environ.get(INDUCTOR_FOLDER) in (None, default_cache_dir())
+    if isinstance(setting, str) or (setting is not False and usual):
+        os.environ[INDUCTOR_FOLDER] = str(_folder(setting, f"inductor-{torch.__version__}"))
 
 
 def _count_lookups(runtime: Runtime) -> None:

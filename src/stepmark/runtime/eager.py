@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,13 +77,16 @@ class EagerRuntime:
             torch.get_device_module(self.device).set_rng_state(on_device, self.device)
 
     def counters(self) -> GraphCounters | None:
-        return None
+        requested = self.requested_graphs()
+        return GraphCounters(requested, None) if requested else None
 
     def requested_graphs(self) -> int | None:
-        return None
+        return _dynamo_counters("stats").get("unique_graphs", 0)
 
     def cache_counters(self) -> CacheCounters | None:
-        return None
+        found = _dynamo_counters("aot_autograd")
+        hits, missed, bypassed = (found.get(f"autograd_cache_{name}", 0) for name in ("hit", "miss", "bypass"))
+        return CacheCounters(hits, missed + bypassed) if hits + missed + bypassed else None
 
     def transfers_to_host(self, *, own: bool = True) -> int | None:
         return None
@@ -96,6 +100,12 @@ class EagerRuntime:
         except (RuntimeError, NotImplementedError):  # an accelerator without memory statistics
             return None
         return DeviceMemory(used, peak, _memory_of(self.device))
+
+
+def _dynamo_counters(group: str) -> Mapping[str, int]:
+    """What torch.compile has counted in this process; empty where nothing has used it, whose import takes seconds."""
+    loaded = sys.modules.get("torch._dynamo.utils")
+    return {} if loaded is None else loaded.counters[group]
 
 
 @functools.cache

@@ -74,9 +74,10 @@ class LoaderFactory:
         """The batches of evaluation data, in order."""
         if dataset is None:
             raise UsageError("eval_dataset: evaluation needs one")
+        batch_size = self.args.per_device_eval_batch_size
         if is_stream(dataset):
-            return self._stream(dataset, self.args.per_device_eval_batch_size)
-        return PlainBatches(self._loader(dataset, self.args.per_device_eval_batch_size, shuffle=False))
+            return self._stream(dataset, batch_size)
+        return PlainBatches(self._loader(dataset, batch_size, shuffle=False, fixed_shape=self.mesh.runtime.lazy))
 
     def train_loader(self, dataset: Any) -> DataLoader:
         """A loader of training data, at its beginning."""
@@ -89,7 +90,15 @@ class LoaderFactory:
             shuffle=self.args.train_sampling_strategy != "sequential",
             lengths=self._lengths(dataset),
             drop_last=self.args.dataloader_drop_last,
+            fixed_shape=self.mesh.runtime.lazy or (self.args.torch_compile and self._has_one_shape(dataset)),
         )
+
+    def _has_one_shape(self, dataset: Any) -> bool:
+        """Whether samples have one length, or are padded to stated ones, also where shapes are free."""
+        own, given = own_padding(dataset, fixed=False), self.data_collator
+        if given is None:
+            return own is not None and own == own_padding(dataset, fixed=True)
+        return isinstance(given, PadTo) and given.lengths is not None
 
     def _lengths(self, dataset: Any) -> np.ndarray | None:
         """The lengths of the samples where they are grouped by these; the same on all ranks. Collective."""
@@ -144,7 +153,6 @@ class LoaderFactory:
             collate_fn=self._collator(dataset),
             processing_class=self.processing_class,
             num_workers=self.args.dataloader_num_workers,
-            fixed_shape=self.mesh.runtime.lazy,
             labels=self._labels,
             **options,
         )

@@ -36,7 +36,7 @@ class Run:
         """
         prepare_compile_cache(args.compile_cache)
         context = start(args.device_name, args.join_timeout)
-        open_compile_cache(context.runtime, args.compile_cache, context.world)
+        open_compile_cache(context.runtime, args.compile_cache, context.world, compiles=args.torch_compile)
         return cls(context, Path(args.output_dir))
 
     def prepare_folder(self) -> None:

@@ -37,6 +37,7 @@ from stepmark.trainer.loaders import TrainLoader
 from stepmark.trainer.run_folder.output_folder import check_no_earlier_run, check_room
 from stepmark.trainer.run_folder.run_identity import SPECIAL
 from stepmark.trainer.training_arguments import TrainingArguments
+from stepmark.training.compiled_layers import check_compiler
 from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.loss_scaler import LossScaler
@@ -94,6 +95,7 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     mesh = applied.mesh if applied else make_mesh(args, context)
     runtime = mesh.runtime
     check_reduce_dtype(args.reduce_dtype, lazy=runtime.name if runtime.lazy else None)
+    check_compiler(args, runtime.device.type)
     if applied is None:
         _tie_again(model)
     fetch_module(model, runtime)
@@ -119,13 +121,8 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     return mesh
 
 
-def compile_as_asked(model: nn.Module, args: TrainingArguments, mesh: Mesh) -> None:
-    """Applies `torch_compile` and `debug` to the model, in place; on eager devices."""
-    if args.torch_compile and not mesh.runtime.lazy:
-        for name, axis in (("tensor", mesh.tensor_parallel), ("pipeline", mesh.pipeline)):
-            if axis.size > 1:
-                raise UsageError(f"torch_compile and {name}_parallel_size: leave one of them out")
-        model.compile(backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
+def debug_as_asked(model: nn.Module, args: TrainingArguments, mesh: Mesh) -> None:
+    """Applies `debug` to the model, in place; on eager devices."""
     if args.debug and mesh.runtime.lazy:
         raise UsageError(f"debug: would read every activation of a step on {mesh.runtime.name}; leave it out")
     if args.debug:

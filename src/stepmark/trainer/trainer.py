@@ -66,8 +66,8 @@ from stepmark.trainer.setup import (
     RunParts,
     align_special_tokens,
     check_packed,
-    compile_as_asked,
     count_steps,
+    debug_as_asked,
     make_checkpointer,
     make_schedule,
     make_step,
@@ -76,6 +76,7 @@ from stepmark.trainer.setup import (
 from stepmark.trainer.telemetry.progress import metric_lines
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
+from stepmark.training.compiled_layers import compile_layers
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import autocast, autocast_dtype
 from stepmark.training.model_wrappers import without_wrapper
@@ -175,7 +176,7 @@ class Trainer:
         self._run = Run.open(self.args) if run is None else run
         self.context: Context = self._run.context
         self.mesh = prepare_model(model, self.args, self.context)
-        compile_as_asked(model, self.args, self.mesh)
+        debug_as_asked(model, self.args, self.mesh)
         self.model = model
         self._saved = SavedModel(model, self.mesh, Path(self.args.output_dir))
         for name in filter(self._overridden, NEED_COMPLETE_MODEL):
@@ -534,6 +535,9 @@ class Trainer:
     def make_parts(self) -> RunParts:
         """The parts of a training: loader, optimizer, schedule, step."""
         loader = self._loaders.steps_of(self.get_train_dataloader(), self.args.gradient_accumulation_steps)
+        if self.args.torch_compile:
+            static = isinstance(loader, DataLoader) and not loader.shapes_vary
+            compile_layers(self.model, self.args, static=static)
         total_steps = count_steps(self.args, loader)
         optimizer, schedule = self._optimizers.for_run(self, total_steps)
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset

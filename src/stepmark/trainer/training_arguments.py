@@ -51,10 +51,6 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
         hub_private_repo: Whether a new repository is private; default: as the hub's organization says.
         hub_always_push: Upload a checkpoint even while the previous one is uploading. Default: false.
         hub_revision: The branch; default: the main one.
-        torch_compile: Compile the model in place; lazy devices always compile. Default: whether one of the next two is
-            set.
-        torch_compile_backend: Default: `inductor`.
-        torch_compile_mode: Default: that of torch.compile.
         debug: `underflow_overflow`: transformers' DebugUnderflowOverflow watches the model, on eager devices. Default:
             nothing.
         skip_memory_metrics: Leave the memory that each stage allocated out of the results. Default: true.
@@ -83,9 +79,6 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
     hub_private_repo: bool | None = None
     hub_always_push: bool = False
     hub_revision: str | None = None
-    torch_compile: bool = False
-    torch_compile_backend: str | None = None
-    torch_compile_mode: str | None = None
     debug: str | list[str] = ""
     skip_memory_metrics: bool = True
     log_on_each_node: bool = True
@@ -106,9 +99,6 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
             self.output_dir = TrainingFields.output_dir
         self._take_variables()
         super().__post_init__()
-        self.torch_compile = self.torch_compile or bool(self.torch_compile_backend or self.torch_compile_mode)
-        if self.torch_compile:
-            self.torch_compile_backend = self.torch_compile_backend or "inductor"
         names, known = self.debug.split() if isinstance(self.debug, str) else self.debug or [], "underflow_overflow"
         if set(names) - {known}:
             raise UsageError(f"debug: {names} is not supported; choose {known}, or leave it out")

@@ -358,7 +358,8 @@ class TrainingLoop:
         log = {**values, "learning_rate": self._learning_rate, "tokens_per_second": speed}
         counters = self._parts.context.runtime.counters()
         if counters is not None:
-            log |= {"graph_compilations": counters.compilations, "graph_executions": counters.executions}
+            log |= {"graph_compilations": counters.compilations}
+            log |= {} if counters.executions is None else {"graph_executions": counters.executions}
         cache = self._parts.context.runtime.cache_counters()
         if cache is not None:
             log |= {"graph_cache_hits": cache.hits, "graph_cache_misses": cache.misses}

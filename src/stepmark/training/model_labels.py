@@ -198,11 +198,17 @@ def counts_first_label(with_first: Tensor | None, without: Tensor | None, actual
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in eval mode; every module's mode is restored at the end. Its own `train` is called as well: some
-    modules, such as Levit's, drop there what they have computed from weights in eval mode."""
+    modules, such as Levit's, drop there what they have computed from weights in eval mode.
+
+    What torch.compile has compiled runs uncompiled: batches and generation have shapes of their own, and numbers are
+    then those of a restored model.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    compiled = any(module._compiled_call_impl is not None for module, _ in modes)
     model.eval()
     try:
-        yield
+        with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+            yield
     finally:
         model.train()
         for module, mode in modes:

@@ -15,6 +15,7 @@ class Device:
     """Counts what the test says was compiled."""
 
     def __init__(self, lazy: bool = True) -> None:
+        self.lazy = lazy
         self.count: int | None = 0 if lazy else None
 
         self.cache: CacheCounters | None = None

@@ -119,6 +119,12 @@ class Collation:
             own_labels=labels.own_sequence,
         )
 
+    @property
+    def varies(self) -> bool:
+        """Whether batches are as long as their longest sample, or as a user's function makes them."""
+        by_content = self.collate_fn is not None or self.pads or is_padder(self.processing_class)
+        return self.free and not self.lengths and by_content
+
     def fit(self, length: int) -> int | None:
         """The smallest stated length that is at least `length`; None if there is none."""
         return next((stated for stated in self.lengths if stated >= length), None)

@@ -128,6 +128,11 @@ class DataLoader:
             )
 
     @property
+    def shapes_vary(self) -> bool:
+        """Whether full batches may differ in shape, other than by samples of different shapes."""
+        return self._collation.varies
+
+    @property
     def steps_per_epoch(self) -> int:
         """Steps of a complete epoch."""
         return self._epoch.steps()

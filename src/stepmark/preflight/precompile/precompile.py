@@ -8,8 +8,10 @@ every graph of training, since the micro-batches between the first and the last 
 from __future__ import annotations
 
 import dataclasses
+import os
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,13 +26,14 @@ from stepmark.errors import UsageError
 from stepmark.preflight.precompile.neuron import check_kept
 from stepmark.preflight.precompile.table import describe
 from stepmark.recipe.train import begin, build_trainer
-from stepmark.runtime.compile_cache import kept_in, switched_on
+from stepmark.runtime.compile_cache import INDUCTOR_FOLDER, kept_in, switched_on
 from stepmark.runtime.hardware import neuron_device_present
 from stepmark.runtime.xla_environment import extracting_graphs
 
 if TYPE_CHECKING:
     from stepmark.data.loader.batch import StepBatch
     from stepmark.preflight.precompile.graph_recorder import GraphRecorder
+    from stepmark.runtime.base import Runtime
     from stepmark.runtime.context import Context
     from stepmark.trainer.setup import RunParts
 
@@ -48,6 +51,11 @@ def precompile(recipe: Recipe) -> None:
         UsageError: The device compiles no graphs, or the recipe is not valid.
     """
     recorder, context = graphs_of(recipe)
+    if recorder is None:
+        if context.host.rank == 0:
+            print(_made(context.runtime, recipe.training.torch_compile_backend), flush=True)
+        context.host.barrier()
+        return
     graphs = context.host.all_gather(recorder.graphs)
     if context.host.rank == 0:
         stages, on_host = recipe.training.pipeline_parallel_size, context.runtime.host_memory
@@ -57,9 +65,15 @@ def precompile(recipe: Recipe) -> None:
     context.host.barrier()
 
 
-def graphs_of(recipe: Recipe) -> tuple[GraphRecorder, Context]:
-    """Trains a few steps of the recipe's run, and evaluates: what this rank's device made for it, and the rank's
-    context. Collective.
+def _made(runtime: Runtime, backend: str | None) -> str:
+    """What torch.compile has made."""
+    kept = f"kept in {os.environ[INDUCTOR_FOLDER]}" if backend == "inductor" else f"{backend} keeps none"
+    return f"{runtime.requested_graphs()} graphs of torch.compile; {kept}"
+
+
+def graphs_of(recipe: Recipe) -> tuple[GraphRecorder | None, Context]:
+    """Trains a few steps of the recipe's run, and evaluates: what this rank's device made for it (None where
+    torch.compile does), and the rank's context. Collective.
 
     Raises:
         UsageError: As `precompile`.
@@ -67,20 +81,24 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder, Context]:
     recipe = _shortened(recipe)
     run = begin(recipe)
     context = run.context
-    if not context.runtime.lazy:
-        raise UsageError(
-            f"device: {context.runtime.name} runs operations as they come and compiles no graphs; precompile is for "
-            "lazy devices (device: xla)"
-        )
-    from stepmark.preflight.precompile.graph_recorder import GraphRecorder
-    from stepmark.recipe.model import build_untrained
-    from stepmark.runtime.xla import XlaRuntime
-
     training, runtime = recipe.training, context.runtime
-    assert isinstance(runtime, XlaRuntime)
+    if not runtime.lazy and not training.torch_compile:
+        raise UsageError(
+            f"device: {runtime.name} runs operations as they come and compiles no graphs; precompile is for lazy "
+            "devices (device: xla) and for torch_compile"
+        )
+    from stepmark.recipe.model import build_untrained
+
     ranks = max(context.world.size // (training.tensor_parallel_size * training.pipeline_parallel_size), 1)
     prepare = partial(stand_in_data, recipe, data_parallel_size=ranks, steps=STEPS)
     trainer = build_trainer(recipe, run, prepare=prepare, build=build_untrained)
+    if not runtime.lazy:
+        _train(trainer.make_parts(), SimpleNamespace())
+        return None, context
+    from stepmark.preflight.precompile.graph_recorder import GraphRecorder
+    from stepmark.runtime.xla import XlaRuntime
+
+    assert isinstance(runtime, XlaRuntime)
     recorder = GraphRecorder(runtime, extracting=extracting_graphs())
     with recorder.observing():
         _train(trainer.make_parts(), recorder)
@@ -92,7 +110,7 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder, Context]:
     return recorder, context
 
 
-def _train(parts: RunParts, recorder: GraphRecorder) -> None:
+def _train(parts: RunParts, recorder: GraphRecorder | SimpleNamespace) -> None:
     """Trains all steps; the recorder knows from the step's hooks which part of a step is in progress. Where a line
     reads a value, later steps are traced as in the run; steps without a trace follow, since theirs are other graphs."""
     from stepmark.data.loader.prefetcher import DevicePrefetcher

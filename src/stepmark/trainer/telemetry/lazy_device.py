@@ -160,10 +160,12 @@ class RecompilationMonitor:
             return
         requested, hits = self._runtime.requested_graphs() or 0, self._cache_hits()
         cached = None if hits is None else hits - (self._hits or 0)
-        count = requested - self._known
+        count = max(requested - self._known, 0)  # torch.compile's counters may be cleared
         self._known, self._hits = requested, hits
         if count and where in self._warm:
             reason = self._change if where == "step" and self._change else UNKNOWN[where]
+            if not self._runtime.lazy and reason == UNKNOWN[where]:
+                reason = "no input has a new shape; TORCH_LOGS=recompiles names the guard that failed"
             self._report(Compilation(step, where, count, reason, cached))
         if where == "step":
             self._steps += 1
