@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stepmark.errors import UsageError
 from stepmark.sharding.dtensor import Cut, boxes_of, is_dtensor, layout_of_dtensor, shard_of, with_local
 from stepmark.sharding.layout import Layout
 from stepmark.sharding.overlap import disjoint
 from stepmark.sharding.views import copy_slices
+from tests.support.dtensor_programs import fake_ranks, tensor_parallel_and_sharded
 
 Coordinate = tuple[int, ...]
 
@@ -116,17 +113,6 @@ def test_an_order_of_cuts_that_a_dtensor_gives_is_followed() -> None:
         same(found, numbers((10,)), numbers((10,)).chunk(3)[other].chunk(2)[index])
 
 
-@contextmanager
-def fake_ranks(shape: tuple[int, ...], rank: int) -> Iterator[DeviceMesh]:
-    """This process as one of a mesh's ranks, of which the others are not there."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
-    names = [f"{name}_of_{rank}" for name in ("dp", "tp")]  # torch keeps results by names and ranks of a mesh
-    try:
-        yield init_device_mesh("cpu", shape, mesh_dim_names=tuple(names[: len(shape)]))
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("rank", range(6))
 def test_real_dtensors(rank: int) -> None:
     with fake_ranks((2, 3), rank) as mesh:
@@ -151,12 +137,9 @@ def test_real_dtensors(rank: int) -> None:
 @pytest.mark.parametrize("rank", range(8))
 def test_what_fully_shard_makes_of_tensor_parallel_parameters(rank: int, rows: int) -> None:
     with fake_ranks((4, 2), rank) as mesh:
-        dp, tp = (mesh[name] for name in mesh.mesh_dim_names or ())
         module = nn.Linear(3, rows)
         complete = module.weight.detach().clone()
-        module.weight = nn.Parameter(distribute_tensor(complete, tp, [Shard(0)], src_data_rank=None))
-        module.bias = nn.Parameter(distribute_tensor(module.bias, tp, [Shard(0)], src_data_rank=None))
-        fully_shard(module, mesh=dp)
+        tensor_parallel_and_sharded(module, mesh)
         assert isinstance(module.weight, DTensor)
         shard = shard_of(module.weight)
         same(shard.layout, complete, shard.tensor)
