@@ -93,7 +93,7 @@ def test_a_strided_shard_cuts_what_later_mesh_dims_have_cut(
 def test_a_strided_shard_without_later_cuts_takes_a_chunk_of_each_piece(
     data: st.DataObject, rows: int, factor: int, size: int
 ) -> None:
-    """As views make them of sharded tensors; torch 2.9 cuts them so where all pieces are even."""
+    """As fused projections are divided; torch 2.9 cuts them so where all pieces are even."""
     even = data.draw(st.integers(1, 3)) * factor * size
     length = even if torch.__version__ < "2.10" else data.draw(st.integers(1, 3 * factor * size))
     shape = (length, rows) if data.draw(st.booleans()) else (rows, length)
@@ -152,6 +152,14 @@ def test_ranks_outside_the_mesh_hold_nothing() -> None:
         shard = shard_of(distribute_tensor(torch.ones(6), part, [Shard(0)], src_data_rank=None))
         assert shard.layout == Layout((6,), ())
         assert layout_of_dtensor(distribute_tensor(torch.ones(6), mesh, [Shard(0)], src_data_rank=None)).parts == ()
+
+
+def test_split_factors_that_give_no_order_are_refused() -> None:
+    """fully_shard over fused projections holds other rows than a loader that goes by the placements."""
+    with pytest.raises(UsageError, match=r"split factors \(2, 4\) that give no order"):
+        layout((16,), (2, 2), (0, 0), [_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=4)])
+    whole = layout((16,), (1, 2), (0, 0), [_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=4)])
+    assert len(whole.parts) == 4  # a mesh dim of one rank cuts nothing
 
 
 def test_what_is_no_slice_is_refused_by_name() -> None:
