@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stepmark.errors import UsageError
 from stepmark.sharding.dtensor import Cut, boxes_of, is_dtensor, layout_of_dtensor, shard_of, with_local
 from stepmark.sharding.layout import Layout
 from stepmark.sharding.overlap import disjoint
 from stepmark.sharding.views import copy_slices
+from tests.support.dtensor_programs import fake_ranks, tensor_parallel_and_sharded
 
 Coordinate = tuple[int, ...]
 
@@ -96,7 +93,7 @@ def test_a_strided_shard_cuts_what_later_mesh_dims_have_cut(
 def test_a_strided_shard_without_later_cuts_takes_a_chunk_of_each_piece(
     data: st.DataObject, rows: int, factor: int, size: int
 ) -> None:
-    """As views make them of sharded tensors; torch 2.9 cuts them so where all pieces are even."""
+    """As fused projections are divided; torch 2.9 cuts them so where all pieces are even."""
     even = data.draw(st.integers(1, 3)) * factor * size
     length = even if torch.__version__ < "2.10" else data.draw(st.integers(1, 3 * factor * size))
     shape = (length, rows) if data.draw(st.booleans()) else (rows, length)
@@ -114,17 +111,6 @@ def test_an_order_of_cuts_that_a_dtensor_gives_is_followed() -> None:
     for index, other in coordinates((2, 3)):
         found = boxes_of((10,), [Cut(0, 0, 2, index), Cut(1, 0, 3, other)], [Entry()])
         same(found, numbers((10,)), numbers((10,)).chunk(3)[other].chunk(2)[index])
-
-
-@contextmanager
-def fake_ranks(shape: tuple[int, ...], rank: int) -> Iterator[DeviceMesh]:
-    """This process as one of a mesh's ranks, of which the others are not there."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
-    names = [f"{name}_of_{rank}" for name in ("dp", "tp")]  # torch keeps results by names and ranks of a mesh
-    try:
-        yield init_device_mesh("cpu", shape, mesh_dim_names=tuple(names[: len(shape)]))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("rank", range(6))
@@ -151,12 +137,9 @@ def test_real_dtensors(rank: int) -> None:
 @pytest.mark.parametrize("rank", range(8))
 def test_what_fully_shard_makes_of_tensor_parallel_parameters(rank: int, rows: int) -> None:
     with fake_ranks((4, 2), rank) as mesh:
-        dp, tp = (mesh[name] for name in mesh.mesh_dim_names or ())
         module = nn.Linear(3, rows)
         complete = module.weight.detach().clone()
-        module.weight = nn.Parameter(distribute_tensor(complete, tp, [Shard(0)], src_data_rank=None))
-        module.bias = nn.Parameter(distribute_tensor(module.bias, tp, [Shard(0)], src_data_rank=None))
-        fully_shard(module, mesh=dp)
+        tensor_parallel_and_sharded(module, mesh)
         assert isinstance(module.weight, DTensor)
         shard = shard_of(module.weight)
         same(shard.layout, complete, shard.tensor)
@@ -169,6 +152,14 @@ def test_ranks_outside_the_mesh_hold_nothing() -> None:
         shard = shard_of(distribute_tensor(torch.ones(6), part, [Shard(0)], src_data_rank=None))
         assert shard.layout == Layout((6,), ())
         assert layout_of_dtensor(distribute_tensor(torch.ones(6), mesh, [Shard(0)], src_data_rank=None)).parts == ()
+
+
+def test_split_factors_that_give_no_order_are_refused() -> None:
+    """fully_shard over fused projections holds other rows than a loader that goes by the placements."""
+    with pytest.raises(UsageError, match=r"split factors \(2, 4\) that give no order"):
+        layout((16,), (2, 2), (0, 0), [_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=4)])
+    whole = layout((16,), (1, 2), (0, 0), [_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=4)])
+    assert len(whole.parts) == 4  # a mesh dim of one rank cuts nothing
 
 
 def test_what_is_no_slice_is_refused_by_name() -> None:

@@ -77,10 +77,10 @@ class Section:
         elif is_dtensor(tensor):
             self.dtensors[name] = tensor
             try:
-                shard = shard_of(tensor)
+                layout = layout or shard_of(tensor).layout
             except UsageError as error:
                 raise UsageError(f"{self.name}: tensor {name!r} {error}") from None
-            layout, tensor = shard.layout, shard.tensor
+            tensor = local_of(tensor)
         dtype = dtype_name(tensor.dtype)
         problem = None
         if name == "__metadata__":
@@ -352,8 +352,11 @@ def add_optimizer(
 
 def _inherited_layout(path: KeyPath, value: Tensor | Shard, parameter: Tensor | None) -> Layout | None:
     """A state of the parameter's shape, or of its local tensor's, is sharded like the parameter."""
-    if parameter is None or isinstance(value, Shard) or is_dtensor(value) or layout_of(value) is not None:
+    if parameter is None or isinstance(value, Shard) or layout_of(value) is not None:
         return None
+    if is_dtensor(value):  # torch 2.9 drops the stride of results, and takes these for placed as the parameter
+        same = is_dtensor(parameter) and value.shape == parameter.shape and value.placements == parameter.placements
+        return shard_of(parameter).layout if same and value.device_mesh == parameter.device_mesh else None
     layout = layout_of(parameter)
     if is_dtensor(parameter) and value.shape != parameter.shape:
         shard = shard_of(parameter)

@@ -3,6 +3,7 @@
 A plain `Shard` cuts a dim as torch.chunk does: chunks of ceil(size / count), the last ones shorter or empty. Several
 placements may cut one dim. They apply from the first mesh dim to the last, unless a `_StridedShard` says that its cut
 comes after those of later mesh dims, whose sizes multiply to its split factor: `fully_shard` after tensor parallelism.
+The only cut of a dim may have any split factor: a chunk of each piece, as of fused projections.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def layout_of_dtensor(tensor: DTensor) -> Layout:
     Where a `_StridedShard`'s split factor is the size of later cuts, the order of cuts is what `fully_shard` makes, and
     torch's own checkpoints assume.
 
-    Raises UsageError for a placement other than Shard, Replicate and `_StridedShard`, such as Partial.
+    Raises UsageError for a placement other than Shard, Replicate and `_StridedShard`, such as Partial, and for several
+    cuts of a dim whose split factors say no order: torch and transformers fill such tensors in different ways.
     """
     from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
@@ -118,8 +120,9 @@ def boxes_of(shape: Shape, cuts: Sequence[Cut], shard_order: Any = None) -> Layo
     one (torch 2.10 and newer).
     """
     explicit = {entry.tensor_dim: list(entry.mesh_dims) for entry in shard_order or ()}
+    real = [cut for cut in cuts if cut.ways > 1]
     runs_of = [
-        _runs(size, [cut for cut in cuts if cut.dim == dim], explicit.get(dim)) for dim, size in enumerate(shape)
+        _runs(size, [cut for cut in real if cut.dim == dim], explicit.get(dim)) for dim, size in enumerate(shape)
     ]
     places = [list(accumulate((length for _, length in runs), initial=0)) for runs in runs_of]
     contiguous = all(len(runs) == 1 for runs in runs_of[1:])  # each box is one run of the local tensor
@@ -142,15 +145,19 @@ def _runs(size: int, cuts: Sequence[Cut], explicit: Sequence[int] | None) -> _Ru
         for cut in ordered:
             runs = _chunk(runs, cut.ways, cut.position)
         return runs
-    for cut in cuts:
-        pieces = [_chunk(_chunk(runs, cut.factor, piece), cut.ways, cut.position) for piece in range(cut.factor)]
-        runs = _joined([run for piece in pieces for run in piece])
-    return runs
+    if len(cuts) > 1:
+        factors = ", ".join(str(cut.factor) for cut in cuts)
+        raise UsageError(
+            f"is a DTensor with a dim that several mesh dims cut, by split factors ({factors}) that give no order; "
+            "shard another dim with fully_shard's shard_placement_fn"
+        )
+    (cut,) = cuts
+    pieces = [_chunk(_chunk(runs, cut.factor, piece), cut.ways, cut.position) for piece in range(cut.factor)]
+    return _joined([run for piece in pieces for run in piece])
 
 
 def _in_order(cuts: Sequence[Cut]) -> list[Cut] | None:
-    """The order in which chunks are taken of chunks; None where split factors are no sizes of later cuts, as those of
-    flattened activations: then each strided cut takes a chunk of each of its pieces."""
+    """The order in which chunks are taken of chunks; None where split factors are no sizes of later cuts."""
     ordered: list[Cut] = []
     for cut in reversed(cuts):
         before = list(accumulate((other.ways for other in ordered), lambda a, b: a * b, initial=1))

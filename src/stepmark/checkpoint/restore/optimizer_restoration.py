@@ -143,8 +143,9 @@ class OptimizerRestoration:
                 plan.want(section.group, name, entry.tensor, entry.layout, entry.dtype)
                 continue
             shape = plan.manifest.tensors[section.group][name].shape
-            if is_dtensor(parameter) and shape == tuple(parameter.shape):
-                fresh[key] = plan.want_placed(section.group, name, parameter)
+            if is_dtensor(parameter) and shape and key != "step":  # as torch's optimizers make them
+                like: Any = parameter if shape == tuple(parameter.shape) else parameter.detach().new_empty(shape)
+                fresh[key] = plan.want_placed(section.group, name, like)
                 continue
             layout = layout_of(parameter)
             fits = layout is not None and shape == layout.shape
