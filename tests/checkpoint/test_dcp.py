@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from stepmark.checkpoint import Checkpointer, dcp, read_manifest
 from stepmark.checkpoint.format.verify import verify
+from stepmark.checkpoint.restore.restore import Restorer
 from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
 
@@ -160,6 +161,28 @@ def test_values_are_converted_to_the_live_dtype(dtype: torch.dtype, tmp_path: Pa
     assert torch.equal(live, theirs["w"])
 
 
+def test_what_cannot_be_filled_is_named(tmp_path: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(4)}}, checkpoint_id=tmp_path / "c")
+    with pytest.raises(CheckpointMismatch, match=r"'model\.w' has elements that share memory"):
+        dcp.load({"model": {"w": torch.zeros(1).expand(4)}}, checkpoint_id=tmp_path / "c")
+
+    class ShardedTensor(Tensor):
+        """Named as the one of the first FSDP."""
+
+    with pytest.raises(UsageError, match=r"'model\.w' is a ShardedTensor"):
+        dcp.save({"model": {"w": torch.ones(4).as_subclass(ShardedTensor)}}, checkpoint_id=tmp_path / "d")
+
+
+def test_an_optimizer_without_state_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in torch, what a new optimizer has no state for is not loaded."""
+    dcp.save(objects(1), checkpoint_id=tmp_path / "c")
+    dcp.load(objects(2), checkpoint_id=tmp_path / "c")
+    assert caplog.messages == []
+    model = trained(1)[0]
+    dcp.load({"optim": torch.optim.AdamW(model.parameters())}, checkpoint_id=tmp_path / "c")
+    assert ["'optim' has no state" in message for message in caplog.messages] == [True]
+
+
 def test_meta_tensors_get_memory(tmp_path: Path) -> None:
     dcp.save({"model": {"w": torch.arange(6.0)}}, checkpoint_id=tmp_path / "c")
     state = {"model": {"w": torch.empty(6, device="meta")}}
@@ -286,6 +309,27 @@ def test_a_corrupted_checkpoint_is_named(tmp_path: Path) -> None:
     (path / "model.safetensors").write_bytes(data)
     with pytest.raises(CheckpointDamaged, match="'w'"):
         dcp.load({"model": {"w": torch.zeros(2)}}, checkpoint_id=path)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = (
+        dcp.save({"w": torch.full((2,), value)}, checkpoint_id=tmp_path / f"c{value}") for value in (1.0, 2.0)
+    )
+
+    class Replaced(Restorer):
+        def named(self, path: Path, state: Any) -> int:
+            if other.exists():
+                path.rename(tmp_path / "old")
+                other.rename(path)
+                raise CheckpointDamaged("parts of both")
+            return super().named(path, state)
+
+    monkeypatch.setattr("stepmark.checkpoint.dcp.Restorer", Replaced)
+    state = {"w": torch.zeros(2)}
+    dcp.load(state, checkpoint_id=path)
+    assert state["w"].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("checkpoint_id", [None, "", "s3://bucket/step-1"])

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import re
@@ -21,12 +22,12 @@ import torch.distributed as dist
 
 from stepmark.checkpoint.checkpointer import APART, MARGIN, Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import resolve_link, saving_folder
-from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
+from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest, save_of
 from stepmark.checkpoint.host_memory import StagingMemory
 from stepmark.checkpoint.restore.restore import Restorer
 from stepmark.checkpoint.save_handle import SaveHandle
 from stepmark.checkpoint.state_dicts import SavedStateDict, StateDict, StateDictRestoration, is_stateful
-from stepmark.errors import CheckpointMismatch, CheckpointNotFound, UsageError
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.host_group import HostGroup
@@ -171,7 +172,8 @@ class _Saver(Checkpointer):
         self.close()
         self._memory = memory
         if owned and self._group.rank == 0:
-            files.remove_tree(self.folder)
+            with contextlib.suppress(OSError):  # another process is about to save there
+                files.remove_tree(self.folder)
 
     def load(self, path: Path, state: StateDict, *, allow_partial: bool) -> None:
         """Loads in place. Raises CheckpointMismatch, CheckpointDamaged or CheckpointNotFound."""
@@ -183,8 +185,16 @@ class _Saver(Checkpointer):
         restorer = Restorer(group, phases, self._runtime_of, 4, alone, None, self._timestamps, restoration)
         try:
             with self._one_call(), self._lease_on(path):
-                group.ask_first(lambda: _check_loadable(path), f"looking for {path}")
-                restorer.named(path, state)
+                tried: list[str | None] = []
+                while True:
+                    save = group.ask_first(lambda: _save_to_load(path), f"looking for {path}")
+                    try:
+                        restorer.named(path, state)
+                        return
+                    except CheckpointDamaged:
+                        if save in tried:  # else another process may have replaced it in the meantime
+                            raise
+                        tried.append(save)
         finally:
             handle.collected.set()
             phases.stop()
@@ -231,7 +241,8 @@ def _check_replaceable(path: Path) -> None:
             )
 
 
-def _check_loadable(path: Path) -> None:
+def _save_to_load(path: Path) -> str | None:
+    """The name of the save that is there; None where its manifest is corrupted. Raises where there is none of ours."""
     if (path / _METADATA).exists() and not (path / MANIFEST).exists():
         raise CheckpointMismatch(
             f"{path} is a checkpoint of torch.distributed.checkpoint: load it with that, or make it one of Stepmark's "
@@ -239,3 +250,4 @@ def _check_loadable(path: Path) -> None:
         )
     if not (path / MANIFEST).exists():
         raise CheckpointNotFound(f"{path} is no checkpoint: it has no {MANIFEST}")
+    return save_of(path)

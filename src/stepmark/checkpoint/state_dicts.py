@@ -3,6 +3,7 @@ fully qualified names, the keys on the way to them joined by "."."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -25,6 +26,8 @@ from stepmark.checkpoint.sections import SECTION_NAME, Entry, Section, add_optim
 from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.sharding.dtensor import is_dtensor, local_of
 from stepmark.sharding.layout import Shard
+
+logger = logging.getLogger("stepmark")
 
 _REST = "state_dict"  # the section of what is in neither a model nor an optimizer
 _SHOWN = 3  # names in an error
@@ -83,9 +86,16 @@ class StateDict(dict[str, Any]):
     live: dict[str, Any]
 
     def leaves(self) -> dict[str, Leaf]:
-        """The leaves of `live`, by name."""
+        """The leaves of `live`, by name. Raises UsageError for what an older FSDP gives."""
         self.live = {key: value.state_dict() if is_stateful(value) else value for key, value in self.items()}
-        return leaves(self.live)
+        found = leaves(self.live)
+        for name, leaf in found.items():
+            if type(leaf.value).__name__ == "ShardedTensor":
+                raise UsageError(
+                    f"state_dict: {name!r} is a ShardedTensor; give FullyShardedDataParallel a device_mesh, and it "
+                    "gives DTensors"
+                )
+        return found
 
     def sections(self) -> list[Section]:
         """One section, to be loaded, whose value has the leaves by name. Meta tensors get memory."""
@@ -190,6 +200,10 @@ class StateDictRestoration(StateRestoration):
                 self._want_tensor(name, leaf, section.entries.get(name), stored[name])
             elif name in stored:
                 self._want_value(leaf, stored[name])
+        for optimizer in {name.partition(".param_groups.")[0] for name in section.value if ".param_groups." in name}:
+            state = [name for name in stored if name.startswith(f"{optimizer}.state.")]
+            if state and not any(name in section.value for name in state):
+                logger.warning("%r has no state yet, so that of %s is not loaded", optimizer, self.where)
 
     def _want_value(self, leaf: Leaf, stored: Any) -> None:
         found: dict[Stored, ReadTarget] = {}
@@ -205,7 +219,9 @@ class StateDictRestoration(StateRestoration):
         if entry is None or there.shape != entry.layout.shape:
             here = type(leaf.value).__name__ if entry is None else f"{entry.dtype} {list(entry.layout.shape)}"
             raise CheckpointMismatch(f"{name!r} is {there.dtype} {list(there.shape)} in {self.where} and {here} here")
-        if there.dtype == entry.dtype and not overlaps_itself(entry.tensor):
+        if overlaps_itself(entry.tensor):
+            raise CheckpointMismatch(f"{name!r} has elements that share memory here; give it its own: .clone()")
+        if there.dtype == entry.dtype:
             self.want(stored.group, stored.name, entry.tensor, entry.layout, entry.dtype)
             return
         live, target = entry.tensor, self.want_new(stored.group, stored.name, entry.layout, tuple(entry.tensor.shape))
