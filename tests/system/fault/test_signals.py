@@ -15,6 +15,7 @@ import pytest
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.save import operation as saving
+from stepmark.trainer.interruption import preemption
 from tests.support import programs
 from tests.support.processes import environment, torchrun, wait_until
 from tests.support.ranks import Ranks
@@ -178,12 +179,18 @@ def test_a_save_that_is_on_its_way_may_end(ranks: Ranks, tmp_path: Path) -> None
     assert 4 in saved_steps(tmp_path)
 
 
+def train_on_a_busy_machine(settings: dict[str, Any]) -> Any:
+    """Where ten usual steps may take longer than the grace, by which a step that hangs is known."""
+    preemption.STUCK = 0
+    return programs.train(settings)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_that_outlasts_the_grace_leaves_the_last_checkpoint(ranks: Ranks, tmp_path: Path, rank: int) -> None:
     """One rank is where no signal handler of Python's can run, and the other waits for it in a collective."""
     settings = {**options(tmp_path, "cpu", 2), "signal_grace": 2, "async_save": False}
     settings["signal_at"] = {"event": "on_pre_optimizer_step", "step": 5, "ranks": [rank], "block": 600}
-    stopped = ranks.run(PROGRAM, settings, nproc=2)
+    stopped = ranks.run(train_on_a_busy_machine, settings, nproc=2)
     assert stopped.codes == [75, 75], stopped.logs
     assert saved_steps(tmp_path) == [4]
     status = read_status(tmp_path)
