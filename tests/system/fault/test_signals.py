@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.save import operation as saving
 from stepmark.trainer.interruption import preemption
 from tests.support import programs
-from tests.support.processes import environment, torchrun, wait_until
+from tests.support.processes import environment, processor_seconds, torchrun, wait_until
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 from tests.support.run_folders import read_status, saved_steps
@@ -243,7 +244,12 @@ def test_a_signal_to_a_whole_job(tmp_path: Path, launcher: str, workers: int, nu
     given: dict[str, Any] = {"env": environment(tmp_path), "start_new_session": True, "stderr": subprocess.PIPE}
     metrics = tmp_path / "out" / "metrics.jsonl"
     with subprocess.Popen(job, cwd=tmp_path, text=True, **given) as run:
-        wait_until(lambda: run.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 2), 120)
+        works = partial(processor_seconds, STEPMARK_CACHE=given["env"]["STEPMARK_CACHE"])
+        wait_until(
+            lambda: run.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 2),
+            120,
+            works,
+        )
         os.killpg(run.pid, number) if launcher == "one" else run.send_signal(number)
         told = run.communicate(timeout=120)[1]
     status = read_status(tmp_path / "out")
