@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
+from stepmark.launch.signal_handlers import STOPPING
 from stepmark.launch.signal_listener import SAME_PRESS, Interrupts, conclude, listening
 from tests.support.uninterruptible import wait_uninterruptibly
 
@@ -214,10 +215,13 @@ def test_after_the_run_was_interrupted_further_signals_change_nothing_for_a_whil
 
 def test_once_it_is_concluded_nobody_hears() -> None:
     heard: list[signal.Signals] = []
+    before = {number: signal.getsignal(number) for number in STOPPING}
     with listening(heard.append, heard.append):
         conclude(60.0)
         os.kill(os.getpid(), TERM)
     assert heard == []
+    for number, handler in before.items():  # forks of later tests would ignore signals for a minute
+        signal.signal(number, handler)
 
 
 def test_a_hangup_that_is_ignored_stays_ignored() -> None:

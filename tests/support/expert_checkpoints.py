@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.foreign_checkpoints import STEP, Truth, numbered, save_rank, zero_part
+from tests.support.foreign_checkpoints import STEP, Truth, drawn, numbered, save_rank, zero_part
 
 EXPERTS, HIDDEN, INNER, VOCAB = 6, 16, 8, 32
 GATE_UP, DOWN = "mlp.expert_mlps.mlp_op.gate_up_proj.weight", "mlp.expert_mlps.mlp_op.down_proj.weight"
@@ -31,12 +31,7 @@ def expert_truth(layers: int = 2, seed: int = 0) -> Truth:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
     shapes |= {f"model.layers.{n}.{name}": shape for n in range(layers) for name, shape in inner.items()}
     shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
-    draw = {name: torch.randn(3, *shape, generator=generator) for name, shape in shapes.items()}
-    moments = {
-        name: {"step": torch.tensor(float(STEP)), "exp_avg": d[1].clone(), "exp_avg_sq": d[2].abs().clone()}
-        for name, d in draw.items()
-    }
-    return Truth({name: d[0].clone() for name, d in draw.items()}, moments)
+    return drawn(shapes, generator)
 
 
 def part(name: str, tensor: Tensor, tp: tuple[int, int], ep: tuple[int, int]) -> Tensor:

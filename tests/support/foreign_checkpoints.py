@@ -61,6 +61,11 @@ def truth(seed: int = 0, *, head_norms: bool = False) -> Truth:
         }
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in inner.items()}
     shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+    return drawn(shapes, generator)
+
+
+def drawn(shapes: dict[str, tuple[int, ...]], generator: torch.Generator) -> Truth:
+    """Weights and moments of these shapes."""
     draw = {name: torch.randn(3, *shape, generator=generator) for name, shape in shapes.items()}
     moments = {
         name: {"step": torch.tensor(float(STEP)), "exp_avg": d[1].clone(), "exp_avg_sq": d[2].abs().clone()}

@@ -55,8 +55,9 @@ class Zygote:
 
     def close(self) -> None:
         assert self._process.stdin is not None
+        self._process.kill()
+        self._process.wait()
         self._process.stdin.close()
-        self._process.wait(timeout=30)
 
 
 class Ranks:

@@ -125,20 +125,6 @@ def test_signing_gives_what_we_write(saved: Path) -> None:
     assert isinstance(parse_manifest(data), Manifest)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_manifest_with_the_right_checksum_and_wrong_contents(saved: Path, tmp_path: Path, seed: int) -> None:
-    generator = random.Random(seed)
-    folder = tmp_path / "checkpoint-1"
-    shutil.copytree(saved, folder)
-    original = (saved / "manifest.json").read_text()
-    for _ in range(40):
-        body = json.loads(original)
-        for _ in range(generator.randint(1, 3)):
-            mutate(body, generator)
-        (folder / "manifest.json").write_bytes(signed(body))
-        restore_or_refuse(folder)
-
-
 def change_file(folder: Path, name: str, data: bytes, header: int | None) -> None:
     """Puts other bytes into a file, and their size and checksum into the manifest."""
     (folder / name).write_bytes(data)
@@ -152,35 +138,41 @@ def change_file(folder: Path, name: str, data: bytes, header: int | None) -> Non
     (folder / "manifest.json").write_bytes(signed(body))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_values_with_the_right_checksum_and_wrong_contents(saved: Path, tmp_path: Path, seed: int) -> None:
-    generator = random.Random(seed)
-    folder = tmp_path / "checkpoint-1"
-    shutil.copytree(saved, folder)
-    original = (saved / "state.json").read_text()
-    for _ in range(40):
-        body = json.loads(original)
+def change_manifest(saved: Path, folder: Path, generator: random.Random) -> None:
+    body = json.loads((saved / "manifest.json").read_text())
+    for _ in range(generator.randint(1, 3)):
         mutate(body, generator)
-        change_file(folder, "state.json", json.dumps(body).encode(), None)
-        restore_or_refuse(folder)
+    (folder / "manifest.json").write_bytes(signed(body))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_header_with_the_right_checksum_and_wrong_contents(saved: Path, tmp_path: Path, seed: int) -> None:
-    generator = random.Random(seed)
-    folder = tmp_path / "checkpoint-1"
-    shutil.copytree(saved, folder)
+def change_values(saved: Path, folder: Path, generator: random.Random) -> None:
+    body = json.loads((saved / "state.json").read_text())
+    mutate(body, generator)
+    change_file(folder, "state.json", json.dumps(body).encode(), None)
+
+
+def change_header(saved: Path, folder: Path, generator: random.Random) -> None:
     data = (saved / "model.safetensors").read_bytes()
     size = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:size])
+    own = json.loads(header["__metadata__"]["stepmark"])
+    mutate(generator.choice([header, own]), generator)
+    if isinstance(header.get("__metadata__"), dict):
+        header["__metadata__"]["stepmark"] = json.dumps(own)
+    text = json.dumps(header).encode().ljust(size - 8)
+    change_file(folder, "model.safetensors", struct.pack("<Q", len(text)) + text + data[size:], 8 + len(text))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("change", [change_manifest, change_values, change_header])
+def test_right_checksums_and_wrong_contents(
+    saved: Path, tmp_path: Path, change: Callable[[Path, Path, random.Random], None], seed: int
+) -> None:
+    generator = random.Random(seed)
+    folder = tmp_path / "checkpoint-1"
+    shutil.copytree(saved, folder)
     for _ in range(40):
-        header = json.loads(data[8:size])
-        own = json.loads(header["__metadata__"]["stepmark"])
-        mutate(generator.choice([header, own]), generator)
-        if isinstance(header.get("__metadata__"), dict):
-            header["__metadata__"]["stepmark"] = json.dumps(own)
-        text = json.dumps(header).encode().ljust(size - 8)
-        changed = struct.pack("<Q", len(text)) + text + data[size:]
-        change_file(folder, "model.safetensors", changed, 8 + len(text))
+        change(saved, folder, generator)
         restore_or_refuse(folder)
 
 

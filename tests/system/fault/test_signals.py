@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.save import operation as saving
+from stepmark.trainer.interruption import preemption
 from tests.support import programs
-from tests.support.processes import environment, torchrun, wait_until
+from tests.support.processes import environment, processor_seconds, torchrun, wait_until
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 from tests.support.run_folders import read_status, saved_steps
@@ -178,12 +180,18 @@ def test_a_save_that_is_on_its_way_may_end(ranks: Ranks, tmp_path: Path) -> None
     assert 4 in saved_steps(tmp_path)
 
 
+def train_on_a_busy_machine(settings: dict[str, Any]) -> Any:
+    """Where ten usual steps may take longer than the grace, by which a step that hangs is known."""
+    preemption.STUCK = 0
+    return programs.train(settings)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_that_outlasts_the_grace_leaves_the_last_checkpoint(ranks: Ranks, tmp_path: Path, rank: int) -> None:
     """One rank is where no signal handler of Python's can run, and the other waits for it in a collective."""
     settings = {**options(tmp_path, "cpu", 2), "signal_grace": 2, "async_save": False}
     settings["signal_at"] = {"event": "on_pre_optimizer_step", "step": 5, "ranks": [rank], "block": 600}
-    stopped = ranks.run(PROGRAM, settings, nproc=2)
+    stopped = ranks.run(train_on_a_busy_machine, settings, nproc=2)
     assert stopped.codes == [75, 75], stopped.logs
     assert saved_steps(tmp_path) == [4]
     status = read_status(tmp_path)
@@ -236,7 +244,12 @@ def test_a_signal_to_a_whole_job(tmp_path: Path, launcher: str, workers: int, nu
     given: dict[str, Any] = {"env": environment(tmp_path), "start_new_session": True, "stderr": subprocess.PIPE}
     metrics = tmp_path / "out" / "metrics.jsonl"
     with subprocess.Popen(job, cwd=tmp_path, text=True, **given) as run:
-        wait_until(lambda: run.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 2), 120)
+        works = partial(processor_seconds, STEPMARK_CACHE=given["env"]["STEPMARK_CACHE"])
+        wait_until(
+            lambda: run.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 2),
+            120,
+            works,
+        )
         os.killpg(run.pid, number) if launcher == "one" else run.send_signal(number)
         told = run.communicate(timeout=120)[1]
     status = read_status(tmp_path / "out")

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import environment
+from tests.support.processes import environment, processor_seconds, wait_until
 from tests.support.recipes import write_recipe
 from tests.support.run_folders import read_losses, read_status, saved_steps
 
@@ -59,11 +60,9 @@ def run_suspended(folder: Path, recipe: Path, nproc: int, phase: str, **variable
     command = rank if nproc == 1 else [sys.executable, "-c", SUPERVISE, *rank]
     given = {**environment(folder), **variables}
     with subprocess.Popen(command, env=given, stderr=subprocess.PIPE, text=True) as job:
-        until = time.monotonic() + 120
-        while not any(notes.iterdir()):
-            assert job.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        works = partial(processor_seconds, STEPMARK_CACHE=given["STEPMARK_CACHE"])
+        wait_until(lambda: any(notes.iterdir()) or job.poll() is not None, 60, works)
+        assert job.poll() is None
         send_to_all(job.pid, signal.SIGSTOP)
         time.sleep(ASLEEP)
         send_to_all(job.pid, signal.SIGCONT)

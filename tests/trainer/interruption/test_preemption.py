@@ -265,7 +265,7 @@ def lose_rank_0(rank: int, folder: Path, state: str) -> None:
     host.barrier()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    wait_until(lambda: host.is_gone(0), 20)
+    wait_until(lambda: host.is_gone(0), 60)
     callbacks: Any = SimpleNamespace(
         run_log=run_log,
         state=SimpleNamespace(global_step=3),
@@ -274,7 +274,7 @@ def lose_rank_0(rank: int, folder: Path, state: str) -> None:
     )
     record_end(callbacks, PeerLost("rank 0 is gone"), host)
     (folder / f"recorded-{rank}").touch()
-    wait_until(lambda: len(list(folder.glob("recorded-*"))) == 2, 20)
+    wait_until(lambda: len(list(folder.glob("recorded-*"))) == 2, 60)
 
 
 @pytest.mark.parametrize(("before", "after"), [("running", ("failed", "rank 0 is gone")), ("done", ("done", None))])
