@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -44,6 +45,25 @@ def heartbeat_elsewhere(run: Path, age: float) -> Path:
     beat = path.stat().st_mtime - age
     os.utime(path, (beat, beat))
     return path
+
+
+@pytest.mark.parametrize(("elsewhere", "state"), [(False, "not running"), (True, "running")])
+def test_a_killed_run_without_checkpoints_is_not_reported_as_running(
+    run: Path, capsys: pytest.CaptureFixture[str], elsewhere: bool, state: str
+) -> None:
+    """It has no heartbeat."""
+    trains = subprocess.Popen(["sleep", "600"])
+    host = "node7" if elsewhere else socket.gethostname()
+    status = {"state": "running", "step": 7, "time": 1e9, "process": trains.pid, "host": host}
+    (run / "status.json").write_text(json.dumps(status))
+    states = []
+    for ends in (False, True):
+        if ends:
+            trains.kill()
+            trains.wait()
+        assert call(["inspect", str(run), "--json"]) == 0
+        states.append(json.loads(capsys.readouterr().out)["state"])
+    assert states == ["running", state]
 
 
 def test_a_killed_run_is_not_reported_as_running(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from stepmark.filesystem.json_files import read_lines
 from stepmark.liveness.failure_report import FAILURES, kept_failures
 from stepmark.liveness.progress import FLOOR
 from stepmark.model_folder.hints import import_hint
-from stepmark.report.liveness import Liveness, read_liveness
+from stepmark.report.liveness import Liveness, read_liveness, read_process
 from stepmark.trainer.run_folder.run_log import EVENTS, METRICS
 from stepmark.trainer.run_folder.status import ENDED, FAILED, INTERRUPTED, RUNNING, STATUS, STUCK, RunStatus
 
@@ -237,7 +237,7 @@ def read_history(folder: Path) -> History:
     if not history.status and history.failures:  # it has failed before it trained
         history.status = {"state": FAILED, "reason": next(iter(history.failures.values())).partition("\n")[0]}
     if history.status.get("state") == RUNNING:
-        history.liveness = read_liveness(folder)
+        history.liveness = read_liveness(folder) or read_process(history.status)
     history.events = [line for line in read_lines(folder / EVENTS) if isinstance(line.get("event"), str)]
     _sort_metrics(history, read_lines(folder / METRICS))
     _add_concurrent_evaluations(history, read_lines(folder / EVALUATIONS))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
 from stepmark.liveness.heartbeat import BEAT, STALE, host_of, lock_verdict
@@ -42,6 +46,21 @@ def read_liveness(folder: Path) -> Liveness | None:
     held = [path for path, verdict in verdicts.items() if verdict and time.time() - beats[path] > STALE / 2]
     quiet = bool(held) and not _beating(held)
     return Liveness(alive or _beating(unknown), beats[newest], host, quiet)
+
+
+def read_process(status: Mapping[str, Any]) -> Liveness | None:
+    """Of a run without heartbeats, which saves no checkpoints: that the process of its status has ended. None where
+    that process is there, or was another machine's."""
+    process, host = status.get("process"), status.get("host")
+    if not isinstance(process, int) or host != socket.gethostname():
+        return None
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return Liveness(False, status.get("time", 0.0), host)
+    except OSError:
+        pass  # another user's
+    return None
 
 
 def _heartbeats(folder: Path) -> list[Path]:
