@@ -19,6 +19,8 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.coordination.run_ownership import CLAIMING, RunOwnership
@@ -49,7 +51,14 @@ from stepmark.checkpoint.save.request import (
     disk_need,
     prepare_save,
 )
-from stepmark.checkpoint.save.snapshot import copy_to_host, extents_of, plan_copies, staging_sizes
+from stepmark.checkpoint.save.snapshot import (
+    PendingCopies,
+    copy_to_host,
+    extents_of,
+    plan_copies,
+    split_copies,
+    staging_sizes,
+)
 from stepmark.checkpoint.save_handle import SaveHandle
 from stepmark.checkpoint.sections import Section, check_state, describe
 from stepmark.checkpoint.timestamps import TimestampSource
@@ -155,6 +164,8 @@ class Checkpointer:
         self._process = 0  # the only one that may call, once it has claimed the folder
         self._timestamps = TimestampSource()
         self._finalizer: Finalize | None = None
+        self._hook: RemovableHandle | None = None
+        self._copies: PendingCopies | None = None  # of the last save
         self._count = 0
         self.quarantined: list[tuple[Path, str]] = []
 
@@ -222,6 +233,7 @@ class Checkpointer:
             if begun is None:
                 phases.stop()
                 self._background.leave(phases.board, temporary, handle)
+        self._copies = begun[0].copies
         self._background.begin(*begun, handle)
         if block if block is not None else not self._async:
             self.wait()
@@ -268,15 +280,18 @@ class Checkpointer:
             self._background.tidy()
             self._background.make_room(self.folder, disk_need(plan), request.save)
             check_disk(self.folder, plan)
-        entries = request.entries()
         runtime = self._runtime_of(request.sections)
         if self._background.reads_memory:
             self._memory.release()  # the thread that still reads it keeps it
         memory = self._memory.take(size, pinned=can_pin(runtime.device))
         phases.enter("copying")
         runtime.step_boundary(wait=True)
-        copy_to_host(plan_copies(plan, extents, entries), memory, runtime, threads=self._threads)
-        phases.leave()
+        now, later = split_copies(plan_copies(plan, extents, request.entries()), request.sections, runtime)
+        copy_to_host(now, memory, runtime, threads=self._threads)
+        if later and self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._before_update)
+        if not later:
+            phases.leave()  # else once they have been made
         kinds = {name: section["kind"] for name, section in values.items()}
         operation = SaveOperation(
             rank=self._group.rank,
@@ -285,6 +300,7 @@ class Checkpointer:
             temporary=request.temporary,
             plan=plan,
             extents=extents,
+            copies=PendingCopies(later),
             phases=phases,
             threads=self._threads,
             commit=Commit(
@@ -296,6 +312,11 @@ class Checkpointer:
             ),
         )
         return operation, memory.numpy().data
+
+    def _before_update(self, *_: Any) -> None:
+        """Before any optimizer's step: what it would write has been copied."""
+        if self._copies is not None and not torch.compiler.is_compiling() and not self._is_forked:
+            self._copies.wait()
 
     def _check_memory(self, plan: SavePlan, reports: Sequence[RankReport]) -> None:
         """Raises CheckpointError, on all ranks of this node, where their copies do not fit into its memory."""
@@ -506,6 +527,9 @@ class Checkpointer:
             ended = self._background.join()
             ownership, self._ownership = self._ownership, None
             self._memory.release()
+            if self._hook is not None:
+                self._hook.remove()
+                self._hook = None
             if ownership is not None and ended:
                 ownership.release()
             elif ownership is not None:  # the file system is stuck, and releasing would hang too

@@ -23,10 +23,8 @@ def is_cached(path: Path) -> bool:
             size = len(mapped)
             found = np.zeros(-(-size // mmap.PAGESIZE), dtype=np.uint8)
             address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
-            mincore = ctypes.CDLL(None).mincore
-            if mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(found.ctypes.data)):
-                return True
-            return 2 * int(np.count_nonzero(found & 1)) > len(found)
+            arguments = ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(found.ctypes.data)
+            return bool(ctypes.CDLL(None).mincore(*arguments)) or 2 * int(np.count_nonzero(found & 1)) > len(found)
     except (OSError, ValueError, AttributeError):  # an empty file cannot be mapped; another C library may lack mincore
         return True
 

@@ -1,5 +1,6 @@
 """One save, from the copy in host memory to the committed folder. Runs on every rank, in the background or in line.
 
+copying      each rank makes the copies that are left
 writing      each rank writes and syncs its shares of the files       -> "written", to the ranks that finalize files
 finalizing   a file's first writer adds the header with all checksums -> "finalized", to rank 0
 committing   rank 0 commits (commit.py)                               -> "committed", to all
@@ -14,7 +15,7 @@ from pathlib import Path
 from stepmark.checkpoint.format.checksums import bytes_checksum
 from stepmark.checkpoint.save.commit import Commit
 from stepmark.checkpoint.save.plan import SavePlan
-from stepmark.checkpoint.save.snapshot import Extent
+from stepmark.checkpoint.save.snapshot import Extent, PendingCopies
 from stepmark.checkpoint.save.write import Checksums, write_extents, write_header
 from stepmark.errors import CheckpointError, CheckpointTimeout, StepmarkError
 from stepmark.liveness.deadlines import PhaseDeadlines
@@ -33,6 +34,7 @@ class SaveOperation:
     temporary: Path
     plan: SavePlan
     extents: Sequence[Extent]
+    copies: PendingCopies
     phases: PhaseDeadlines
     threads: int
     commit: Commit
@@ -44,6 +46,7 @@ class SaveOperation:
         also for errors that other ranks report.
         """
         try:
+            self.copies.run(memory, self.threads)  # first: the next update must not wait for a file system
             checksums = self._write(memory)
             self._finalize_files(checksums)
             committed = self._commit()

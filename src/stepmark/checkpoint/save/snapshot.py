@@ -3,26 +3,31 @@
 One step boundary, then copies; no live tensor is changed or replaced. On a lazy device complete tensors are copied
 to the host, in groups, so that memory besides the copy is bounded by the largest tensor; they are sliced on the host,
 because each slice on the device would be a separate graph.
+
+On the CPU, what only an optimizer writes is copied while training goes on. Until then torch's copy-on-write keeps its
+values: whoever writes, through whichever view, gets other memory. Optimizers wait, so that this memory is not needed.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
+from stepmark.checkpoint.format.manifest import MODEL
 from stepmark.checkpoint.format.tensor_file import PAGE
 from stepmark.checkpoint.host_memory import GROUP_BYTES, in_groups
 from stepmark.checkpoint.save.plan import SavePlan
-from stepmark.checkpoint.sections import Entry
+from stepmark.checkpoint.sections import Entry, Section
 from stepmark.checkpoint.threads import in_parallel
 from stepmark.liveness.collection import without_collection
 from stepmark.runtime.base import Runtime
@@ -30,6 +35,8 @@ from stepmark.sharding.layout import Part, TensorSlice
 from stepmark.sharding.views import block_views, flattened, is_row_major
 
 _CHUNK = 8 << 20  # bytes that a thread copies at a time
+_TORCH: Any = torch._C
+_FREEZES = all(hasattr(_TORCH, name) for name in ("_is_cow_tensor", "_data_address", "_storage_Use_Count"))
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,88 @@ def plan_copies(plan: SavePlan, extents: Sequence[Extent], entries: Mapping[tupl
     return sorted(copies, key=lambda copy: order[id(copy.entry.tensor)])
 
 
+class PendingCopies:
+    """Copies to make while training goes on. Call `run` or `drop`: optimizers wait."""
+
+    def __init__(self, copies: list[Copy]) -> None:
+        self._copies = copies
+        self._done = threading.Event()
+
+    @torch.no_grad()
+    def run(self, memory: memoryview, threads: int) -> None:
+        """Makes them."""
+        try:
+            if self._copies:
+                target = torch.frombuffer(memory, dtype=torch.uint8)
+                _copy_all([(copy, copy.entry.tensor) for copy in self._copies], target, threads)
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """None will be made any more."""
+        self._copies.clear()
+        self._done.set()
+
+    def wait(self) -> None:
+        """Waits until none is to be made any more."""
+        self._done.wait()
+
+
+def split_copies(
+    copies: Sequence[Copy], sections: Sequence[Section], runtime: Runtime
+) -> tuple[list[Copy], list[Copy]]:
+    """The copies to make at once, and those that can be made later, whose tensors are replaced by frozen ones."""
+    if runtime.lazy or not (runtime.host_memory and _FREEZES):
+        return list(copies), []
+    trained = written_by_optimizers(sections)
+    alone = _references(torch.empty(1))
+    now: list[Copy] = []
+    later: list[Copy] = []
+    for _, found in groupby(copies, key=lambda copy: id(copy.entry.tensor)):
+        group = list(found)
+        entry = group[0].entry
+        frozen = None
+        if type(entry.tensor) in (Tensor, nn.Parameter) and (entry.group, entry.name) in trained:
+            frozen = _frozen(entry.tensor.detach()) if _references(entry.tensor) <= alone else None
+        if frozen is None:
+            now += group
+        else:
+            later += [copy._replace(entry=copy.entry._replace(tensor=frozen)) for copy in group]
+    return now, later
+
+
+def written_by_optimizers(sections: Sequence[Section]) -> set[tuple[str, str]]:
+    """Group and name of the states of all optimizers, and of the parameters that they update. Others may be written at
+    any time, such as averages of parameters, or the statistics of batch normalization in a forward pass."""
+    optimizers = [section for section in sections if section.kind in ("optimizer", "named")]
+    members = {name for section in optimizers for name in section.values["members"]}
+    found = {(section.group, name) for section in optimizers for name in section.entries}
+    for section in sections:
+        if section.kind == "module":
+            prefix = "" if section.name == MODEL else f"{section.name}."
+            entries = section.entries.items()
+            found |= {
+                (section.group, k) for k, entry in entries if prefix + k in members and entry.tensor.requires_grad
+            }
+    return found
+
+
+def _references(tensor: Tensor) -> int:
+    """How many tensors and storage objects use its memory. Others than the tensor itself may be numpy arrays, which
+    torch's copy-on-write does not see."""
+    storage = tensor.untyped_storage()
+    return int(_TORCH._storage_Use_Count(storage._cdata))
+
+
+def _frozen(tensor: Tensor) -> Tensor | None:
+    """A tensor that keeps these values, without a copy as long as nobody writes; None where the memory is not torch's
+    own, such as that of a file or shared between processes."""
+    try:
+        return torch._lazy_clone(tensor)
+    except RuntimeError:
+        return None
+
+
 @without_collection()
 @torch.no_grad()
 def copy_to_host(copies: Sequence[Copy], memory: Tensor, runtime: Runtime, *, threads: int) -> None:
@@ -134,7 +223,17 @@ def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int
 
 
 def _run(copy: Copy, at: int, source: Tensor) -> NDArray[np.uint8]:
-    return source.view(-1)[at + copy.start : at + copy.stop].view(torch.uint8).numpy()
+    data = source.view(-1)[at + copy.start : at + copy.stop]
+    return np.asarray(_ReadOnly(data)) if _FREEZES and _TORCH._is_cow_tensor(source) else data.view(torch.uint8).numpy()
+
+
+class _ReadOnly:
+    """A tensor's bytes for numpy. `Tensor.numpy` asks for memory to write to, which would copy a frozen tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        address = _TORCH._data_address(tensor)
+        self.__array_interface__ = {"version": 3, "shape": (tensor.nbytes,), "typestr": "|u1", "data": (address, True)}
 
 
 def _copy(copy: Copy, source: Tensor, memory: Tensor) -> None:

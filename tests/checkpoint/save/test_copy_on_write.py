@@ -1,0 +1,243 @@
+"""What is copied while training goes on has the values that it had when `save` was called, whoever writes meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.save import snapshot as module
+from stepmark.errors import CheckpointError
+
+
+class Model(nn.Module):
+    """A forward pass writes to parameters and buffers, and an LSTM asks for memory to write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(5, 6, max_norm=0.1)
+        self.norm = nn.BatchNorm1d(6)
+        self.lstm = nn.LSTM(6, 3, batch_first=True)
+        self.matrix = nn.Parameter(torch.randn(3, 40).t())  # not in row-major order
+        self.brief = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+        self.clamped = nn.Parameter(torch.randn(3))
+        self.average = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Any:
+        self.clamped.data.clamp_(-0.01, 0.01)  # which torch counts nowhere
+        hidden, _ = self.lstm(self.norm(self.embedding(tokens))[:, None])
+        return (hidden[:, 0] @ self.matrix.t() * (self.brief.float() + self.clamped).sum()).sum()
+
+
+class State:
+    """A model and its optimizer after two steps."""
+
+    def __init__(self, **options: Any) -> None:
+        self.model = Model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, **options)
+        for _ in range(2):
+            self.earlier = deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+            self.passes()
+            self.optimizer.step()
+
+    def passes(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.tensor([1, 2, 3])).backward()
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def tensors(self) -> list[Tensor]:
+        states = self.optimizer.state.values()
+        found = [*self.model.state_dict().values(), *(value for state in states for value in state.values())]
+        return [tensor.detach().clone() for tensor in found]
+
+
+class Gate:
+    """Keeps saves from making the copies that can wait, until it is opened; says how many there are."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Event()
+        self.pending: list[int] = []
+        run = module.PendingCopies.run
+
+        def held(copies: module.PendingCopies, *arguments: Any) -> None:
+            self.pending.append(len(copies._copies))
+            assert self._open.wait(30)
+            run(copies, *arguments)
+
+        patch.setattr(module.PendingCopies, "run", held)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open()
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def check_restored(checkpointer: Checkpointer, expected: list[Tensor]) -> None:
+    other = State()
+    checkpointer.restore(other.sections)
+    assert same(other.tensors(), expected)
+
+
+@torch.no_grad()
+def write_in_place(state: State) -> None:
+    for tensor in [*state.model.parameters(), *state.model.buffers()]:
+        tensor.mul_(3)
+
+
+def write_to_data(state: State) -> None:
+    for parameter in state.model.parameters():
+        parameter.data[:1] = 7
+
+
+def write_through_numpy(state: State) -> None:
+    for parameter in (state.model.clamped, state.model.lstm.bias_hh_l0):
+        parameter.detach().numpy()[:] = 7
+
+
+def load_earlier_values(state: State) -> None:
+    model, optimizer = state.earlier
+    state.model.load_state_dict(model)
+    state.optimizer.load_state_dict(optimizer)
+
+
+def replace_states(state: State) -> None:
+    for values in state.optimizer.state.values():
+        values["exp_avg"].zero_()
+        values["exp_avg_sq"] = torch.ones_like(values["exp_avg_sq"])
+
+
+def average(state: State) -> None:
+    state.model.average.lerp_(state.model.clamped.detach(), 0.5)
+
+
+@torch.inference_mode()
+def scatter(state: State) -> None:
+    state.model.embedding.weight.index_fill_(0, torch.tensor([0]), 9.0)
+
+
+WRITERS = [
+    State.passes,
+    write_in_place,
+    write_to_data,
+    write_through_numpy,
+    load_earlier_values,
+    replace_states,
+    average,
+    scatter,
+]
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+def test_values_are_those_of_the_call(tmp_path: Path, gate: Gate, write: Callable[[State], None]) -> None:
+    state = State()
+    before = state.tensors()
+    with Checkpointer(tmp_path) as checkpointer:
+        handle = checkpointer.save(1, state.sections)
+        write(state)
+        assert not same(state.tensors(), before)
+        gate.open()
+        handle.result()
+        check_restored(checkpointer, before)
+    assert gate.pending == [10 * 4]  # each trained parameter with its step and two moments
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_an_update_waits_and_takes_no_more_memory(tmp_path: Path, gate: Gate, options: dict[str, bool]) -> None:
+    state = State(**options)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state.sections)
+        state.passes()
+        before = state.tensors()
+        trained = [state.model.matrix, *state.optimizer.state[state.model.matrix].values()]
+        places = [torch._C._data_address(tensor) for tensor in trained]  # type: ignore[attr-defined]
+        updating = threading.Thread(target=state.optimizer.step)
+        updating.start()
+        updating.join(0.3)
+        assert updating.is_alive()
+        assert same(state.tensors(), before)
+        gate.open()
+        updating.join(30)
+        assert not same(state.tensors(), before)
+        assert [tensor.data_ptr() for tensor in trained] == places
+
+
+def test_training_with_saves_is_training_without_them(tmp_path: Path) -> None:
+    quiet, busy = State(), State()
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        for step in range(6):
+            checkpointer.save(step, busy.sections)
+            saved = busy.tensors()
+            for state in (quiet, busy):
+                state.passes()
+                state.optimizer.step()
+            checkpointer.wait()
+            check_restored(checkpointer, saved)
+    assert same(quiet.tensors(), busy.tensors())
+
+
+def test_memory_that_torch_does_not_guard_is_copied_at_once(tmp_path: Path, gate: Gate) -> None:
+    """A numpy array of before the save, memory that processes share, a view of a larger tensor."""
+    state = State()
+    array = state.model.clamped.detach().numpy()
+    state.model.brief.data = state.model.brief.data.clone().share_memory_()
+    large = torch.zeros(10)
+    state.model.matrix.data = torch.cat([large, state.model.matrix.detach().flatten()])[10:].view(40, 3)
+    held = state.model.matrix.data
+    before = state.tensors()
+    with Checkpointer(tmp_path) as checkpointer:
+        handle = checkpointer.save(1, state.sections)
+        array[:] = 7
+        state.model.brief.data.zero_()
+        held.zero_()
+        assert state.model.clamped.detach().eq(7).all()
+        gate.open()
+        handle.result()
+        check_restored(checkpointer, before)
+    assert gate.pending == [10 * 4 - 3]
+
+
+def test_only_what_an_optimizer_writes_waits(tmp_path: Path, gate: Gate) -> None:
+    """What others write, such as averages of parameters, would take memory twice."""
+    model = nn.Linear(4, 4)
+    with Checkpointer(tmp_path) as checkpointer:
+        handle = checkpointer.save(1, {"model": model, "nest": {"a": torch.ones(3)}})
+        gate.open()
+        handle.result()
+    assert gate.pending == [0]
+
+
+def test_an_error_in_a_copy_fails_the_save_and_lets_the_update_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise MemoryError("no memory for a thread")
+
+    state = State()
+    with Checkpointer(tmp_path) as checkpointer:
+        monkeypatch.setattr(module, "_copy_all", lambda found, *rest: None if not found else fails())
+        monkeypatch.setattr("stepmark.checkpoint.checkpointer.copy_to_host", lambda *arguments, **options: None)
+        handle = checkpointer.save(1, state.sections)
+        state.passes()
+        state.optimizer.step()
+        with pytest.raises((CheckpointError, MemoryError), match="no memory for a thread"):
+            handle.result()
