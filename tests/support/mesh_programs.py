@@ -33,16 +33,16 @@ class StopAt(TrainerCallback):
 
 
 def make_trainer(options: dict[str, Any]) -> Trainer:
-    """`options`: kind (of model), num_hidden_layers, eval_samples, stop_at (a step before the last), and
+    """`options`: kind (of model), changes of it, num_hidden_layers, eval_samples, stop_at (a step before the last), and
     TrainingArguments."""
     options = dict(options)
     stop_at = options.pop("stop_at", None)
     kind, eval_samples = options.pop("kind", "llama"), options.pop("eval_samples", 7)
-    layers = options.pop("num_hidden_layers", 2)
+    layers, changes = options.pop("num_hidden_layers", 2), options.pop("changes", {})
     defaults = {"max_steps": 6, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-3}
     args = TrainingArguments(**{**defaults, "save_strategy": "no", "disable_tqdm": True, **options})
     return Trainer(
-        build(kind, num_hidden_layers=layers),
+        build(kind, num_hidden_layers=layers, **changes),
         args,
         train_dataset=Blocks(30),
         eval_dataset=Blocks(eval_samples, seed=1),

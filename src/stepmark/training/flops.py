@@ -3,7 +3,8 @@
 After Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B: training takes 6 N + 12 L H
 T operations per token, with N parameters, L layers, H heads of size Q, and T tokens in a sequence. What is computed a
 second time (activation checkpointing) does not count, and causal attention counts in full. N are the parameters that
-are multiplied: an embedding used only for lookup is excluded, one tied to the head is included.
+are multiplied: an embedding used only for lookup is excluded, one tied to the head is included, and of experts those
+that a token goes through.
 """
 
 from __future__ import annotations
@@ -12,20 +13,19 @@ from typing import Any
 
 from torch import nn
 
+from stepmark.parallel.pipeline.balance import active_experts
 from stepmark.parallel.pipeline.staged_model import complete_size
-
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def flops_per_token(model: nn.Module, length: int) -> float | None:
     """Floating-point operations of forward and backward pass for one token of a sequence of `length` tokens.
 
-    None where the config does not determine it: for models that are not from transformers, and for mixtures of experts.
+    None where the config does not determine it: for models that are not from transformers, for example.
     """
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return None
-    if config.get_text_config() is not config or any(getattr(config, name, None) for name in EXPERTS):
+    if config.get_text_config() is not config or active_experts(config) is None:
         return None
     sizes: list[Any] = [
         getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,3 +43,45 @@ def test_twenty_steps(ranks: Ranks, mesh: str, record_property: Any) -> None:
     cases = [options(kind, 20, axes, **more) for kind in EXPERTS for more in MORE]
     mesh_parity.compare(ranks, "cpu", count, cases, cut=True)
     record_property("trainings", len(cases))
+
+
+PROGRAM = "tests.support.mesh_programs:train"
+ALONE = {"device": "cpu", "eval_strategy": "steps", "eval_steps": 3}
+
+
+def check_run(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Losses, evaluations, and the logits of the saved model, which transformers loads."""
+    assert found["losses"] == {step: pytest.approx(each, rel=1e-5) for step, each in expected["losses"].items()}
+    evaluations = {step: found["evaluations"][step] for step in expected["evaluations"]}
+    assert evaluations == pytest.approx(expected["evaluations"], rel=1e-5)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert found["logits"] == pytest.approx(expected["logits"], rel=1e-2, abs=1e-4)
+
+
+def test_the_saved_model_is_that_of_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+    options = {**ALONE, "kind": "gpt_oss", "changes": {"output_router_logits": False}}
+    (whole,) = ranks.run(PROGRAM, {**options, "output_dir": str(tmp_path / "one")}).check()
+    two = {**options, "tensor_parallel_size": 2, "output_dir": str(tmp_path / "two")}
+    for each in ranks.run(PROGRAM, two, nproc=2).check():
+        check_run(each, whole)
+
+
+@pytest.mark.prove
+def test_a_run_goes_on_on_other_meshes(ranks: Ranks, tmp_path: Path) -> None:
+    """Its losses have no part that depends on how a batch is cut."""
+    options = {**ALONE, "kind": "deepseek_v3"}
+    (whole,) = ranks.run(PROGRAM, {**options, "output_dir": str(tmp_path / "one")}).check()
+    options |= {"output_dir": str(tmp_path / "run"), "save_strategy": "steps", "save_steps": 1}
+    options |= {"resume_from_checkpoint": True}
+    halves = {"per_device_train_batch_size": 2}
+    found: dict[str, Any] = {}
+    for steps, nproc, mesh in (
+        (2, 2, {"tensor_parallel_size": 2}),
+        (3, 4, {"tensor_parallel_size": 2, "zero_1": True, **halves}),
+        (4, 1, {}),
+        (5, 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "gradient_accumulation_steps": 2, **halves}),
+        (6, 2, {"zero_1": True, **halves}),
+    ):
+        found = ranks.run(PROGRAM, {**options, **mesh, "stop_at": steps}, nproc=nproc).check()[0]
+    check_run(found, whole)
+    assert found["resumed"] == [2, 3, 4, 5]

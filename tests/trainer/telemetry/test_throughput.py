@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.parallel.pipeline.staged_model import complete_size
@@ -18,7 +25,7 @@ from stepmark.runtime.hardware import host_memory
 from stepmark.sharding.layout import Layout, annotate
 from stepmark.trainer.telemetry import throughput as peaks
 from stepmark.trainer.telemetry import throughput as speed_module
-from stepmark.trainer.telemetry.throughput import Throughput, memory_fields, peak_flops, sequence_length
+from stepmark.trainer.telemetry.throughput import Throughput, TotalFlos, memory_fields, peak_flops, sequence_length
 from stepmark.training.flops import flops_per_token
 
 CPU = EagerRuntime(torch.device("cpu"))
@@ -63,6 +70,19 @@ def test_nothing_is_said_of_a_model_that_does_not_tell() -> None:
     experts = gpt2()
     experts.config.num_experts = 8
     assert flops_per_token(experts, 8) is None
+
+
+def test_of_experts_those_count_that_a_token_goes_through() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    more = {"vocab_size": 11, "num_local_experts": 4, "num_experts_per_tok": 1, "num_key_value_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **more, bos_token_id=0, eos_token_id=0))
+    dense = 3 * (4 * 8 * 8 + 4 * 8 + 2 * 8) + 8 + 11 * 8  # attention, router, norms; the last norm, the head
+    expert = 3 * 8 * 16
+    assert complete_size(model).multiplied == dense + 3 * expert
+    assert complete_size(model).elements == dense + 3 * 4 * expert + 11 * 8
+    assert flops_per_token(model, 32) == 6 * (dense + 3 * expert) + 12 * 3 * 2 * 4 * 32
+    flos = TotalFlos(model).of(StepBatch([MicroBatch({"input_ids": torch.zeros(2, 5)}, 2, 2)], 2, 0.1, {"samples": 2}))
+    assert flos == 6 * (dense + 3 * expert) * 10
 
 
 @pytest.mark.parametrize(

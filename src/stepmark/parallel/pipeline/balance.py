@@ -29,6 +29,7 @@ from stepmark.errors import UsageError
 
 CONTEXT = 1024  # tokens of which attention scores are counted, half of them on average
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names of their number
+ACTIVE = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")  # and of how many a token goes through
 LOSS_PER_WORD = 4  # elementwise operations of the loss for each word of the vocabulary, beside the head's product
 
 
@@ -42,30 +43,37 @@ def layer_costs(layers: nn.ModuleList, config: Any) -> list[float]:
     heads = getattr(config, "num_attention_heads", 0)
     width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     scores = float(heads * width * CONTEXT) if isinstance(heads, int) else 0.0
-    share = _active_experts(config)
-    return [_multiplied(layer, share) + scores for layer in layers]
+    share = active_experts(config) or 1.0
+    return [multiplied(layer, share) + scores for layer in layers]
 
 
 def end_cost(modules: Sequence[nn.Module]) -> float:
     """The cost of what follows the layers: `modules`, the head among them, and the loss."""
     vocabulary = max((int(getattr(module, "out_features", 0)) for module in modules), default=0)
-    return sum(_multiplied(module, 1.0) for module in modules) + float(LOSS_PER_WORD * vocabulary)
+    return sum(multiplied(module, 1.0) for module in modules) + float(LOSS_PER_WORD * vocabulary)
 
 
-def _multiplied(module: nn.Module, share_of_experts: float) -> float:
+def multiplied(module: nn.Module, share_of_experts: float) -> float:
+    """Elements of the module's parameters, of experts only that share."""
     return sum(
-        parameter.numel() * (share_of_experts if "experts" in name.split(".") else 1.0)
+        parameter.numel() * (share_of_experts if is_of_experts(name) else 1.0)
         for name, parameter in module.named_parameters()
     )
 
 
-def _active_experts(config: Any) -> float:
-    """The share of a mixture's experts that one token goes through."""
-    for name in EXPERTS:
-        count, active = getattr(config, name, None), getattr(config, "num_experts_per_tok", None)
-        if isinstance(count, int) and isinstance(active, int) and 0 < active <= count:
-            return active / count
-    return 1.0
+def is_of_experts(name: str) -> bool:
+    """Whether a parameter is one of experts among which a router chooses."""
+    return "experts" in name.split(".")
+
+
+def active_experts(config: Any) -> float | None:
+    """The share of a mixture's experts that one token goes through, 1 for a model that is none; None where the config
+    does not tell."""
+    counts = [count for name in EXPERTS if isinstance(count := getattr(config, name, None), int) and count > 0]
+    if not counts:
+        return 1.0
+    active = next((value for name in ACTIVE if isinstance(value := getattr(config, name, None), int)), 0)
+    return active / counts[0] if 0 < active <= counts[0] else None
 
 
 def balanced(costs: Sequence[float], end: float, stages: int, passes: tuple[float, float] = ONCE) -> list[int]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stepmark.errors import UsageError
+from stepmark.parallel.pipeline.balance import active_experts, is_of_experts
 from stepmark.parallel.pipeline.placeholders import (
     EndingLayer,
     ReceivingLayer,
@@ -49,6 +50,8 @@ class ModelSize:
         multiplied: Elements of those that are used in matrix products: an embedding used only for lookup is excluded,
             one tied to the head is included.
         outside_embeddings: Elements of those that are not an embedding's, whatever else it is tied to.
+
+    In the last two, experts count as far as a token goes through them, where the config tells.
     """
 
     elements: int
@@ -69,10 +72,14 @@ class ModelSize:
             if not isinstance(module, nn.Embedding)
             for parameter in module.parameters(recurse=False)
         }
+        config: Any = getattr(model, "config", None)
+        share = active_experts(config.get_text_config()) if hasattr(config, "get_text_config") else None
+        routed = {id(each): sizes[id(each)] for name, each in model.named_parameters() if is_of_experts(name)}
+        idle = round((1 - (share or 1.0)) * sum(routed.values()))
         multiplied = sum(size for key, size in sizes.items() if key not in looked_up - used)
         trained = sum(sizes[id(parameter)] for parameter in model.parameters() if parameter.requires_grad)
         outside = sum(size for key, size in sizes.items() if key not in looked_up)
-        return cls(sum(sizes.values()), trained, nbytes, multiplied, outside)
+        return cls(sum(sizes.values()), trained, nbytes, multiplied - idle, outside - idle)
 
 
 def _numel(parameter: nn.Parameter) -> int:

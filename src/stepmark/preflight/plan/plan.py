@@ -20,6 +20,7 @@ from stepmark.data.loader.order import BatchLayout, Epoch
 from stepmark.data.prepared_data import choose_block_size, prepare
 from stepmark.data.tokenize.tokenizer import check_own_code
 from stepmark.errors import DataError, UsageError
+from stepmark.parallel.pipeline.balance import active_experts
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.preflight.plan.candidates import neighbours, smaller
 from stepmark.preflight.plan.depth import trace_deep
@@ -32,7 +33,6 @@ from stepmark.runtime.device import choose_device
 from stepmark.runtime.hardware import check_device_name
 from stepmark.runtime.mesh import check_sizes
 from stepmark.trainer.run_folder.adapters import adapter_of
-from stepmark.training.flops import EXPERTS
 
 HEADROOM = 0.9  # of a device's memory: the rest is for the runtime, its libraries and fragmentation
 
@@ -168,8 +168,8 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
         check_block_size(config, block_size)
     except DataError as error:
         raise UsageError(str(error)) from error
-    if any(getattr(config, name, None) for name in EXPERTS):
-        notes.append("A mixture of experts is planned as if every expert saw every token: an upper bound.")
+    if active_experts(config) != 1.0:
+        notes.append("Experts are planned as on a lazy device, in padded blocks of tokens: an upper bound.")
     device = planned_device(_device(recipe, notes))
     setup = StepSetup(config, args, ranks, block_size, device, recipe.model)
     model_class, parameters, trained, elements = _count(setup)
