@@ -64,7 +64,7 @@ def make_step(contestant: str, kind: str, layers: int, mesh: Mesh) -> Step:
     step = TrainStep(model, optimizer, MicroBatchLoss(model), mesh)
     if contestant == LAYERS:
         compile_layers(model, TrainingFields(torch_compile=True), static=True)
-    batch = StepBatch([MicroBatch({"input_ids": ids, "labels": ids}, ROWS, ROWS * (LENGTH - 1), 1)], ROWS, 0.0, {})
+    batch = StepBatch([MicroBatch({"input_ids": ids, "labels": ids}, ROWS, ROWS * LENGTH, ROWS)], ROWS, 0.0, {})
     return lambda: step(0, batch)
 
 
@@ -147,8 +147,9 @@ def main() -> int:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     if options.nproc > 1 and "RANK" not in os.environ:
-        return supervise([__file__, *sys.argv[1:]], options.nproc)
-    for options.model in options.models:
+        return supervise([sys.executable, *sys.argv], options.nproc)
+    for model in options.models:
+        options.model = model
         if options.first:
             step = make_step(options.first, options.model, options.layers, Mesh.create())
             begun = time.perf_counter()
