@@ -24,13 +24,8 @@ WAITS_OF_MODELS = {  # lines that copy a list or a number of Python's to the dev
     "granitemoeshared": CACHE,
     "moss_transcribe_diarize": CACHE,
 }
-COMPLEX = {
-    "deepseek_v2",
-    "llama4",
-    "llama4_text",
-}  # rotate by complex numbers, which the simulated device does not have
 UNDISTURBED = [row["model"] for row in read_rows("lazy-devices") if row["state"] == "undisturbed"]
-SAMPLE = ("gpt2", "llama", "qwen3", "bert, masked tokens", "t5", "vit")
+SAMPLE = ("gpt2", "llama", "qwen3", "deepseek_v2", "bert, masked tokens", "t5", "vit")
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -46,7 +41,7 @@ def test_a_log_waits_once(native_ranks: Ranks, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", sorted({*UNDISTURBED} - {*SAMPLE} - COMPLEX))
+@pytest.mark.parametrize("name", sorted({*UNDISTURBED} - {*SAMPLE}))
 def test_steps_of_most_types_do_not_wait(
     native_ranks: Ranks, name: str, record_property: Callable[[str, object], None]
 ) -> None:

@@ -151,7 +151,7 @@ def train(model: Any, sample: Any, *callbacks: TrainerCallback, **options: Any) 
     batch = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 1e-4, "optim": "sgd"}
     quiet = {"logging_steps": 100, "save_strategy": "no", "disable_tqdm": True, "report_to": "none"}
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(output_dir=folder, **{"max_steps": STEPS, **batch, **quiet, **options})
+        args = TrainingArguments(**{"output_dir": folder, "max_steps": STEPS, **batch, **quiet, **options})
         data = Samples(2 * STEPS * args.gradient_accumulation_steps, sample), Samples(2 * BATCHES, sample)
         trainer = Trainer(model, args, train_dataset=data[0], eval_dataset=data[1], callbacks=[*callbacks])
         for callback in callbacks:

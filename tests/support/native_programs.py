@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,3 +73,16 @@ def generators() -> dict[str, bool]:
     runtime.set_generator_state(before)
     torch.nn.functional.dropout(given)
     return {"kept": kept, "alternatives draw nothing": torch.equal(once, runtime.generator_state())}
+
+
+def train_model(name: str, folder: str, options: dict[str, Any], kill_at: int | None = None) -> dict[str, Any]:
+    """Losses, gradient norms and weights of a model of `lazy_models` trained for six steps; `options` are arguments."""
+    from tests.support import lazy_models
+
+    other = lazy_models.OTHERS.get(name)
+    torch.manual_seed(0)
+    model, sample = (other[0](), other[1]) if other else (lazy_models.causal(name), lazy_models.packed)
+    kills = [] if kill_at is None else [programs.KillAt(kill_at, None)]
+    given = {"output_dir": folder, "logging_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-3, **options}
+    trainer = lazy_models.train(model, sample, *kills, **given)
+    return {**programs.logged(Path(folder)), "weights": programs.checksum(trainer)}

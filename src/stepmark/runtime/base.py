@@ -101,8 +101,8 @@ class Runtime(Protocol):
 
     def requested_graphs(self) -> int | None:
         """Graphs that were new to this process so far, whether compiled or read from the compile cache; on an eager
-        device those of torch.compile. Does not wait for the device: graphs are compiled by the thread that ends a step,
-        or calls the model."""
+        device those of torch.compile, None without any. Does not wait for the device: graphs are compiled by the thread
+        that ends a step, or calls the model."""
 
     def cache_counters(self) -> CacheCounters | None:
         """Graphs looked up in the compile cache so far; None without one, and where it cannot be seen. Does not wait

@@ -81,7 +81,7 @@ class EagerRuntime:
         return GraphCounters(requested, None) if requested else None
 
     def requested_graphs(self) -> int | None:
-        return _dynamo_counters("stats").get("unique_graphs", 0)
+        return _dynamo_counters("stats").get("unique_graphs") or None
 
     def cache_counters(self) -> CacheCounters | None:
         found = _dynamo_counters("aot_autograd")

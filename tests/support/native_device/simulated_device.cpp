@@ -16,6 +16,8 @@
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <sys/mman.h>
@@ -406,7 +408,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 // --- operations
 at::Tensor on_host(const at::Tensor& t) {
-  return at::from_blob(t.numel() ? t.data_ptr() : nullptr, t.sizes(), t.strides(), t.options().device(at::kCPU));
+  at::Tensor found =
+      at::from_blob(t.numel() ? t.data_ptr() : nullptr, t.sizes(), t.strides(), t.options().device(at::kCPU));
+  if (t.is_conj()) found = found.conj();
+  return t.is_neg() ? found._neg_view() : found;
 }
 c10::Device where(std::optional<Device> d) { return d && d->index() >= 0 ? *d : Device(KIND, current_device); }
 at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -428,7 +433,6 @@ void move(const at::Tensor& source, const at::Tensor& target) {  // with both op
   Inside in;
   at::Tensor from = source.device().is_cpu() ? source : on_host(source),
              to = target.device().is_cpu() ? target : on_host(target);
-  from = from.conj().is_conj() == from.is_conj() ? from : from.resolve_conj();
   to.copy_(from);
 }
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
@@ -486,6 +490,8 @@ at::Tensor as_strided(const at::Tensor& t, c10::SymIntArrayRef size, c10::SymInt
 at::Tensor view(const at::Tensor& t, c10::SymIntArrayRef size) {
   return at::native::view(t, C10_AS_INTARRAYREF_SLOW(size));
 }
+at::Tensor as_complex(const at::Tensor& t) { return at::native::view_as_complex(t); }
+at::Tensor as_real(const at::Tensor& t) { return at::native::view_as_real(t); }
 at::Tensor reshape_alias(const at::Tensor& t, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
   return at::native::_reshape_alias(t, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
@@ -562,6 +568,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", empty_strided);
   m.impl("as_strided", as_strided);
   m.impl("view", view);
+  m.impl("view_as_complex", as_complex);
+  m.impl("view_as_real", as_real);
   m.impl("_reshape_alias", reshape_alias);
   m.impl("resize_", resize_);
   m.impl("_copy_from", copy_from);
