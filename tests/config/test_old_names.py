@@ -80,7 +80,7 @@ def test_an_unknown_name_is_explained_without_importing_transformers() -> None:
     """Which takes seconds."""
     program = (
         "import sys; from stepmark.config.refusals import unknown_fields as told;"
-        "assert 'not support' in told(['streaming'], ()) and 'not support' in told(['fsdp'], ());"
+        "assert 'not support' in told(['streaming'], ()) and 'not support' in told(['tf32'], ());"
         "assert 'transformers field' in told(['deepspeed'], ());"
         "assert 'nproc' in told(['nproc_per_node'], ()) and 'config_overrides' in told(['n_layers'], ());"
         "assert 'transformers' not in sys.modules"

@@ -39,7 +39,7 @@ def test_default_values_of_other_fields_are_accepted(tmp_path: Path, kind: type[
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("fp16_full_eval", True), ("auto_find_batch_size", True), ("fsdp", "full_shard"), ("learningrate", 1.0)],
+    [("fp16_full_eval", True), ("auto_find_batch_size", True), ("deepspeed", "zero.json"), ("learningrate", 1.0)],
 )
 @pytest.mark.parametrize("kind", [TrainingArguments, ScriptArguments])
 def test_other_values_are_refused_by_name(name: str, value: Any, kind: type[TrainingArguments]) -> None:
@@ -180,7 +180,7 @@ def test_options_that_mean_nothing_here_are_accepted_and_can_be_read() -> None:
         ("tf32", "--tf32 true"),
         ("average_tokens_across_devices", "--no_average_tokens_across_devices"),
         ("ddp_timeout", "--ddp_timeout 5"),
-        ("fsdp", "--fsdp full_shard"),
+        ("deepspeed", "--deepspeed zero.json"),
         ("auto_find_batch_size", "--no_logging_nan_inf_filter --auto_find_batch_size"),
         ("torch_empty_cache_steps", "--torch_empty_cache_steps 0"),
         ("dataloader_prefetch_factor", "--dataloader_prefetch_factor 2"),

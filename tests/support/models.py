@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
@@ -21,6 +22,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from stepmark.config.full_sharding import FullSharding
 from stepmark.parallel.parallelize import parallelize
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.mesh import Mesh
@@ -44,8 +46,8 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 
 
 def configuration(kind: str, **changes: Any) -> PreTrainedConfig:
-    """`kind` is gpt2, llama, qwen3, gemma2, olmo2 or one of EXPERTS. Two layers, 4 heads (2 key/value heads), a
-    vocabulary of 67, which is prime."""
+    """`kind` is gpt2, llama, qwen3, gemma2, olmo2, bert (causal) or one of EXPERTS. Two layers, 4 heads (2
+    key/value heads), a vocabulary of 67, which is prime."""
     if kind == "gpt2":
         drop = changes.pop("dropout", 0.0)
         drops = {"resid_pdrop": drop, "embd_pdrop": drop, "attn_pdrop": drop}
@@ -53,6 +55,10 @@ def configuration(kind: str, **changes: Any) -> PreTrainedConfig:
             n_layer=changes.pop("num_hidden_layers", 2), n_embd=32, n_head=4, n_positions=LENGTH,
             vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **{**drops, **changes},
         )  # fmt: skip
+    if kind == "bert":
+        drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        sizes = {**SHAPE, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
+        return BertConfig(is_decoder=True, **{**sizes, **drops, **changes})
     changes = {"num_key_value_heads": 2, **EXPERTS.get(kind, {}), **changes}
     if "dropout" in changes:
         changes["attention_dropout"] = changes.pop("dropout")
@@ -126,9 +132,9 @@ def fit_for_a_compiler(context: Context) -> Iterator[None]:
 
 def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any, Iterator[Any]]:
     """The step and its batches, epoch after epoch. `options`: tp, sequence, embedding, accumulation, bf16 (parameters),
-    autocast, checkpointing, zero_1, smoothing, clip, batch (samples of a step, 4 by default); pp, schedule, chunks,
-    layers; frozen (a pattern of names); unlabelled (steps in which no sample has a target); optim (adamw_torch by
-    default; "lamb" is no name of a recipe's), rate."""
+    autocast, checkpointing, zero_1, fsdp (2: on so many replicas), smoothing, clip, batch (samples of a step, 4 by
+    default); pp, schedule, chunks, layers; frozen (a pattern of names); unlabelled (steps in which no sample has a
+    target); optim (adamw_torch by default; "lamb" is no name of a recipe's), rate."""
     from stepmark.data.loader.loader import DataLoader
     from stepmark.data.loader.prefetcher import DevicePrefetcher
     from stepmark.parallel.optimizer.whole_parameters import whole_parameters
@@ -139,7 +145,7 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     from tests.support.whole_parameter_programs import Lamb
 
     tp, accumulation = options.get("tp", 1), options.get("accumulation", 1)
-    pp = options.get("pp", 1)
+    pp, fsdp = options.get("pp", 1), options.get("fsdp")
     mesh = Mesh.create(tensor_parallel_size=tp, pipeline_parallel_size=pp, context=context)
     runtime, axis = mesh.runtime, mesh.data_parallel
     if options.get("bf16"):
@@ -154,6 +160,7 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
         parallelize_embedding=options.get("embedding", True),
         pipeline_layers=options.get("layers"),
         pipeline_chunks=options.get("chunks", 1),
+        fsdp=FullSharding(replicas=fsdp) if isinstance(fsdp, int) and not isinstance(fsdp, bool) else fsdp,
     )
     if options.get("checkpointing"):
         enable_gradient_checkpointing(model, runtime)

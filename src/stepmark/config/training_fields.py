@@ -27,7 +27,8 @@ from stepmark.config.fields import (
     one_of,
     refuse,
 )
-from stepmark.config.optimizers import check_options
+from stepmark.config.full_sharding import FullSharding, full_sharding
+from stepmark.config.optimizers import WHOLE_PARAMETERS, check_options
 from stepmark.config.transformers_defaults import AcceptingDefaults
 from stepmark.config.yaml_file import parse_options
 from stepmark.errors import UsageError
@@ -139,6 +140,15 @@ class TrainingFields(metaclass=AcceptingDefaults):
 
     device: Annotated[str, _DEVICE, Section("device and parallelism"), Help("device to train on", "cpu")] = "auto"
     zero_1: Annotated[bool, Help("shard optimizer states over the data parallel ranks (ZeRO-1)", "true")] = False
+    fsdp: Annotated[str | None, OR_BOOL, Help(
+        "shard parameters, gradients and optimizer states over the data parallel ranks: true or full_shard, "
+        "shard_grad_op, hybrid_shard or hybrid_shard_zero2", "full_shard",
+        more="By torch's fully_shard, layer by layer, on eager devices. shard_grad_op keeps complete parameters from "
+        "the forward to the backward pass; hybrid shards within each machine.")] = None
+    fsdp_config: Annotated[dict | str | None, Help(
+        "options of fsdp", "{dp_replicate_size: 2}",
+        more="reshard_after_forward, transformer_layer_cls_to_wrap, and dp_replicate_size, the number of groups of "
+        "ranks that each hold all shards.")] = None
     reduce_dtype: Annotated[str, one_of("float32", "bfloat16"), Help(
         "type in which gradients are sent between ranks; bfloat16: half the bytes", "bfloat16",
         more="Eager devices only. Sums are in float32 in either case.")] = "float32"
@@ -281,6 +291,11 @@ class TrainingFields(metaclass=AcceptingDefaults):
         return checkpointing_options(self.gradient_checkpointing_kwargs)
 
     @property
+    def full_sharding(self) -> FullSharding | None:
+        """`fsdp` and `fsdp_config`; None where parameters are not sharded."""
+        return full_sharding(self.fsdp, self.fsdp_config)
+
+    @property
     def optimizer_options(self) -> dict[str, Any]:
         """`optim_args` as a mapping."""
         return parse_options("optim_args", self.optim_args or "")
@@ -337,6 +352,8 @@ def _contradictions(args: TrainingFields) -> Iterator[str]:
         yield "save_on_signal and save_only_model: weights alone cannot be resumed from; set one of them"
     if args.warmup_steps and args.warmup_ratio:
         yield "warmup_steps and warmup_ratio: both give the length of the warmup; set one of them"
+    if args.full_sharding is not None:
+        yield from _not_with_fsdp(args)
     yield from _changed_without(args, "tensor_parallel_size", ("sequence_parallel", "parallelize_embedding"))
     yield from _changed_without(
         args, "pipeline_parallel_size", ("pipeline_schedule", "pipeline_layers", "pipeline_chunks")
@@ -360,6 +377,20 @@ def _contradictions(args: TrainingFields) -> Iterator[str]:
         yield from _needs_evaluations(args)
     if args.load_best_model_at_end and args.save_strategy != "best":
         yield from _best_is_not_saved(args)
+
+
+def _not_with_fsdp(args: TrainingFields) -> Iterator[str]:
+    if args.zero_1:
+        yield "zero_1 and fsdp: fsdp shards optimizer states too; leave zero_1 out"
+    if args.device_name == "xla":
+        yield "fsdp and device: lazy devices cannot free parameters within a graph; use zero_1, or leave fsdp out"
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(args, name) > 1:
+            yield f"fsdp and {name}: both shard parameters; leave one of them out"
+    if args.optim in WHOLE_PARAMETERS:
+        yield f"fsdp and optim: {args.optim} uses complete parameters; use adamw_torch or sgd, or zero_1"
+    if args.sample_prompts is not None:
+        yield "sample_prompts and fsdp: prompts need a complete model on every rank; set one of them"
 
 
 def _changed_without(args: TrainingFields, size: str, names: tuple[str, ...]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from stepmark.errors import UsageError
 _SHARDING = "leave the option out, and set zero_1, tensor_parallel_size or pipeline_parallel_size"
 _SWITCHES = {
     "ACCELERATE_USE_DEEPSPEED": _SHARDING,
-    "ACCELERATE_USE_FSDP": _SHARDING,
+    "ACCELERATE_USE_FSDP": "leave the option out, and set fsdp",
     "ACCELERATE_USE_MEGATRON_LM": _SHARDING,
     "ACCELERATE_USE_PARALLELISM_CONFIG": _SHARDING,
 }

@@ -8,12 +8,15 @@ of slices add up to that of the tensor, and any changed element changes it. It d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
+from stepmark.parallel.full_sharding import is_fully_sharded, layer_of
 from stepmark.runtime.mesh import Mesh
+from stepmark.sharding.dtensor import shard_of
 from stepmark.sharding.layout import Box, Layout, layout_of
 from stepmark.sharding.replication import replication_of
 from stepmark.sharding.views import block_views
@@ -28,11 +31,17 @@ def mesh_digest(tensors: Iterable[tuple[str, Tensor]], mesh: Mesh) -> str:
     runtime, axis = mesh.runtime, mesh.tensor_parallel
     runtime.step_boundary()
     found: list[tuple[str, int]] = []
-    for name, tensor in tensors:
-        copies = replication_of(tensor, axis.size).count
-        counts = mesh.data_parallel.rank == 0 and axis.rank % copies == 0
-        total = tensor_sum(runtime.to_host([tensor.detach()])[0], layout_of(tensor)) if counts else 0
-        found.append((_described(name, tensor), total))
+    each: Any
+    for name, each in tensors:
+        tensor = each.detach()
+        text = _described(name, each)
+        copies = replication_of(each, axis.size).count
+        counts, layout = mesh.data_parallel.rank == 0 and axis.rank % copies == 0, layout_of(each)
+        if is_fully_sharded(each):
+            counts = mesh.data_parallel.rank < mesh.data_parallel.size // layer_of(each).copies
+            tensor, layout = shard_of(each).tensor.detach(), shard_of(each).layout
+        total = tensor_sum(runtime.to_host([tensor])[0], layout) if counts else 0
+        found.append((text, total))
     ranks = mesh.context.host.all_gather([total for _, total in found])
     return _combined((text, sum(sums)) for (text, _), sums in zip(found, zip(*ranks, strict=True), strict=True))
 

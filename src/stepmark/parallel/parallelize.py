@@ -14,7 +14,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from stepmark.config.full_sharding import FullSharding, full_sharding
 from stepmark.errors import UsageError
+from stepmark.parallel.full_sharding import shard_fully
 from stepmark.parallel.pipeline.stage_plan import plan_stages
 from stepmark.parallel.pipeline.staged_model import cut_into_stages
 from stepmark.parallel.tensor.adapted_layers import (
@@ -73,6 +75,7 @@ class ParallelizedModel:
     parallelize_embedding: bool
     pipeline_layers: tuple[int, ...] | None = None
     pipeline_chunks: int = 1
+    fsdp: FullSharding | None = None
 
 
 _applied: WeakKeyDictionary[nn.Module, ParallelizedModel] = WeakKeyDictionary()
@@ -104,9 +107,10 @@ def parallelize(
     plan: Mapping[str, str] | None = None,
     pipeline_layers: Sequence[int] | None = None,
     pipeline_chunks: int = 1,
+    fsdp: FullSharding | bool | str | None = None,
 ) -> Model:
     """Shards a transformers model over the mesh's tensor parallel axis, and cuts it into stages along the pipeline, in
-    place.
+    place; or shards the parameters of any model over the data parallel axis (`fsdp`).
 
     Every rank passes the same complete model, before it is moved to the device and before an optimizer is created.
     Parameters stay the same objects, so ties are preserved; afterwards each holds this rank's shard and is annotated
@@ -129,6 +133,9 @@ def parallelize(
             the head and the loss counted.
         pipeline_chunks: Stages of each rank, for the interleaved schedule; rank r has the stages r, r + ranks and so
             on. Default 1.
+        fsdp: Shard parameters over the data parallel ranks, on eager devices without the other two axes: true, a
+            strategy such as `shard_grad_op`, or a `FullSharding`. Parameters become DTensors, other objects than
+            before. Default None.
 
     Returns:
         The model that was passed.
@@ -139,11 +146,15 @@ def parallelize(
             support sequence parallelism, or it cannot be cut into stages.
     """
     tensor, pipeline = mesh.tensor_parallel.size > 1, mesh.pipeline.size > 1
-    if not tensor and not pipeline:
+    sharding = fsdp if isinstance(fsdp, FullSharding) else full_sharding(fsdp, None)
+    fully = sharding is not None and (tensor or pipeline or mesh.data_parallel.size > 1)
+    if not tensor and not pipeline and not fully:
         return model
     if model in _applied:
         raise UsageError("parallelize: the model is already sharded; pass a complete one")
     check_not_added_to(model)
+    if sharding is not None:
+        shard_fully(model, mesh, sharding)
     check_adapters(model, mesh.tensor_parallel.size, mesh.pipeline.size)
     stages = plan_stages(model, mesh.pipeline.size * pipeline_chunks, pipeline_layers) if pipeline else None
     if tensor:
@@ -155,7 +166,9 @@ def parallelize(
         cut_into_stages(model, stages, mesh)
     sizes = None if pipeline_layers is None else tuple(pipeline_layers)
     for each in (model, unwrapped(model)):
-        _applied[each] = ParallelizedModel(mesh, sequence_parallel, parallelize_embedding, sizes, pipeline_chunks)
+        _applied[each] = ParallelizedModel(
+            mesh, sequence_parallel, parallelize_embedding, sizes, pipeline_chunks, sharding
+        )
         vars(each)["save_pretrained"] = _refuse_saving
     return model
 

@@ -103,6 +103,11 @@ class GroupCollectives:
         self.size = dist.get_world_size(group)
         self._spare = SpareBuffers()
 
+    @property
+    def process_group(self) -> Any:
+        """torch's group, for what calls it directly."""
+        return self._group.process_group
+
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
         kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         reduced = [tensor.contiguous() for tensor in tensors]

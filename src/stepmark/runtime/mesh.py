@@ -128,6 +128,21 @@ class Mesh:
         last = self.pipeline.size - 1
         return [rank for rank in self.grid.origin(TENSOR) if self.grid.coordinates(rank).get(PIPELINE, 0) == last]
 
+    def divided_data_parallel(self, count: int) -> tuple[GroupCollectives, GroupCollectives | None]:
+        """Of data parallel ranks of an eager device that are alone on their axes: collectives among `count` neighbours,
+        a divisor of their number, and among those at the same place of each such group, None where there is one group.
+        Collective."""
+        size = self.data_parallel.size
+        if count == size:
+            assert isinstance(self.data_parallel, GroupCollectives)
+            return self.data_parallel, None
+        strided = [list(range(first, size, count)) for first in range(count)]
+        parts = [
+            _of_own_group(GroupCollectives, self.context, each) for each in (self.grid.groups(DATA, count), strided)
+        ]
+        assert parts[0] is not None
+        return parts[0], parts[1]
+
     def replicas(self, count: int) -> Collectives:
         """Collectives among `count` neighbours on the tensor parallel axis that hold the same slice of some tensors.
 

@@ -149,7 +149,7 @@ def make_mesh(args: TrainingFields, context: Context) -> Mesh:
 def sharding_options(args: TrainingFields) -> dict[str, Any]:
     """The arguments of `parallelize`."""
     names = ("sequence_parallel", "parallelize_embedding", "pipeline_layers", "pipeline_chunks")
-    return {name: getattr(args, name) for name in names}
+    return {**{name: getattr(args, name) for name in names}, "fsdp": args.full_sharding}
 
 
 def _tie_again(model: nn.Module) -> None:
@@ -174,9 +174,11 @@ def _check_sharding(applied: ParallelizedModel | None, args: TrainingFields, con
         "pipeline_chunks": applied.pipeline_chunks,
         "sequence_parallel": applied.sequence_parallel,
         "parallelize_embedding": applied.parallelize_embedding,
+        "full_sharding": applied.fsdp,
     }
     for name, value in found.items():
         if getattr(args, name) != value:
+            name = "fsdp" if name == "full_sharding" else name
             raise UsageError(f"{name}: is {getattr(args, name)}, but the model was made with {value}; make them equal")
 
 

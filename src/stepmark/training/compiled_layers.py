@@ -25,6 +25,8 @@ def check_compiler(args: TrainingFields, device: str) -> None:
         raise UsageError(
             "torch_compile and device: xla is lazy and compiles every step itself; leave torch_compile out"
         )
+    if args.full_sharding is not None:
+        raise UsageError("torch_compile and fsdp: leave one of them out")
     import torch._dynamo as dynamo
     from torch._dynamo.backends.registry import lookup_backend
 

@@ -17,6 +17,7 @@ from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed, seed_host
+from stepmark.sharding.dtensor import is_dtensor
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.loss_scaler import LossScaler
 
@@ -92,11 +93,12 @@ class SequentialSchedule:
         self._autocast = autocast
         self._scaler = scaler
         self._seed = seed
+        self._together = any(map(is_dtensor, model.parameters()))  # all ranks call the model in the same order
 
     def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
         """See `MicroBatchSchedule`."""
         first: Callable[[], AbstractContextManager[None]] = self._arrivals.first_use
-        for index, micro_batch in enumerate(batch.micro_batches):
+        for index, micro_batch in enumerate(batch.micro_batches[:1] if self._together else batch.micro_batches):
             if micro_batch.targets and self._loss.undecided(micro_batch.inputs):
                 seed_micro_batch(self._runtime, derive_seed(self._seed, step, index, self._rank))
                 with first(), autocast(self._runtime, self._autocast):

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
+from stepmark.parallel.parallelize import parallelized
 
 logger = logging.getLogger("stepmark")
 
@@ -37,11 +38,11 @@ def without_wrapper(model: nn.Module) -> nn.Module:
     _compile_parts_in_place(model)
     for name, module in model.named_modules():
         wrapper = _wrapper(module)
-        if wrapper is not None:
+        if wrapper is not None and parallelized(model) is None:
             where = f" (its part {name!r})" if name else ""
             raise UsageError(
                 f"model: it is wrapped in {wrapper}{where}, which shards it or reduces its gradients itself; pass the "
-                "module inside, and use zero_1 or tensor_parallel_size for a model that does not fit on a device"
+                "module inside, and use fsdp or tensor_parallel_size for a model that does not fit on a device"
             )
     return model
 

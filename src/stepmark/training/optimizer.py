@@ -13,6 +13,7 @@ from torch import nn
 from stepmark.config.optimizers import ADAFACTOR, ADAMW, ADAMW_8BIT, MUON, WHOLE_PARAMETERS, check_optimizer
 from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
+from stepmark.parallel.full_sharding import is_fully_sharded
 from stepmark.parallel.optimizer.eight_bit import EIGHT_BITS, FULL_PRECISION, adamw_8bit_class
 from stepmark.parallel.optimizer.elementwise import sharding_unit, updates_elements
 from stepmark.parallel.optimizer.lazy_optimizers import LazyAdamW, LazySGD
@@ -20,6 +21,7 @@ from stepmark.parallel.optimizer.muon import MUON as BY_MUON
 from stepmark.parallel.optimizer.muon import NOT_MUON, MuonAdamW
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.optimizer.replicated import Replicated, replicated_around
+from stepmark.parallel.optimizer.sharded import local_shards, local_shards_around
 from stepmark.parallel.optimizer.whole_parameters import whole_parameters, whole_parameters_around
 from stepmark.parallel.optimizer.zero1_shards import flat_shards
 from stepmark.runtime.base import Runtime
@@ -141,6 +143,10 @@ def build_optimizer(
     make = _maker(name, kind, keywords, options or {})
     used, order = _used_groups(groups, stages), [key for key, _ in named_parameters]
     sharded = sharded_over is not None or any(layout_of(parameter) is not None for _, parameter in named_parameters)
+    if any(is_fully_sharded(parameter) for _, parameter in named_parameters):
+        if sharded_over is not None:
+            raise UsageError("zero_1 and fsdp: sharded parameters have sharded states already; leave zero_1 out")
+        return local_shards(used, make, runtime, order=order)
     if name in WHOLE_PARAMETERS and sharded:
         mesh = mesh or sharded_over
         if mesh is None:
@@ -201,6 +207,8 @@ def wrap_optimizer(
             optimizer needs all parameters at once, it is unknown what it needs, or the device is lazy.
     """
     kind = type(given)
+    if any(map(is_fully_sharded, names)):
+        return local_shards_around(given, names, mesh.runtime)
     held = [names[each] for group in given.param_groups for each in group["params"] if layout_of(each) is not None]
     if not held or sharding_unit(kind, "tensor_parallel_size") == "element":
         return replicated_around(given, names, mesh.runtime, bucket_elements=bucket_elements)

@@ -13,6 +13,7 @@ PROGRAM = "tests.support.mesh_programs:train"
 TENSOR_PARALLEL = {"tensor_parallel_size": 2}
 PIPELINE = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
 INTERLEAVED = {**PIPELINE, **TENSOR_PARALLEL, "pipeline_schedule": "interleaved", "pipeline_chunks": 2}
+SHARDED = {"fsdp": "full_shard", "per_device_train_batch_size": 2}
 EVERYTHING = {**TENSOR_PARALLEL, "sequence_parallel": True, "zero_1": True, "per_device_train_batch_size": 2}
 
 
@@ -40,8 +41,8 @@ def same(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> N
 
 @pytest.mark.parametrize(
     ("nproc", "mesh"),
-    [(2, TENSOR_PARALLEL), (4, EVERYTHING), (2, PIPELINE)],
-    ids=["tp2", "dp2 x tp2, sequence, ZeRO-1", "pp2"],
+    [(2, TENSOR_PARALLEL), (4, EVERYTHING), (2, PIPELINE), (2, SHARDED)],
+    ids=["tp2", "dp2 x tp2, sequence, ZeRO-1", "pp2", "fsdp2"],
 )
 def test_a_mesh_trains_like_one_rank(
     ranks: Ranks, tmp_path: Path, alone: dict[str, Any], nproc: int, mesh: dict[str, Any]

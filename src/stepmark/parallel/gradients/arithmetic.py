@@ -76,16 +76,22 @@ def add_ends_of_buckets(shards: Sequence[Tensor], buckets: Sequence[Bucket], mes
 
 
 def totals(
-    shards: Sequence[Tensor], buckets: Sequence[Bucket], loss: Tensor, tokens: Tensor, mesh: Mesh, *more: Tensor
+    shards: Sequence[Tensor], copies: Sequence[int], loss: Tensor, tokens: Tensor, mesh: Mesh, *more: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The mean loss over the tokens of all ranks, 0 where there are none; the sum of squares of the shards over all
-    ranks; and the tokens, followed by `more` numbers (vectors), summed over the data parallel ranks."""
-    sums = squares(shards, [bucket.replication.copies for bucket in buckets], mesh.runtime.device)
+    ranks, of which `copies` hold the same one; and the tokens, followed by `more` numbers (vectors), summed over the
+    data parallel ranks."""
+    sums = squares(shards, copies, mesh.runtime.device)
     head = torch.cat([(loss.float() * tokens).reshape(1), sums, tokens.reshape(1), *more])
     (heads,) = mesh.data_parallel.all_reduce([head])
     (square,) = mesh.tensor_parallel.all_reduce([heads[1:2]])
     (both,) = mesh.pipeline.all_reduce([torch.cat([heads[:1], square])])  # only the last stage has a loss
     return both[0] / heads[2].clamp(min=1), both[1], heads[2:]
+
+
+def copies_of(buckets: Sequence[Bucket]) -> list[int]:
+    """How many ranks of one data parallel coordinate hold the same shard of each bucket."""
+    return [bucket.replication.copies for bucket in buckets]
 
 
 def squares(gradients: Sequence[Tensor], counts: Sequence[int], device: torch.device) -> Tensor:

@@ -1,6 +1,6 @@
 """What data parallel ranks send each other of a step's gradients: all means, or each rank's shards of them.
 
-Both start with the sums of one bucket at a time (`start`, then `reduced`), or with all tensors (`at_once`).
+The first two start with the sums of one bucket at a time (`start`, then `reduced`), or with all tensors (`at_once`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from stepmark.parallel.gradients.arithmetic import (
     add_ends_of_buckets,
     add_partial,
     add_partial_of_buckets,
+    copies_of,
     norms,
     squares,
     totals,
 )
 from stepmark.parallel.gradients.flat_sums import FlatSums
 from stepmark.parallel.gradients.overlap import RankWeights
-from stepmark.parallel.gradients.reduced import ReducedGradients, show
+from stepmark.parallel.gradients.reduced import ReducedGradients, show, show_shards
+from stepmark.parallel.gradients.shard_sums import ShardSums
 from stepmark.parallel.gradients.tensor_sums import TensorSums
 from stepmark.runtime.collectives import GroupCollectives, start_gather_in_place
 from stepmark.runtime.mesh import Mesh
@@ -73,7 +75,7 @@ class AllReduce:
         flat = add_ends_of_buckets(means, sums.buckets, self._mesh)
         shards = [self._axis.own_shard(each) for each in flat]  # of which each rank computes the norm
         used = self._mesh.runtime.numbers(sums.got())
-        loss, square, head = totals(shards, sums.buckets, loss, tokens, self._mesh, used)
+        loss, square, head = totals(shards, copies_of(sums.buckets), loss, tokens, self._mesh, used)
         return ReducedGradients(self._members_of(sums, flat, head[1:]), loss, head[0], square.sqrt())
 
     def _members_of(self, sums: FlatSums, flat: Sequence[Tensor], used: Tensor) -> list[Tensor | None]:
@@ -176,7 +178,7 @@ class ReduceScatter:
 
     def reduced(self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor) -> ReducedGradients:
         shards = add_ends_of_buckets(means, self._buckets, self._mesh)
-        loss, square, head = totals(shards, self._buckets, loss, tokens, self._mesh)
+        loss, square, head = totals(shards, copies_of(self._buckets), loss, tokens, self._mesh)
         return ReducedGradients(list(shards), loss, head[0], square.sqrt())
 
     def at_once(self, sums: TensorSums, loss: Tensor, tokens: Tensor) -> ReducedGradients:
@@ -184,7 +186,7 @@ class ReduceScatter:
         received = self._axis.reduce_scatter([weighted[number] for number in order])
         shards = [received[order.index(number)].float() for number in range(len(order))]
         shards = add_ends_of_buckets(shards, self._buckets, self._mesh)
-        loss, square, head = totals(shards, self._buckets, loss, tokens, self._mesh)
+        loss, square, head = totals(shards, copies_of(self._buckets), loss, tokens, self._mesh)
         divisor = head[0].clamp(min=1)
         means: list[Tensor | None] = [shard.div_(divisor) for shard in shards]
         return ReducedGradients(means, loss, head[0], square.sqrt() / divisor)
@@ -237,3 +239,25 @@ class ReduceScatter:
                 shard.copy_(place)
 
         return take_all
+
+
+class ReducedShards:
+    """Completes the means that `fully_shard` has reduced to this rank's shards: nothing but numbers is sent."""
+
+    weighs_arriving = False
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def at_once(self, sums: ShardSums, loss: Tensor, tokens: Tensor) -> ReducedGradients:
+        sums.collect()
+        shards = sums.tensors()
+        present = [shard for shard in shards if shard is not None]
+        order = self._mesh.runtime.numbers(sums.order())
+        loss, square, head = totals(present, [sums.copies] * len(present), loss, tokens, self._mesh, order)
+        sums.check(head[1:])
+        return ReducedGradients(shards, loss, head[0], square.sqrt())
+
+    def show(self, sums: ShardSums, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        """Each parameter's gradient is a DTensor of this rank's shard."""
+        return show_shards(list(zip(sums.parameters, gradients, strict=True)))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from stepmark.sharding.dtensor import shard_of, with_local
 
 
 @dataclass(frozen=True)
@@ -44,5 +47,25 @@ def show(pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Callable[[], No
                 gradient.zero_()
             elif changed is not each or (each is not gradient and each._version != version):
                 gradient.copy_(changed)
+
+    return take
+
+
+def show_shards(pairs: Sequence[tuple[Any, Tensor | None]]) -> Callable[[], None]:
+    """The same for parameters that are DTensors, and gradients of their local tensors. Values are compared: writing to
+    a DTensor does not change its version."""
+    shown = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+    for parameter, gradient in shown:
+        parameter.grad = with_local(parameter, gradient.to(parameter.dtype))
+
+    @torch.no_grad()
+    def take() -> None:
+        for parameter, gradient in shown:
+            if parameter.grad is None:
+                gradient.zero_()
+                continue
+            found = shard_of(parameter.grad).tensor
+            gradient.copy_(torch.where(gradient.to(found.dtype) == found, gradient, found.float()))
+            parameter.grad = None
 
     return take

@@ -8,23 +8,28 @@ Two choices make a reducer, where the fp32 sums live and what is sent:
 | `FlatSums`: flat buckets    | eager, several data parallel ranks   | eager, ZeRO-1                               |
 | `TensorSums`: one tensor    | one data parallel rank; lazy         | lazy, ZeRO-1                                |
 | a parameter                 |                                      |                                             |
+| `ShardSums`: one shard of   |                                      | sharded parameters (`ReducedShards`)        |
+| a parameter                 |                                      |                                             |
 
-Flat buckets are sent while the last backward pass makes their gradients, tensors after it.
+Flat buckets are sent while the last backward pass makes their gradients, tensors after it, and those of sharded
+parameters, layer by layer, during every backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepmark.parallel.buckets import Bucket, make_buckets
 from stepmark.parallel.gradients.arithmetic import add_partial_of_buckets
-from stepmark.parallel.gradients.exchange import AllReduce, ReduceScatter
+from stepmark.parallel.gradients.exchange import AllReduce, ReducedShards, ReduceScatter
 from stepmark.parallel.gradients.flat_sums import FlatSums
 from stepmark.parallel.gradients.overlap import OverlappedReduction
 from stepmark.parallel.gradients.reduced import ReducedGradients
+from stepmark.parallel.gradients.shard_sums import ShardSums
 from stepmark.parallel.gradients.tensor_sums import TensorSums
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
@@ -39,7 +44,7 @@ class GradientReducer:
         mesh: The mesh.
     """
 
-    def __init__(self, sums: FlatSums | TensorSums, exchange: AllReduce | ReduceScatter, mesh: Mesh) -> None:
+    def __init__(self, sums: FlatSums | TensorSums | ShardSums, exchange: Any, mesh: Mesh) -> None:
         self._sums = sums
         self._exchange = exchange
         self._mesh = mesh
@@ -53,6 +58,8 @@ class GradientReducer:
         on all ranks or none."""
         self._sums.hooks.check()
         self._sums.hooks.come_last()
+        if isinstance(self._sums, ShardSums):
+            self._sums.begin(tokens)
         if self._overlap is not None:
             self._overlap.begin(tokens)
 
@@ -72,8 +79,9 @@ class GradientReducer:
 
         Raises UsageError where gradients were changed after they were sent, which would have no effect."""
         self._sums.hooks.check()
-        if isinstance(self._sums, TensorSums):
-            return self._exchange.at_once(self._sums, loss, tokens)
+        if not isinstance(self._sums, FlatSums):
+            reduced: ReducedGradients = self._exchange.at_once(self._sums, loss, tokens)
+            return reduced
         if self._overlap is not None:
             self._overlap.check_unchanged()
         self._complete_partial(self._sums)
@@ -83,7 +91,8 @@ class GradientReducer:
             if not self._overlap.begun:
                 self.begin(tokens)
             means = self._overlap.finish()
-        return self._exchange.reduced(self._sums, means, loss, tokens)
+        complete: ReducedGradients = self._exchange.reduced(self._sums, means, loss, tokens)
+        return complete
 
     def _complete_partial(self, sums: FlatSums) -> None:
         """Completes the gradients of which tensor parallel neighbours have a part each."""
@@ -96,7 +105,8 @@ class GradientReducer:
     def show(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
         """Makes `parameter.grad` of fp32 parameters what `reduce` has made of it on all ranks, for callbacks; calling
         the result takes over what they have changed. Collective. On lazy devices ZeRO-1 shows nothing."""
-        return self._exchange.show(self._sums, gradients)
+        take: Callable[[], None] = self._exchange.show(self._sums, gradients)
+        return take
 
     def reset(self) -> None:
         """Clears the sums for the next step."""
@@ -158,3 +168,17 @@ def sharded_gradients(
         sums = FlatSums(buckets, mesh.runtime)
     sums.reset()
     return GradientReducer(sums, exchange, mesh)
+
+
+def gradients_of_shards(
+    parameters: Sequence[nn.Parameter],
+    mesh: Mesh,
+    *,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    **options: Any,
+) -> GradientReducer:
+    """The reducer of the gradients of sharded parameters to this rank's shards of the means. Arguments: see
+    `mean_gradients`, whose other `options` change nothing here."""
+    axis = mesh.data_parallel
+    assert isinstance(axis, GroupCollectives)
+    return GradientReducer(ShardSums(parameters, axis, reduce_dtype or torch.float32), ReducedShards(mesh), mesh)

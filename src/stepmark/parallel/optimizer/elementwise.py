@@ -32,7 +32,11 @@ _PER_PARAMETER = frozenset(
     }
 )
 _BITSANDBYTES = "bitsandbytes."
-_WITHOUT = {"zero_1": "switch zero_1 off", "tensor_parallel_size": "set tensor_parallel_size to 1"}
+_WITHOUT = {
+    "zero_1": "switch zero_1 off",
+    "tensor_parallel_size": "set tensor_parallel_size to 1",
+    "fsdp": "leave fsdp out",
+}
 
 
 def check_elementwise(kind: type[torch.optim.Optimizer]) -> None:

@@ -1,8 +1,8 @@
 """A `torch.optim` optimizer whose state is keyed by parameter names, whichever slices of parameters a rank updates.
 
 It updates tensors, each of which holds named slices of parameters (`Held`). A `Distribution` says which ones: all
-parameters (`Replicated`), this rank's flat shards of buckets (`FlatShards`), or some of the parameters, each of them
-whole (`WholeParameters`). The last two are ZeRO-1.
+parameters (`Replicated`), this rank's shard of each (`LocalShards`), its flat shards of buckets (`FlatShards`), or some
+of the parameters, each of them whole (`WholeParameters`). The last two are ZeRO-1.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Distribution(Protocol):
         parameters: All parameters, in the same order.
         groups: The names of each optimizer group.
         held: What this rank updates, in the groups' order.
-        divided: Whether ranks update different elements (ZeRO-1).
+        divided_by: The field by which ranks update different elements, `zero_1` or `fsdp`; None where they do not.
         separate: Whether each of `held` has one parameter, so that states come and go with parameters.
         arrivals: What `publish` has left to wait for.
         place: What this rank's own state fits, in plain values.
@@ -84,7 +84,7 @@ class Distribution(Protocol):
     parameters: list[nn.Parameter]
     groups: list[list[str]]
     held: list[Held]
-    divided: bool
+    divided_by: str | None
     separate: bool
     arrivals: Arrivals
     place: dict[str, Any]
@@ -173,11 +173,12 @@ class NamedOptimizer:
         self.distribution.publish()
 
     def _check_none_is_frozen(self) -> None:
-        pairs = zip(self.names, self.parameters, strict=True) if self.distribution.divided else ()
+        field = self.distribution.divided_by
+        pairs = zip(self.names, self.parameters, strict=True) if field is not None else ()
         frozen = next((name for name, parameter in pairs if not parameter.requires_grad), None)
         if frozen is not None:
             raise UsageError(
-                f"zero_1: {frozen} was frozen (requires_grad) after the optimizer was made, whose momentum and weight "
+                f"{field}: {frozen} was frozen (requires_grad) after the optimizer was made, whose momentum and weight "
                 "decay would go on; freeze parameters before that"
             )
 

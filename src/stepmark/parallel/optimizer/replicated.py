@@ -62,7 +62,8 @@ class Replicated:
         bucket_elements: How many gradients are sent at a time; None: by the device.
     """
 
-    divided, separate = False, True
+    separate = True
+    divided_by: str | None = None
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ class WholeParameters:
         self._mesh = mesh
         self._axis = mesh.data_parallel
         self._bucket_elements = bucket_elements
-        self.divided = zero_1
+        self.divided_by: str | None = "zero_1" if zero_1 else None
         self.groups = [[name for name, _ in group["params"]] for group in groups]
         parameters = {name: parameter for group in groups for name, parameter in group["params"]}
         self.names = [name for name in order or parameters if name in parameters]
@@ -155,7 +155,7 @@ def whole_parameters(groups: Groups, make: Make, mesh: Mesh, *, given: bool = Fa
     distribution = WholeParameters(groups, mesh, **options)
     made = NamedOptimizer(distribution, groups, make, mesh.runtime, given=given)
     kind = type(made.inner)
-    sharding_unit(kind, "zero_1" if distribution.divided else "tensor_parallel_size")
+    sharding_unit(kind, distribution.divided_by or "tensor_parallel_size")
     if mesh.runtime.lazy:
         raise UsageError(
             f"zero_1: {kind.__name__} uses complete parameters, which each belong to one rank, and the ranks of "

@@ -36,7 +36,8 @@ class FlatShards:
         bucket_elements: Size limit of a bucket; None: by the device.
     """
 
-    divided, separate = True, False
+    separate = False
+    divided_by: str | None = "zero_1"
 
     def __init__(self, groups: Groups, mesh: Mesh, *, bucket_elements: int | None = None) -> None:
         self._runtime = mesh.runtime

@@ -23,6 +23,7 @@ from stepmark.model_folder.output_files import MAX_SHARD, in_memory, write_files
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
+from stepmark.sharding.dtensor import is_dtensor
 from stepmark.trainer.compat.overrides import accepts
 from stepmark.trainer.run_folder.adapters import Adapter, adapter_of
 from stepmark.trainer.run_folder.output_folder import on_rank_0
@@ -48,7 +49,8 @@ def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: An
 
     on_rank_0(host, prepare, partial(_cannot_write, folder))
     runtime.step_boundary()
-    sharded = mesh.tensor_parallel.size > 1 or mesh.pipeline.size > 1
+    divided = any(map(is_dtensor, model.parameters()))
+    sharded = divided or mesh.tensor_parallel.size > 1 or mesh.pipeline.size > 1
     if sharded:
         with Checkpointer(staging, group=host, runtime=runtime, async_save=False, save_timeout=timeout) as checkpointer:
             checkpointer.save(0, {"model": model}, model_only=True)

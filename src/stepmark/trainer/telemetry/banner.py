@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from stepmark.config.training_fields import TrainingFields
+from stepmark.parallel.full_sharding import replicas
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.parallel.pipeline.staged_model import complete_size, staged
 from stepmark.trainer.setup import RunParts
@@ -28,6 +29,7 @@ def banner(parts: RunParts, step: int) -> list[str]:
         f" x {parts.mesh.data_parallel.size} data parallel x {args.gradient_accumulation_steps} accumulated",
         f"devices  {ranks} rank{'s' if ranks > 1 else ''} on {device}, mesh {mesh}, {precision}",
         *_stages(parts),
+        *_shards(parts),
         f"output   {args.output_dir}",
         *too_short(args, parts.total_steps),
     ]
@@ -61,6 +63,15 @@ def _parameters(model: nn.Module) -> str:
     size = complete_size(model)
     frozen = f", {count(size.trained)} of them trained" if size.trained < size.elements else ""
     return f"{count(size.elements)} parameters{frozen}"
+
+
+def _shards(parts: RunParts) -> list[str]:
+    """A line on sharded parameters."""
+    sharding, ranks = parts.args.full_sharding, parts.mesh.data_parallel.size
+    if sharding is None or ranks == 1:
+        return []
+    kept = "freed after each pass" if sharding.reshard_after_forward else "kept until the backward pass"
+    return [f"fsdp     parameters in {ranks // replicas(parts.mesh, sharding)} shards, layers {kept}"]
 
 
 def _stages(parts: RunParts) -> list[str]:

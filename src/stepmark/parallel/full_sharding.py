@@ -1,0 +1,211 @@
+"""Parameters sharded over the data parallel ranks by torch's `fully_shard` (FSDP2), layer by layer.
+
+torch gathers a layer's parameters before its forward and its backward pass, and frees them afterwards. It calls
+`LayerGradients` to reduce the layer's gradients, so that weights, dtypes and sums are those of all other reducers:
+see gradients/shard_sums.py and docs/decisions/0019-sharded-parameters.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from stepmark.config.full_sharding import LAYERS, FullSharding
+from stepmark.errors import UsageError
+from stepmark.runtime.collectives import GroupCollectives, Shares
+from stepmark.runtime.mesh import Mesh
+from stepmark.sharding.dtensor import is_dtensor
+
+_ATTRIBUTE = "_stepmark_layer"  # of a sharded parameter: its LayerGradients
+_replaced: Any = WeakTensorKeyDictionary()  # parameters before they were sharded, to those that took their place
+
+
+class LayerGradients:
+    """Reduce-scatters the gradients of the parameters that torch gathers together (its `ReduceScatter`).
+
+    Without `shares`, as in a loop that reads `parameter.grad`, the result is the mean over the ranks.
+
+    Attributes:
+        shares: The ranks' shares of the step's target tokens.
+        dtype: In which gradients are sent; sums are in float32.
+        copies: The ranks that hold the same shards.
+    """
+
+    def __init__(self, axis: GroupCollectives, copies: int) -> None:
+        self.copies = copies
+        self.shares: Shares | None = None
+        self.dtype = torch.float32
+        self._axis = axis
+        self._output: Tensor | None = None
+        self._taken = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """`input_tensor`: the gradients' padded shards for each rank of the axis, one rank after the other."""
+        if self.shares is None:
+            input_tensor.div_(self._axis.size * self.copies)
+        elif self.copies > 1:  # `shares` are those of all ranks, and the axis has some of them
+            input_tensor.mul_(self.shares.own())
+        shares = self.shares if self.copies == 1 else None
+        output_tensor.copy_(self._axis.start_reduce_scatter(input_tensor, shares, self.dtype)())
+        self._output, self._taken = output_tensor, 0
+
+    def take(self, parameter: Any) -> Tensor:
+        """The reduced gradient of the next parameter of the last call, in float32, of its local shape. torch shows the
+        parameters in their order, each with a gradient in its own dtype."""
+        assert self._output is not None
+        local, rows = parameter.to_local(), -(-parameter.shape[0] // self._axis.size)
+        found = self._output[self._taken : self._taken + local.numel()].view(local.shape)
+        self._taken += rows * math.prod(parameter.shape[1:])
+        return found
+
+
+def layer_of(parameter: Tensor) -> LayerGradients:
+    """What reduces the gradient of a parameter that `shard_fully` has sharded."""
+    found = getattr(parameter, _ATTRIBUTE)
+    assert isinstance(found, LayerGradients)
+    return found
+
+
+def is_fully_sharded(parameter: Tensor) -> bool:
+    """Whether `shard_fully` has sharded a parameter."""
+    return is_dtensor(parameter) and hasattr(parameter, _ATTRIBUTE)
+
+
+def now(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter that has taken the place of one that was sharded; any other as it is."""
+    found = _replaced.get(parameter, parameter)
+    assert isinstance(found, nn.Parameter)
+    return found
+
+
+def shard_fully(model: nn.Module, mesh: Mesh, sharding: FullSharding) -> None:
+    """Shards the model's parameters in place, on the mesh's device. They become other objects, DTensors.
+
+    Raises:
+        UsageError: Before anything is changed: the device is lazy, other axes shard the model, the ranks cannot be
+            divided into the replicas, or torch cannot shard the model's parameters.
+    """
+    axis, other = _axes(mesh, sharding)
+    layers = _layers(model, sharding.layers)
+    _check(model, layers)
+    # Imported here since it takes long, and most runs do not need it.
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    before = dict(model.named_parameters())
+    groups, device = [axis.process_group], mesh.runtime.device.type
+    if other is None:
+        devices = DeviceMesh.from_group(groups[0], device, mesh_dim_names=("shard",))
+    else:
+        ranks = torch.arange(mesh.data_parallel.size).view(other.size, axis.size)
+        groups = [other.process_group, *groups]
+        devices = DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+    for parameter in before.values():
+        parameter.data = parameter.data.contiguous()
+    sharded: list[FSDPModule] = []
+    for module in [*layers, model]:
+        kind, policy = type(module), MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        reshard: Any = sharding.reshard_after_forward
+        if module is model:  # the first that the backward pass needs
+            reshard = None if reshard else False
+        made: Any = fully_shard(module, mesh=devices, reshard_after_forward=reshard, mp_policy=policy)
+        for attribute in ("__name__", "__qualname__", "__module__"):  # the model stays what it is called
+            setattr(type(made), attribute, getattr(kind, attribute))
+        gradients = LayerGradients(axis, 1 if other is None else other.size)
+        made.set_custom_reduce_scatter(gradients)
+        made.set_gradient_divide_factor(1.0)
+        made.set_force_sum_reduction_for_comms(True)
+        for parameter in module.parameters():
+            if not hasattr(parameter, _ATTRIBUTE):
+                setattr(parameter, _ATTRIBUTE, gradients)
+        sharded.append(made)
+    for name, parameter in model.named_parameters():
+        _replaced[before[name]] = parameter
+
+    def free(*_: Any) -> None:
+        """Without a backward pass, nothing else would."""
+        if not torch.is_grad_enabled():
+            for each in sharded:
+                each.reshard()
+
+    model.register_forward_hook(free)
+
+
+def replicas(mesh: Mesh, sharding: FullSharding) -> int:
+    """In how many groups of ranks the shards of a complete model are."""
+    machines = max(1, mesh.data_parallel.size // mesh.context.world.local_size)
+    return machines if sharding.replicas is None else sharding.replicas
+
+
+def _axes(mesh: Mesh, sharding: FullSharding) -> tuple[GroupCollectives, GroupCollectives | None]:
+    """The ranks that hold the shards of one replica, and those that hold the same shards, if there are several."""
+    runtime = mesh.runtime
+    if runtime.lazy:
+        raise UsageError(
+            f"fsdp: {runtime.name} cannot free parameters within a graph; use zero_1, tensor_parallel_size or "
+            "pipeline_parallel_size"
+        )
+    for name, size in (("tensor", mesh.tensor_parallel.size), ("pipeline", mesh.pipeline.size)):
+        if size > 1:
+            raise UsageError(f"fsdp and {name}_parallel_size: both shard parameters; leave one of them out")
+    ranks, count = mesh.data_parallel.size, replicas(mesh, sharding)
+    if ranks % count or count == ranks:
+        raise UsageError(
+            f"fsdp_config: dp_replicate_size: {count} replicas of two or more ranks each cannot be made of {ranks}; "
+            f"choose a smaller divisor of {ranks}"
+        )
+    return mesh.divided_data_parallel(ranks // count)
+
+
+def _layers(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The outermost modules of the named classes; without names, those that transformers recomputes or keeps whole.
+    Left out are those that share a parameter with another module: torch would part the two."""
+    kinds = set(names) or {"GradientCheckpointingLayer", *(getattr(model, "_no_split_modules", None) or ())}
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if kinds & {each.__name__ for each in type(module).__mro__} and id(module) not in inside | {id(model)}:
+            found.append(module)
+            inside.update(map(id, module.modules()))
+    if names and not found:
+        raise UsageError(f"fsdp_config: {LAYERS}: the model has no module of {', '.join(names)}")
+    uses = Counter(id(each) for part in model.modules() for each in part.parameters(recurse=False))
+    own = [Counter(id(each) for part in layer.modules() for each in part.parameters(recurse=False)) for layer in found]
+    return [
+        layer for layer, used in zip(found, own, strict=True) if used and all(uses[key] == used[key] for key in used)
+    ]
+
+
+def _check(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Raises UsageError for what torch cannot shard, or would do wrongly."""
+    config = getattr(model, "config", None)
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if getattr(config, name, 0.0):
+            raise UsageError(f"fsdp: {name} skips other layers on each rank, which all ranks gather; set it to 0")
+    inside = {id(part) for layer in layers for part in layer.modules()}
+    rest = [part for part in model.modules() if id(part) not in inside]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parts in [*([*layer.modules()] for layer in layers), rest]:
+        trained: dict[torch.dtype, str] = {}
+        for parameter in (each for part in parts for each in part.parameters(recurse=False)):
+            name = names[id(parameter)]
+            if parameter.dim() == 0:
+                raise UsageError(f"fsdp: {name} has no dim to shard; make it a vector of one element")
+            if parameter.is_complex():
+                raise UsageError(f"fsdp: {name} is complex; keep its real and imaginary parts (torch.view_as_real)")
+            if parameter.requires_grad:
+                trained[parameter.dtype] = name
+        if len(trained) > 1:
+            (one, first), (other, second) = list(trained.items())[:2]
+            raise UsageError(f"fsdp: {first} is {one} and {second} {other}, in one layer; give both one dtype")

@@ -1,0 +1,200 @@
+"""Trainings with `fsdp` in ranks, as scripts might do them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration, TrainerCallback
+
+from stepmark import Mesh, Trainer, TrainingArguments, parallelize
+from stepmark.config.full_sharding import FullSharding
+from stepmark.errors import UsageError
+from stepmark.runtime.context import start
+from tests.support.models import build, training
+from tests.support.programs import LENGTH, VOCABULARY, Blocks, logged, tiny_model
+
+GPT2 = {"kind": "gpt2"}
+
+
+class OwnLoss(Trainer):
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        loss = nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnOptimizer(Trainer):
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = torch.optim.RMSprop(self.model.parameters(), lr=1e-3)
+        return self.optimizer
+
+
+class HalfGradients(TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.5)
+
+
+class WithBuffer(nn.Module):
+    """A model of no library, of one group of parameters, whose buffer counts calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.calls.add_(1)
+        logits = self.head(self.table(input_ids))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def frozen() -> Any:
+    model = tiny_model(0.0, layers=2)
+    model.transformer.h[0].requires_grad_(False)
+    model.transformer.wpe.requires_grad_(False)
+    return model
+
+
+def adapted() -> Any:
+    return build("llama", lora={"target_modules": ["q_proj", "down_proj"]})
+
+
+def bert() -> Any:
+    """Its table belongs to a module that transformers keeps whole, and to the head."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes, **drops))
+
+
+def t5() -> Any:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0, **sizes)
+    )
+
+
+EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+CASES: dict[str, dict[str, Any]] = {  # make, kind, optimizer and callbacks; otherwise training arguments
+    "gradients that a callback halves": {"callbacks": [HalfGradients], "optim": "sgd", "learning_rate": 0.5},
+    "a table in two modules": {"make": bert, **EVALUATING},
+    "a frozen layer": {"make": frozen, "gradient_accumulation_steps": 2},
+    "reentrant checkpoints": REENTRANT,
+    "a loss of its own": {"kind": OwnLoss},
+    "an optimizer of its own": {"kind": OwnOptimizer},
+    "a given optimizer": {"optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)},
+    "no clipping": {"max_grad_norm": 0.0},
+    "one layer": {"make": lambda: tiny_model(0.0, layers=1)},
+    "an encoder-decoder": {"make": t5, **EVALUATING},
+    "an adapter": {"make": adapted, **EVALUATING},
+    "a buffer": {"make": WithBuffer},
+}
+
+
+def trained(folder: str, names: list[str], more: dict[str, Any]) -> dict[str, list[float]]:
+    """By case: losses, gradient norms and evaluations, and the mean of predictions."""
+    found = {}
+    for number, name in enumerate(names):
+        options = {**CASES[name]}
+        make: Callable[[], Any] = options.pop("make", lambda: tiny_model(0.0, layers=2))
+        kind, given = options.pop("kind", Trainer), options.pop("optimizer", None)
+        callbacks = [each() for each in options.pop("callbacks", [])]
+        torch.manual_seed(0)
+        model = make()
+        optimizers = (None if given is None else given(model), None)
+        ranks = start("cpu").world.size
+        defaults = {"max_steps": 4, "logging_steps": 1, "learning_rate": 1e-3, "save_strategy": "no"}
+        args = TrainingArguments(
+            output_dir=f"{folder}/{number}", device="cpu", disable_tqdm=True,
+            per_device_train_batch_size=8 // ranks, **{**defaults, **options, **more},
+        )  # fmt: skip
+        data = {"train_dataset": Blocks(60), "eval_dataset": Blocks(13, seed=1)}
+        trainer = kind(model, args, optimizers=optimizers, callbacks=callbacks, **data)
+        trainer.train()
+        log = trainer.state.log_history
+        values = [each[key] for key in ("loss", "grad_norm", "eval_loss") for each in log if key in each]
+        predictions = trainer.predict(Blocks(5, seed=2)).predictions
+        first = predictions[0] if isinstance(predictions, tuple) else predictions
+        found[name] = [*values, trainer.evaluate()["eval_loss"], float(np.abs(first).mean())]
+    return found
+
+
+def checkpointed(jobs: list[tuple[str, int, dict[str, Any]]]) -> list[list[float]]:
+    """The losses of all steps of runs of bf16 parameters, each in a folder, from its newest checkpoint up to a step."""
+    found = []
+    for folder, steps, more in jobs:
+        torch.manual_seed(0)
+        args = TrainingArguments(
+            output_dir=folder, device="cpu", max_steps=4, logging_steps=1, learning_rate=1e-2, save_steps=1,
+            per_device_train_batch_size=8 // start("cpu").world.size, disable_tqdm=True, dtype="bfloat16", **more,
+        )  # fmt: skip
+        trainer = Trainer(tiny_model(0.0, layers=2), args, train_dataset=Blocks(60), callbacks=[StopAt(steps)])
+        trainer.train(resume_from_checkpoint=any(Path(folder).glob("checkpoint-*")) or None)
+        found.append([values[0] for _, values in sorted(logged(Path(folder))["losses"].items())])
+    return found
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
+
+
+class Branches(nn.Module):
+    """Each rank uses another one of two equal layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 16)
+        self.heads = nn.ModuleList([nn.Linear(16, VOCABULARY), nn.Linear(16, VOCABULARY)])
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.heads[start("cpu").world.rank](self.table(input_ids))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def different_parameters() -> str:
+    step, batches = training(start("cpu"), {"model": GPT2, "fsdp": True, "batch": 8}, Branches())
+    try:
+        step(0, next(batches))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def refused() -> list[str]:
+    """The errors of models that cannot be sharded, and of arguments that do not fit."""
+    mesh = Mesh.create(device="cpu")
+    scalar, mixed, dropping = WithBuffer(), WithBuffer(), tiny_model()
+    scalar.shift = nn.Parameter(torch.zeros(()))
+    mixed.half = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+    dropping.config.layerdrop = 0.1
+    cases: list[tuple[Any, Mesh, FullSharding]] = [
+        (scalar, mesh, FullSharding()),
+        (mixed, mesh, FullSharding()),
+        (dropping, mesh, FullSharding()),
+        (build("llama"), Mesh.create(tensor_parallel_size=2, device="cpu"), FullSharding()),
+        (tiny_model(), mesh, replace(FullSharding(), replicas=3)),
+    ]
+    found = []
+    for model, where, sharding in cases:
+        before = [id(parameter) for parameter in model.parameters()]
+        try:
+            parallelize(model, where, fsdp=sharding)
+        except UsageError as error:
+            found.append(str(error))
+        assert before == [id(parameter) for parameter in model.parameters()]
+    return found

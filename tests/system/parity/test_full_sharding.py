@@ -1,0 +1,104 @@
+"""Parameters sharded by `fsdp` against one rank with the same global batch, and against ZeRO-1, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.full_sharding_programs import CASES
+from tests.support.mesh_parity import MODELS, compare, trained
+from tests.support.ranks import Ranks
+
+PROGRAM = "tests.support.full_sharding_programs:trained"
+FAMILIES = {**{name: MODELS[name] for name in ("gpt2", "llama", "qwen3-tied")}, "bert": {"kind": "bert"}}
+MORE: list[dict[str, Any]] = [
+    {},
+    {"accumulation": 2, "clip": 0.1},
+    {"fsdp": "shard_grad_op", "smoothing": 0.1},
+    {"checkpointing": True, "unlabelled": [1, 3]},
+]
+SAMPLE = [("gpt2", MORE[1]), ("bert", MORE[3])]
+
+
+def options(model: str, more: dict[str, Any], **others: Any) -> dict[str, Any]:
+    return {"model": FAMILIES[model], "steps": 20, "batch": 8, "fsdp": True, **more, **others}
+
+
+def test_two_ranks_train_like_one(ranks: Ranks) -> None:
+    compare(ranks, "cpu", 2, [options(model, more, steps=5) for model, more in SAMPLE])
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("count", [2, 4])
+def test_every_family_trains_like_one_rank(ranks: Ranks, count: int) -> None:
+    compare(ranks, "cpu", count, [options(model, more) for model, more in product(FAMILIES, MORE)])
+
+
+@pytest.mark.prove
+def test_replicas_of_shards_train_like_one_rank(ranks: Ranks) -> None:
+    compare(ranks, "cpu", 4, [options(model, more, fsdp=2) for model, more in product(FAMILIES, MORE[:2])])
+
+
+def test_losses_are_those_of_zero_1_bit_for_bit(ranks: Ranks) -> None:
+    """With fp32 and with bf16 parameters, whose masters are in fp32; norms are added up in another order."""
+    cases = [{"clip": 0.0}, {"clip": 0.0, "bf16": True}, {"clip": 0.0, "autocast": True}]
+    sharded = [options("gpt2", more, steps=5) for more in cases]
+    zero = [{**{key: value for key, value in each.items() if key != "fsdp"}, "zero_1": True} for each in sharded]
+    for found in trained(ranks, "cpu", 2, [*sharded, *zero]):
+        for ours, theirs in zip(found[: len(cases)], found[len(cases) :], strict=True):
+            assert [step[:2] for step in ours] == [step[:2] for step in theirs]
+            assert [step[2] for step in ours] == pytest.approx([step[2] for step in theirs], rel=1e-6)
+
+
+@pytest.mark.parametrize("names", [pytest.param(list(CASES), marks=pytest.mark.prove), list(CASES)[:3]])
+def test_what_scripts_do_gives_the_same_with_and_without_it(ranks: Ranks, tmp_path: Path, names: list[str]) -> None:
+    (alone,) = ranks.run(PROGRAM, str(tmp_path / "one"), names, {}).check()
+    found = ranks.run(PROGRAM, str(tmp_path / "two"), names, {"fsdp": True}, nproc=2, timeout=600).check()
+    for name in names:
+        for rank in found:
+            assert rank[name] == pytest.approx(alone[name], rel=2e-5), name
+
+
+def test_ranks_with_gradients_of_different_parameters_are_told(ranks: Ranks) -> None:
+    found = ranks.run("tests.support.full_sharding_programs:different_parameters", nproc=2).check()
+    assert all("gradients of different parameters" in each for each in found), found
+
+
+def test_what_cannot_be_sharded_is_refused_before_anything_changes(ranks: Ranks) -> None:
+    found = ranks.run("tests.support.full_sharding_programs:refused", nproc=2).check()
+    assert json.dumps(found[0]) == json.dumps(found[1])
+    starts = [
+        "fsdp: shift has no dim",
+        "fsdp: head.bias is",
+        "fsdp: layerdrop skips",
+        "fsdp and tensor_parallel_size",
+    ]
+    for begin, message in zip([*starts, "fsdp_config: dp_replicate_size: 3"], found[0], strict=True):
+        assert message.startswith(begin), message
+
+
+def test_a_run_goes_on_on_other_ranks_and_with_other_shards(ranks: Ranks, tmp_path: Path) -> None:
+    """From its second checkpoint: losses are the same bit for bit where the number of ranks is."""
+    whole, zero, plain, kept, fewer = (str(tmp_path / name) for name in ("whole", "zero", "plain", "kept", "fewer"))
+    sharded = {"fsdp": True}
+
+    def run(count: int, *jobs: tuple[str, int, dict[str, Any]]) -> list[list[float]]:
+        return ranks.run("tests.support.full_sharding_programs:checkpointed", jobs, nproc=count, timeout=300).check()[0]
+
+    (losses,) = run(2, (whole, 4, sharded))
+    for folder in (zero, plain, kept, fewer):
+        for name in ("checkpoint-2", "metrics.jsonl"):
+            copy = shutil.copytree if name.startswith("checkpoint") else shutil.copy
+            Path(folder).mkdir(exist_ok=True)
+            copy(f"{whole}/{name}", f"{folder}/{name}")
+    jobs = [(folder, 4, more) for folder, more in ((zero, {"zero_1": True}), (plain, {}), (kept, sharded))]
+    assert run(2, *jobs) == [losses] * 3
+    run(1, (fewer, 3, sharded))
+    (last,) = run(2, (fewer, 4, sharded))
+    assert last == pytest.approx(losses, rel=1e-4)
+    assert last != losses
