@@ -93,6 +93,7 @@ class Checkpointer:
 
     All ranks of `group` call `save`, `restore`, `latest` and `close` together. A state is a dict of sections: modules,
     optimizers, objects with `state_dict` and `load_state_dict`, or nested dicts and lists of tensors and plain values.
+    Any tensor may be a DTensor (torch.distributed.tensor), sharded or replicated on any mesh.
 
     Threads that call it concurrently wait for each other. A process that is forked from this one cannot use it.
 

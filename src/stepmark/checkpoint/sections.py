@@ -22,7 +22,7 @@ from stepmark.checkpoint.format.rows import Row
 from stepmark.errors import UsageError
 from stepmark.liveness.collection import without_collection
 from stepmark.runtime.base import has_addresses
-from stepmark.sharding.dtensor import is_dtensor, local_of, shard_of
+from stepmark.sharding.dtensor import is_dtensor, layout_of_dtensor, local_of, shard_of
 from stepmark.sharding.layout import Layout, Shard, layout_of
 
 if TYPE_CHECKING:
@@ -355,8 +355,10 @@ def _inherited_layout(path: KeyPath, value: Tensor | Shard, parameter: Tensor | 
     if parameter is None or isinstance(value, Shard) or layout_of(value) is not None:
         return None
     if is_dtensor(value):  # torch 2.9 drops the stride of results, and takes these for placed as the parameter
-        same = is_dtensor(parameter) and value.shape == parameter.shape and value.placements == parameter.placements
-        return shard_of(parameter).layout if same and value.device_mesh == parameter.device_mesh else None
+        placed = value.shape, value.placements, value.device_mesh
+        if is_dtensor(parameter) and placed == (parameter.shape, parameter.placements, parameter.device_mesh):
+            return layout_of_dtensor(parameter)
+        return None
     layout = layout_of(parameter)
     if is_dtensor(parameter) and value.shape != parameter.shape:
         shard = shard_of(parameter)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import email
 import json
 import math
+import os
 import shutil
+import subprocess
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +16,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints
+from stepmark.cli.main import run
+from tests.support.processes import environment, torchrun
 from tests.support.ranks import ROOT, Ranks
 from tests.support.run_folders import read_losses
 
@@ -63,6 +72,68 @@ def test_custom_loop_carries_on_bit_for_bit(
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"STEPMARK_CACHE": str(tmp_path_factory.mktemp("cache"))}
+
+
+def shard_and_train(store: str, folder: str, shape: tuple[int, int, int], model: str | None, steps: int) -> None:
+    """The example, on a mesh of (replicas, shards, tensor parallel ranks)."""
+    from examples.fsdp2_loop import main
+
+    joined = partial(dist.init_process_group, "gloo", f"file://{store}", rank=int(os.environ["RANK"]))
+    with mock.patch.object(dist, "init_process_group", partial(joined, world_size=int(os.environ["WORLD_SIZE"]))):
+        main(folder, *shape, model, steps, 2)
+
+
+def test_what_torch_shards_resumes_on_other_meshes(ranks: Ranks, tmp_path: Path) -> None:
+    def run(folder: Path, *shape: int) -> list[str]:
+        arguments = (f"{folder}-store", str(folder), shape, None, 6)
+        outcome = ranks.run(shard_and_train, *arguments, nproc=math.prod(shape))
+        outcome.check()
+        return [line for line in outcome.logs[0].splitlines() if line.startswith("step ")]
+
+    whole = run(tmp_path / "whole", 1, 2, 1)
+    assert [line.split(":")[0] for line in whole] == ["step 2", "step 4", "step 6"]
+    for shape in ((1, 2, 1), (2, 2, 1), (1, 2, 2)):  # fully_shard, HSDP, fully_shard with tensor parallelism
+        folder = tmp_path / "-".join(map(str, shape))
+        shutil.copytree(tmp_path / "whole", folder)
+        shutil.rmtree(folder / "checkpoint-6")
+        (line,) = run(folder, *shape)
+        assert float(line.split()[-1]) == pytest.approx(float(whole[2].split()[-1]), abs=1e-4)
+        assert line == whole[2] or shape != (1, 2, 1)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # torch's, on loading in one process
+def test_what_transformers_shards_resumes_on_another_mesh(ranks: Ranks, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2)).save_pretrained(tmp_path / "model")
+    for steps, mesh in ((2, (1, 2, 1)), (4, (1, 1, 2))):
+        arguments = (str(tmp_path / f"store-{steps}"), str(tmp_path / "run"), mesh, str(tmp_path / "model"), steps)
+        outcome = ranks.run(shard_and_train, *arguments, nproc=2)
+        outcome.check()
+        told = [line for line in outcome.logs[0].splitlines() if line.startswith("step ")]
+        assert [line.split(":")[0] for line in told] == [f"step {steps}"]
+    checkpoint, plain = tmp_path / "run" / "checkpoint-4", LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    with Checkpointer(tmp_path / "other") as checkpointer:
+        checkpointer.restore({"model": plain, "optimizer": torch.optim.AdamW(plain.parameters())}, checkpoint)
+    for command in ("verify {}", "inspect {}", "consolidate {} {}/whole", "export {} {}/dcp --to dcp"):
+        assert (
+            run([word.format(checkpoint) if word == "{}" else word.format(tmp_path) for word in command.split()]) == 0
+        )
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "whole").state_dict()
+    exported = {"model": {name: torch.zeros_like(value) for name, value in found.items()}}
+    dcp.load(exported, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, found[name])
+        assert torch.equal(value, exported["model"][name])
+
+
+def test_the_loop_of_plain_torch_runs_under_torchrun(tmp_path: Path) -> None:
+    options = ["--folder", str(tmp_path / "run"), "--shard", "2", "--steps", "2", "--every", "1"]
+    command = torchrun(str(ROOT / "examples" / "fsdp2_loop.py"), *options)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), check=False)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2", "checkpoint-1"]
 
 
 CHAT_TEMPLATE = (
