@@ -240,6 +240,8 @@ def test_metadata_and_which_is_latest(tmp_path: Path) -> None:
         assert checkpointer.restore({"nest": live}, tmp_path / "checkpoint-10") == 10
         with pytest.raises(CheckpointNotFound, match="checkpoint-11"):
             checkpointer.restore({"nest": live}, 11)
+        with pytest.raises(CheckpointNotFound, match="a run's folder; .* such as checkpoint-10"):
+            checkpointer.restore({"nest": live}, tmp_path)
 
 
 def test_a_difference_is_named_before_anything_changes(tmp_path: Path) -> None:

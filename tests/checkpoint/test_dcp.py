@@ -365,6 +365,11 @@ def test_other_arguments_are_refused_by_name(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "c", planner=torchs.DefaultSavePlanner(), no_dist=True, **accepted)
 
 
+def test_other_names_of_torchs_module_are_not_here() -> None:
+    with pytest.raises(AttributeError, match=r"no 'FileSystemReader', only save, async_save and load"):
+        dcp.FileSystemReader  # noqa: B018
+
+
 def test_names_that_clash_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"'a\.b'"):
         dcp.save({"a.b": 1, "a": {"b": 2}}, checkpoint_id=tmp_path / "c")

@@ -33,7 +33,7 @@ from stepmark.checkpoint.format.checkpoint_folders import (
 )
 from stepmark.checkpoint.format.integrity import check_integrity
 from stepmark.checkpoint.format.json_values import decode_plain
-from stepmark.checkpoint.format.manifest import Manifest, read_manifest
+from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
 from stepmark.checkpoint.host_memory import StagingMemory, check_host_memory, free_host_memory
 from stepmark.checkpoint.restore.restore import Accept, Restorer
 from stepmark.checkpoint.retention_policies import KeepLast, Retention
@@ -409,6 +409,8 @@ class Checkpointer:
         path = resolve_link(Path(checkpoint)) if isinstance(checkpoint, str | Path) else self._path_of(checkpoint)
         if not path.is_dir():
             raise CheckpointNotFound(f"there is no checkpoint {path}")
+        if not (path / MANIFEST).exists() and (found := checkpoints(path)):
+            raise CheckpointNotFound(f"{path} is a run's folder; name a checkpoint in it, such as {found[0].name}")
         return path
 
     def _path_of(self, step: int) -> Path:

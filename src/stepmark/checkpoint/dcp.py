@@ -251,3 +251,9 @@ def _save_to_load(path: Path) -> str | None:
     if not (path / MANIFEST).exists():
         raise CheckpointNotFound(f"{path} is no checkpoint: it has no {MANIFEST}")
     return save_of(path)
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(
+        f"stepmark.checkpoint.dcp has no {name!r}, only save, async_save and load; for others, import torch's"
+    )

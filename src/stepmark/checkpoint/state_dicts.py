@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
 from stepmark.checkpoint.format.json_values import decode
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE
 from stepmark.checkpoint.format.rows import ANY_ONE
@@ -147,7 +148,8 @@ class SavedStateDict(StateDict):
         sections[_REST].values = {"prefix": "", "value": sections[_REST].encode(values, (_REST,))}
         for section in sections.values():  # replicas of DTensors are the same; of others, buffers may differ
             for key in section.entries.keys() - section.dtensors.keys():
-                section.entries[key] = section.entries[key]._replace(first=ANY_ONE)
+                entry = section.entries[key]
+                section.entries[key] = entry._replace(first=entry.tensor.nbytes <= CHECKSUM_BLOCK or ANY_ONE)
         return list(sections.values())
 
 

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.trainer_utils import get_last_checkpoint
 
 from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.format.tensor_file import read_tensors
+from stepmark.errors import CheckpointDamaged, CheckpointError
 from tests.support.checkpoint_states import same
 
 CONFIG: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 120, "n_positions": 16}
@@ -107,3 +109,30 @@ def test_safetensors_reads_optimizer_and_state(tmp_path: Path) -> None:
     assert same(states["bf16/exp_avg"], optimizer.state[module.bf16]["exp_avg"])
     assert same(states["scalar/step"], optimizer.state[module.scalar]["step"])
     assert load_file(path / "state" / "nest.safetensors")["a/0"].tolist() == [1.0] * 3
+
+
+def entry(begin: int, end: int, dtype: str = "F32", shape: tuple[int, ...] = (2,)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("entries", "size", "damaged", "words"),
+    [
+        ({"a": entry(0, 8), "b": entry(12, 20)}, 20, True, "'b' begins at byte"),
+        ({"a": entry(0, 8), "b": entry(4, 12)}, 12, True, "'b' begins at byte"),
+        ({"a": entry(0, 12)}, 12, True, "'a' has 12 bytes"),
+        ({"a": entry(0, 8)}, 7, True, "inside tensor 'a'"),
+        ({"a": entry(0, 8)}, 9, True, "its header describes"),
+        ({"a": entry(0, 8, dtype="F3")}, 8, False, "'a' has the unknown type 'F3'"),
+        ({"a": [1]}, 8, True, "malformed"),
+    ],
+)
+def test_what_is_wrong_with_any_safetensors_file(
+    entries: Any, size: int, damaged: bool, words: str, tmp_path: Path
+) -> None:
+    header = json.dumps(entries).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    with path.open("rb") as file, pytest.raises(CheckpointError, match=words) as caught:
+        read_tensors(file)
+    assert isinstance(caught.value, CheckpointDamaged) is damaged

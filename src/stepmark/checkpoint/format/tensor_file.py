@@ -12,14 +12,16 @@ first. In the header's `__metadata__`:
 from __future__ import annotations
 
 import json
+import math
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from stepmark.checkpoint.format.checksums import BLOCK_CHECKSUM_LENGTH, CHECKSUM_BLOCK, checksum_blocks
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
-from stepmark.errors import CheckpointDamaged
+from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.liveness.collection import without_collection
 from stepmark.sharding.layout import Shape, TensorSlice
 
@@ -141,11 +143,50 @@ def header_length(prefix: bytes, file_size: int) -> int:
     return length + 8
 
 
-def read_entries(data: bytes, file_size: int) -> tuple[int, dict[str, Any]]:
-    """Where the data of any safetensors file begin, and the entries of its header.
+class PlacedTensor(NamedTuple):
+    """A tensor of any safetensors file, from byte `begin` of the file on."""
 
-    Raises CheckpointDamaged or ValueError where `data`, the file's first bytes, is not a complete header.
+    name: str
+    dtype: str
+    shape: Shape
+    begin: int
+
+
+def read_tensors(file: BinaryIO) -> tuple[list[PlacedTensor], dict[str, Any]]:
+    """The tensors of any safetensors file, and its metadata.
+
+    Raises CheckpointDamaged unless the header is well-formed and the tensors fill the file, one after the other; and
+    CheckpointError for an unknown type.
     """
+    file_size = os.fstat(file.fileno()).st_size
+    try:
+        prefix = file.read(8)
+        at, entries = _read_entries(prefix + file.read(header_length(prefix, file_size) - 8), file_size)
+        metadata = entries.pop("__metadata__", {})
+        placed = [(*natural_numbers(entry["data_offsets"]), name, entry) for name, entry in entries.items()]
+        found, origin = [], at
+        for begin, end, name, entry in sorted(placed, key=lambda item: item[:2]):
+            dtype, shape = entry["dtype"], natural_numbers(entry["shape"])
+            if dtype not in DTYPES:
+                raise CheckpointError(f"tensor {name[:80]!r} has the unknown type {str(dtype)[:40]!r}")
+            if end - begin != math.prod(shape) * item_size(dtype):
+                raise ValueError(
+                    f"tensor {name[:80]!r} has {end - begin} bytes, which do not fit {dtype} {list(shape)}"
+                )
+            if origin + begin != at:
+                raise ValueError(f"tensor {name[:80]!r} begins at byte {origin + begin} instead of {at}")
+            found.append(PlacedTensor(name, dtype, shape, at))
+            at = origin + end
+            if at > file_size:
+                raise CheckpointDamaged(f"it is truncated: it ends at byte {file_size}, inside tensor {name[:80]!r}")
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
+        raise CheckpointDamaged(f"its header is malformed: {str(error)[:200]}") from error
+    if at != file_size:
+        raise CheckpointDamaged(f"it has {file_size} bytes, and its header describes {at}")
+    return found, metadata
+
+
+def _read_entries(data: bytes, file_size: int) -> tuple[int, dict[str, Any]]:
     size = header_length(data[:8], file_size)
     entries = json.loads(data[8:size])
     if not isinstance(entries, dict):
@@ -154,7 +195,7 @@ def read_entries(data: bytes, file_size: int) -> tuple[int, dict[str, Any]]:
 
 
 def _parse(data: bytes, file_size: int) -> Header:
-    size, raw = read_entries(data, file_size)
+    size, raw = _read_entries(data, file_size)
     own = json.loads(raw.pop("__metadata__")["stepmark"])
     if own["version"] != 1 or own["cell"] != CHECKSUM_BLOCK:
         raise ValueError(

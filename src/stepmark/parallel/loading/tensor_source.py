@@ -20,9 +20,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stepmark.checkpoint.format.dtypes import DTYPES, torch_dtype
-from stepmark.checkpoint.format.tensor_file import header_length, natural_numbers, read_entries
-from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound
+from stepmark.checkpoint.format.dtypes import torch_dtype
+from stepmark.checkpoint.format.read_errors import cannot_read
+from stepmark.checkpoint.format.tensor_file import read_tensors
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from stepmark.sharding.layout import Box, Layout, Shape
 from stepmark.sharding.views import block_views, narrow
 
@@ -212,31 +213,13 @@ def _nothing_in(folder: Path) -> str:
 def _read_header(path: Path) -> list[SafetensorsSource]:
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            begin, header = read_entries(prefix + file.read(header_length(prefix, size) - 8), size)
-        header.pop("__metadata__", None)
-        found = [_entry(path, name, entry, begin) for name, entry in header.items()]
+            tensors = read_tensors(file)[0]
     except FileNotFoundError as error:
         raise CheckpointDamaged(f"{path} is missing, but {INDEX} names it; download the folder again") from error
     except OSError as error:
-        raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError, AttributeError, CheckpointDamaged) as error:
-        raise CheckpointDamaged(
-            f"{path} is corrupted or not a safetensors file: its header is invalid: {error}"
-        ) from error
-    for tensor in found:
-        if tensor.begin + tensor.nbytes > size:
-            raise CheckpointDamaged(f"{path} ends at byte {size}, before the end of tensor {tensor.name!r}")
-    return found
-
-
-def _entry(path: Path, name: str, entry: Any, origin: int) -> SafetensorsSource:
-    if entry["dtype"] not in DTYPES:
-        raise CheckpointMismatch(f"{path}: tensor {name!r} has dtype {entry['dtype']}, which cannot be loaded")
-    begin, end = natural_numbers(entry["data_offsets"])
-    shape = natural_numbers(entry["shape"])
-    tensor = SafetensorsSource(path, name, torch_dtype(entry["dtype"]), shape, origin + begin)
-    if tensor.nbytes != end - begin:
-        raise ValueError(f"tensor {name!r} of shape {list(shape)} does not fill its {end - begin} bytes")
-    return tensor
+        raise cannot_read(path, error) from error
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(f"{path} is corrupted or not a safetensors file: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return [SafetensorsSource(path, each.name, torch_dtype(each.dtype), each.shape, each.begin) for each in tensors]
