@@ -22,7 +22,7 @@ def summarize(history: History) -> dict[str, Any]:
     """The state, progress, newest log, best evaluation and checkpoints; None where something is unknown."""
     from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
     from stepmark.report.checkpoints import read_checkpoints
-    from stepmark.report.summary import end_of_run, recent_median
+    from stepmark.report.summary import end_of_run, recent_median, unit_of
 
     status, started = history.status, history.started
     last, best = (history.logs or [{}])[-1], history.best()
@@ -42,7 +42,7 @@ def summarize(history: History) -> dict[str, Any]:
         "loss": last.get("loss"),
         "learning_rate": last.get("learning_rate"),
         "tokens_per_second": recent_median(history, "tokens_per_second"),
-        "samples_per_second": recent_median(history, "samples_per_second"),
+        "targets": unit_of(history),
         "best": None if best is None else {"metric": best.metric, "step": best.step, "value": best.value},
         "checkpoints": sorted(step for path in checkpoints(history.folder) if (step := step_of(path)) is not None),
         "resumed": len(history.resumptions()),
@@ -50,16 +50,11 @@ def summarize(history: History) -> dict[str, Any]:
     }
 
 
-def _speed(tokens: float | None, samples: float | None) -> str | None:
-    """Where each sample has one target, it is no token. Both rates are read from a clock, one after the other."""
-    unit = "samples" if tokens and samples and abs(tokens / samples - 1) < 1e-2 else "tokens"
-    return f"{tokens:,.0f} {unit}/s" if tokens else None
-
-
 def _lines(summary: dict[str, Any]) -> list[str]:
     from stepmark.report import text
 
     total, eta, best = summary["total_steps"], summary["eta_seconds"], summary["best"]
+    speed = summary["tokens_per_second"]
     step = text.NOTHING if summary["step"] is None else f"{summary['step']:,}"
     step += f" of {total:,}" if total else ""
     step += f", {text.seconds(eta)} left" if eta is not None else ""
@@ -70,7 +65,7 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         "process": None if summary["process"] is None else f"{summary['process']} on {summary['host']}",
         "devices": None if not summary["device"] else f"{text.plural(summary['ranks'], 'rank')} on {summary['device']}",
         "loss": None if summary["loss"] is None else text.value(summary["loss"]),
-        "speed": _speed(summary["tokens_per_second"], summary["samples_per_second"]),
+        "speed": speed and f"{speed:,.0f} {summary['targets']}/s",
         "best": best and f"{best['metric']} {text.value(best['value'])} at step {best['step']:,}",
         "saved": ", ".join(f"checkpoint-{step}" for step in summary["checkpoints"]) or "no checkpoint",
     }

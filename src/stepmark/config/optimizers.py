@@ -31,9 +31,8 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 def check_optimizer(name: str) -> None:
     """Raises UsageError for a name that is not in OPTIMIZERS, or whose library is not installed."""
     if name not in OPTIMIZERS:
-        instead = (
-            f"use {refusals('optim')[name]}" if name in refusals("optim") else f"choose one of {', '.join(OPTIMIZERS)}"
-        )
+        other = refusals("optim").get(name)
+        instead = f"use {other}" if other else f"choose one of {', '.join(OPTIMIZERS)}"
         raise UsageError(f"optim: {name!r} is not supported; {instead}{described_at('optim')}")
     if name in ADAMW_8BIT and importlib.util.find_spec("bitsandbytes") is None:
         raise UsageError(f"optim: {name} needs bitsandbytes, which is not installed; pip install bitsandbytes")

@@ -178,6 +178,13 @@ def speed(history: History, key: str, form: str = "{:,.0f}") -> str:
     return text.NOTHING if median is None else form.format(median)
 
 
+def unit_of(history: History) -> str:
+    """What the targets are. Where each sample has one, it is no token: the two rates, read one after the other from a
+    clock, are alike."""
+    tokens, samples = (recent_median(history, f"{unit}_per_second") for unit in ("tokens", "samples"))
+    return "samples" if tokens and samples and abs(tokens / samples - 1) < 1e-2 else "tokens"
+
+
 def _recent(history: History, key: str) -> list[float]:
     return sorted(line[key] for line in history.logs[-RECENT:] if isinstance(line.get(key), (int, float)))
 
@@ -185,7 +192,7 @@ def _recent(history: History, key: str) -> list[float]:
 def _speed(history: History) -> list[tuple[str, str, str]]:
     found = []
     for key, name, form in (
-        ("tokens_per_second", "Tokens per second", "{:,.0f}"),
+        ("tokens_per_second", f"{unit_of(history).capitalize()} per second", "{:,.0f}"),
         ("model_flops_utilization", "FLOPs utilization", "{:.1%}"),
     ):
         if count := len(_recent(history, key)):
@@ -202,7 +209,7 @@ def _size(history: History) -> list[tuple[str, str, str]]:
         found.append(("Parameters", text.count(parameters), note))
     tokens = history.target_tokens
     if tokens:
-        found.append(("Tokens seen", text.count(tokens), _tokens_note(history)))
+        found.append((f"{unit_of(history).capitalize()} seen", text.count(tokens), _tokens_note(history)))
     left, update = history.status.get("eta_seconds"), history.status.get("time")
     if history.state == "running" and history.overdue is None and isinstance(left, (int, float)):
         end = f"about {text.moment(update + left)}" if isinstance(update, (int, float)) else "at the pace so far"

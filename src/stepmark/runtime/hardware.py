@@ -44,9 +44,8 @@ def check_device_name(wish: str) -> None:
     if wish.startswith(("gpu", "cuda:")):
         hint = "; for GPUs use cuda: each rank takes one of those that CUDA_VISIBLE_DEVICES lists"
     if hint or not _of_torch(wish):
-        raise UsageError(
-            f"device: {wish!r} is unknown; choose one of {', '.join(DEVICES)}{hint}{described_at('device')}"
-        )
+        hint += described_at("device")
+        raise UsageError(f"device: {wish!r} is unknown; choose one of {', '.join(DEVICES)}{hint}")
 
 
 def _of_torch(name: str) -> bool:

@@ -69,6 +69,12 @@ def test_the_speed_of_a_model_without_tokens_is_in_samples(
     assert [bool(re.search(r"  [\d,]+ samples/s  ", line)) for line in lines] == [True, True], lines
     assert run(["inspect", str(tmp_path)]) == 0
     assert re.search(r"^speed +[\d,]+ samples/s$", capsys.readouterr().out, re.MULTILINE)
+    assert run(["report", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert [f"{unit} {of}<" in page for unit in ("Samples", "Tokens") for of in ("per second", "seen")] == [
+        *(True, True),
+        *(False, False),
+    ]
 
 
 def test_lines_can_be_json(printed: Any) -> None:
