@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.save import snapshot as module
@@ -179,6 +180,7 @@ def test_an_update_waits_and_takes_no_more_memory(tmp_path: Path, gate: Gate, op
         updating.join(30)
         assert not same(state.tensors(), before)
         assert [tensor.data_ptr() for tensor in trained] == places
+    assert not _global_optimizer_pre_hooks
 
 
 def test_training_with_saves_is_training_without_them(tmp_path: Path) -> None:
