@@ -232,7 +232,8 @@ class _ReadOnly:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        address = _TORCH._data_address(tensor)
+        begin = _TORCH._data_address(tensor.as_strided((0,), (1,), 0))  # of the storage
+        address = begin + tensor.storage_offset() * tensor.itemsize
         self.__array_interface__ = {"version": 3, "shape": (tensor.nbytes,), "typestr": "|u1", "data": (address, True)}
 
 
