@@ -143,9 +143,8 @@ def split_copies(
     for _, found in groupby(copies, key=lambda copy: id(copy.entry.tensor)):
         group = list(found)
         entry = group[0].entry
-        frozen = None
-        if type(entry.tensor) in (Tensor, nn.Parameter) and (entry.group, entry.name) in trained:
-            frozen = _frozen(entry.tensor.detach()) if _references(entry.tensor) <= alone else None
+        usual = type(entry.tensor) in (Tensor, nn.Parameter) and (entry.group, entry.name) in trained
+        frozen = _frozen(entry.tensor.detach()) if usual and _references(entry.tensor) <= alone else None
         if frozen is None:
             now += group
         else:
