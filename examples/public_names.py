@@ -110,7 +110,7 @@ loader = stepmark.DataLoader(data.train, 4, rank=axis.rank, world_size=axis.size
 with stepmark.Checkpointer(folder / "loop", keep_last=2, group=mesh.context.host) as checkpointer:
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
     done = checkpointer.restore(state) or 0  # the step of the newest complete checkpoint
-    checkpointer.save(done + 1, state)  # returns once the state is copied
+    checkpointer.save(done + 1, state)  # returns once the state may change
 
 # stepmark.DevicePrefetcher
 for number, batch in enumerate(stepmark.DevicePrefetcher(loader, mesh.runtime)):

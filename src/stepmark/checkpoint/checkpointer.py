@@ -112,7 +112,7 @@ class Checkpointer:
         keep: Further retention policies. What any policy keeps stays; without a policy every checkpoint does.
         group: The ranks that save together. Default: all ranks of the run.
         runtime: The device runtime. Default: that of the first tensor that is not on the CPU.
-        async_save: Whether `save` returns once the state is copied, and writes in the background. Default: True.
+        async_save: Whether `save` returns once the state may change, and writes in the background. Default: True.
         save_timeout: Seconds that each phase of a save or restore may take. A process that cannot end by itself after
             this deadline is terminated. Default: 1800.
         mesh: The size of each mesh axis, for the manifest. Default: `{"dp": <world size>}`.

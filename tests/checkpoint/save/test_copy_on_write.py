@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.save import snapshot as module
 from stepmark.errors import CheckpointError
+from tests.system.distributed.checkpoint_world import run_ranks
 
 
 class Model(nn.Module):
@@ -23,12 +25,13 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(5, 6, max_norm=0.1)
+        self.embedding = nn.Embedding(50_001, 6, max_norm=0.1)
         self.norm = nn.BatchNorm1d(6)
         self.lstm = nn.LSTM(6, 3, batch_first=True)
         self.matrix = nn.Parameter(torch.randn(3, 40).t())  # not in row-major order
         self.brief = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
         self.clamped = nn.Parameter(torch.randn(3))
+        self.clamped.data = torch.randn(9)[4:7]  # what is left of a larger tensor
         self.average = nn.Parameter(torch.zeros(3), requires_grad=False)
 
     def forward(self, tokens: Tensor) -> Any:
@@ -179,6 +182,7 @@ def test_an_update_waits_and_takes_no_more_memory(tmp_path: Path, gate: Gate, op
         updating.join(30)
         assert not same(state.tensors(), before)
         assert [tensor.data_ptr() for tensor in trained] == places
+    assert not _global_optimizer_pre_hooks
 
 
 def test_training_with_saves_is_training_without_them(tmp_path: Path) -> None:
@@ -193,6 +197,27 @@ def test_training_with_saves_is_training_without_them(tmp_path: Path) -> None:
             checkpointer.wait()
             check_restored(checkpointer, saved)
     assert same(quiet.tensors(), busy.tensors())
+
+
+def save_held(rank: int, folder: Path) -> list[Tensor]:
+    """Saves, and writes before anything is copied; returns what was saved."""
+    with pytest.MonkeyPatch.context() as patch:
+        gate, state = Gate(patch), State()
+        before = state.tensors()
+        with Checkpointer(folder) as checkpointer:
+            checkpointer.save(1, state.sections)
+            write_in_place(state)
+            gate.open()
+        assert gate.pending[0] > 10
+    return before
+
+
+def test_each_rank_keeps_its_share(tmp_path: Path) -> None:
+    """Ranks write parts of tensors, which begin anywhere in their memory."""
+    before, other = run_ranks(2, save_held, tmp_path)
+    assert same(before, other)
+    with Checkpointer(tmp_path) as checkpointer:
+        check_restored(checkpointer, before)
 
 
 def test_memory_that_torch_does_not_guard_is_copied_at_once(tmp_path: Path, gate: Gate) -> None:

@@ -143,9 +143,8 @@ def split_copies(
     for _, found in groupby(copies, key=lambda copy: id(copy.entry.tensor)):
         group = list(found)
         entry = group[0].entry
-        frozen = None
-        if type(entry.tensor) in (Tensor, nn.Parameter) and (entry.group, entry.name) in trained:
-            frozen = _frozen(entry.tensor.detach()) if _references(entry.tensor) <= alone else None
+        usual = type(entry.tensor) in (Tensor, nn.Parameter) and (entry.group, entry.name) in trained
+        frozen = _frozen(entry.tensor.detach()) if usual and _references(entry.tensor) <= alone else None
         if frozen is None:
             now += group
         else:
@@ -232,7 +231,8 @@ class _ReadOnly:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        address = _TORCH._data_address(tensor)
+        begin = _TORCH._data_address(tensor.as_strided((0,), (1,), 0))  # of the storage
+        address = begin + tensor.storage_offset() * tensor.itemsize
         self.__array_interface__ = {"version": 3, "shape": (tensor.nbytes,), "typestr": "|u1", "data": (address, True)}
 
 
