@@ -20,7 +20,7 @@ from stepmark.parallel.tensor.plans import (
     shard_among_groups,
     shard_vocabulary,
 )
-from tests.support.models import build
+from tests.support.models import EXPERTS, build
 
 
 def held(whole: torch.Tensor, placement: Placement) -> torch.Tensor:
@@ -60,12 +60,13 @@ def test_styles_give_the_number_of_packed_projections() -> None:
     assert parse_style("colwise_gather_output") == Style("colwise_gather_output")
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", *EXPERTS])
 def test_models_have_plans(kind: str) -> None:
     model = build(kind)
     styles = plan_of(model)
-    assert set(styles) <= {name for name, _ in model.named_modules()}
+    assert set(styles) <= {name for name, _ in (*model.named_modules(), *model.named_parameters())}
     assert {style.kind for style in styles.values()} >= {"colwise", "rowwise"}
+    assert ("moe_tp_experts" in {style.kind for style in styles.values()}) == (kind in EXPERTS)
 
 
 class NoPlan(torch.nn.Module):

@@ -94,7 +94,8 @@ def test_a_sample_of_models_is_undisturbed(ranks: Ranks, name: str) -> None:
 
 
 def train_blocks_of_experts() -> dict[str, Any]:
-    """What the device does with 2 of 16 experts a token, whose batches are small: gathered weights cost nothing."""
+    """What the device does with 2 of 16 experts a token, and the loss of routers. Batches are small: gathered weights
+    cost nothing."""
     from scripts.small_models import small_model
     from stepmark.training.one_graph_per_step import experts
     from tests.support.lazy_models import packed, run
@@ -108,7 +109,8 @@ def train_blocks_of_experts() -> dict[str, Any]:
         return forward(*given)
 
     experts.padded_blocks_forward = counted_forward
-    model = small_model("qwen3_moe", {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 16})
+    sizes = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = small_model("qwen3_moe", {**sizes, "output_router_logits": True})
     return {**run(model, packed), "rows": sorted(taken)}
 
 

@@ -195,7 +195,7 @@ def own_plan(model: Any) -> dict[str, str]:
     if kind in REFUSED:
         raise UsageError(f"tensor_parallel_size: {type(model).__name__} is not supported: {REFUSED[kind]}")
     own = dict(getattr(model, "_tp_plan", None) or {})
-    ours = ADDED.get(kind, {}) if own else PLANS.get(kind, {})
+    ours = {**PLANS.get(kind, {}), **ADDED.get(kind, {})}
     prefix = "" if getattr(model, "base_model", model) is model else f"{model.base_model_prefix}."
     own |= {prefix + name: style for name, style in ours.items()}
     latent = [name.rpartition(".")[0] for name, style in own.items() if style == "mla_kv_a_proj"]

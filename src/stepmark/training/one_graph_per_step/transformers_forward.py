@@ -183,6 +183,7 @@ def _replace_reads() -> None:
     replace_everywhere("torch_compilable_check", check, check_unless_recorded)
     replace_everywhere("find_packed_sequence_indices", find_packed, find_packed_if_given)
     _replace_experts_function()
+    _replace_histogram()
 
 
 def _with_known_mask(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,3 +235,18 @@ def _replace_experts_function() -> None:
         return forward(experts, hidden_states, *args, **options)
 
     ALL_EXPERTS_FUNCTIONS.register(DEFAULT_EXPERTS, grouped_or_static)
+
+
+def _replace_histogram() -> None:
+    """Losses of routers count how often each expert is chosen; XLA has no histogram, and the host none of integers."""
+    original: Any = torch.histc
+
+    @functools.wraps(original)
+    def histc(input: Tensor, bins: int = 100, min: float = 0, max: float = 0, **options: Any) -> Tensor:
+        counts = min == 0 and max in (bins - 1, bins) and not input.is_floating_point()
+        if not (counts and is_recorded(input)):
+            found: Tensor = original(input, bins, min, max, **options)
+            return found
+        return (input.reshape(-1, 1) == torch.arange(bins, device=input.device)).sum(0, dtype=input.dtype)
+
+    torch.histc = histc  # type: ignore[assignment]
