@@ -26,7 +26,21 @@ _ATTRIBUTE = "_stepmark_layer"  # of a sharded parameter: its LayerGradients
 _replaced: Any = WeakTensorKeyDictionary()  # parameters before they were sharded, to those that took their place
 
 
-class LayerGradients:
+class LayerParameters:
+    """Gathers the parameters of a layer (torch's `AllGather`), between hosts by sends and receives."""
+
+    def __init__(self, axis: GroupCollectives) -> None:
+        self._axis = axis
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        """`input_tensor` is this rank's part of `output_tensor`."""
+        self._axis.start_gather_in_place(output_tensor)()
+
+
+class LayerGradients(LayerParameters):
     """Reduce-scatters the gradients of the parameters that torch gathers together (its `ReduceScatter`).
 
     Without `shares`, as in a loop that reads `parameter.grad`, the result is the mean over the ranks.
@@ -38,17 +52,14 @@ class LayerGradients:
     """
 
     def __init__(self, axis: GroupCollectives, copies: int) -> None:
+        super().__init__(axis)
         self.copies = copies
         self.shares: Shares | None = None
         self.dtype = torch.float32
-        self._axis = axis
         self._output: Tensor | None = None
         self._taken = 0
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
+    def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """`input_tensor`: the gradients' padded shards for each rank of the axis, one rank after the other."""
@@ -67,6 +78,8 @@ class LayerGradients:
         local, rows = parameter.to_local(), -(-parameter.shape[0] // self._axis.size)
         found = self._output[self._taken : self._taken + local.numel()].view(local.shape)
         self._taken += rows * math.prod(parameter.shape[1:])
+        if self._taken == self._output.numel():
+            self._output = None
         return found
 
 
@@ -96,21 +109,13 @@ def shard_fully(model: nn.Module, mesh: Mesh, sharding: FullSharding) -> None:
         UsageError: Before anything is changed: the device is lazy, other axes shard the model, the ranks cannot be
             divided into the replicas, or torch cannot shard the model's parameters.
     """
-    axis, other = _axes(mesh, sharding)
+    count = _check_mesh(mesh, sharding)
     layers = _layers(model, sharding.layers)
     _check(model, layers)
-    # Imported here since it takes long, and most runs do not need it.
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # takes long
 
     before = dict(model.named_parameters())
-    groups, device = [axis.process_group], mesh.runtime.device.type
-    if other is None:
-        devices = DeviceMesh.from_group(groups[0], device, mesh_dim_names=("shard",))
-    else:
-        ranks = torch.arange(mesh.data_parallel.size).view(other.size, axis.size)
-        groups = [other.process_group, *groups]
-        devices = DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+    axis, devices = mesh.shard_axes(count)
     for parameter in before.values():
         parameter.data = parameter.data.contiguous()
     sharded: list[FSDPModule] = []
@@ -122,7 +127,8 @@ def shard_fully(model: nn.Module, mesh: Mesh, sharding: FullSharding) -> None:
         made: Any = fully_shard(module, mesh=devices, reshard_after_forward=reshard, mp_policy=policy)
         for attribute in ("__name__", "__qualname__", "__module__"):  # the model stays what it is called
             setattr(type(made), attribute, getattr(kind, attribute))
-        gradients = LayerGradients(axis, 1 if other is None else other.size)
+        gradients = LayerGradients(axis, count)
+        made.set_custom_all_gather(LayerParameters(axis))
         made.set_custom_reduce_scatter(gradients)
         made.set_gradient_divide_factor(1.0)
         made.set_force_sum_reduction_for_comms(True)
@@ -148,12 +154,11 @@ def replicas(mesh: Mesh, sharding: FullSharding) -> int:
     return machines if sharding.replicas is None else sharding.replicas
 
 
-def _axes(mesh: Mesh, sharding: FullSharding) -> tuple[GroupCollectives, GroupCollectives | None]:
-    """The ranks that hold the shards of one replica, and those that hold the same shards, if there are several."""
-    runtime = mesh.runtime
-    if runtime.lazy:
+def _check_mesh(mesh: Mesh, sharding: FullSharding) -> int:
+    """The number of replicas. Raises UsageError for a mesh on which parameters cannot be sharded."""
+    if mesh.runtime.lazy:
         raise UsageError(
-            f"fsdp: {runtime.name} cannot free parameters within a graph; use zero_1, tensor_parallel_size or "
+            f"fsdp: {mesh.runtime.name} cannot free parameters within a graph; use zero_1, tensor_parallel_size or "
             "pipeline_parallel_size"
         )
     for name, size in (("tensor", mesh.tensor_parallel.size), ("pipeline", mesh.pipeline.size)):
@@ -165,7 +170,7 @@ def _axes(mesh: Mesh, sharding: FullSharding) -> tuple[GroupCollectives, GroupCo
             f"fsdp_config: dp_replicate_size: {count} replicas of two or more ranks each cannot be made of {ranks}; "
             f"choose a smaller divisor of {ranks}"
         )
-    return mesh.divided_data_parallel(ranks // count)
+    return count
 
 
 def _layers(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:

@@ -128,20 +128,22 @@ class Mesh:
         last = self.pipeline.size - 1
         return [rank for rank in self.grid.origin(TENSOR) if self.grid.coordinates(rank).get(PIPELINE, 0) == last]
 
-    def divided_data_parallel(self, count: int) -> tuple[GroupCollectives, GroupCollectives | None]:
-        """Of data parallel ranks of an eager device that are alone on their axes: collectives among `count` neighbours,
-        a divisor of their number, and among those at the same place of each such group, None where there is one group.
-        Collective."""
-        size = self.data_parallel.size
-        if count == size:
-            assert isinstance(self.data_parallel, GroupCollectives)
-            return self.data_parallel, None
-        strided = [list(range(first, size, count)) for first in range(count)]
-        parts = [
-            _of_own_group(GroupCollectives, self.context, each) for each in (self.grid.groups(DATA, count), strided)
-        ]
-        assert parts[0] is not None
-        return parts[0], parts[1]
+    def shard_axes(self, replicas: int) -> tuple[GroupCollectives, Any]:
+        """For data parallel ranks of an eager device that are alone on their axes, and hold the shards of as many
+        `replicas`, of neighbouring ranks: collectives among those of this rank's replica, and torch's DeviceMesh, with
+        the axes "replicate", if there are several, and "shard". Collective."""
+        from torch.distributed.device_mesh import DeviceMesh  # takes long to import, and most runs do not need it
+
+        everybody, device = self.data_parallel, self.runtime.device.type
+        assert isinstance(everybody, GroupCollectives)
+        if replicas == 1:
+            return everybody, DeviceMesh.from_group(everybody.process_group, device, mesh_dim_names=("shard",))
+        ranks = torch.arange(everybody.size).view(replicas, -1)
+        far, near = (_of_own_group(GroupCollectives, self.context, each.tolist()) for each in (ranks.T, ranks))
+        assert far is not None
+        assert near is not None
+        groups, names = [far.process_group, near.process_group], ("replicate", "shard")
+        return near, DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
 
     def replicas(self, count: int) -> Collectives:
         """Collectives among `count` neighbours on the tensor parallel axis that hold the same slice of some tensors.

@@ -76,6 +76,8 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp-bf16": (2, BFLOAT16),
     "zero": (2, {"zero_1": True}),
     "zero-bf16": (2, {"zero_1": True, **BFLOAT16}),
+    "fsdp": (2, {"fsdp": "full_shard"}),
+    "fsdp-bf16": (2, {"fsdp": "shard_grad_op", **BFLOAT16}),
     "tp": (2, {"tensor_parallel_size": 2}),
     "sp": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
     "tp-autocast": (2, {"tensor_parallel_size": 2, "bf16": True, "optim": "sgd", "optim_args": "momentum=0.9"}),

@@ -42,10 +42,13 @@ class GradientReducer:
         sums: Where gradients are added up.
         exchange: What is sent of them.
         mesh: The mesh.
+
+    Attributes:
+        sums: The argument of this name.
     """
 
     def __init__(self, sums: FlatSums | TensorSums | ShardSums, exchange: Any, mesh: Mesh) -> None:
-        self._sums = sums
+        self.sums = sums
         self._exchange = exchange
         self._mesh = mesh
         self._overlap: OverlappedReduction | None = None
@@ -56,10 +59,10 @@ class GradientReducer:
     def begin(self, tokens: Tensor) -> None:
         """Announces the step, and this rank's target tokens in it: the value that `reduce` will be given. Optional, but
         on all ranks or none."""
-        self._sums.hooks.check()
-        self._sums.hooks.come_last()
-        if isinstance(self._sums, ShardSums):
-            self._sums.begin(tokens)
+        self.sums.hooks.check()
+        self.sums.hooks.come_last()
+        if isinstance(self.sums, ShardSums):
+            self.sums.begin(tokens)
         if self._overlap is not None:
             self._overlap.begin(tokens)
 
@@ -71,27 +74,27 @@ class GradientReducer:
     @torch.no_grad()
     def collect(self) -> None:
         """Adds what a backward pass left in `parameter.grad` to the step's sums; called after each of them."""
-        self._sums.collect()
+        self.sums.collect()
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
         """Reduces the sums over all ranks. `loss` (0-dim) is this rank's mean over its `tokens` (0-dim float32).
 
         Raises UsageError where gradients were changed after they were sent, which would have no effect."""
-        self._sums.hooks.check()
-        if not isinstance(self._sums, FlatSums):
-            reduced: ReducedGradients = self._exchange.at_once(self._sums, loss, tokens)
+        self.sums.hooks.check()
+        if not isinstance(self.sums, FlatSums):
+            reduced: ReducedGradients = self._exchange.at_once(self.sums, loss, tokens)
             return reduced
         if self._overlap is not None:
             self._overlap.check_unchanged()
-        self._complete_partial(self._sums)
+        self._complete_partial(self.sums)
         if self._overlap is None:
-            means = [self._sums.complete(number) for number in range(len(self._sums.buckets))]
+            means = [self.sums.complete(number) for number in range(len(self.sums.buckets))]
         else:
             if not self._overlap.begun:
                 self.begin(tokens)
             means = self._overlap.finish()
-        complete: ReducedGradients = self._exchange.reduced(self._sums, means, loss, tokens)
+        complete: ReducedGradients = self._exchange.reduced(self.sums, means, loss, tokens)
         return complete
 
     def _complete_partial(self, sums: FlatSums) -> None:
@@ -105,18 +108,18 @@ class GradientReducer:
     def show(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
         """Makes `parameter.grad` of fp32 parameters what `reduce` has made of it on all ranks, for callbacks; calling
         the result takes over what they have changed. Collective. On lazy devices ZeRO-1 shows nothing."""
-        take: Callable[[], None] = self._exchange.show(self._sums, gradients)
+        take: Callable[[], None] = self._exchange.show(self.sums, gradients)
         return take
 
     def reset(self) -> None:
         """Clears the sums for the next step."""
         if self._overlap is not None:
             self._overlap.reset()
-        self._sums.reset()
+        self.sums.reset()
 
     def close(self) -> None:
         """Leaves gradients to autograd from now on; called after the last step."""
-        self._sums.hooks.close()
+        self.sums.hooks.close()
 
 
 def mean_gradients(

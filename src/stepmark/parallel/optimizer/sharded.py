@@ -17,7 +17,7 @@ from stepmark.parallel.optimizer.named import Groups, Make, NamedOptimizer, name
 from stepmark.parallel.optimizer.replicated import Replicated
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
-from stepmark.sharding.dtensor import shard_of
+from stepmark.sharding.dtensor import layout_of_dtensor
 from stepmark.sharding.layout import annotate
 
 
@@ -39,17 +39,16 @@ class LocalShards(Replicated):
     def follow(self) -> None:
         """torch gives an uneven shard new memory in the first forward pass and in `load_state_dict`."""
         for name, parameter in self._sharded.items():
-            now, known = shard_of(parameter).tensor, self._local[name]
-            if now.data_ptr() != known.data_ptr():
-                known.data = now.detach()
+            there, known = parameter._local_tensor, self._local[name]
+            if there.untyped_storage()._cdata != known.untyped_storage()._cdata:
+                known.data = there.detach()
         super().follow()
 
 
 def _local(parameter: Any) -> nn.Parameter:
     """The parameter's shard, in the same memory."""
-    shard = shard_of(parameter)
-    local = nn.Parameter(shard.tensor.detach(), requires_grad=parameter.requires_grad)
-    annotate(local, shard.layout)
+    local = nn.Parameter(parameter._local_tensor.detach(), requires_grad=parameter.requires_grad)
+    annotate(local, layout_of_dtensor(parameter))
     return local
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from stepmark.sharding.dtensor import is_dtensor
+
 # Categories of memory, in the order in which they are shown.
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -50,6 +52,7 @@ class AllocationTracker(TorchDispatchMode):
         self._categories: list[str] = []
         self._numbers: dict[int, int] = {}  # of the storages that are allocated, by address
         self._log: dict[str, list[int]] = {}  # by window: a storage's number, or ~number when it is released
+        self._resized: set[int] = set()  # the numbers that storages had before they were resized
         self._summed: int | None = None  # the storage to which autograd has just added another gradient
         self._at_start: dict[str, list[int]] = {}
 
@@ -59,7 +62,7 @@ class AllocationTracker(TorchDispatchMode):
         result = function(*arguments, **(keywords or {}))
         self._summed = None
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not is_dtensor(leaf):
                 self._see(leaf.untyped_storage())
         if _accumulates(function):
             self._summed = self._numbers.get(arguments[0].untyped_storage()._cdata)
@@ -75,7 +78,30 @@ class AllocationTracker(TorchDispatchMode):
         self._record(number)
         weakref.finalize(storage, self._release, address, number).atexit = False
 
+    @contextmanager
+    def resizing(self) -> Iterator[None]:
+        """Inside the block, it sees storages that are resized: parameters that are gathered, and freed again."""
+        original = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            number = self._numbers.get(storage._cdata)
+            result = original(storage, size)
+            if number is not None:
+                self._release(storage._cdata, number)
+                self._resized.add(number)
+            with self.within(PARAMETERS):
+                self._see(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
     def _release(self, address: int, number: int) -> None:
+        if number in self._resized:
+            return
         if self._numbers.get(address) == number:
             del self._numbers[address]
         self._record(~number)
@@ -105,7 +131,8 @@ class AllocationTracker(TorchDispatchMode):
 
     def assign(self, tensors: Iterable[Any], category: str) -> None:
         """The memory of these tensors belongs to `category`, whenever it was allocated."""
-        for tensor in tensors:
+        for each in tensors:
+            tensor = each._local_tensor if is_dtensor(each) else each
             if isinstance(tensor, Tensor):
                 number = self._numbers.get(tensor.untyped_storage()._cdata)
                 if number is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -126,12 +127,35 @@ class SimulatedMesh(Mesh):
     def replicas(self, count: int) -> Collectives:
         return self._collectives(count)
 
+    def shard_axes(self, replicas: int) -> tuple[GroupCollectives, Any]:
+        """In `simulated_ranks`."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        size = self.data_parallel.size // replicas
+        shape, names = ((size,), ("shard",)) if replicas == 1 else ((replicas, size), ("replicate", "shard"))
+        with unset_fake_temporarily():
+            devices = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        return SimulatedCollectives(size, self._tracker, 0, host_memory=self._device.host_memory), devices
+
     def _collectives(self, size: int, rank: int = 0) -> Collectives:
         if size == 1:
             return NoCollectives()
         if self._device.lazy:
             return SimulatedGraphCollectives(size, self._tracker, rank)
         return SimulatedCollectives(size, self._tracker, rank, host_memory=self._device.host_memory)
+
+
+@contextmanager
+def simulated_ranks(count: int) -> Iterator[None]:
+    """Inside the block, this process is rank 0 of torch's default group of `count` ranks, which sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with unset_fake_temporarily():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class SimulatedLinks:

@@ -26,6 +26,7 @@ from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.errors import UsageError
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.gradients.reducer import GradientReducer
+from stepmark.parallel.gradients.shard_sums import ShardSums
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.tensor.adapted_layers import check_adapters
@@ -38,10 +39,11 @@ from stepmark.preflight.plan.allocations import (
     PARAMETERS,
     AllocationTracker,
 )
-from stepmark.preflight.plan.simulated_mesh import PlannedDevice, SimulatedMesh
+from stepmark.preflight.plan.simulated_mesh import PlannedDevice, SimulatedMesh, simulated_ranks
 from stepmark.preflight.plan.step_setup import StepSetup, stage_inputs, watch_stage
 from stepmark.recipe.model import make_model, with_adapter
 from stepmark.runtime.eager import EagerRuntime
+from stepmark.runtime.mesh import DATA
 from stepmark.runtime.module_placement import cast_module
 from stepmark.trainer.setup import make_step, sharding_options, step_optimizer
 from stepmark.training.loss import MicroBatchLoss, Weight
@@ -110,6 +112,13 @@ def trace_step(setup: StepSetup) -> StepTrace:
 
 def _trace(setup: StepSetup) -> StepTrace:
     tracker = AllocationTracker(setup.device.rounding)
+    if setup.args.full_sharding is None or setup.axes[DATA] == 1:
+        return _traced(setup, tracker)
+    with simulated_ranks(setup.ranks), tracker.resizing():
+        return _traced(setup, tracker)
+
+
+def _traced(setup: StepSetup, tracker: AllocationTracker) -> StepTrace:
     with FakeTensorMode(allow_non_fake_inputs=True), tracker, _attention(setup.device):
         model, mesh = _make_model(setup, tracker)
         optimizer = step_optimizer(model, setup.args, mesh)
@@ -254,12 +263,17 @@ def _watch(optimizer: NamedOptimizer, parameters: list[nn.Parameter], tracker: A
             reducer = make(*args, **options)
         collect_all, reduce_all = reducer.collect, reducer.reduce
 
-        def collect() -> None:
+        def assign() -> None:
             tracker.assign((parameter.grad for parameter in parameters), GRADIENTS)
+            if isinstance(reducer.sums, ShardSums):
+                tracker.assign(reducer.sums.tensors(), GRADIENTS)
+
+        def collect() -> None:
+            assign()
             collect_all()
 
         def reduce(loss: Tensor, tokens: Tensor) -> ReducedGradients:
-            tracker.assign((parameter.grad for parameter in parameters), GRADIENTS)
+            assign()
             tracker.enter("gradient reduction", COMMUNICATION)
             return reduce_all(loss, tokens)
 
