@@ -23,7 +23,7 @@ from torch import Tensor
 from stepmark.checkpoint.format.dtypes import torch_dtype
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.format.tensor_file import read_tensors
-from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from stepmark.sharding.layout import Box, Layout, Shape
 from stepmark.sharding.views import block_views, narrow
 
