@@ -71,11 +71,11 @@ def stepmark(checkpointer: Checkpointer, state: dict[str, Any], step: int) -> Se
     yield "Stepmark, restored", time.perf_counter() - begun
 
 
-def torchs(folder: Path, state: dict[str, Any], stager: DefaultStager) -> Seconds:
+def torchs(folder: Path, state: dict[str, Any], stager: DefaultStager, group: Any) -> Seconds:
+    """`group`: its own, since its thread communicates while the main thread does."""
     begun = time.perf_counter()
-    saving: Any = dcp.async_save(
-        state, storage_writer=dcp.FileSystemWriter(folder, thread_count=2), async_stager=stager
-    )
+    writer = dcp.FileSystemWriter(folder, thread_count=2)
+    saving: Any = dcp.async_save(state, storage_writer=writer, async_stager=stager, process_group=group)
     yield "DCP, returns", time.perf_counter() - begun
     saving.staging_completion.result()
     yield "DCP, copied", time.perf_counter() - begun
@@ -104,13 +104,14 @@ def rank_main(rounds: int, gib: float, folder: Path, out: Path) -> None:
     targets = [torch.zeros_like(tensor) for tensor in sources]
     of_model, of_optimizer = get_state_dict(model, optimizer)
     stager = DefaultStager(StagingOptions(False, False, True, False))  # what else it has needs CUDA
+    group = dist.new_group(backend="gloo")
     times: dict[str, list[float]] = {}
     with Checkpointer(folder / "stepmark", keep_last=1) as checkpointer:
         for turn in range(rounds + 1):
             for seconds in (
                 copy_in_memory(sources, targets),
                 stepmark(checkpointer, {"model": model, "optimizer": optimizer}, turn),
-                torchs(folder / "dcp", {"model": of_model, "optimizer": of_optimizer}, stager),
+                torchs(folder / "dcp", {"model": of_model, "optimizer": of_optimizer}, stager, group),
             ):
                 dist.barrier()
                 for name, value in seconds:
