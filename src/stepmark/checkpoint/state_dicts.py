@@ -20,7 +20,7 @@ from stepmark.checkpoint.format.json_values import decode
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE
 from stepmark.checkpoint.format.rows import ANY_ONE
 from stepmark.checkpoint.restore.optimizer_restoration import tensors_by_parameter
-from stepmark.checkpoint.restore.read_plan import Names, tensor_names
+from stepmark.checkpoint.restore.read_plan import tensor_names
 from stepmark.checkpoint.restore.state_restoration import StateRestoration
 from stepmark.checkpoint.restore.tensor_reader import ReadTarget
 from stepmark.checkpoint.sections import SECTION_NAME, Entry, Section, add_optimizer, overlaps_itself
@@ -185,11 +185,7 @@ class StateDictRestoration(StateRestoration):
         self._allow_partial = allow_partial
 
     def _check_kind(self, section: Section) -> None:
-        """Only names count."""
-
-    def unexpected(self) -> Names:
-        """None: a checkpoint may have more."""
-        return set()
+        """Only names count; no group of tensors is the section's, so none is unexpected."""
 
     def _compare_section(self, section: Section, state: Any, modules: Any) -> None:
         stored = self._stored_values()
