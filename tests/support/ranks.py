@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -112,6 +113,7 @@ class Ranks:
         return subprocess.CompletedProcess([program, *arguments], code, *told)
 
     def close(self) -> None:
-        print("null", file=self._file, flush=True)  # closing alone may not do: a forked process may hold it open
-        self._file.close()
+        with contextlib.suppress(OSError):  # a signal to the whole group has ended it
+            print("null", file=self._file, flush=True)  # closing alone may not do: a forked process may hold it open
+            self._file.close()
         self._connection.close()
