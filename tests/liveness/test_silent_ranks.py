@@ -33,7 +33,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(silent_ranks, "end_process", end)
     monkeypatch.setattr(silent_ranks, "print_stacks", lambda reason: None)
     # This process's children belong to other tests: ending one fails whatever runs in the main thread.
-    monkeypatch.setattr(silent_ranks.multiprocessing, "active_children", lambda: [])
+    monkeypatch.setattr(silent_ranks.multiprocessing, "active_children", list)
     yield reasons
     for one in RANKS.values():
         one.close()
