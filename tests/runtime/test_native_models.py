@@ -1,7 +1,7 @@
 """Models of transformers train on a native device, here a simulated one, as on the CPU: losses and gradient norms.
 
-In bfloat16 to its own precision only: the device composes attention and layer norms of operations that each round, where
-the CPU has kernels, and autocast has other lists for it.
+In bfloat16 to its own precision only: the device composes attention and layer norms of operations that each round,
+where the CPU has kernels, and autocast has other lists for it.
 """
 
 from __future__ import annotations
