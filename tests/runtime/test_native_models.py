@@ -1,4 +1,8 @@
-"""Models of transformers train on a native device, here a simulated one, as on the CPU: losses and gradient norms."""
+"""Models of transformers train on a native device, here a simulated one, as on the CPU: losses and gradient norms.
+
+In bfloat16 to its own precision only: the device composes attention and layer norms of operations that each round,
+where the CPU has kernels, and autocast has other lists for it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from tests.support.ranks import Ranks
 PROGRAM = "tests.support.native_programs:train_model"
 MODELS = ("llama", "bert, masked tokens", "t5", "vit")
 PRECISIONS: dict[str, dict[str, Any]] = {"float32": {}, "autocast": {"bf16": True}, "bfloat16": {"dtype": "bfloat16"}}
+LOSS = {"float32": 1e-6, "autocast": 1e-2, "bfloat16": 1e-2}  # relative
 MESHES: dict[str, dict[str, Any]] = {"data": {}, "zero_1": {"zero_1": True}, "tensor": {"tensor_parallel_size": 2}}
 
 
@@ -26,9 +31,11 @@ def cases() -> list[Any]:
     ]
 
 
-def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[float]:
-    pairs = [(ours["losses"][step], theirs["losses"][step]) for step in theirs["losses"]]
-    return [abs(own - other) / abs(other) for both in pairs for own, other in zip(*both, strict=True)]
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[float, float]:
+    """The largest relative ones, of losses and of gradient norms."""
+    pairs = [zip(ours["losses"][step], values, strict=True) for step, values in theirs["losses"].items()]
+    found = [[abs(own - other) / abs(other) for own, other in both] for both in pairs]
+    return max(each[0] for each in found), max(each[1] for each in found)
 
 
 @pytest.mark.parametrize(("name", "precision", "mesh", "nproc"), cases())
@@ -41,7 +48,9 @@ def test_a_model_trains_as_on_the_cpu(
         for device in ("simulated", "cpu")
     ]
     assert len(found[0]["losses"]) >= 6
-    assert max(differences(*found)) <= 1e-6
+    loss, norm = differences(*found)
+    assert loss <= LOSS[precision]
+    assert norm <= 10 * LOSS[precision]
 
 
 @pytest.mark.prove

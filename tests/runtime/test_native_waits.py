@@ -25,7 +25,7 @@ WAITS_OF_MODELS = {  # lines that copy a list or a number of Python's to the dev
     "moss_transcribe_diarize": CACHE,
 }
 UNDISTURBED = [row["model"] for row in read_rows("lazy-devices") if row["state"] == "undisturbed"]
-SAMPLE = ("gpt2", "llama", "qwen3", "deepseek_v2", "bert, masked tokens", "t5", "vit")
+SAMPLE = ("gpt2", "llama", "qwen3", "bert, masked tokens", "t5", "vit")
 
 
 @pytest.mark.parametrize("name", SAMPLE)
