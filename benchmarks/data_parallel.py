@@ -8,13 +8,13 @@
 of this machine, with that network between them (bits per second in each direction), which needs root.
 
 Contestants, all with fused AdamW and clipping of the global norm: Stepmark's TrainStep, which is what the Trainer
-runs, in plain data parallel form and with ZeRO-1; torch's DistributedDataParallel, alone and with torch's
-ZeroRedundancyOptimizer; FSDP2 with the parameters kept after the forward pass. torch's send gradients in the last
-micro-batch only, too. In bfloat16 Stepmark keeps fp32 master weights and sums gradients in fp32, which these do not; so
-two more that do are there then: DistributedDataParallel of fp32 parameters under autocast, and FSDP2 with a policy of
-mixed precision. Every rank holds all of them and runs them in turn, round after round, each time beginning with another
-one; a round is timed from barrier to barrier, and at its end the new values that zero_1 leaves on their way are waited
-for: with few --steps, that is at once.
+runs, in plain data parallel form, with ZeRO-1 and with fsdp; torch's DistributedDataParallel, alone and with torch's
+ZeroRedundancyOptimizer; FSDP2 by hand. Both FSDP2 keep parameters after the forward pass. All but Stepmark's fsdp send
+gradients in the last micro-batch only. In bfloat16 Stepmark keeps fp32 master weights and sums gradients in fp32, which
+torch's do not; so two more that do are there then: DistributedDataParallel of fp32 parameters under autocast, and FSDP2
+with a policy of mixed precision. Every rank holds all of them and runs them in turn, round after round, each time
+beginning with another one; a round is timed from barrier to barrier, and at its end the new values that zero_1 leaves
+on their way are waited for: with few --steps, that is at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from stepmark import Mesh
+from stepmark import Mesh, parallelize
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.launch.supervisor import supervise
 from stepmark.training.loss import MicroBatchLoss
@@ -58,8 +58,8 @@ def make_model(options: argparse.Namespace, dtype: str | None = None) -> nn.Modu
     return model.to(getattr(torch, dtype or options.dtype)).train()
 
 
-def with_stepmark(options: argparse.Namespace, mesh: Mesh, zero_1: bool = False) -> Step:
-    model = make_model(options)
+def with_stepmark(options: argparse.Namespace, mesh: Mesh, zero_1: bool = False, fsdp: str | None = None) -> Step:
+    model = parallelize(make_model(options), mesh, fsdp=fsdp)
     optimizer = build_optimizer(
         "adamw_torch_fused",
         list(model.named_parameters()),
@@ -133,6 +133,7 @@ CONTESTANTS: dict[str, Callable[[argparse.Namespace, Mesh], Step]] = {
     "DDP": lambda options, mesh: with_torch(options, "DDP"),
     "Stepmark, zero_1": lambda options, mesh: with_stepmark(options, mesh, zero_1=True),
     "DDP, ZeroRedundancyOptimizer": lambda options, mesh: with_torch(options, "zero"),
+    "Stepmark, fsdp": lambda options, mesh: with_stepmark(options, mesh, fsdp="shard_grad_op"),
     "FSDP2": lambda options, mesh: with_torch(options, "FSDP2"),
 }
 IN_BFLOAT16: dict[str, Callable[[argparse.Namespace, Mesh], Step]] = {
