@@ -116,3 +116,8 @@ def test_beams_are_refused_where_shapes_are_static() -> None:
     config = GenerationConfig(max_length=LENGTH, num_beams=3)
     with pytest.raises(UsageError, match="^predict_with_generate: num_beams is 3, .* set it to 1"):
         greedy_tokens(small_t5(), {}, config, EagerRuntime(torch.device("cpu")))
+
+
+def test_generation_with_sharded_parameters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="^predict_with_generate and fsdp: "):
+        Seq2SeqTrainingArguments(output_dir=str(tmp_path), predict_with_generate=True, fsdp="full_shard")

@@ -339,6 +339,8 @@ class Seq2SeqTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.sortish_sampler:
             raise UsageError("sortish_sampler: is not supported; override get_train_dataloader")
+        if self.predict_with_generate and self.full_sharding is not None:
+            raise UsageError("predict_with_generate and fsdp: ranks generate on their own; use zero_1")
         for name in ("generation_max_length", "generation_num_beams"):
             value = getattr(self, name)
             if value is not None and value < 1:
