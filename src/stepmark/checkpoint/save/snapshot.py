@@ -36,7 +36,8 @@ from stepmark.sharding.views import block_views, flattened, is_row_major
 
 _CHUNK = 8 << 20  # bytes that a thread copies at a time
 _TORCH: Any = torch._C
-_FREEZES = all(hasattr(_TORCH, name) for name in ("_is_cow_tensor", "_data_address", "_storage_Use_Count"))
+_NEEDED = ("_is_cow_tensor", "_data_address", "_storage_Use_Count")  # no public functions of torch
+_FREEZES = hasattr(torch, "_lazy_clone") and all(hasattr(_TORCH, name) for name in _NEEDED)
 
 
 @dataclass(frozen=True)
