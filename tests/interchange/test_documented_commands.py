@@ -152,7 +152,7 @@ def test_what_goes_out(row: list[str], tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_commands_between_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = "".join(re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)).splitlines()
+    blocks = "".join(re.findall(r"```\w*\n(.*?)```", PAGE, re.DOTALL)).splitlines()
     commands = [line for line in blocks if line.startswith(("stepmark import", "stepmark export"))]
     assert len(commands) == 2
     monkeypatch.chdir(tmp_path)

@@ -37,7 +37,7 @@ def test_what_the_variables_ask_for(variables: dict[str, str], asked: Asked) -> 
     [
         ("ACCELERATE_MIXED_PRECISION", "fp8", "use bf16"),
         ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "torch_compile_backend"),
-        ("ACCELERATE_USE_FSDP", "true", "zero_1"),
+        ("ACCELERATE_USE_FSDP", "true", "set fsdp"),
         ("ACCELERATE_USE_DEEPSPEED", "true", "zero_1"),
         ("ACCELERATE_USE_MEGATRON_LM", "true", "tensor_parallel_size"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "pipeline_parallel_size"),

@@ -76,7 +76,7 @@ def build(kind: str, lora: dict[str, Any] | None = None, **changes: Any) -> Any:
     model = AutoModelForCausalLM.from_config(configuration(kind, **changes))
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1 or parameter.isnan().any():
+            if parameter.dim() == 1 or (not parameter.is_meta and parameter.isnan().any()):
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model if lora is None else with_lora(model, lora)
 
