@@ -77,7 +77,8 @@ def test_a_signal_is_heard_however_many_files_are_open(heard: list[str]) -> None
             until = time.monotonic() + 30
             while stopper.signal_name is None and time.monotonic() < until:
                 time.sleep(0.01)
-            stopper._grace = 0.0  # the program hears of it now, and not in a later test
+            stopper._grace = 0.0
+        wait_until(lambda: bool(heard), 30)  # now, and not in a later test
         assert stopper.signal_name == "SIGTERM"
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
@@ -102,6 +103,7 @@ def test_a_listener_that_fails_ends_a_run_that_waits_for_it(
         while not ended and time.monotonic() < until:
             time.sleep(0.01)
         stopper._grace = 0.0
+    wait_until(lambda: bool(heard), 30)  # now, and not in a later test
     assert ended == [75]
     assert "signals to this rank are no longer heard" in caplog.text
 
@@ -111,11 +113,9 @@ def test_a_save_in_line_ends_before_the_run_does(monkeypatch: pytest.MonkeyPatch
     ended = threading.Event()
 
     def leave(code: int) -> None:
-        heard_before.extend(heard)
         ended.set()
         stopper._closed = True
 
-    heard_before: list[str] = []
     monkeypatch.setattr(process_exit, "leave", leave)
     slow = SaveHandle(1)
     slow.succeed(Path("checkpoint-1"))
@@ -127,9 +127,8 @@ def test_a_save_in_line_ends_before_the_run_does(monkeypatch: pytest.MonkeyPatch
             os.kill(os.getpid(), signal.SIGTERM)
             assert not ended.wait(1)
         assert ended.wait(30)
-    assert heard_before == []
-    while not heard:
-        time.sleep(0.01)
+        assert heard == []
+    wait_until(lambda: bool(heard), 30)
 
 
 def test_the_reason_says_where_each_rank_is(monkeypatch: pytest.MonkeyPatch, heard: list[str]) -> None:
