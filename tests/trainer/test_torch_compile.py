@@ -93,7 +93,7 @@ def test_short_and_varying_batches_make_no_further_graphs(tmp_path: Path, length
     sizes = [16, 16, 13, 14, 12, 16, 15, 11]
     rows = [{name: each[:size] for name, each in Blocks(8)[index].items()} for index, size in enumerate(sizes)]
     options = {"train_dataset": rows, "data_collator": PadTo(lengths), "per_device_train_batch_size": 3, "max_steps": 6}
-    trainer = made(tmp_path, torch_compile_backend="aot_eager", **options)
+    trainer = made(tmp_path, **options)
     before = graphs(trainer)
     trainer.train()
     assert graphs(trainer) == before + 1
@@ -195,8 +195,19 @@ def test_a_backend_that_cannot_work_is_one_line_before_data(tmp_path: Path, fiel
         assert run(["train", str(recipe)]) == 2
 
 
-def test_inductor_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    """Which doctor says as well."""
+def test_inductor_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without() -> str:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", without)
+    with pytest.raises(UsageError, match="^torch_compile_backend: inductor cannot compile for cpu here"):
+        check_compiler(TrainingFields(torch_compile=True), "cpu")
+
+
+@pytest.mark.prove
+def test_train_and_doctor_say_that_inductor_needs_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
     environment = {**os.environ, "CXX": "/nonexistent/c++", "STEPMARK_CACHE": str(own_cache)}
     recipe = write_recipe(tmp_path, torch_compile=True)
     for command in ("train", "doctor"):
