@@ -46,6 +46,8 @@ RANKS = 2
 TOKENS = 8
 TOLERANCE = 1e-4  # of the largest value of the tensor compared
 WAIT_SECONDS = 20
+ATTENTION = re.compile(r"^(?!.*\.(shared_)?experts\.).*(att(entio)?n|mixer|mamba)")
+"""The names of parameters that mix tokens."""
 ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 """The loss of routers is a large part of the loss, where the model has one."""
 
@@ -82,7 +84,8 @@ class ThreadAxis:
 
 @dataclass(frozen=True)
 class Result:
-    """`verdict`: passed, refused, failed, not built (no small configuration was found), or no plan."""
+    """`verdict`: passed, refused, failed, not built (no small configuration was found), or no plan. `why`: of a type
+    that passed, what its plan does not shard."""
 
     model_type: str
     verdict: str
@@ -102,12 +105,13 @@ def attempt(model_type: str) -> Result:
         there = [pattern for pattern in own_plan(model) if any(_means(pattern, name) for name in names)]
         plan = {p: style for p, style in own_plan(model).items() if p in there or parse_style(style).kind not in KINDS}
         plan_of(model, plan)
-        difference = compare(model, plan)
+        halves = [copy.deepcopy(model) for _ in range(RANKS)]
+        difference = compare(model, halves, plan) or _not_sharded(halves[0])
     except UsageError as error:
         return Result(model_type, "refused", str(error).removeprefix("tensor_parallel_size: ").split("; supported")[0])
     except Exception as error:
         return Result(model_type, "failed", f"{type(error).__name__}: {_first_line(error)}")
-    return Result(model_type, "failed", difference) if difference else Result(model_type, "passed")
+    return Result(model_type, "failed", difference) if difference else Result(model_type, "passed", _whole(halves[0]))
 
 
 def _has_router_losses(model: Any) -> bool:
@@ -122,9 +126,23 @@ def _means(pattern: str, name: str) -> bool:
     return bool(re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name))
 
 
-def compare(model: Any, plan: dict[str, str]) -> str:
-    """The difference between the model and its shards; empty if there is none."""
-    halves = [copy.deepcopy(model) for _ in range(RANKS)]
+def _not_sharded(half: Any) -> str:
+    """What a plan must shard, and did not: a model without shards is equal to itself. Empty if there is nothing."""
+    layers = {name: each for name, each in half.named_parameters() if re.search(r"\.\d+\.", name)}
+    if all(layout_of(each) is None for each in layers.values()):
+        return "nothing is sharded"
+    experts = [name for name, each in layers.items() if each.dim() == 3 and ".experts." in name]
+    return next((f"{name} is not sharded" for name in experts if layout_of(layers[name]) is None), "")
+
+
+def _whole(half: Any) -> str:
+    """What the plan leaves whole, in words."""
+    attention = [each for name, each in half.named_parameters() if ATTENTION.search(name) and each.dim() > 1]
+    return "" if any(layout_of(each) is not None for each in attention) else "attention is whole on every rank"
+
+
+def compare(model: Any, halves: list[Any], plan: dict[str, str]) -> str:
+    """The difference between the model and its copies, which become its shards; empty if there is none."""
     tokens = torch.randint(3, SMALL["vocab_size"], (2, TOKENS), generator=torch.Generator().manual_seed(0))
     expected = _run(model, tokens)
     slots: list[Any] = [None] * RANKS

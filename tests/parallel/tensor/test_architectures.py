@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.tables import read_rows
 from stepmark.parallel.architectures import TENSOR_PARALLEL
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,11 +31,33 @@ def verdicts(types: Iterable[str]) -> dict[str, str]:
     return {name: " ".join(words[:1] + words[2:]) for name, words in found.items()}
 
 
+def listed(types: Iterable[str]) -> dict[str, str]:
+    """What the table says."""
+    rows = {row["model type"]: f"{row['verdict']} {row['why']}".strip() for row in read_rows("tensor-parallel")}
+    return {name: rows[name] for name in types}
+
+
 def test_mixtures_of_experts_and_latent_attention() -> None:
-    assert verdicts(SAMPLE) == dict.fromkeys(SAMPLE, "passed")
+    assert verdicts(SAMPLE) == listed(SAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ({"lm_head": "colwise_gather_output"}, "nothing is sharded"),
+        ({"model.layers.*.self_attn.o_proj": "rowwise_split_input"}, ".experts.gate_up_proj is not sharded"),
+    ],
+)
+def test_what_is_not_sharded_does_not_pass(monkeypatch: pytest.MonkeyPatch, plan: dict[str, str], why: str) -> None:
+    """It would be equal to itself."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    architectures = importlib.import_module("architectures")
+    monkeypatch.setattr(architectures, "own_plan", lambda model: plan)
+    result = architectures.attempt("mixtral")
+    assert (result.verdict, result.why.removeprefix("model.layers.0.mlp")) == ("failed", why)
 
 
 @pytest.mark.prove
 def test_all_that_are_listed(record_property: Callable[[str, object], None]) -> None:
-    assert verdicts(TENSOR_PARALLEL) == dict.fromkeys(TENSOR_PARALLEL, "passed")
+    assert verdicts(TENSOR_PARALLEL) == listed(TENSOR_PARALLEL)
     record_property("architectures", len(TENSOR_PARALLEL))

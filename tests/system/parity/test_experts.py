@@ -36,6 +36,13 @@ def test_with_other_axes(ranks: Ranks, mesh: str) -> None:
     mesh_parity.compare(ranks, "cpu", count, [options("gpt_oss", 3, axes)], cut=True)
 
 
+@pytest.mark.xla
+def test_on_lazy_devices(ranks: Ranks) -> None:
+    """Also, no graph has what a compiler for accelerators rejects."""
+    count, mesh = MESHES["tp2"]
+    mesh_parity.compare(ranks, "xla", count, [options("gpt_oss", 2, mesh)], cut=True)
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("mesh", MESHES)
 def test_twenty_steps(ranks: Ranks, mesh: str, record_property: Any) -> None:

@@ -19,6 +19,7 @@ from stepmark.training.one_graph_per_step.experts import (
     padded_blocks_forward,
     static_experts_forward,
 )
+from tests.support.ranks import Ranks
 
 HIDDEN, EXPERTS, TOKENS = 8, 4, 11
 SMALL = {"hidden_size": HIDDEN, "intermediate_size": 12, "num_local_experts": EXPERTS}
@@ -128,6 +129,31 @@ def test_bf16(form: str, autocast: bool) -> None:
     found = [output.detach(), *torch.autograd.grad(output.float().square().sum(), wanted)]
     assert {each.dtype for each in found} == {torch.float32 if autocast else torch.bfloat16}
     check([each.float() for each in found], expected, 0.05)
+
+
+def problems_of_graphs() -> dict[str, list[str]]:
+    """What a compiler for accelerators rejects in the graph of outputs and gradients, by form."""
+    from stepmark.preflight.precompile.graph_text import GraphText
+    from stepmark.runtime.context import start
+    from stepmark.runtime.xla import pending_graph
+
+    runtime, found = start("xla").runtime, {}
+    for form, rows in FORMS.items():
+        experts = made(*KINDS["gpt_oss: biases, transposed weights"]).to(runtime.device)
+        given = [each.detach().to(runtime.device) for each in inputs(ROUTES["anywhere"]())]
+        given = [each.requires_grad_(each.is_floating_point()) for each in given]
+        kept = results(lambda *each, experts=experts, rows=rows: run(experts, rows, *each), experts, *given)
+        found[form] = list(GraphText.read(pending_graph()).problems)
+        runtime.step_boundary(wait=True)
+        del kept
+    return found
+
+
+@pytest.mark.xla
+def test_graphs_are_fit_for_compilers(ranks: Ranks) -> None:
+    """The gates of gpt_oss are clamped."""
+    (found,) = ranks.run(f"{__name__}:problems_of_graphs").check()
+    assert found == {form: [] for form in FORMS}
 
 
 def test_frozen_experts_pass_gradients_on() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 
 BLOCK_COST = 100
 """What a block with gathered weights costs beyond its rows, in rows of arithmetic: weights are copied, and their
@@ -101,9 +102,24 @@ def _feed_forward(experts: Any, inputs: Tensor, expert_of_block: Tensor | None) 
     """The outputs of blocks of rows, (blocks, rows, hidden): one of each expert, then those of `expert_of_block`.
     Without it, every expert's of all `inputs`."""
     projected = _linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", inputs, expert_of_block)
-    activated = experts._apply_gate(projected) if experts.has_gate else experts.act_fn(projected)
+    with _LimitsAsTensors():
+        activated = experts._apply_gate(projected) if experts.has_gate else experts.act_fn(projected)
     outputs = _linear(experts, "down_proj", activated, expert_of_block)
     return experts.post_expert_norm(outputs) if experts.has_post_expert_norm else outputs
+
+
+class _LimitsAsTensors(TorchFunctionMode):
+    """Where the limits of a clamp become tensors of its input's type: its gradient compares with them, and torch_xla
+    compares with a number in 64 bits, which compilers for accelerators reject."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = _clamp if function in (torch.clamp, Tensor.clamp) else function
+        return call(*args, **(kwargs or {}))
+
+
+def _clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    limits = [each if each is None or isinstance(each, Tensor) else input.new_full((), each) for each in (min, max)]
+    return torch.clamp(input, *limits)
 
 
 def _linear(experts: Any, name: str, inputs: Tensor, expert_of_block: Tensor | None) -> Tensor:
