@@ -55,7 +55,7 @@ def test_losses_are_those_of_zero_1_bit_for_bit(ranks: Ranks) -> None:
             assert [step[2] for step in ours] == pytest.approx([step[2] for step in theirs], rel=1e-6)
 
 
-@pytest.mark.parametrize("names", [pytest.param(list(CASES), marks=pytest.mark.prove), list(CASES)[:3]])
+@pytest.mark.parametrize("names", [pytest.param(list(CASES), marks=pytest.mark.prove), list(CASES)[:5]])
 def test_what_scripts_do_gives_the_same_with_and_without_it(ranks: Ranks, tmp_path: Path, names: list[str]) -> None:
     (alone,) = ranks.run(PROGRAM, str(tmp_path / "one"), names, {}).check()
     found = ranks.run(PROGRAM, str(tmp_path / "two"), names, {"fsdp": True}, nproc=2, timeout=600).check()
@@ -69,6 +69,11 @@ def test_ranks_with_gradients_of_different_parameters_are_told(ranks: Ranks) -> 
     assert all("gradients of different parameters" in each for each in found), found
 
 
+def test_hooks_of_gradients_are_refused_since_they_would_see_none(ranks: Ranks) -> None:
+    found = ranks.run("tests.support.full_sharding_programs:hooked_later", nproc=2).check()
+    assert all("has a hook of its gradient" in each for each in found), found
+
+
 def test_what_cannot_be_sharded_is_refused_before_anything_changes(ranks: Ranks) -> None:
     found = ranks.run("tests.support.full_sharding_programs:refused", nproc=2).check()
     assert json.dumps(found[0]) == json.dumps(found[1])
@@ -76,6 +81,8 @@ def test_what_cannot_be_sharded_is_refused_before_anything_changes(ranks: Ranks)
         "fsdp: shift has no dim",
         "fsdp: head.bias is",
         "fsdp: layerdrop skips",
+        "fsdp: transformer.wte.weight has a hook",
+        "fsdp: transformer.wte.weight has a hook",
         "fsdp and tensor_parallel_size",
     ]
     for begin, message in zip([*starts, "fsdp_config: dp_replicate_size: 3"], found[0], strict=True):
