@@ -207,6 +207,27 @@ def different_parameters() -> str:
     return ""
 
 
+def own_loop() -> float:
+    """The largest error of gradients that a loop reads, and of a step of its own optimizer, against all ranks' samples
+    on one. A forward pass that nothing follows is between the two steps."""
+    world, tokens = start("cpu").world, Blocks(8, ragged=False).tokens
+    alone = tiny_model(0.0, layers=2)
+    sharded = parallelize(tiny_model(0.0, layers=2), Mesh.create(device="cpu"), fsdp=True)
+    errors = []
+    for model, own in ((alone, tokens), (sharded, tokens[world.rank :: world.size])):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for part in own.chunk(2):
+                (model(input_ids=part, labels=part).loss / 2).backward()
+            model(input_ids=own, labels=own)
+            optimizer.step()
+    sharded.state_dict()  # what the last forward pass has kept is freed
+    for one, other in zip(alone.parameters(), sharded.parameters(), strict=True):
+        errors += [(other.full_tensor() - one).abs().max(), (other.grad.full_tensor() - one.grad).abs().max()]
+    return float(max(errors))
+
+
 def hooked_later() -> str:
     """The error of a hook that `fully_shard` does not call."""
     step, batches = training(start("cpu"), {"model": GPT2, "fsdp": True, "batch": 8}, WithBuffer())

@@ -33,6 +33,16 @@ def test_two_ranks_train_like_one(ranks: Ranks) -> None:
     compare(ranks, "cpu", 2, [options(model, more, steps=5) for model, more in SAMPLE])
 
 
+def test_replicas_and_uneven_tokens_train_like_one_rank(ranks: Ranks) -> None:
+    """The share of each rank, and shards that several ranks hold, in gradients and their norm."""
+    compare(ranks, "cpu", 4, [options("gpt2", {"clip": 0.1, "unlabelled": [1, 3]}, fsdp=2, steps=3)])
+
+
+def test_a_loop_of_ones_own_reads_means_over_the_ranks(ranks: Ranks) -> None:
+    found = ranks.run("tests.support.full_sharding_programs:own_loop", nproc=2).check()
+    assert max(found) < 1e-6, found
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("count", [2, 4])
 def test_every_family_trains_like_one_rank(ranks: Ranks, count: int) -> None:
