@@ -65,6 +65,15 @@ def test_losses_are_those_of_zero_1_bit_for_bit(ranks: Ranks) -> None:
             assert [step[2] for step in ours] == pytest.approx([step[2] for step in theirs], rel=1e-6)
 
 
+def test_gradients_are_sent_in_the_dtype_asked_for(ranks: Ranks) -> None:
+    """As ZeRO-1 sends them up to rounding: a rank does not round what it keeps, and each keeps other elements."""
+    sharded = options("gpt2", {"clip": 0.0}, steps=4)
+    zero = {**{key: value for key, value in sharded.items() if key != "fsdp"}, "zero_1": True, "rounded": True}
+    for exact, rounded, theirs in trained(ranks, "cpu", 2, [sharded, {**sharded, "rounded": True}, zero]):
+        assert [step[0] for step in rounded] == pytest.approx([step[0] for step in theirs], rel=1e-4)
+        assert [step[0] for step in rounded] != [step[0] for step in exact]
+
+
 @pytest.mark.parametrize("names", [pytest.param(list(CASES), marks=pytest.mark.prove), list(CASES)[:5]])
 def test_what_scripts_do_gives_the_same_with_and_without_it(ranks: Ranks, tmp_path: Path, names: list[str]) -> None:
     (alone,) = ranks.run(PROGRAM, str(tmp_path / "one"), names, {}).check()
