@@ -44,6 +44,23 @@ class HalfGradients(TrainerCallback):
         for parameter in model.parameters():
             parameter.grad.mul_(0.5)
 
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class ForwardBeforeUpdate(TrainerCallback):
+    """Nothing computes gradients of its loss, so that nothing frees the weights of before the update."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        tokens = Blocks(1, seed=3).tokens
+        model(input_ids=tokens, labels=tokens)
+
+
+class Unfreeze(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        model.requires_grad_(state.global_step > 0)
+        model.transformer.h[1].ln_1.requires_grad_(state.global_step != 1)
+
 
 class WithBuffer(nn.Module):
     """A model of no library, of one group of parameters, whose buffer counts calls."""
@@ -63,6 +80,14 @@ def frozen() -> Any:
     model = tiny_model(0.0, layers=2)
     model.transformer.h[0].requires_grad_(False)
     model.transformer.wpe.requires_grad_(False)
+    return model
+
+
+def frozen_within() -> Any:
+    """In a layer, and so in what its ranks reduce at a time."""
+    model = tiny_model(0.0, layers=2)
+    model.requires_grad_(False)
+    model.transformer.h[1].attn.requires_grad_(True)
     return model
 
 
@@ -88,6 +113,13 @@ EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 CASES: dict[str, dict[str, Any]] = {  # make, kind, optimizer and callbacks; otherwise training arguments
     "gradients that a callback halves": {"callbacks": [HalfGradients], "optim": "sgd", "learning_rate": 0.5},
+    "a forward pass before the update": {"callbacks": [ForwardBeforeUpdate], "optim": "sgd", "learning_rate": 0.5},
+    "layers that are unfrozen": {"make": frozen_within, "callbacks": [Unfreeze], "optim": "sgd", "learning_rate": 0.5},
+    "layers that an optimizer has frozen": {
+        "make": frozen_within,
+        "callbacks": [Unfreeze],
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.5),
+    },
     "a table in two modules": {"make": bert, **EVALUATING},
     "a frozen layer": {"make": frozen, "gradient_accumulation_steps": 2},
     "reentrant checkpoints": REENTRANT,
@@ -175,17 +207,53 @@ def different_parameters() -> str:
     return ""
 
 
+def own_loop() -> float:
+    """The largest error of gradients that a loop reads, and of a step of its own optimizer, against all ranks' samples
+    on one. A forward pass that nothing follows is between the two steps."""
+    world, tokens = start("cpu").world, Blocks(8, ragged=False).tokens
+    alone = tiny_model(0.0, layers=2)
+    sharded = parallelize(tiny_model(0.0, layers=2), Mesh.create(device="cpu"), fsdp=True)
+    errors = []
+    for model, own in ((alone, tokens), (sharded, tokens[world.rank :: world.size])):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for part in own.chunk(2):
+                (model(input_ids=part, labels=part).loss / 2).backward()
+            model(input_ids=own, labels=own)
+            optimizer.step()
+    sharded.state_dict()  # what the last forward pass has kept is freed
+    for one, other in zip(alone.parameters(), sharded.parameters(), strict=True):
+        errors += [(other.full_tensor() - one).abs().max(), (other.grad.full_tensor() - one.grad).abs().max()]
+    return float(max(errors))
+
+
+def hooked_later() -> str:
+    """The error of a hook that `fully_shard` does not call."""
+    step, batches = training(start("cpu"), {"model": GPT2, "fsdp": True, "batch": 8}, WithBuffer())
+    next(step.model.parameters()).register_hook(lambda gradient: gradient / 2)
+    try:
+        step(0, next(batches))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
 def refused() -> list[str]:
     """The errors of models that cannot be sharded, and of arguments that do not fit."""
     mesh = Mesh.create(device="cpu")
-    scalar, mixed, dropping = WithBuffer(), WithBuffer(), tiny_model()
+    scalar, mixed, dropping, hooked, hooked_after = WithBuffer(), WithBuffer(), tiny_model(), tiny_model(), tiny_model()
     scalar.shift = nn.Parameter(torch.zeros(()))
     mixed.half = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
     dropping.config.layerdrop = 0.1
+    hooked.lm_head.weight.register_hook(lambda gradient: gradient / 2)
+    hooked_after.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.div_(2))
     cases: list[tuple[Any, Mesh, FullSharding]] = [
         (scalar, mesh, FullSharding()),
         (mixed, mesh, FullSharding()),
         (dropping, mesh, FullSharding()),
+        (hooked, mesh, FullSharding()),
+        (hooked_after, mesh, FullSharding()),
         (build("llama"), Mesh.create(tensor_parallel_size=2, device="cpu"), FullSharding()),
         (tiny_model(), mesh, replace(FullSharding(), replicas=3)),
     ]

@@ -132,7 +132,8 @@ def fit_for_a_compiler(context: Context) -> Iterator[None]:
 
 def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any, Iterator[Any]]:
     """The step and its batches, epoch after epoch. `options`: tp, sequence, embedding, accumulation, bf16 (parameters),
-    autocast, checkpointing, zero_1, fsdp (2: on so many replicas), smoothing, clip, batch (samples of a step, 4 by
+    autocast, rounded (gradients sent in bf16),
+    checkpointing, zero_1, fsdp (2: on so many replicas), smoothing, clip, batch (samples of a step, 4 by
     default); pp, schedule, chunks, layers; frozen (a pattern of names); unlabelled (steps in which no sample has a
     target); optim (adamw_torch by default; "lamb" is no name of a recipe's), rate."""
     from stepmark.data.loader.loader import DataLoader
@@ -194,6 +195,7 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
         max_grad_norm=clip,
         pipeline_schedule=schedule,
         autocast=torch.bfloat16 if options.get("autocast") else None,
+        reduce_dtype=torch.bfloat16 if options.get("rounded") else torch.float32,
     )
     data, size = Blocks(30), options.get("batch", 4)
     for number in options.get("unlabelled", ()):

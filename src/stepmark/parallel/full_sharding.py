@@ -20,9 +20,10 @@ from stepmark.config.full_sharding import LAYERS, FullSharding
 from stepmark.errors import UsageError
 from stepmark.runtime.collectives import GroupCollectives, Shares
 from stepmark.runtime.mesh import Mesh
-from stepmark.sharding.dtensor import is_dtensor
+from stepmark.sharding.dtensor import is_dtensor, local_of
 
 _ATTRIBUTE = "_stepmark_layer"  # of a sharded parameter: its LayerGradients
+HOOKS = "which would see none, or a shard; change gradients in on_pre_optimizer_step"
 _replaced: Any = WeakTensorKeyDictionary()  # parameters before they were sharded, to those that took their place
 
 
@@ -57,7 +58,6 @@ class LayerGradients(LayerParameters):
         self.shares: Shares | None = None
         self.dtype = torch.float32
         self._output: Tensor | None = None
-        self._taken = 0
 
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
@@ -69,16 +69,16 @@ class LayerGradients(LayerParameters):
             input_tensor.mul_(self.shares.own())
         shares = self.shares if self.copies == 1 else None
         output_tensor.copy_(self._axis.start_reduce_scatter(input_tensor, shares, self.dtype)())
-        self._output, self._taken = output_tensor, 0
+        self._output = None if self.shares is None else output_tensor
 
     def take(self, parameter: Any) -> Tensor:
-        """The reduced gradient of the next parameter of the last call, in float32, of its local shape. torch shows the
-        parameters in their order, each with a gradient in its own dtype."""
+        """The reduced gradient of a parameter of the last call, in float32, of its local shape. torch has made its
+        `grad` of the result: a view at the same place, in the parameter's dtype."""
         assert self._output is not None
-        local, rows = parameter.to_local(), -(-parameter.shape[0] // self._axis.size)
-        found = self._output[self._taken : self._taken + local.numel()].view(local.shape)
-        self._taken += rows * math.prod(parameter.shape[1:])
-        if self._taken == self._output.numel():
+        shown, rows = local_of(parameter.grad), -(-parameter.shape[0] // self._axis.size)
+        begin = shown.storage_offset()
+        found = self._output[begin : begin + shown.numel()].view(shown.shape)
+        if begin + rows * math.prod(parameter.shape[1:]) == self._output.numel():  # the last one
             self._output = None
         return found
 
@@ -93,6 +93,12 @@ def layer_of(parameter: Tensor) -> LayerGradients:
 def is_fully_sharded(parameter: Tensor) -> bool:
     """Whether `shard_fully` has sharded a parameter."""
     return is_dtensor(parameter) and hasattr(parameter, _ATTRIBUTE)
+
+
+def has_hooks(parameter: Tensor, own: int = 0) -> bool:
+    """Whether somebody has registered hooks of a parameter's gradient, besides `own` ones."""
+    found: Any = parameter._post_accumulate_grad_hooks
+    return bool(parameter._backward_hooks) or len(found or ()) > own
 
 
 def now(parameter: nn.Parameter) -> nn.Parameter:
@@ -139,13 +145,14 @@ def shard_fully(model: nn.Module, mesh: Mesh, sharding: FullSharding) -> None:
     for name, parameter in model.named_parameters():
         _replaced[before[name]] = parameter
 
-    def free(*_: Any) -> None:
-        """Without a backward pass, nothing else would."""
-        if not torch.is_grad_enabled():
-            for each in sharded:
-                each.reshard()
+    def free() -> None:
+        for each in sharded:
+            each.reshard()
 
-    model.register_forward_hook(free)
+    # Without a backward pass nothing else frees them, and the next forward pass would use values of before an update.
+    in_backward = torch._C._current_graph_task_id  # -1 outside of it; there it frees what it has gathered
+    model.register_forward_pre_hook(lambda *_: free() if in_backward() == -1 else None, prepend=True)
+    model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else free())
 
 
 def replicas(mesh: Mesh, sharding: FullSharding) -> int:
@@ -207,6 +214,8 @@ def _check(model: nn.Module, layers: Sequence[nn.Module]) -> None:
             name = names[id(parameter)]
             if parameter.dim() == 0:
                 raise UsageError(f"fsdp: {name} has no dim to shard; make it a vector of one element")
+            if has_hooks(parameter):
+                raise UsageError(f"fsdp: {name} has a hook of its gradient, {HOOKS}")
             if parameter.is_complex():
                 raise UsageError(f"fsdp: {name} is complex; keep its real and imaginary parts (torch.view_as_real)")
             if parameter.requires_grad:

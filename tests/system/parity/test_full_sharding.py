@@ -33,6 +33,16 @@ def test_two_ranks_train_like_one(ranks: Ranks) -> None:
     compare(ranks, "cpu", 2, [options(model, more, steps=5) for model, more in SAMPLE])
 
 
+def test_replicas_and_uneven_tokens_train_like_one_rank(ranks: Ranks) -> None:
+    """The share of each rank, and shards that several ranks hold, in gradients and their norm."""
+    compare(ranks, "cpu", 4, [options("gpt2", {"clip": 0.1, "unlabelled": [1, 3]}, fsdp=2, steps=3)])
+
+
+def test_a_loop_of_ones_own_reads_means_over_the_ranks(ranks: Ranks) -> None:
+    found = ranks.run("tests.support.full_sharding_programs:own_loop", nproc=2).check()
+    assert max(found) < 1e-6, found
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("count", [2, 4])
 def test_every_family_trains_like_one_rank(ranks: Ranks, count: int) -> None:
@@ -55,7 +65,16 @@ def test_losses_are_those_of_zero_1_bit_for_bit(ranks: Ranks) -> None:
             assert [step[2] for step in ours] == pytest.approx([step[2] for step in theirs], rel=1e-6)
 
 
-@pytest.mark.parametrize("names", [pytest.param(list(CASES), marks=pytest.mark.prove), list(CASES)[:3]])
+def test_gradients_are_sent_in_the_dtype_asked_for(ranks: Ranks) -> None:
+    """As ZeRO-1 sends them up to rounding: a rank does not round what it keeps, and each keeps other elements."""
+    sharded = options("gpt2", {"clip": 0.0}, steps=4)
+    zero = {**{key: value for key, value in sharded.items() if key != "fsdp"}, "zero_1": True, "rounded": True}
+    for exact, rounded, theirs in trained(ranks, "cpu", 2, [sharded, {**sharded, "rounded": True}, zero]):
+        assert [step[0] for step in rounded] == pytest.approx([step[0] for step in theirs], rel=1e-4)
+        assert [step[0] for step in rounded] != [step[0] for step in exact]
+
+
+@pytest.mark.parametrize("names", [pytest.param(list(CASES), marks=pytest.mark.prove), list(CASES)[:5]])
 def test_what_scripts_do_gives_the_same_with_and_without_it(ranks: Ranks, tmp_path: Path, names: list[str]) -> None:
     (alone,) = ranks.run(PROGRAM, str(tmp_path / "one"), names, {}).check()
     found = ranks.run(PROGRAM, str(tmp_path / "two"), names, {"fsdp": True}, nproc=2, timeout=600).check()
@@ -69,6 +88,11 @@ def test_ranks_with_gradients_of_different_parameters_are_told(ranks: Ranks) -> 
     assert all("gradients of different parameters" in each for each in found), found
 
 
+def test_hooks_of_gradients_are_refused_since_they_would_see_none(ranks: Ranks) -> None:
+    found = ranks.run("tests.support.full_sharding_programs:hooked_later", nproc=2).check()
+    assert all("has a hook of its gradient" in each for each in found), found
+
+
 def test_what_cannot_be_sharded_is_refused_before_anything_changes(ranks: Ranks) -> None:
     found = ranks.run("tests.support.full_sharding_programs:refused", nproc=2).check()
     assert json.dumps(found[0]) == json.dumps(found[1])
@@ -76,6 +100,8 @@ def test_what_cannot_be_sharded_is_refused_before_anything_changes(ranks: Ranks)
         "fsdp: shift has no dim",
         "fsdp: head.bias is",
         "fsdp: layerdrop skips",
+        "fsdp: transformer.wte.weight has a hook",
+        "fsdp: transformer.wte.weight has a hook",
         "fsdp and tensor_parallel_size",
     ]
     for begin, message in zip([*starts, "fsdp_config: dp_replicate_size: 3"], found[0], strict=True):

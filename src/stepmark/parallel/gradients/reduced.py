@@ -66,6 +66,5 @@ def show_shards(pairs: Sequence[tuple[Any, Tensor | None]]) -> Callable[[], None
                 continue
             found = shard_of(parameter.grad).tensor
             gradient.copy_(torch.where(gradient.to(found.dtype) == found, gradient, found.float()))
-            parameter.grad = None
 
     return take

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.errors import UsageError
-from stepmark.parallel.full_sharding import layer_of
+from stepmark.parallel.full_sharding import HOOKS, has_hooks, layer_of
 from stepmark.parallel.gradients.hooks import GradientHooks
 from stepmark.parallel.gradients.overlap import RankWeights
 from stepmark.runtime.collectives import GroupCollectives
@@ -39,10 +39,14 @@ class ShardSums:
         self._sums: list[Tensor | None] = [None] * len(self.parameters)
         self._arrived: list[int] = []
         self._known: set[int] = set()  # orders of arrival that were the same on all ranks
-        self._hooked = [index for index, each in enumerate(self.parameters) if each.requires_grad]
         self._layers = {id(layer): layer for layer in map(layer_of, self.parameters)}.values()
         for layer in self._layers:
             layer.dtype = reduce_dtype
+        self._hook()
+
+    def _hook(self) -> None:
+        """Sees the gradients of all parameters that require one by now."""
+        self._hooked = [index for index, each in enumerate(self.parameters) if each.requires_grad]
         self.hooks = GradientHooks(self, [self.parameters[index] for index in self._hooked], ShardSums._made)
 
     @property
@@ -51,7 +55,18 @@ class ShardSums:
         return next(iter(self._layers)).copies
 
     def begin(self, tokens: Tensor) -> None:
-        """Tells the other ranks this one's target tokens in the step."""
+        """Tells the other ranks this one's target tokens in the step.
+
+        Raises:
+            UsageError: Somebody has set a gradient, or registered hooks, which would have no effect.
+        """
+        self.collect()
+        hooked = set(self._hooked)
+        for index, each in enumerate(self.parameters):
+            if has_hooks(each, own=index in hooked):
+                raise UsageError(f"fsdp: a parameter of shape {list(each.shape)} has a hook of its gradient, {HOOKS}")
+        if any(each.requires_grad and index not in hooked for index, each in enumerate(self.parameters)):
+            self._hook()
         weights = RankWeights(tokens, self._axis)
         weights.own()  # here, since torch's backward pass has streams of its own
         for layer in self._layers:
@@ -71,8 +86,8 @@ class ShardSums:
         given = next((each for each in self.parameters if each.grad is not None), None)
         if given is not None:
             raise UsageError(
-                f"fsdp: the gradient of a parameter of shape {list(given.shape)} was set after it was reduced, which "
-                "has no effect; change gradients in hooks of the parameter, or in on_pre_optimizer_step"
+                f"fsdp: the gradient of a parameter of shape {list(given.shape)} was set, which has no effect; change "
+                "gradients in on_pre_optimizer_step"
             )
 
     def tensors(self) -> list[Tensor | None]:

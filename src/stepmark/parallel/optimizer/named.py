@@ -173,12 +173,11 @@ class NamedOptimizer:
         self.distribution.publish()
 
     def _check_none_is_frozen(self) -> None:
-        field = self.distribution.divided_by
-        pairs = zip(self.names, self.parameters, strict=True) if field is not None else ()
+        pairs = zip(self.names, self.parameters, strict=True) if self.distribution.divided_by == "zero_1" else ()
         frozen = next((name for name, parameter in pairs if not parameter.requires_grad), None)
         if frozen is not None:
             raise UsageError(
-                f"{field}: {frozen} was frozen (requires_grad) after the optimizer was made, whose momentum and weight "
+                f"zero_1: {frozen} was frozen (requires_grad) after the optimizer was made, whose momentum and weight "
                 "decay would go on; freeze parameters before that"
             )
 
