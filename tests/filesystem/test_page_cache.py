@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import mmap
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from stepmark import Checkpointer
-from stepmark.filesystem.page_cache import WINDOW, PageCacheEviction, is_cached
+from stepmark.filesystem.page_cache import WINDOW, PageCacheEviction
 
 SIZE = 2 * WINDOW + (WINDOW >> 1)
 BLOCK = 2 << 20
@@ -32,20 +30,15 @@ def resident(path: Path) -> float:
         return sum(page & 1 for page in found) / pages
 
 
-def evict(path: Path) -> None:
-    """Drops a file from the page cache, once it is on the disk."""
-    descriptor = os.open(path, os.O_RDWR)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
-
-
 @pytest.fixture
 def cached(tmp_path: Path) -> Path:
     """A file that is on the disk, and completely in the page cache."""
     path = tmp_path / "file"
     path.write_bytes(bytes(SIZE))
-    evict(path)
+    descriptor = os.open(path, os.O_RDWR)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
     if resident(path):
         pytest.skip("this file system keeps its files in memory")
     path.read_bytes()
@@ -80,47 +73,3 @@ def test_a_restored_checkpoint_is_not_left_in_the_cache(cached: Path, tmp_path: 
         checkpointer.restore({"state": state})
     (file,) = (tmp_path / "run" / "checkpoint-1").rglob("*.safetensors")
     assert resident(file) < 0.2
-
-
-def test_a_file_counts_as_cached_where_most_of_it_is_or_where_that_cannot_be_seen(cached: Path) -> None:
-    assert is_cached(cached)
-    evict(cached)
-    assert not is_cached(cached)
-    assert is_cached(cached.with_name("gone"))
-    cached.write_bytes(b"")
-    assert is_cached(cached)
-
-
-@pytest.mark.parametrize("cold", [True, False])
-@pytest.mark.usefixtures("cached")
-def test_a_restore_reads_past_the_cache_what_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold: bool
-) -> None:
-    """Into memory in use and into new memory, of tensors that begin and end anywhere in a page."""
-    sizes = (1, 5_000_001, 3, 700_001, 2_097_152, 1023)
-    state: dict[str, Any] = {str(size): torch.randn(size) for size in sizes}
-    state["nested"] = [torch.arange(3_000_001), "plain"]
-    expected = copy.deepcopy(state)
-    opened: list[bool] = []
-    real = os.open
-
-    def listening(path: Any, flags: int, *rest: Any, **options: Any) -> int:
-        if str(path).endswith("nest.safetensors"):
-            opened.append(bool(flags & os.O_DIRECT))
-        return real(path, flags, *rest, **options)
-
-    with Checkpointer(tmp_path / "run") as checkpointer:
-        checkpointer.save(1, {"nest": state}, block=True)
-        (file,) = (tmp_path / "run" / "checkpoint-1").rglob("nest.safetensors")
-        evict(file)
-        if not cold:
-            file.read_bytes()
-        for tensor in [*[state[str(size)] for size in sizes], state["nested"][0]]:
-            tensor.zero_()
-        monkeypatch.setattr(os, "open", listening)
-        checkpointer.restore({"nest": state})
-        monkeypatch.setattr(os, "open", real)
-    assert any(opened) is cold
-    for size in sizes:
-        assert torch.equal(state[str(size)], expected[str(size)])
-    assert torch.equal(state["nested"][0], expected["nested"][0])

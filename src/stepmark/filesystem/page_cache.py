@@ -1,32 +1,14 @@
-"""The page cache: whether a file is there, and its eviction once it has been read."""
+"""Page cache eviction: what has been read once of a checkpoint does not stay in the page cache."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
 import os
 import threading
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
-
 WINDOW = 64 << 20  # bytes that are dropped together
-
-
-def is_cached(path: Path) -> bool:
-    """Whether most pages of a file are in the page cache. True where that cannot be seen, as for a file of another
-    user."""
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-            size = len(mapped)
-            found = np.zeros(-(-size // mmap.PAGESIZE), dtype=np.uint8)
-            address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
-            arguments = ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(found.ctypes.data)
-            return bool(ctypes.CDLL(None).mincore(*arguments)) or 2 * int(np.count_nonzero(found & 1)) > len(found)
-    except (OSError, ValueError, AttributeError):  # an empty file cannot be mapped; another C library may lack mincore
-        return True
 
 
 class PageCacheEviction:

@@ -13,14 +13,14 @@ from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
 from stepmark.checkpoint.format.tensor_file import PAGE
 
 
-def read_block(path: Path, memory: memoryview, begin: int, *, past_cache: bool = False) -> None:
+def read_block(path: Path, memory: memoryview, begin: int) -> None:
     """Fills `memory` with the file's bytes from `begin` on. The page cache reads ahead, and spares the disk where
-    several ranks of a node read the same bytes. Past it, a read takes half of the processor time.
+    several ranks of a node read the same bytes.
 
     Raises CheckpointDamaged where the file ends before, or the disk cannot read it, and CheckpointError where it cannot
     be read for a reason that has nothing to do with its bytes.
     """
-    _read_to_the_end(path, memory, begin, len(memory), past_cache=past_cache and begin % PAGE == 0)
+    _read_to_the_end(path, memory, begin, len(memory), past_cache=False)
 
 
 def read_past_cache(path: Path, memory: memoryview, begin: int, end: int) -> memoryview:
@@ -38,8 +38,7 @@ def _read_to_the_end(path: Path, block: memoryview, low: int, needed: int, *, pa
     done = 0
     try:
         if past_cache:
-            pages = len(block) // PAGE * PAGE
-            done = _read(path, block[:pages], low, min(needed, pages), os.O_DIRECT)
+            done = _read(path, block, low, needed, os.O_DIRECT)
         if done < needed:  # through the cache; or the last bytes past it, which are less than a page
             done += _read(path, block[done:], low + done, needed - done, 0)
     except OSError as error:

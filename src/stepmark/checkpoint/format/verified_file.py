@@ -7,13 +7,13 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepmark.checkpoint.format.block_io import read_block, read_past_cache
+from stepmark.checkpoint.format.block_io import read_block
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum, covering_blocks
 from stepmark.checkpoint.format.integrity import read_header
 from stepmark.checkpoint.format.manifest import FileEntry, Manifest
 from stepmark.checkpoint.format.tensor_file import PAGE, Header, StoredTensor
 from stepmark.errors import CheckpointDamaged
-from stepmark.filesystem.page_cache import PageCacheEviction, is_cached
+from stepmark.filesystem.page_cache import PageCacheEviction
 from stepmark.sharding.layout import TensorSlice
 
 BLOCK = 2 * CHECKSUM_BLOCK  # bytes of one read, without the checksum blocks at its ends: they fit the processor's cache
@@ -33,15 +33,14 @@ class VerifiedFile:
         passing: bool = False,
         header: Header | None = None,
     ) -> None:
-        """`passing`: what is read is not needed again on this node. It is read past the page cache, unless it is there
-        already; then it is dropped. `header`: as `check_integrity` has read it.
+        """`passing`: what is read is not needed again on this node and is dropped from the page cache. `header`: as
+        `check_integrity` has read it.
 
         Raises CheckpointDamaged where it is incomplete or its header is corrupted."""
         self.path = folder / entry.name
         self.header = header or read_header(folder, manifest, entry)
         self._entry = entry
         self._passing = PageCacheEviction(self.path) if passing else None
-        self._past_cache = passing and not is_cached(self.path)
         self._tensors = {tensor.name: tensor for tensor in self.header.tensors}
 
     def tensor(self, name: str, dtype: str, tensor_slice: TensorSlice) -> StoredTensor:
@@ -57,16 +56,17 @@ class VerifiedFile:
         Raises CheckpointDamaged, naming file, tensor, bytes and writer.
         """
         blocks = covering_blocks(tensor.begin, tensor.end, begin, end)
-        low = blocks[0][1]
-        data = self._load(low, blocks[-1][2])
-        self._compare_all(tensor, blocks, data)
+        low, high = blocks[0][1], blocks[-1][2]
+        data = reading_memory(high - low)[: high - low]
+        self._read(tensor, blocks, data)
         return data[begin - low : end - low]
 
     def read_tensors(self, tensors: Sequence[StoredTensor]) -> memoryview:
         """The checked bytes of small tensors that follow each other; valid until this thread reads again. Raises as
         `read` does."""
-        low = tensors[0].begin
-        data = self._load(low, tensors[-1].end)
+        low, high = tensors[0].begin, tensors[-1].end
+        data = reading_memory(high - low)[: high - low]
+        self._load(data, low, high)
         for tensor in tensors:
             for number, (first, last) in enumerate(tensor.checksum_blocks()):
                 self.compare(tensor, number, data[first - low : last - low])
@@ -76,26 +76,21 @@ class VerifiedFile:
         """The same bytes, into `memory`, where they may be before they are checked. Raises as `read` does."""
         blocks = covering_blocks(tensor.begin, tensor.end, begin, end)
         if (blocks[0][1], blocks[-1][2]) == (begin, end):
-            self._compare_all(tensor, blocks, self._load(begin, end, memory))
+            self._read(tensor, blocks, memory)
         else:
             memory[:] = self.read(tensor, begin, end)
 
-    def _compare_all(self, tensor: StoredTensor, blocks: Sequence[tuple[int, int, int]], data: memoryview) -> None:
+    def _read(self, tensor: StoredTensor, blocks: Sequence[tuple[int, int, int]], data: memoryview) -> None:
         low = blocks[0][1]
+        self._load(data, low, blocks[-1][2])
         for number, first, last in blocks:
             self.compare(tensor, number, data[first - low : last - low])
 
-    def _load(self, low: int, high: int, data: memoryview | None = None) -> memoryview:
-        """Bytes [low, high) of the file's data, in `data`, or else in this thread's memory for reading."""
-        begin, end = self.header.size + low, self.header.size + high
-        if data is None and self._past_cache:
-            data = read_past_cache(self.path, reading_memory(end - begin), begin, end)
-        else:
-            data = data if data is not None else reading_memory(end - begin)[: end - begin]
-            read_block(self.path, data, begin, past_cache=self._past_cache)
+    def _load(self, data: memoryview, low: int, high: int) -> None:
+        start = self.header.size
+        read_block(self.path, data, start + low)
         if self._passing is not None:
-            self._passing.has_read(begin, end)
-        return data
+            self._passing.has_read(start + low, start + high)
 
     def compare(self, tensor: StoredTensor, number: int, data: memoryview) -> None:
         """Raises CheckpointDamaged, naming file, tensor, bytes and writer, where `data` is not block `number`."""
