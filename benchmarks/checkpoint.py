@@ -16,7 +16,6 @@ checks digests of every byte; of the others, only torch.save's files have any (a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import mmap
 import os
 import statistics
@@ -36,6 +35,7 @@ import torch  # noqa: E402
 from apart import PeakMemory, apart  # noqa: E402
 from checkpoint_contestants import CONTESTANTS, ON_XLA, Contestant, State  # noqa: E402
 from keeping import keep, machine  # noqa: E402
+from page_cache import drop_cache  # noqa: E402
 
 TENSORS = 64
 COLUMNS = {"go on": "s", "durable": "s", "restore": "s", "memory": "GiB", "cpu": "s"}
@@ -50,17 +50,6 @@ def shared_state(size: int) -> State:
         tensor = torch.frombuffer(memory, dtype=torch.float32)
         state[f"layers.{index}.weight"] = tensor.normal_()
     return state
-
-
-def drop_cache(folder: Path) -> None:
-    """Leaves nothing of the files in the page cache."""
-    os.sync()
-    for name, _, files in os.walk(folder):
-        for path in (Path(name, file) for file in files):
-            with contextlib.suppress(FileNotFoundError):  # what a save tells the other ranks goes away by itself
-                descriptor = os.open(path, os.O_RDONLY)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(descriptor)
 
 
 def timed(function: Callable[..., None], *arguments: Any) -> float:

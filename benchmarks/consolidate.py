@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from page_cache import drop_cache
 
 from stepmark.checkpoint.format.checksums import block_checksum, bytes_checksum
 from stepmark.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
@@ -101,14 +102,6 @@ def write_file(folder: Path, file: PlannedFile, noise: np.ndarray) -> FileEntry:
     return FileEntry(file.name, file.size, bytes_checksum(header), file.header_size, ((0, file.data_size),))
 
 
-def forget(folder: Path) -> None:
-    """Drops the folder's files from the page cache."""
-    for path in folder.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
 def timed(command: list[str]) -> tuple[float, float]:
     """Seconds of a command, and its peak memory in MB."""
     begin = time.perf_counter()
@@ -134,7 +127,7 @@ def main() -> None:
         ours, peaks, copy, synced = [], [], [], []
         for number in range(asked.rounds):
             for turn in ("ours", "cp") if number % 2 == 0 else ("cp", "ours"):
-                forget(source)
+                drop_cache(source)
                 if turn == "ours":
                     command = [sys.executable, "-m", "stepmark", "consolidate", str(source), str(out)]
                     seconds, peak = timed([*command, "-f", asked.format])

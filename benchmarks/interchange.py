@@ -28,6 +28,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
+from page_cache import drop_cache
+
 HIDDEN, INNER, VOCABULARY, HEADS, RANKS = 1024, 2816, 32000, 16, 8
 COMMAND = (sys.executable, "-m", "stepmark")
 BARS = {"speed": 0.8, "megabytes": 512}
@@ -83,16 +85,6 @@ def make_trainer_folder(folder: Path, gigabytes: float) -> None:
     ]
     torch.save({"state": state, "param_groups": listed}, folder / "optimizer.pt")
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": 10, "epoch": 0.5}))
-
-
-def drop_cache(folder: Path) -> None:
-    """Writes the files out and drops them from the page cache."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
 
 
 def timed(source: Path, out: Path, action: Callable[[], Usage]) -> tuple[float, Usage]:
