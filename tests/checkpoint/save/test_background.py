@@ -28,29 +28,14 @@ from stepmark.liveness.status_store import StatusStore
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.liveness.watchdog import watchdog
 from tests.support.checkpoint_states import net, same, snapshot, train
+from tests.support.gate import Gate
 from tests.support.ranks import Ranks
-
-
-class Gate:
-    """Holds the writing of saves until it is opened."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._open = threading.Event()
-        write = saving.write_extents
-
-        def held(*arguments: Any, **options: Any) -> Any:
-            assert self._open.wait(30)
-            return write(*arguments, **options)
-
-        patch.setattr(saving, "write_extents", held)
-
-    def open(self) -> None:
-        self._open.set()
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(monkeypatch)
+    """Holds the writing of saves."""
+    gate = Gate(monkeypatch, saving, "write_extents")
     yield gate
     gate.open()
 

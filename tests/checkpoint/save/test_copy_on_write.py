@@ -16,6 +16,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.save import snapshot as module
 from stepmark.errors import CheckpointError
+from tests.support.gate import Gate
 from tests.system.distributed.checkpoint_world import run_ranks
 
 
@@ -65,28 +66,20 @@ class State:
         return [tensor.detach().clone() for tensor in found]
 
 
-class Gate:
-    """Keeps saves from making the copies that can wait, until it is opened; says how many there are."""
+class CopyGate(Gate):
+    """Keeps saves from making the copies that can wait; says how many there are."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._open = threading.Event()
         self.pending: list[int] = []
-        run = module.PendingCopies.run
+        super().__init__(patch, module.PendingCopies, "run")
 
-        def held(copies: module.PendingCopies, *arguments: Any) -> None:
-            self.pending.append(len(copies._copies))
-            assert self._open.wait(30)
-            run(copies, *arguments)
-
-        patch.setattr(module.PendingCopies, "run", held)
-
-    def open(self) -> None:
-        self._open.set()
+    def seen(self, *arguments: Any) -> None:
+        self.pending.append(len(arguments[0]._copies))
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(monkeypatch)
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyGate]:
+    gate = CopyGate(monkeypatch)
     yield gate
     gate.open()
 
@@ -151,7 +144,7 @@ WRITERS = [
 
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
-def test_values_are_those_of_the_call(tmp_path: Path, gate: Gate, write: Callable[[State], None]) -> None:
+def test_values_are_those_of_the_call(tmp_path: Path, gate: CopyGate, write: Callable[[State], None]) -> None:
     state = State()
     before = state.tensors()
     with Checkpointer(tmp_path) as checkpointer:
@@ -165,7 +158,7 @@ def test_values_are_those_of_the_call(tmp_path: Path, gate: Gate, write: Callabl
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-def test_an_update_waits_and_takes_no_more_memory(tmp_path: Path, gate: Gate, options: dict[str, bool]) -> None:
+def test_an_update_waits_and_takes_no_more_memory(tmp_path: Path, gate: CopyGate, options: dict[str, bool]) -> None:
     state = State(**options)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state.sections)
@@ -202,7 +195,7 @@ def test_training_with_saves_is_training_without_them(tmp_path: Path) -> None:
 def save_held(rank: int, folder: Path) -> list[Tensor]:
     """Saves, and writes before anything is copied; returns what was saved."""
     with pytest.MonkeyPatch.context() as patch:
-        gate, state = Gate(patch), State()
+        gate, state = CopyGate(patch), State()
         before = state.tensors()
         with Checkpointer(folder) as checkpointer:
             checkpointer.save(1, state.sections)
@@ -220,7 +213,7 @@ def test_each_rank_keeps_its_share(tmp_path: Path) -> None:
         check_restored(checkpointer, before)
 
 
-def test_memory_that_torch_does_not_guard_is_copied_at_once(tmp_path: Path, gate: Gate) -> None:
+def test_memory_that_torch_does_not_guard_is_copied_at_once(tmp_path: Path, gate: CopyGate) -> None:
     """A numpy array of before the save, memory that processes share, a view of a larger tensor."""
     state = State()
     array = state.model.clamped.detach().numpy()
@@ -241,7 +234,7 @@ def test_memory_that_torch_does_not_guard_is_copied_at_once(tmp_path: Path, gate
     assert gate.pending == [10 * 4 - 3]
 
 
-def test_only_what_an_optimizer_writes_waits(tmp_path: Path, gate: Gate) -> None:
+def test_only_what_an_optimizer_writes_waits(tmp_path: Path, gate: CopyGate) -> None:
     """What others write, such as averages of parameters, would take memory twice."""
     model = nn.Linear(4, 4)
     with Checkpointer(tmp_path) as checkpointer:
