@@ -32,12 +32,14 @@ demo: $(if $(filter xla,$(DEVICE)),$(INSTALLED),$(NEWEST_INSTALLED))
 test: $(INSTALLED)
 	$(MAKE) --jobs 2 check suite
 
+# Hundreds of these tests run ranks of their own beside each other. What failed, up to five tests, is run once more alone,
+# and says so: a promise that is broken fails twice.
 suite: $(INSTALLED)
-	$(BIN)/python $(PYTEST)
+	$(BIN)/python scripts/run_suite.py $(PYTEST)
 
 # The tests that need no torch_xla, on the newest torch.
 test-newest: $(NEWEST_INSTALLED)
-	$(NEWEST)/python $(PYTEST) $(EAGER)
+	$(NEWEST)/python scripts/run_suite.py $(PYTEST) $(EAGER)
 
 # The same on a machine with a GPU, where the tests marked `cuda` run as well; an error where there is none.
 test-cuda: $(NEWEST_INSTALLED)

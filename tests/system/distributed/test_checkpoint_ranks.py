@@ -376,7 +376,7 @@ def stop_for_a_while_in_a_save(rank: int, folder: Path) -> str:
             write_extents = saving.write_extents
 
             def stop_and_write(*arguments: Any, **named: Any) -> Any:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                signal.raise_signal(signal.SIGSTOP)
                 return write_extents(*arguments, **named)
 
             saving.write_extents = stop_and_write

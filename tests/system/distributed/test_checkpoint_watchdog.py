@@ -27,13 +27,13 @@ def train_and_save(rank: int, folder: Path, stopped: int, where: str) -> None:
         def enter_and_stop(self: phases.PhaseDeadlines, name: str) -> None:
             enter(self, name)
             if name == where:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                signal.raise_signal(signal.SIGSTOP)  # this thread, at once; not whichever wakes first
 
         phases.PhaseDeadlines.enter = enter_and_stop  # type: ignore[method-assign]
     with Checkpointer(folder / "run", save_timeout=TIMEOUT) as checkpointer:
         checkpointer.claim()
         if rank == stopped and where == "before":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.raise_signal(signal.SIGSTOP)
         own = Shard(torch.ones(4), Layout.range((8,), 4 * rank, 4 * rank + 4))  # each rank has a file to seal
         checkpointer.save(1, {"nest": {"t": torch.randn(3 << 20), "u": own}})
         dist.barrier()
