@@ -49,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trust_remote_code", action="store_true", help="execute Python code that came with the model")
     base = "base model of an adapter: a folder or a name of the hub (default: as in the adapter's configuration)"
     add("--base-model", "--base_model", metavar="MODEL", help=base)
+    attention = "attention, by transformers' name, such as sdpa or eager (default: as in the run)"
+    add("--attn_implementation", metavar="NAME", help=attention)
     add("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     add("--interval", type=float, default=2.0, metavar="SECONDS", help="between checks for checkpoints (default: 2)")
     add("--json", action="store_true", help="print JSON; with --watch one object per line")

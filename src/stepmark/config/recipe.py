@@ -54,6 +54,9 @@ class ModelArguments:
         "file with a chat template", "chat.jinja", "that of the tokenizer")] = None
     trust_remote_code: Annotated[bool, Help(
         "execute Python code that comes with the model or tokenizer", "true")] = False
+    attn_implementation: Annotated[str | None, Help(
+        "attention: sdpa, eager, flash_attention_2, flex_attention or another of transformers", "eager",
+        "that of the model, mostly sdpa", "Evaluations of checkpoints use it too.")] = None
     peft: Annotated[str | None, one_of("lora"), Help(
         "train an adapter on top of the frozen weights", "lora", "train all weights")] = None
     lora_r: Annotated[int, at_least(1), Help("rank of the adapter", "16")] = 8

@@ -24,6 +24,7 @@ from stepmark.model_folder.consolidate import consolidate
 from stepmark.model_folder.new_folder import WritingListener
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.module_placement import place_module
+from stepmark.training.model_options import use_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -36,19 +37,34 @@ class ModelReader:
 
     Only the model is read. Not collective. `trust_remote_code`: execute Python code that lies in the folder.
     `base_model`: that of adapters, a folder or a name on the hub; default: what their configurations name.
+    `attention`: transformers' name of its implementation; default: the model's own.
     """
 
-    def __init__(self, runtime: Runtime, *, trust_remote_code: bool = False, base_model: str | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        trust_remote_code: bool = False,
+        base_model: str | None = None,
+        attention: str | None = None,
+    ) -> None:
         self._runtime = runtime
         self._base = base_model
+        self._attention = attention
         self._trust = trust_remote_code
         self._cached: tuple[Any, nn.Module] | None = None  # (configuration, dtypes) and the module
 
     def read(self, folder: Path) -> nn.Module:
         """The model in a folder, on the device, in the types it was saved in.
 
-        Raises CheckpointNotFound, CheckpointDamaged, and CheckpointMismatch if it is not a transformers model.
+        Raises CheckpointNotFound, CheckpointDamaged, CheckpointMismatch if it is not a transformers model, and
+        UsageError if it does not have the attention.
         """
+        model = self._read(folder)
+        use_attention(model, self._attention)
+        return model
+
+    def _read(self, folder: Path) -> nn.Module:
         if not (folder / MANIFEST).is_file():
             return self._adapted(folder, None) if is_adapter(folder) else self._pretrained(folder)
         manifest = read_manifest(folder)

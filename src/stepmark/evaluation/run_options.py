@@ -34,6 +34,7 @@ class RunOptions:
     metrics: str | None = None
     loss: str | None = None
     columns: Mapping[str, Any] | None = None
+    attn_implementation: str | None = None
 
     @classmethod
     def of_training(cls, args: Any, **more: Any) -> RunOptions:

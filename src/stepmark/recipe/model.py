@@ -21,6 +21,7 @@ from stepmark.parallel.loading.load import ModelFactory, load_model, new_model
 from stepmark.recipe.early_checks import check_model_folder
 from stepmark.runtime.module_placement import cast_module
 from stepmark.trainer.run_folder.run_identity import SPECIAL
+from stepmark.training.model_options import check_attention, use_attention
 
 
 def build_tokenizer(config: ModelArguments) -> Any:
@@ -84,6 +85,12 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
         raise UsageError(f"config_overrides: {type(made).__name__} rejects {overrides}: {message}") from error
 
 
+def check_device_has_attention(recipe: Recipe, device: str) -> None:
+    """Raises UsageError where `attn_implementation` is not for devices of this type."""
+    args = recipe.training
+    check_attention(recipe.model.attn_implementation, device, half=args.bf16 or args.fp16 or args.dtype == "bfloat16")
+
+
 def check_config(recipe: Recipe, tokenizer: Any, *, makes_model: bool = False) -> None:
     """Checks the configuration of a new model, which costs nothing, before data are tokenized for it. `makes_model`:
     also makes the model, without weights.
@@ -133,7 +140,7 @@ def build_model(
             model = load_model(factory, name, dtype=dtype, trust_remote_code=trust)
     else:
         model = _load(name, dtype, trust)
-    return with_adapter(model, config)
+    return configured(model, config)
 
 
 def build_untrained(
@@ -155,7 +162,7 @@ def build_untrained(
         def make() -> torch.nn.Module:
             return _from_config(saved, trust, dtype=dtype)
 
-        return with_adapter(make() if factory is None else factory.new(make), config)
+        return configured(make() if factory is None else factory.new(make), config)
 
 
 def make_model(
@@ -239,12 +246,15 @@ def _similar(name: str, config: Any) -> str:
     return f"; did you mean {close[0]}?" if close else f"; {type(config).__name__} has other names for its sizes"
 
 
-def with_adapter(model: nn.Module, config: ModelArguments) -> nn.Module:
-    """The model with the adapter that the recipe asks for, if it does; its first weights are the next random numbers.
+def configured(model: nn.Module, config: ModelArguments) -> nn.Module:
+    """The model with the attention and the adapter that the recipe asks for; the adapter's first weights are the next
+    random numbers.
 
     Raises:
-        UsageError: peft is not installed, or cannot adapt the modules that `lora_target_modules` names.
+        UsageError: The model has no such attention; peft is not installed, or cannot adapt the modules that
+            `lora_target_modules` names.
     """
+    use_attention(model, config.attn_implementation)
     if config.peft is None:
         return model
     from peft import LoraConfig, get_peft_model

@@ -55,12 +55,15 @@ def begin(recipe: Recipe) -> Run:
         leave_out_torch_xla()
     unreachable = work_offline_without_hub(recipe)
     with quick_imports():
+        from stepmark.recipe.model import check_device_has_attention
+
         _check_names(args)
     check_metrics(recipe)
     _load_metrics(recipe)
     run = Run.open(args)
     context = run.context
     check_compiler(args, context.runtime.device.type)
+    check_device_has_attention(recipe, context.runtime.device.type)
     ranks = f"{context.world.size} rank{'s' if context.world.size > 1 else ''}"
     _say(context, f"device: {context.runtime.name}, {ranks}")
     if unreachable:
@@ -74,12 +77,14 @@ def check_recipe(recipe: Recipe) -> None:
     Raises:
         StepmarkError: A run of the recipe would be refused.
     """
-    from stepmark.recipe.model import build_tokenizer, check_config
+    from stepmark.recipe.model import build_tokenizer, check_config, check_device_has_attention
 
     check_early(recipe)
     work_offline_without_hub(recipe)
     _check_names(recipe.training)
-    check_compiler(recipe.training, choose_device(recipe.training.device_name))
+    device = choose_device(recipe.training.device_name)
+    check_compiler(recipe.training, device)
+    check_device_has_attention(recipe, device)
     _load_metrics(recipe)
     check_config(recipe, build_tokenizer(recipe.model), makes_model=True)
 

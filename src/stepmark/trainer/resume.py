@@ -15,10 +15,13 @@ from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.data.data_description import data_difference
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.liveness.host_group import HostGroup
+from stepmark.model_folder.consolidate import EVALUATION
 from stepmark.trainer.callbacks import TRAINER_STATE, RunCallbacks
 from stepmark.trainer.run_folder.output_folder import check_named_checkpoint
 from stepmark.trainer.run_folder.run_identity import check_same_run
 from stepmark.trainer.setup import RunParts
+
+ATTENTION = "attn_implementation"
 
 logger = logging.getLogger("stepmark")
 
@@ -72,7 +75,9 @@ def restore_run(
         _locate_best(callbacks.state, path, host)
     if host.rank == 0:
         _warn_of_later_checkpoints(path, step, folder)
-        _warn_of_another_batch(checkpointer.metadata(path).get("samples_per_step"), parts)
+        saved = checkpointer.metadata(path)
+        _warn_of_another_batch(saved.get("samples_per_step"), parts)
+        _tell_of_another_attention(saved.get(EVALUATION) or {}, parts, callbacks, step)
     return path
 
 
@@ -105,6 +110,15 @@ def _warn_of_later_checkpoints(path: Path, step: int, folder: Path) -> None:
             ", ".join(later[:3]) + (", …" if len(later) > 3 else ""),
             later[0],
         )
+
+
+def _tell_of_another_attention(before: Mapping[str, Any], parts: RunParts, callbacks: RunCallbacks, step: int) -> None:
+    """Records that attention is computed otherwise than before; losses then differ by rounding."""
+    was, now = before.get(ATTENTION), None if parts.evaluation is None else parts.evaluation.attn_implementation
+    if was is None or now is None or was == now:
+        return
+    callbacks.run_log.event("attention", step, before=was, now=now)
+    logger.warning("%s was %s and is now %s: losses differ by rounding from here on", ATTENTION, was, now)
 
 
 def _warn_of_another_batch(before: int | None, parts: RunParts) -> None:

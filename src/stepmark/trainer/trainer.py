@@ -79,6 +79,7 @@ from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.compiled_layers import compile_layers
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import autocast, autocast_dtype
+from stepmark.training.model_options import attention_of
 from stepmark.training.model_wrappers import without_wrapper
 
 
@@ -562,6 +563,7 @@ class Trainer:
                 metrics=function_name(self.compute_metrics),
                 loss=function_name(own_loss),
                 columns=getattr(dataset, "sample_columns", None),
+                attn_implementation=attention_of(self.model),
             ),
         )
 

@@ -63,6 +63,49 @@ def _trains(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
+def check_attention(name: str | None, device: str, *, half: bool) -> None:
+    """Raises UsageError where a device, by its type, cannot compute the attention of this name of transformers. `half`:
+    matrix products are in bfloat16 or float16, the only types that flash attention has."""
+    if name in (None, "eager", "sdpa"):
+        return
+    if "|" in str(name):
+        raise UsageError(f"attn_implementation: {name} is for serving; set attn_implementation to sdpa")
+    if device in ("cpu", "xla", "mps"):
+        raise UsageError(f"attn_implementation: {device} has sdpa and eager, and no {name}; set it to one of them")
+    if "flash" in str(name) and not half:
+        raise UsageError(
+            f"attn_implementation: {name} has no float32; set bf16 to true, or attn_implementation to sdpa"
+        )
+
+
+def attention_of(model: nn.Module) -> str | None:
+    """transformers' name for how a model computes attention; None for another model."""
+    found = getattr(getattr(unwrapped(model), "config", None), "_attn_implementation", None)
+    return found if isinstance(found, str) else None
+
+
+def use_attention(model: nn.Module, name: str | None) -> None:
+    """Makes a transformers model compute attention by the implementation of this name; None: by its own.
+
+    Raises:
+        UsageError: The model has no such implementation, or its package is missing.
+    """
+    inner: Any = unwrapped(model)
+    if name is None or attention_of(model) == name:
+        return
+    try:
+        able = inner._can_set_attn_implementation()
+        inner.set_attn_implementation(name) if able else None
+    except (ValueError, ImportError, OSError) as error:
+        line = " ".join(str(error).split())
+        raise UsageError(
+            f"attn_implementation: {type(inner).__name__} cannot use {name}: {line}; choose another"
+        ) from error
+    if attention_of(model) != name:
+        found = f"computes attention by {attention_of(model)} alone"
+        raise UsageError(f"attn_implementation: {type(inner).__name__} {found}; choose that instead of {name}")
+
+
 def check_bf16(device: torch.device) -> None:
     """Raises DeviceError where the device does not support bfloat16."""
     missing = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)

@@ -110,6 +110,7 @@ class Request:
     as_json: bool = False
     trust_remote_code: bool = False
     base_model: str | None = None
+    attn_implementation: str | None = None
 
     def check(self) -> None:
         """Raises UsageError for invalid arguments, before anything is loaded."""

@@ -26,6 +26,7 @@ from stepmark.evaluation.run_options import RunOptions
 from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.runtime.mesh import Mesh
 from stepmark.trainer.run_folder.run_identity import tokenizer_digest
+from stepmark.training.model_options import check_attention
 from stepmark.training.packing_check import check_packing
 from stepmark.watcher.evaluation_data import MODEL_CONFIGS, DataChoice, EvaluationSet, Request, prepare_sets
 
@@ -104,7 +105,9 @@ class EvaluationSetup:
                     logger.warning("the --evaluator gets no data: %s", error)  # it may not need data
         # Data of the run's own decide which of its checkpoints is the best, where there are such data.
         moves_best = choice.updates_best or not choice.sources or recipe is None
-        reader = ModelReader(mesh.runtime, trust_remote_code=trust, base_model=base_model)
+        attention = request.attn_implementation or options.attn_implementation
+        check_attention(attention, mesh.runtime.device.type, half=True)
+        reader = ModelReader(mesh.runtime, trust_remote_code=trust, base_model=base_model, attention=attention)
         batch_size = request.batch_size or options.per_device_eval_batch_size
         options = replace(options, per_device_eval_batch_size=batch_size)
         return cls(mesh, sets, metrics, evaluator, tokenizer, options, reader, moves_best)
@@ -211,7 +214,10 @@ def options_of(recipe: Recipe | None, checkpoint: Path) -> RunOptions:
     """Evaluation settings of a checkpoint's run: from its recipe, from the checkpoint, or the defaults."""
     if recipe is not None:
         return RunOptions.of_training(
-            recipe.training, block_size=recipe.data.block_size, columns=columns_of(recipe.data)
+            recipe.training,
+            block_size=recipe.data.block_size,
+            columns=columns_of(recipe.data),
+            attn_implementation=recipe.model.attn_implementation,
         )
     return RunOptions.of_checkpoint(checkpoint) or RunOptions()
 

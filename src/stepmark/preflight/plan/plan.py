@@ -28,7 +28,7 @@ from stepmark.preflight.plan.simulated_mesh import PlannedDevice, planned_device
 from stepmark.preflight.plan.stages import StageTrace, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_trace import StepTrace, meta_model
-from stepmark.recipe.model import build_config, build_tokenizer, check_block_size
+from stepmark.recipe.model import build_config, build_tokenizer, check_block_size, check_device_has_attention
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.hardware import check_device_name
 from stepmark.runtime.mesh import check_sizes
@@ -170,7 +170,9 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
         raise UsageError(str(error)) from error
     if active_experts(config) != 1.0:
         notes.append("Experts are planned as on a lazy device, in padded blocks of tokens: an upper bound.")
-    device = planned_device(_device(recipe, notes))
+    device_name = _device(recipe, notes)
+    check_device_has_attention(recipe, device_name)
+    device = planned_device(device_name)
     setup = StepSetup(config, args, ranks, block_size, device, recipe.model)
     model_class, parameters, trained, elements = _count(setup)
     options = [_measure(setup, each, own=each is args) for each in neighbours(args, ranks)]

@@ -41,7 +41,7 @@ from stepmark.preflight.plan.allocations import (
 )
 from stepmark.preflight.plan.simulated_mesh import PlannedDevice, SimulatedMesh, simulated_ranks
 from stepmark.preflight.plan.step_setup import StepSetup, stage_inputs, watch_stage
-from stepmark.recipe.model import make_model, with_adapter
+from stepmark.recipe.model import configured, make_model
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.mesh import DATA
 from stepmark.runtime.module_placement import cast_module
@@ -151,7 +151,7 @@ def meta_model(setup: StepSetup) -> nn.Module:
     Raises UsageError if the configuration does not describe one, or it cannot have the adapter.
     """
     try:
-        return with_adapter(make_model(setup.model, setup.config), setup.model)
+        return configured(make_model(setup.model, setup.config), setup.model)
     except (RuntimeError, UsageError) as error:
         _check_conversion(error)
         raise
