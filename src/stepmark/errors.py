@@ -5,6 +5,7 @@ StepmarkError                     exit 1: failed, or a check found errors
 ├── DataError                     training or evaluation data is empty or unusable
 │   └── DataWorkerLost            a process that loads data has ended unexpectedly
 ├── MetricsError                  a custom metrics or evaluation function failed, or did not return numbers
+│   └── PredictionsTooLarge       what an evaluation gathers would not fit into host memory
 ├── TrainingDiverged              losses or gradients were not finite, step after step (stop_on_nan)
 ├── DeviceError                   the device is missing, or does not support the request
 ├── StepTimeout                   a step did not end in time (step_timeout)
@@ -47,6 +48,10 @@ class DataWorkerLost(DataError):
 
 class MetricsError(StepmarkError):
     """A custom metrics or evaluation function failed, or did not return numbers."""
+
+
+class PredictionsTooLarge(MetricsError):
+    """What an evaluation gathers for metrics would not fit into host memory."""
 
 
 class TrainingDiverged(StepmarkError):

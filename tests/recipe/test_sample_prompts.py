@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from stepmark.cli.main import run as call
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import UsageError
-from stepmark.evaluation.prompt_samples import PromptSampler
+from stepmark.evaluation.prompt_samples import PromptSampler, visible
 from stepmark.filesystem.json_files import read_lines
 from stepmark.report.write import write_report
 from stepmark.runtime.eager import EagerRuntime
@@ -74,6 +75,7 @@ def test_samples_are_what_transformers_generates(
         ),
         ({"eval_strategy": "epoch", "sample_prompts": [3]}, "sample_prompts: should be one or more texts, and is [3]"),
         ({"eval_strategy": "epoch", "sample_prompts": []}, "sample_prompts: should be one or more texts, and is []"),
+        ({"sample_prompts": None, "sample_options": {"do_sample": True}}, "sample_options: is for sample_prompts"),
         ({"eval_strategy": "epoch", "sample_tokens": 0}, "sample_tokens: should be at least 1, and is 0"),
     ],
 )
@@ -104,6 +106,80 @@ class Alphabet(torch.nn.Module):
 def test_texts_end_where_the_model_ends_them_and_training_goes_on_as_before() -> None:
     model, drawn = Alphabet(), torch.random.get_rng_state()
     sampler = PromptSampler(TOKENIZER, ["xa", "b", "x"], 5, None)
-    assert sampler.texts(model, EagerRuntime(torch.device("cpu")), None) == ["bcd", "cd", "yz{|}"]
+    ended = TOKENIZER.eos_token
+    texts = [("bcd", f"bcd{ended}"), ("cd", f"cd{ended}"), ("yz{|}", "yz{|}")]
+    assert sampler.texts(model, EagerRuntime(torch.device("cpu")), None) == texts
     assert model.training
     assert torch.equal(drawn, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", "∅"),
+        ("a\n\nb", "a↵\n↵\nb"),
+        ("a  ", "a··"),
+        (" a \n", " a·↵\n"),
+        ("a\t\u200bb", r"a\t\u200bb"),
+        ("é x", "é x"),
+    ],
+)
+def test_what_is_invisible_is_shown(text: str, shown: str) -> None:
+    assert visible(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.5}, "sample_options: set do_sample: true"),
+        ({"do_sample": True, "num_beams": 2}, "sample_options: num_beams is unknown; it has do_sample, temperature"),
+        ({"do_sample": True, "top_p": 2.0}, "sample_options: `top_p` has to be a float"),
+    ],
+)
+def test_options_of_sampling_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        PromptSampler(TOKENIZER, ["a"], 4, None, options)
+
+
+class Uniform(torch.nn.Module):
+    """Finds eight letters likely, the first twice as likely as the others, and all other tokens hardly."""
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        scores = torch.full((len(TOKENIZER),), -9.0)
+        scores[ord("a") : ord("a") + 8] = 0.0
+        scores[ord("a")] = math.log(2)
+        return SimpleNamespace(logits=scores.expand(*input_ids.shape, -1))
+
+
+def test_samples_have_the_models_probabilities_and_their_seed() -> None:
+    def drawn(seed: int, **options: Any) -> str:
+        sampler = PromptSampler(TOKENIZER, ["x"], 400, None, {"do_sample": True, **options})
+        ((text, _),) = sampler.texts(Uniform(), EagerRuntime(torch.device("cpu")), None, seed)
+        return text
+
+    text = drawn(1)
+    assert text == drawn(1) != drawn(2)
+    assert abs(text.count("a") / len(text) - 2 / 9) < 0.08
+    assert abs(text.count("b") / len(text) - 1 / 9) < 0.08
+    assert set(drawn(1, top_p=0.2)) == {"a"}
+    assert drawn(1, temperature=0.2).count("a") > 0.7 * 400  # 2^5 to 7
+
+
+def test_a_resumed_run_repeats_its_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
+    options = {"sample_options": {"do_sample": True, "temperature": 2.0}}
+    for name, steps in (("whole", (30,)), ("resumed", (15, 30))):
+        for last in steps:
+            fields = {**FIELDS, **options, "output_dir": str(tmp_path / name), "max_steps": last}
+            more = {"resume_from_checkpoint": True, "lr_scheduler_type": "constant"}
+            assert call(["train", str(write_recipe(tmp_path, **fields, **more))]) == 0
+    texts = [
+        [
+            (line["step"], line["text"])
+            for line in read_lines(tmp_path / name / "events.jsonl")
+            if line["event"] == "sample"
+        ]
+        for name in ("whole", "resumed")
+    ]
+    assert texts[0] == texts[1]
+    assert len({text for _, text in texts[0]}) == 4

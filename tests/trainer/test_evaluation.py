@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from stepmark import Trainer, TrainingArguments
-from stepmark.errors import DataError, UsageError
+from stepmark.checkpoint.host_memory import _RESERVE as RESERVE
+from stepmark.checkpoint.host_memory import MACHINE
+from stepmark.errors import DataError, PredictionsTooLarge, UsageError
 from stepmark.trainer.evaluation import PausableEvaluation, evaluation_sets, logged_evaluation
 from stepmark.training.pipelined_forward import EvaluationPaused
 from tests.support.programs import Blocks, tiny_model
@@ -82,3 +84,104 @@ def test_the_history_has_an_evaluation_where_all_its_sets_are_logged() -> None:
     assert found is not None
     assert (found["eval_a_loss"], found["eval_b_loss"]) == (2.0, 1.0)
     assert "step" not in found
+
+
+def free_memory(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
+    """So many bytes are free whenever an evaluation looks, in turn; the last from then on."""
+    left = list(sizes)
+    free = {MACHINE: 0}
+
+    def look() -> dict[str, int]:
+        free[MACHINE] = (left.pop(0) if len(left) > 1 else left[0]) + RESERVE
+        return free
+
+    monkeypatch.setattr("stepmark.evaluation.evaluator.free_host_memory", look)
+
+
+def bytes_of(made: Any) -> int:
+    return int(made.predictions.nbytes + made.label_ids.nbytes)
+
+
+def ids_alone(logits: Any, labels: Any) -> Any:
+    return logits.argmax(-1)
+
+
+def mean(prediction: Any, compute_result: bool = True) -> dict[str, float]:
+    return {"mean": float(prediction.predictions.mean())}
+
+
+def test_predictions_that_do_not_fit_are_refused_after_the_first_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = made(tmp_path)
+    whole = bytes_of(trainer.predict(Blocks(8)))
+    needed = 2 * whole - whole // 4  # all parts and the array of them, without the first of four batches
+    free_memory(monkeypatch, needed)
+    trainer.predict(Blocks(8))
+    free_memory(monkeypatch, needed - 1)
+    batches: list[int] = []
+    monkeypatch.setattr(trainer._callbacks, "event", lambda name, *_: batches.append(1))
+    with pytest.raises(PredictionsTooLarge, match="preprocess_logits_for_metrics.*or set batch_eval_metrics"):
+        trainer.predict(Blocks(8))
+    assert not batches
+    trainer.args.eval_do_concat_batches = False  # lists of parts alone
+    trainer.predict(Blocks(8))
+    trainer.args.eval_do_concat_batches = trainer.args.prediction_loss_only = True
+    assert trainer.predict(Blocks(8)).predictions is None
+    trainer.args.prediction_loss_only = False
+    trainer.preprocess_logits_for_metrics = ids_alone
+    assert bytes_of(trainer.predict(Blocks(8))) < whole
+
+
+@pytest.mark.parametrize("remedy", [{}, {"preprocess": ids_alone}, {"batch_eval_metrics": True}])
+def test_a_run_whose_evaluations_do_not_fit_is_refused_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remedy: dict[str, Any]
+) -> None:
+    remedy = {**remedy}
+    preprocess = remedy.pop("preprocess", None)
+    trainer = trained(tmp_path, preprocess, **remedy)
+    free_memory(monkeypatch, bytes_of(made(tmp_path).predict(Blocks(4))))
+    if preprocess or remedy:
+        trainer.train()
+        assert "eval_mean" in trainer.state.log_history[0]
+        return
+    with pytest.raises(PredictionsTooLarge):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_run_goes_on_without_metrics_where_memory_has_become_too_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, enough = trained(tmp_path), 10**9
+    free_memory(monkeypatch, enough, enough, 0)  # for two samples, as the trial gathers and foretells them
+    trainer.train()
+    assert trainer.state.global_step == 2
+    evaluations = [log for log in trainer.state.log_history if "eval_loss" in log]
+    assert len(evaluations) == 2
+    assert not any("eval_mean" in log for log in evaluations)
+    assert "this evaluation is without compute_metrics: evaluating needs" in caplog.text
+    with pytest.raises(PredictionsTooLarge):
+        trainer.evaluate()  # which only computes what was asked for
+
+
+def trained(folder: Path, preprocess: Any = None, **options: Any) -> Trainer:
+    args = TrainingArguments(
+        output_dir=str(folder / "run"),
+        device="cpu",
+        per_device_eval_batch_size=2,
+        disable_tqdm=True,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="no",
+        **options,
+    )
+    return Trainer(
+        tiny_model(),
+        args,
+        train_dataset=Blocks(16),
+        eval_dataset=Blocks(4),
+        compute_metrics=mean,
+        preprocess_logits_for_metrics=preprocess,
+    )

@@ -96,19 +96,28 @@ class BufferPool:
 
 
 def check_host_memory(needs: Sequence[int], free: Sequence[Mapping[str, int]]) -> None:
-    """Raises CheckpointError where the ranks of one node, each of which `needs` so many more bytes, find too few of
+    """Raises CheckpointError where a save finds too little memory; see `shortage`."""
+    short = shortage(needs, free)
+    if short is not None:
+        raise CheckpointError(f"saving needs {short}; use more nodes, a smaller state, or machines with more memory")
+
+
+def shortage(
+    needs: Sequence[int],
+    free: Sequence[Mapping[str, int]],
+    one: str = "its copy of the state",
+    several: str = "the copies of the",
+) -> str | None:
+    """What is missing where the ranks of one node, each of which `needs` so many more bytes, find too few of
     them. `free` is what free_host_memory says on each: only ranks under the same limit need what it leaves together."""
     for limit in sorted({name for known in free for name in known}):
         ranks = [rank for rank, known in enumerate(free) if limit in known]
         more, left = sum(needs[rank] for rank in ranks), min(free[rank][limit] for rank in ranks)
-        if more <= max(0, left - _RESERVE):
-            continue
-        place = "on this node" if limit == MACHINE else "in one container or control group"
-        whose = "its copy of the state" if len(ranks) == 1 else f"the copies of the {len(ranks)} ranks {place}"
-        raise CheckpointError(
-            f"saving needs {_gib(more)} more of host memory for {whose}, and {_gib(left)} are free; "
-            "use more nodes, a smaller state, or machines with more memory"
-        )
+        if more > max(0, left - _RESERVE):
+            place = "on this node" if limit == MACHINE else "in one container or control group"
+            whose = one if len(ranks) == 1 else f"{several} {len(ranks)} ranks {place}"
+            return f"{_gib(more)} more of host memory for {whose}, and {_gib(left)} are free"
+    return None
 
 
 def _touched(size: int) -> Tensor:

@@ -191,8 +191,10 @@ class TrainingFields(metaclass=AcceptingDefaults):
         "steps, or epochs with eval_strategy epoch, before the first evaluation", "1000")] = 0
     sample_prompts: Annotated[list | str | None, Help(
         "prompts that the model continues at each evaluation", '["def ", "class "]',
-        more="Greedily; the report shows the continuations. Needs a causal model that every rank holds "
-        "completely.")] = None
+        more="The report shows the continuations. Needs a causal model that every rank holds completely.")] = None
+    sample_options: Annotated[dict | str | None, Help(
+        "sampling of the continuations: do_sample, temperature, top_k, top_p, min_p",
+        "{do_sample: true, temperature: 0.8}", "greedy")] = None
     sample_tokens: Annotated[int, at_least(1), Help("tokens to generate for each prompt", "32")] = 64
     metric_for_best_model: Annotated[str | None, Help(
         "metric that decides which model is best", "loss", "loss, where a best model is asked for")] = None
@@ -286,6 +288,12 @@ class TrainingFields(metaclass=AcceptingDefaults):
         return parse_options("lr_scheduler_kwargs", options) if isinstance(options, str) else dict(options or {})
 
     @property
+    def sampling(self) -> dict[str, Any]:
+        """`sample_options` as a mapping."""
+        options = self.sample_options
+        return parse_options("sample_options", options) if isinstance(options, str) else dict(options or {})
+
+    @property
     def checkpointing_options(self) -> dict[str, Any]:
         """`gradient_checkpointing_kwargs` as a mapping."""
         return checkpointing_options(self.gradient_checkpointing_kwargs)
@@ -373,6 +381,8 @@ def _contradictions(args: TrainingFields) -> Iterator[str]:
     prompts = [args.sample_prompts] if isinstance(args.sample_prompts, str) else args.sample_prompts
     if prompts is not None and not (prompts and all(isinstance(prompt, str) and prompt for prompt in prompts)):
         yield f"sample_prompts: should be one or more texts, and is {args.sample_prompts!r}"
+    if args.sample_options is not None and prompts is None:
+        yield "sample_options: is for sample_prompts; set them, or leave it out"
     if args.eval_strategy == "no":
         yield from _needs_evaluations(args)
     if args.load_best_model_at_end and args.save_strategy != "best":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stepmark.checkpoint.host_memory import free_host_memory, shortage
 from stepmark.data.loader.batch import MicroBatch, StepBatch, StepLoader, rows_of
 from stepmark.data.loader.prefetcher import DevicePrefetcher
+from stepmark.errors import PredictionsTooLarge
 from stepmark.evaluation.predictions import (
     NO_ROWS,
     SampleRows,
@@ -26,6 +29,7 @@ from stepmark.evaluation.predictions import (
     rows_on_host,
     with_last,
 )
+from stepmark.filesystem.sizes import size
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.progress import EVALUATION, entering, staying
 from stepmark.parallel.pipeline.staged_model import staged
@@ -40,6 +44,8 @@ from stepmark.training.pipelined_forward import PipelinedForward
 BatchResult = tuple[Tensor | None, Any, Any]
 PredictionStep = Callable[[Any, bool, Sequence[str] | None], tuple[Tensor | None, Any, Any]]
 BatchMetrics = Callable[[SampleRows, bool], Any]
+
+logger = logging.getLogger("stepmark")
 
 HELD_BATCHES = 16  # losses that stay on the device before they are fetched, and batches of predictions per gather
 
@@ -131,11 +137,14 @@ class Evaluator:
             ignore_keys: outputs of the model that are not predictions, besides the loss; default None: those that its
                 configuration names (`keys_to_ignore_at_inference`), and its cache.
             before_batch, after_batch: called on the host around each batch. An error that `before_batch` raises on all
-                ranks ends the evaluation."""
+                ranks ends the evaluation.
+
+        Raises PredictionsTooLarge, after the first batch, where what is gathered would not fit into host memory."""
         started = time.perf_counter()
         pending: list[Tensor] = []
         sums = [0.0, 0, 0, 0, 0]  # loss, target tokens, samples, batches, batches with a loss
         kept: list[SampleRows] = []
+        held = 0  # bytes of those
         computed: Any = None
         loss_only = not gather and batch_metrics is None
         prefetcher = DevicePrefetcher(loader, self.runtime)
@@ -152,6 +161,12 @@ class Evaluator:
                 rows = None if loss_only else self._rows(micro_batch, result, include)
                 if gather and rows is not None:
                     kept.append(rows)
+                    held += rows.bytes
+                    done = int(sums[3])
+                    if done.bit_count() == 1:  # again after 2, 4, 8, … batches, since batches differ
+                        of_all = loader.steps_per_epoch if getattr(loader, "has_length", True) else done
+                        expected = sum(self._all_gather(held)) * max(of_all / done, 1)
+                        self.check_memory(expected, held, joined=joined)
                 if batch_metrics is not None:
                     computed = batch_metrics(SampleRows.joined(self._all_gather(rows)), bool(last))
                 if len(pending) == HELD_BATCHES:
@@ -299,6 +314,19 @@ class Evaluator:
         reporting = range(self.host.size) if self.reporting is None else self.reporting
         values = self.host.all_gather(value if self.host.rank in reporting else None)
         return [values[rank] for rank in reporting]
+
+    def check_memory(self, rows: float, held: int = 0, *, joined: bool = True) -> None:
+        """Raises PredictionsTooLarge, on all ranks, where `rows` bytes of gathered rows do not fit into host memory, of
+        which this rank holds `held`. Each rank gets those of all, as parts and, `joined`, as one array."""
+        reports = self.host.all_gather((held, free_host_memory()))
+        needs = [int(rows * (2 if joined else 1) + has * (self.host.size > 1)) - has for has, _ in reports]
+        short = shortage(needs, [free for _, free in reports], "predictions", "predictions on")
+        if short is not None:
+            raise PredictionsTooLarge(
+                f"evaluating needs {short}; reduce predictions on the device with preprocess_logits_for_metrics (to "
+                "token ids, for example), or set batch_eval_metrics: true"
+            )
+        logger.info("predictions of the evaluation take %s of host memory on each rank", size(max(needs)))
 
     def _gather(self, kept: list[SampleRows], joined: bool) -> SampleRows:
         """All ranks' rows, in the order of the samples: batch by batch, and within a batch by rank. Only a few batches

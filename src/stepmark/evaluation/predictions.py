@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stepmark.runtime.base import Runtime
 from stepmark.training.model_labels import unwrapped
@@ -38,6 +38,11 @@ class SampleRows(NamedTuple):
         """The rows of several batches, as lists with an item for each batch."""
         columns = ([each for each in column if each is not None] for column in zip(*parts, strict=True))
         return cls(*(column or None for column in columns))
+
+    @property
+    def bytes(self) -> int:
+        """Of all arrays."""
+        return sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(tuple(self)))
 
     def as_tensors(self) -> SampleRows:
         """The rows as torch tensors on the host."""
@@ -133,6 +138,8 @@ def concatenate(arrays: list[Any]) -> Any:
             [(0, 0), *((0, wide - size) for wide, size in zip(widest, array.shape[1:], strict=True))],
             constant_values=PADDING,
         )
+        if array.shape[1:] != widest
+        else array
         for array in present
     ]
     return np.concatenate(filled)

@@ -1,13 +1,14 @@
-"""Texts that a model in training writes after given prompts, greedily and with one graph on a lazy device.
+"""Texts that a model in training writes after given prompts, with one graph on a lazy device.
 
 Every token is made by a forward pass over the complete, padded sequences: a causal model does not see what follows a
 position, so the padding changes nothing. That computes more than a cache would, and needs nothing of the model but its
-forward.
+forward. Samples are drawn by adding Gumbel noise from the host to the logits (Gumbel 1954; Maddison et al. 2014,
+arXiv:1411.0030).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +29,20 @@ class PromptSampler:
         prompts: The texts to continue.
         tokens: How many tokens at most.
         positions: How many the model has; None: any number.
+        options: Of transformers' generation, do_sample, temperature, top_k, top_p and min_p; default: greedy.
 
     Raises:
         UsageError: There is no tokenizer, a prompt has no tokens, or the model has not enough positions for them.
     """
 
-    def __init__(self, tokenizer: Any, prompts: Sequence[str], tokens: int, positions: int | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompts: Sequence[str],
+        tokens: int,
+        positions: int | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         if tokenizer is None:
             raise UsageError("sample_prompts: the Trainer needs the tokenizer for them; pass processing_class")
         self.prompts, self._tokenizer, self._new = prompts, tokenizer, tokens
@@ -42,6 +51,7 @@ class PromptSampler:
         for prompt, ids in zip(prompts, self._ids, strict=True):
             if not ids:
                 raise UsageError(f"sample_prompts: {prompt!r} has no tokens; give a text to continue")
+        self._warpers = _warpers(options or {})
         self._length = max(map(len, self._ids)) + tokens
         self._ends = {encoder.suffix[-1]} if encoder.suffix else set()
         if positions is not None and self._length > positions:
@@ -50,15 +60,17 @@ class PromptSampler:
                 f"{positions} positions; shorten the prompt, or lower sample_tokens"
             )
 
-    def texts(self, model: nn.Module, runtime: Runtime, autocast_dtype: torch.dtype | None) -> list[str]:
-        """What a causal language model that this rank holds completely writes after each prompt. No generator advances,
-        and modules' modes are restored."""
+    def texts(
+        self, model: nn.Module, runtime: Runtime, autocast_dtype: torch.dtype | None, seed: int = 0
+    ) -> list[tuple[str, str]]:
+        """What a causal language model that this rank holds completely writes after each prompt, sampled with `seed`,
+        and the same with what is invisible shown. No generator advances, and modules' modes are restored."""
         with evaluating(model), torch.no_grad(), autocast(runtime, autocast_dtype):
-            tokens = self._continue(model, runtime)
+            tokens = self._continue(model, runtime, torch.Generator().manual_seed(seed))
         (on_host,) = runtime.to_host([tokens])
         return [self._text(row.tolist(), len(ids)) for row, ids in zip(on_host, self._ids, strict=True)]
 
-    def _continue(self, model: nn.Module, runtime: Runtime) -> Tensor:
+    def _continue(self, model: nn.Module, runtime: Runtime, generator: torch.Generator) -> Tensor:
         """Token ids [prompts, length]."""
         on_host = torch.zeros((len(self._ids), self._length), dtype=torch.int64)
         for row, ids in enumerate(self._ids):
@@ -69,19 +81,57 @@ class PromptSampler:
         for _ in range(self._new):
             logits = model(input_ids=tokens).logits
             index = last[:, :, None].expand(-1, -1, logits.shape[-1])
-            chosen = logits.gather(1, index)[:, 0].argmax(-1)
+            scores = logits.gather(1, index)[:, 0].float()
+            if self._warpers is not None:
+                for warper in self._warpers:
+                    scores = warper(tokens, scores)
+                (noise,) = runtime.place([torch.empty(scores.shape).exponential_(generator=generator)])
+                scores = scores - noise.log()
+            chosen = scores.argmax(-1)
             last = last + 1
             tokens = torch.where(places == last, chosen[:, None], tokens)
             runtime.step_boundary()
         return tokens
 
-    def _text(self, row: Sequence[int], prompt: int) -> str:
+    def _text(self, row: Sequence[int], prompt: int) -> tuple[str, str]:
         written = list(row[prompt : prompt + self._new])
         end = next((place for place, token in enumerate(written) if token in self._ends), len(written))
-        # Decoded together with the prompt, since tokenizers write the space before a word only inside of a text.
-        before = self._decoded(row[:prompt])
-        whole = self._decoded(row[: prompt + end])
-        return whole[len(before) :] if whole.startswith(before) else self._decoded(written[:end])
+        text = continuation(self._tokenizer, row[:prompt], written[:end])
+        return text, visible(continuation(self._tokenizer, row[:prompt], written[: end + 1], special=True))
 
-    def _decoded(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+def continuation(tokenizer: Any, before: Sequence[int], written: Sequence[int], *, special: bool = False) -> str:
+    """The text of the ids `written` after those `before`: decoded together, since tokenizers write the space before a
+    word only inside of a text. `special`: with special tokens."""
+    head, whole, alone = (
+        str(tokenizer.decode(list(ids), skip_special_tokens=not special))
+        for ids in (before, [*before, *written], written)
+    )
+    return whole[len(head) :] if whole.startswith(head) else alone
+
+
+def visible(text: str) -> str:
+    """The text with ↵ at line ends, · for spaces before them, other
+    invisible characters escaped; ∅ if it is empty."""
+    lines = []
+    for line in text.split("\n"):
+        shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line.rstrip(" "))
+        lines.append(shown + "·" * (len(line) - len(line.rstrip(" "))))
+    return "↵\n".join(lines) or "∅"
+
+
+def _warpers(options: Mapping[str, Any]) -> list[Any] | None:
+    """transformers' warpers of logits in its order; None: greedy."""
+    from transformers.generation import logits_process as warpers
+
+    kinds = {"temperature": "Temperature", "top_k": "TopK", "top_p": "TopP", "min_p": "MinP"}
+    given = {name: value for name, value in options.items() if name != "do_sample"}
+    unknown = [name for name in given if name not in kinds]
+    if unknown or (given and options.get("do_sample") is not True):
+        told = f"{unknown[0]} is unknown; it has do_sample, {', '.join(kinds)}" if unknown else "set do_sample: true"
+        raise UsageError(f"sample_options: {told}")
+    try:
+        made = [getattr(warpers, f"{kinds[name]}LogitsWarper")(given[name]) for name in kinds if name in given]
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"sample_options: {error}") from error
+    return made if options.get("do_sample") else None

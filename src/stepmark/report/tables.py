@@ -202,9 +202,9 @@ def _samples(history: History) -> list[tuple[int, str, str]]:
     """Step, prompt and continuation; of a step that was evaluated again after a resumption, the last."""
     found = {}
     for event in history.of_kind("sample"):
-        step, prompt, written = (event.get(name) for name in ("step", "prompt", "text"))
+        step, prompt, written = (event.get(name) for name in ("step", "prompt", "shown"))
         if isinstance(step, int):
-            found[step, str(prompt)] = str(written)
+            found[step, str(prompt)] = str(written if written is not None else event.get("text"))
     return [(step, prompt, written) for (step, prompt), written in found.items()]
 
 

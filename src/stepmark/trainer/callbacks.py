@@ -152,10 +152,10 @@ class RunCallbacks:
         self.progress.evaluated(step, metrics, prefix)
         self.event("on_evaluate", metrics)
 
-    def sampled(self, prompt: str, written: str) -> None:
-        """Records how the model has continued one of `sample_prompts`."""
-        self.run_log.event("sample", self.state.global_step, prompt=prompt, text=written)
-        self.progress.line(f"sample   {' '.join((prompt + written).split())[:SHOWN]}")
+    def sampled(self, prompt: str, written: str, shown: str) -> None:
+        """Records how the model has continued one of `sample_prompts`; `shown`: with what is invisible."""
+        self.run_log.event("sample", self.state.global_step, prompt=prompt, text=written, shown=shown)
+        self.progress.line(f"sample   {' '.join((prompt + shown).split())[:SHOWN]}")
 
     def log(self, logs: Metrics, machine: Metrics | None = None) -> None:
         """Logs through the Trainer's method. `machine`, which describes the machine and not the model, is added to the

@@ -12,11 +12,12 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from stepmark.errors import DataError, PeerFailed, UsageError
+from stepmark.errors import DataError, PeerFailed, PredictionsTooLarge, UsageError
 from stepmark.evaluation.evaluate import named_sets
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import by_batch, summarize
 from stepmark.evaluation.prompt_samples import PromptSampler
+from stepmark.runtime.seeds import derive_seed
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.loaders import LoaderFactory
 from stepmark.trainer.training_arguments import TrainingArguments
@@ -125,7 +126,7 @@ class TrainerEvaluation:
         key = pause.key(prefix)
         if key not in pause.completed:
             gather = self.compute_metrics is not None and not self.args.batch_eval_metrics
-            found = self.run(batches(), gather=gather, ignore_keys=ignore_keys, before_batch=pause.before_batch)
+            found = self._run_if_it_fits(batches, pause, gather=gather, ignore_keys=ignore_keys)
             try:
                 metrics = self.metrics(found, prefix)
             except Exception:
@@ -143,6 +144,18 @@ class TrainerEvaluation:
             self.callbacks.evaluated(metrics, prefix)
         return dict(pause.completed[key])
 
+    def _run_if_it_fits(
+        self, batches: Callable[[], Any], pause: PausableEvaluation, *, gather: bool, **options: Any
+    ) -> Evaluation:
+        """As `run`. In training, predictions that memory has become too small for are left out, and so are metrics."""
+        try:
+            return self.run(batches(), gather=gather, before_batch=pause.before_batch, **options)
+        except PredictionsTooLarge as error:
+            if pause is not PausableEvaluation._current.get():  # outside of training
+                raise
+            logger.warning("this evaluation is without compute_metrics: %s", error)
+        return self.run(batches(), gather=False, before_batch=pause.before_batch, **options)
+
     def prompt_sampler(self) -> PromptSampler | None:
         """Continues `sample_prompts`; None without any. Raises UsageError where it cannot."""
         given, model = self.args.sample_prompts, self.evaluator.model
@@ -156,36 +169,46 @@ class TrainerEvaluation:
                 "out, or use Seq2SeqTrainer with predict_with_generate"
             )
         positions = getattr(config, "max_position_embeddings", None)
-        return PromptSampler(self.loaders.processing_class, prompts, self.args.sample_tokens, positions)
+        tokenizer, options = self.loaders.processing_class, self.args.sampling
+        return PromptSampler(tokenizer, prompts, self.args.sample_tokens, positions, options)
 
-    def sample_texts(self) -> list[tuple[str, str]]:
-        """`sample_prompts` with the model's continuations; on ranks other than 0, or without prompts, an empty list."""
+    def sample_texts(self) -> list[tuple[str, str, str]]:
+        """`sample_prompts` with the model's continuations, as they are and with what is invisible shown; on ranks other
+        than 0, or without prompts, an empty list. A step's are drawn alike in every process."""
         each = self.evaluator
         sampler = None if each.host.rank != 0 else self.prompt_sampler()
         if sampler is None:
             return []
-        return list(zip(sampler.prompts, sampler.texts(each.model, each.runtime, each.autocast_dtype), strict=True))
+        seed = derive_seed("samples", self.args.seed, self.callbacks.model_position()[0])
+        texts = sampler.texts(each.model, each.runtime, each.autocast_dtype, seed)
+        return [(prompt, *both) for prompt, both in zip(sampler.prompts, texts, strict=True)]
 
     def try_metrics(self, datasets: Iterable[Any], batches: Callable[[Any], Any]) -> None:
         """Calls `compute_metrics` with two samples of each dataset, so that one that fails does so before training and
-        not hours later. One that needs more samples gets the whole set."""
+        not hours later. One that needs more samples gets the whole set. Raises PredictionsTooLarge where the
+        predictions of a whole set would not fit into host memory."""
         if self.compute_metrics is None or self.args.batch_eval_metrics:
             return
 
-        def attempt(dataset: Any) -> None:
-            self.metrics(self.run(batches(dataset), gather=True, announces=False), "eval")
+        def attempt(dataset: Any) -> Evaluation:
+            found = self.run(batches(dataset), gather=True, announces=False)
+            self.metrics(found, "eval")
+            return found
 
         for dataset in datasets:
             if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
                 continue
             two = range(min(2, len(dataset)))
             try:
-                attempt(dataset.select(two) if hasattr(dataset, "select") else Subset(dataset, two))
+                found = attempt(dataset.select(two) if hasattr(dataset, "select") else Subset(dataset, two))
             except Exception as error:
                 if self.evaluator.host.rank == 0:
                     told = f"{type(error).__name__}: {error}"
                     logger.warning("compute_metrics failed on two samples (%s); retrying with all of them", told)
                 attempt(dataset)
+                continue
+            rows = found.rows.bytes * len(dataset) / max(found.samples, 1)
+            self.evaluator.check_memory(rows, joined=self.args.eval_do_concat_batches)
 
 
 def evaluation_sets(dataset: Any) -> dict[str, Any]:

@@ -635,8 +635,8 @@ class Trainer:
         with evaluation.running():
             metrics = self.evaluate()
         self._callbacks.last_evaluation = (self.state.global_step, metrics)
-        for prompt, written in self.evaluation.sample_texts():
-            self._callbacks.sampled(prompt, written)
+        for each in self.evaluation.sample_texts():
+            self._callbacks.sampled(*each)
         return metrics
 
     def _eval_sets(self, given: Any = None) -> dict[str, Any]:
@@ -658,7 +658,8 @@ class Trainer:
         last = self._callbacks.last_evaluation
         if last is not None and last[0] == step:
             return last[1]
-        return logged_evaluation(self.state.log_history, step, self._eval_sets()) or self.evaluate()
+        with PausableEvaluation().running():
+            return logged_evaluation(self.state.log_history, step, self._eval_sets()) or self.evaluate()
 
     def predict(
         self, test_dataset: Dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"

@@ -66,16 +66,10 @@ def _trains(module: nn.Module) -> bool:
 def check_attention(name: str | None, device: str, *, half: bool) -> None:
     """Raises UsageError where a device, by its type, cannot compute the attention of this name of transformers. `half`:
     matrix products are in bfloat16 or float16, the only types that flash attention has."""
-    if name in (None, "eager", "sdpa"):
-        return
-    if "|" in str(name):
-        raise UsageError(f"attn_implementation: {name} is for serving; set attn_implementation to sdpa")
-    if device in ("cpu", "xla", "mps"):
+    if name not in (None, "eager", "sdpa") and device in ("cpu", "xla", "mps"):
         raise UsageError(f"attn_implementation: {device} has sdpa and eager, and no {name}; set it to one of them")
-    if "flash" in str(name) and not half:
-        raise UsageError(
-            f"attn_implementation: {name} has no float32; set bf16 to true, or attn_implementation to sdpa"
-        )
+    if name is not None and "flash" in name and not half:
+        raise UsageError(f"attn_implementation: {name} has no float32; set bf16 to true, or choose sdpa")
 
 
 def attention_of(model: nn.Module) -> str | None:
@@ -87,23 +81,19 @@ def attention_of(model: nn.Module) -> str | None:
 def use_attention(model: nn.Module, name: str | None) -> None:
     """Makes a transformers model compute attention by the implementation of this name; None: by its own.
 
-    Raises:
-        UsageError: The model has no such implementation, or its package is missing.
+    Raises UsageError where the model has no such implementation, or its package is missing.
     """
     inner: Any = unwrapped(model)
     if name is None or attention_of(model) == name:
         return
+    reason = f"it computes attention by {attention_of(model)} alone"
     try:
-        able = inner._can_set_attn_implementation()
-        inner.set_attn_implementation(name) if able else None
+        if inner._can_set_attn_implementation():
+            inner.set_attn_implementation(name)
     except (ValueError, ImportError, OSError) as error:
-        line = " ".join(str(error).split())
-        raise UsageError(
-            f"attn_implementation: {type(inner).__name__} cannot use {name}: {line}; choose another"
-        ) from error
+        reason = " ".join(str(error).split())
     if attention_of(model) != name:
-        found = f"computes attention by {attention_of(model)} alone"
-        raise UsageError(f"attn_implementation: {type(inner).__name__} {found}; choose that instead of {name}")
+        raise UsageError(f"attn_implementation: {type(inner).__name__} cannot use {name}: {reason}; choose another")
 
 
 def check_bf16(device: torch.device) -> None:

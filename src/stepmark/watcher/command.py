@@ -57,13 +57,13 @@ def _compile_cache(request: Request) -> bool | str | None:
     return None if recipe is None else recipe.training.compile_cache
 
 
-def _newest(request: Request) -> Path:
+def newest(request: Request) -> Path:
     """The newest checkpoint of a run; of another path that itself. Raises CheckpointNotFound for a run without."""
     if not request.is_run:
         return resolve_link(request.path)
     found = checkpoints(request.path)
     if not found:
-        raise CheckpointNotFound(f"{request.path} has no checkpoint whose evaluation could be compiled")
+        raise CheckpointNotFound(f"{request.path} has no checkpoint")
     return max(found, key=lambda path: step_of(path) or 0)
 
 
@@ -72,8 +72,8 @@ def _of_one(request: Request, mesh: Any) -> int:
     from stepmark.watcher.setup import EvaluationSetup
 
     leads = mesh.context.host.rank == 0
-    path = mesh.context.host.broadcast(_newest(request))
-    lease = _try_lease(path) if leads else None
+    path = mesh.context.host.broadcast(newest(request))
+    lease = try_lease(path) if leads else None
     try:
         setup = EvaluationSetup.prepare(request, mesh, _recipe_of(path), path)
         if leads:
@@ -91,7 +91,7 @@ def _of_one(request: Request, mesh: Any) -> int:
     return 0
 
 
-def _try_lease(path: Path) -> Lease | None:
+def try_lease(path: Path) -> Lease | None:
     """A lease on the checkpoint, so that a live run does not delete it; None where the folder is read-only."""
     if step_of(path) is None:
         return None

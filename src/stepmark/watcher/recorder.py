@@ -72,7 +72,7 @@ class BestTracker:
             raise UsageError(f"--metric {metric or 'loss'}: the evaluation has no such metric; it has {found}")
         if chosen is None:
             return None
-        greater = not chosen.endswith(("loss", "perplexity"))
+        greater = not chosen.endswith(("loss", "perplexity", "bits_per_byte"))
         return cls(chosen, greater if greater_is_better is None else greater_is_better)
 
     def step(self, evaluated: Sequence[Mapping[str, Any]]) -> int | None:

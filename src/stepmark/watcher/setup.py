@@ -18,6 +18,7 @@ from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
 from stepmark.config.data_arguments import columns_of
 from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointNotFound, DataError, UsageError
+from stepmark.evaluation.benchmarks import Benchmarks
 from stepmark.evaluation.evaluate import evaluate
 from stepmark.evaluation.metric_functions import load_function, load_metrics
 from stepmark.evaluation.metrics import plain_numbers, with_prefix
@@ -72,6 +73,7 @@ class EvaluationSetup:
     options: RunOptions
     reader: ModelReader
     moves_best: bool
+    benchmarks: Benchmarks | None = None
 
     @classmethod
     def prepare(cls, request: Request, mesh: Mesh, recipe: Recipe | None, checkpoint: Path) -> EvaluationSetup:
@@ -85,24 +87,28 @@ class EvaluationSetup:
         if base_model is not None and not is_adapter(checkpoint):
             raise UsageError(f"--base-model: {checkpoint} holds a complete model and no adapter; leave it out")
         metrics, evaluator = _metrics_of(request, recipe), request.evaluator or None
+        others = request.evaluator or request.benchmarks  # which need no data
+        if request.benchmarks is not None:
+            _check_benchmarks(request.benchmarks, mesh)
         options = options_of(recipe, checkpoint)
         tokenizer, longest = _read_what_texts_need(mesh, recipe, checkpoint, trust, base_model)
         sets: dict[str | None, EvaluationSet] = {}
-        if recipe is None and not choice.sources and evaluator is None:
+        if recipe is None and not choice.sources and not others:
             raise DataError(_what_to_pass(checkpoint, options, choice, metrics))
-        if choice.sources or recipe is not None or evaluator is None:
-            if tokenizer is None:
-                raise UsageError(
-                    f"{checkpoint} has no tokenizer, so texts cannot be read (a Trainer with processing_class saves it)"
-                    "; give a function with --evaluator, or call stepmark.evaluate with custom data"
-                )
+        reads = bool(choice.sources) or recipe is not None or not others
+        if tokenizer is None and (reads or request.benchmarks is not None):
+            raise UsageError(
+                f"{checkpoint} has no tokenizer, so texts cannot be read (a Trainer with processing_class saves it)"
+                "; give a function with --evaluator, or call stepmark.evaluate with custom data"
+            )
+        if reads:
             with mesh.context.leader_first("preparing evaluation data"):
                 try:
                     sets = prepare_sets(choice.with_options(options), recipe, tokenizer, longest)
                 except DataError as error:
-                    if evaluator is None or choice.sources:
+                    if not others or choice.sources:
                         raise
-                    logger.warning("the --evaluator gets no data: %s", error)  # it may not need data
+                    logger.warning("evaluating without data: %s", error)  # which may not be needed
         # Data of the run's own decide which of its checkpoints is the best, where there are such data.
         moves_best = choice.updates_best or not choice.sources or recipe is None
         attention = request.attn_implementation or options.attn_implementation
@@ -110,7 +116,7 @@ class EvaluationSetup:
         reader = ModelReader(mesh.runtime, trust_remote_code=trust, base_model=base_model, attention=attention)
         batch_size = request.batch_size or options.per_device_eval_batch_size
         options = replace(options, per_device_eval_batch_size=batch_size)
-        return cls(mesh, sets, metrics, evaluator, tokenizer, options, reader, moves_best)
+        return cls(mesh, sets, metrics, evaluator, tokenizer, options, reader, moves_best, request.benchmarks)
 
     @property
     def identity(self) -> str:
@@ -126,6 +132,7 @@ class EvaluationSetup:
             "bf16": self.options.bf16,
             **({"fp16": True} if self.options.fp16 else {}),
             "label_smoothing_factor": self.options.label_smoothing_factor,
+            **({} if self.benchmarks is None else {"benchmarks": self.benchmarks.describe()}),
         }
 
     def summary(self, origin: str) -> str:
@@ -136,6 +143,7 @@ class EvaluationSetup:
             for each in self.sets.values()
         ]
         run, named = self.options, {"metrics": self.metrics, "evaluator": self.evaluator}
+        named["tasks"] = None if self.benchmarks is None else ",".join(self.benchmarks.tasks)
         options = [f"{name} {value}" for name, value in named.items() if value]
         options += [name for name, on in (("bf16", run.bf16), ("fp16", run.fp16)) if on]
         smoothing = run.label_smoothing_factor
@@ -149,14 +157,21 @@ class EvaluationSetup:
         """
         model = self.reader.read(checkpoint)
         if self.evaluator is None:
-            return self._standard(model)
+            return {**(self._standard(model) if self.sets else {}), **self._benchmarked(model)}
         step = read_manifest(checkpoint).step if (checkpoint / MANIFEST).is_file() else None
         blocks = {name: each.blocks for name, each in self.sets.items()}
         context = EvaluationContext(checkpoint, step, self.mesh, blocks, lambda: self._standard(model))
         model.eval()
         with torch.no_grad():
             found = load_function(self.evaluator, "--evaluator")(model, self.tokenizer, context)
-        return with_prefix(plain_numbers(found, f"--evaluator {self.evaluator}"), PREFIX)
+        own = plain_numbers(found, f"--evaluator {self.evaluator}")
+        return {**with_prefix(own, PREFIX), **self._benchmarked(model)}
+
+    def _benchmarked(self, model: nn.Module) -> dict[str, float]:
+        if self.benchmarks is None:
+            return {}
+        found = self.benchmarks.evaluate(model, self.tokenizer, self.options.per_device_eval_batch_size)
+        return {f"{PREFIX}_{name}": value for name, value in found.items()}
 
     def _standard(self, model: nn.Module) -> dict[str, float]:
         metrics = None if self.metrics is None else load_metrics(self.metrics, "--metrics")
@@ -174,6 +189,15 @@ class EvaluationSetup:
             preprocess_logits_for_metrics=metrics.preprocess_logits_for_metrics if metrics is not None else None,
             metric_key_prefix=PREFIX,
         )
+
+
+def _check_benchmarks(benchmarks: Benchmarks, mesh: Mesh) -> None:
+    """Raises UsageError where lm_eval cannot run, or does not know a task."""
+    if mesh.runtime.lazy or mesh.context.host.size > 1:
+        raise UsageError(
+            "--tasks: lm_eval runs in one process, on eager devices; add --device cpu, or leave --nproc out"
+        )
+    benchmarks.manager()
 
 
 def check_functions(request: Request) -> None:
@@ -232,7 +256,7 @@ def _read_what_texts_need(
     found: tuple[Any, int | None] = (None, None)
     problem: Exception | None = None
     try:
-        tokenizer = _tokenizer(recipe, checkpoint, trust)
+        tokenizer = tokenizer_of(recipe, checkpoint, trust)
         config = read_config(checkpoint, trust, base_model) if tokenizer is not None else None
         found = tokenizer, getattr(config, "max_position_embeddings", None)
     except Exception as error:  # transformers and parsers raise many kinds where files vanish
@@ -246,7 +270,7 @@ def _read_what_texts_need(
     return found
 
 
-def _tokenizer(recipe: Recipe | None, checkpoint: Path, trust: bool) -> Any:
+def tokenizer_of(recipe: Recipe | None, checkpoint: Path, trust: bool) -> Any:
     """The tokenizer of the run: the recipe's, or the checkpoint's copy where the recipe names none that is here, or one
     that has changed since; None where there is neither."""
     from stepmark.data.tokenize.tokenizer import OWN_CODE, load_tokenizer
