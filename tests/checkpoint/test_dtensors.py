@@ -51,6 +51,17 @@ def test_training_goes_on_as_if_nothing_had_happened(
     assert ranks.run(programs.resumed, str(tmp_path), kind, way, nproc=nproc).check() == [[True, True]] * nproc
 
 
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("hsdp", marks=pytest.mark.prove)])
+def test_values_are_those_of_the_call_whoever_writes_while_they_are_copied(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    """`fully_shard` keeps a second reference to each parameter's memory."""
+    nproc = 2 if kind == "fsdp" else 4
+    for rank in ranks.run(programs.saved_late, str(tmp_path / "run"), kind, nproc=nproc).check():
+        for how, waiting, written, restored in rank:
+            assert (waiting >= 2 * 8 * 3 // nproc, written, restored) == (True, how != "passes", True), (how, waiting)
+
+
 @pytest.mark.parametrize("calls", [1, 3])
 def test_a_kill_during_a_save_leaves_the_checkpoint_before(ranks: Ranks, tmp_path: Path, calls: int) -> None:
     outcome = ranks.run(programs.killed, str(tmp_path / "run"), calls, nproc=2)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import xxhash
@@ -21,7 +23,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from stepmark import Checkpointer
 from stepmark.checkpoint.format.dtypes import dtype_name
 from stepmark.errors import StepmarkError
+from stepmark.sharding.dtensor import is_dtensor, local_of
 from tests.support.faults import Faults
+from tests.support.gate import CopyGate
 
 
 class Model(nn.Module):
@@ -214,6 +218,55 @@ def again(folder: str) -> None:
         state = {"model": model, **optimizers(model, "foreach")}
         assert checkpointer.restore(state) == 1
         checkpointer.save(3, state)
+
+
+@torch.no_grad()
+def write_late(how: str, model: nn.Module, kinds: dict[str, torch.optim.Optimizer], before: Any) -> None:
+    """Writes to what is being saved, in one way."""
+    if how == "passes":  # gathers the parameters, and writes to none
+        with torch.enable_grad():
+            model(torch.ones(12, 7)).backward()
+        return
+    if how == "load":
+        model.load_state_dict(before)
+    for parameter in model.parameters():
+        assert is_dtensor(parameter)
+        if how == "in place":
+            parameter.mul_(3)
+        elif how == "local":
+            parameter.to_local().add_(1)
+        elif how == "data":
+            local_of(parameter.data).fill_(7)
+        for state in kinds["optimizer"].state[parameter].values() if how == "states" else ():
+            state.fill_(7)
+
+
+def saved_late(folder: str, kind: str) -> list[tuple[str, int, bool, bool]]:
+    """For each way to write before anything is copied: how many copies waited, whether the model changed, and whether
+    what it was can be restored. An update waits until copies are made."""
+    found = []
+    with job(f"{folder}.store"), Checkpointer(folder) as checkpointer:
+        model = sharded(kind)
+        kinds = optimizers(model, "foreach")
+        for step, how in enumerate(("passes", "in place", "local", "data", "load", "states", "update")):
+            before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+            train(model, kinds, 2)
+            saved = complete(model, kinds)
+            with pytest.MonkeyPatch.context() as patch:
+                gate = CopyGate(patch)
+                handle = checkpointer.save(step, {"model": model, **kinds})
+                if how == "update":
+                    opened = threading.Timer(0.3, gate.open)
+                    opened.start()
+                    train(model, kinds, 1)
+                else:
+                    write_late(how, model, kinds, before)
+                written = complete(model, kinds) != saved
+                gate.open()
+                handle.result()
+            checkpointer.restore({"model": model, **kinds}, step)
+            found.append((how, gate.pending[0], written, complete(model, kinds) == saved))
+    return found
 
 
 class LocalMomentum(torch.optim.Optimizer):

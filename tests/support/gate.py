@@ -1,4 +1,4 @@
-"""A function that is held back for a while."""
+"""Functions that are held back for a while."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import threading
 from typing import Any
 
 import pytest
+
+from stepmark.checkpoint.save.snapshot import PendingCopies
 
 
 class Gate:
@@ -27,3 +29,14 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
+
+
+class CopyGate(Gate):
+    """Keeps saves from making the copies that can wait; says how many there are."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.pending: list[int] = []
+        super().__init__(patch, PendingCopies, "run")
+
+    def seen(self, *arguments: Any) -> None:
+        self.pending.append(len(arguments[0]._copies))

@@ -13,6 +13,7 @@ from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import runtime_for
+from stepmark.sharding.views import host_array
 
 
 def place_module(module: nn.Module, runtime: Runtime) -> None:
@@ -139,5 +140,5 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _checksum(tensor: Tensor) -> str:
-    flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat: Any = host_array(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
     return f"{tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(flat)}"

@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from stepmark.sharding.layout import Block, Box, Layout, Part
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
+
+
+def host_array(tensor: Tensor, *, write: bool = False) -> NDArray[Any]:
+    """The memory of a tensor on the host, as unsigned integers of the size of its elements.
+
+    `Tensor.numpy` asks for memory to write to, which ends torch's copy-on-write by a copy, and fixes the storage's size
+    for good, by which save/snapshot.py sees that arrays may be left.
+    """
+    return np.asarray(_HostMemory(tensor, write))
+
+
+class _HostMemory:
+    """What numpy needs to know of a tensor, which it keeps alive."""
+
+    def __init__(self, tensor: Tensor, write: bool) -> None:
+        import torch
+
+        found: Any = torch._C
+        self._tensor, size = tensor, tensor.itemsize
+        if not write and hasattr(found, "_is_cow_tensor") and found._is_cow_tensor(tensor):
+            storage = found._data_address(tensor.as_strided((0,), (1,), 0))  # data_ptr() would be for writing
+            address = storage + tensor.storage_offset() * size
+        else:
+            address = tensor.data_ptr()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, not write),
+            "typestr": f"=u{size}",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+        }
 
 
 def is_row_major(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.save import snapshot as module
 from stepmark.errors import CheckpointError
-from tests.support.gate import Gate
+from tests.support.gate import CopyGate
 from tests.system.distributed.checkpoint_world import run_ranks
 
 
@@ -64,17 +64,6 @@ class State:
         states = self.optimizer.state.values()
         found = [*self.model.state_dict().values(), *(value for state in states for value in state.values())]
         return [tensor.detach().clone() for tensor in found]
-
-
-class CopyGate(Gate):
-    """Keeps saves from making the copies that can wait; says how many there are."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.pending: list[int] = []
-        super().__init__(patch, module.PendingCopies, "run")
-
-    def seen(self, *arguments: Any) -> None:
-        self.pending.append(len(arguments[0]._copies))
 
 
 @pytest.fixture
@@ -214,9 +203,12 @@ def test_each_rank_keeps_its_share(tmp_path: Path) -> None:
 
 
 def test_memory_that_torch_does_not_guard_is_copied_at_once(tmp_path: Path, gate: CopyGate) -> None:
-    """A numpy array of before the save, memory that processes share, a view of a larger tensor."""
+    """Numpy arrays of before the save, of a state too, and memory that processes share. A view of a larger tensor can
+    wait, and so can what had an array once."""
     state = State()
     array = state.model.clamped.detach().numpy()
+    moment = state.optimizer.state[state.model.clamped]["exp_avg"].numpy()
+    state.model.norm.weight.detach().numpy()[:] = 3
     state.model.brief.data = state.model.brief.data.clone().share_memory_()
     large = torch.zeros(10)
     state.model.matrix.data = torch.cat([large, state.model.matrix.detach().flatten()])[10:].view(40, 3)
@@ -224,7 +216,7 @@ def test_memory_that_torch_does_not_guard_is_copied_at_once(tmp_path: Path, gate
     before = state.tensors()
     with Checkpointer(tmp_path) as checkpointer:
         handle = checkpointer.save(1, state.sections)
-        array[:] = 7
+        array[:] = moment[:] = 7
         state.model.brief.data.zero_()
         held.zero_()
         assert state.model.clamped.detach().eq(7).all()

@@ -30,12 +30,11 @@ from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.layout import Box, Layout, Part, Shape
 from stepmark.sharding.overlap import disjoint, overlaps
-from stepmark.sharding.views import block_views, is_row_major
+from stepmark.sharding.views import block_views, host_array, is_row_major
 
 Bytes = NDArray[np.uint8]
 LARGE = 4 << 20  # bytes from which a tensor's host memory is a separate mapping
 IN_FLIGHT = 256 << 20  # bytes held on the host for tensors that are not read straight into place
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 @dataclass(eq=False)
@@ -147,6 +146,7 @@ class TensorReader:
         live = group[0].live
         if live is not None and live.device.type == "cpu" and is_row_major(live):
             host, size = live.detach(), 0
+            host.data_ptr()  # ends copy-on-write, which threads cannot do at once
         elif live is not None:
             parts = {(part.at, part.slice) for target in group for part in target.layout.parts}
             covered = sum(tensor_slice.numel for _, tensor_slice in parts)
@@ -172,7 +172,7 @@ class TensorReader:
         assert target.host is not None
         assert isinstance(part.at, int)
         size, position = item_size(entry.dtype), part.slice.start
-        flat = target.host.view(-1).view(torch.uint8).numpy()
+        flat = host_array(target.host.view(-1), write=True).view(np.uint8)
         in_use = _in_use(target)
         for index, stored in sorted(entry.slices, key=lambda tensor_slice: tensor_slice[1].start):
             start, stop = max(stored.start, part.slice.start), min(stored.stop, part.slice.stop)
@@ -292,9 +292,9 @@ def _copy_boxes(
 ) -> None:
     """Copies what elements [start, stop) of a stored shard, at most one block, and a part of the target share."""
     assert target.host is not None
-    integers = _INTEGERS[item_size(tensor.dtype)]
     views = block_views(target.host, part, 0, part.slice.numel)
-    copy_block(file, tensor, start, stop, part.slice, [(block, view.view(integers).numpy()) for block, view in views])
+    arrays = [(block, host_array(view, write=True)) for block, view in views]
+    copy_block(file, tensor, start, stop, part.slice, arrays)
 
 
 def check_entry(entry: TensorEntry | None, target: ReadTarget, where: str) -> None:

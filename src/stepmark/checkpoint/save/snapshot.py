@@ -32,7 +32,7 @@ from stepmark.checkpoint.threads import in_parallel
 from stepmark.liveness.collection import without_collection
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.layout import Part, TensorSlice
-from stepmark.sharding.views import block_views, flattened, is_row_major
+from stepmark.sharding.views import block_views, flattened, host_array, is_row_major
 
 _CHUNK = 8 << 20  # bytes that a thread copies at a time
 _TORCH: Any = torch._C
@@ -138,14 +138,13 @@ def split_copies(
     if runtime.lazy or not (runtime.host_memory and _FREEZES):
         return list(copies), []
     trained = written_by_optimizers(sections)
-    alone = _references(torch.empty(1))
     now: list[Copy] = []
     later: list[Copy] = []
     for _, found in groupby(copies, key=lambda copy: id(copy.entry.tensor)):
         group = list(found)
         entry = group[0].entry
         usual = type(entry.tensor) in (Tensor, nn.Parameter) and (entry.group, entry.name) in trained
-        frozen = _frozen(entry.tensor.detach()) if usual and _references(entry.tensor) <= alone else None
+        frozen = _frozen(entry.tensor) if usual else None
         if frozen is None:
             now += group
         else:
@@ -164,25 +163,29 @@ def written_by_optimizers(sections: Sequence[Section]) -> set[tuple[str, str]]:
             prefix = "" if section.name == MODEL else f"{section.name}."
             entries = section.entries.items()
             found |= {
-                (section.group, k) for k, entry in entries if prefix + k in members and entry.tensor.requires_grad
+                (section.group, k)
+                for k, entry in entries
+                if prefix + k in members and section.dtensors.get(k, entry.tensor).requires_grad
             }
     return found
 
 
-def _references(tensor: Tensor) -> int:
-    """How many tensors and storage objects use its memory. Others than the tensor itself may be numpy arrays, which
-    torch's copy-on-write does not see."""
-    storage = tensor.untyped_storage()
-    return int(_TORCH._storage_Use_Count(storage._cdata))
-
-
 def _frozen(tensor: Tensor) -> Tensor | None:
-    """A tensor that keeps these values, without a copy as long as nobody writes; None where the memory is not torch's
-    own, such as that of a file or shared between processes."""
+    """A tensor that keeps these values, without a copy as long as nobody writes, through whichever tensor. None where
+    others may write, whom torch's copy-on-write does not see: numpy arrays, for which torch fixes the storage's size
+    and of which a reference may be left; or where the memory is that of a file or shared between processes."""
+    if not tensor.untyped_storage().resizable() and _references(tensor) > _references(torch.empty(1)):
+        return None
     try:
-        return torch._lazy_clone(tensor)
+        return torch._lazy_clone(tensor.detach())
     except RuntimeError:
         return None
+
+
+def _references(tensor: Tensor) -> int:
+    """How many tensors and storage objects use its memory."""
+    storage = tensor.untyped_storage()
+    return int(_TORCH._storage_Use_Count(storage._cdata))
 
 
 @without_collection()
@@ -223,18 +226,7 @@ def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int
 
 
 def _run(copy: Copy, at: int, source: Tensor) -> NDArray[np.uint8]:
-    data = source.view(-1)[at + copy.start : at + copy.stop]
-    return np.asarray(_ReadOnly(data)) if _FREEZES and _TORCH._is_cow_tensor(source) else data.view(torch.uint8).numpy()
-
-
-class _ReadOnly:
-    """A tensor's bytes for numpy. `Tensor.numpy` asks for memory to write to, which would copy a frozen tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        begin = _TORCH._data_address(tensor.as_strided((0,), (1,), 0))  # of the storage
-        address = begin + tensor.storage_offset() * tensor.itemsize
-        self.__array_interface__ = {"version": 3, "shape": (tensor.nbytes,), "typestr": "|u1", "data": (address, True)}
+    return host_array(source.view(-1)[at + copy.start : at + copy.stop]).view(np.uint8)
 
 
 def _copy(copy: Copy, source: Tensor, memory: Tensor) -> None:
