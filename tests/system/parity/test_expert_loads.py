@@ -1,7 +1,6 @@
 """The tokens that experts get, and the routing biases that follow them, on meshes like on one rank.
 
-`mesh_parity` compares every expert's tokens of every step. The third step of the lazy cases and the fourth of the others
-has rows that only fill its shape.
+`mesh_parity` compares every expert's tokens of every step. The fourth step has rows that only fill its shape.
 """
 
 from __future__ import annotations

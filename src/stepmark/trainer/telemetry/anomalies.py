@@ -120,9 +120,10 @@ class AnomalyDetector:
             if starved and mean >= FEWEST_TOKENS:
                 worst = min(starved, key=lambda expert: int(tokens[expert]))
                 message = (
-                    f"{len(starved)} of {len(tokens)} experts of {layer} got less than {STARVED:.0%} of the mean over the "
-                    f"last {STARVED_LOGS} logs: expert {worst} got {int(tokens[worst])} tokens, the mean is {mean:.0f}; "
-                    "balance the router (output_router_logits with router_aux_loss_coef, or router_bias_update_rate)"
+                    f"{len(starved)} of {len(tokens)} experts of {layer} got less than {STARVED:.0%} of the mean over "
+                    f"the last {STARVED_LOGS} logs: expert {worst} got {int(tokens[worst])} tokens, the mean is "
+                    f"{mean:.0f}; balance the router (output_router_logits with router_aux_loss_coef, or "
+                    "router_bias_update_rate)"
                 )
                 self._found("expert_starved", step, message)
 
