@@ -21,7 +21,10 @@ MODELS: dict[str, dict[str, Any]] = {
 SAMPLE = ["gpt2", "llama", "qwen3-tied"]
 PROGRAM = "tests.support.models:cases"
 # What changes losses on one rank, too.
-OF_ONE_RANK = ("model", "steps", "bf16", "smoothing", "clip", "batch", "autocast", "frozen", "optim", "unlabelled")
+OF_ONE_RANK = (
+    *("model", "steps", "bf16", "smoothing", "clip", "batch", "autocast", "frozen", "optim", "unlabelled"),
+    "bias_rate",
+)
 TOLERANCES = {"cpu": 1e-5, "xla": 1e-4, "threads": 1e-4}
 
 

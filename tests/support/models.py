@@ -98,14 +98,21 @@ MODELS: list[Any] = []  # made before the replica threads start, which share one
 
 
 def train_on(context: Context, options: dict[str, Any]) -> list[list[float]]:
-    """Loss, tokens and gradient norm of each of `steps` steps; see `training` for the other options."""
+    """Loss, tokens, gradient norm, and the tokens of each expert, of each of `steps` steps; see `training` for the
+    other options."""
     step, batches = training(context, options, MODELS.pop() if MODELS else build(**options["model"]))
     found: list[list[float]] = []
     for number, batch in zip(range(options.get("steps", 20)), batches, strict=False):
         with fit_for_a_compiler(context) if number == 1 else nullcontext():
             statistics = step(number, batch)
-        found += [values.tolist() for values in context.runtime.to_host([statistics.values])]
+        found.append(numbers(context, statistics))
     return found
+
+
+def numbers(context: Context, statistics: Any) -> list[float]:
+    loads = statistics.expert_loads
+    vectors = context.runtime.to_host([statistics.values, *([] if loads is None else [loads])])
+    return [float(value) for vector in vectors for value in vector]
 
 
 @contextmanager
@@ -135,7 +142,7 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     autocast, rounded (gradients sent in bf16),
     checkpointing, zero_1, fsdp (2: on so many replicas), smoothing, clip, batch (samples of a step, 4 by
     default); pp, schedule, chunks, layers; frozen (a pattern of names); unlabelled (steps in which no sample has a
-    target); optim (adamw_torch by default; "lamb" is no name of a recipe's), rate."""
+    target); optim (adamw_torch by default; "lamb" is no name of a recipe's), rate; bias_rate (of routers)."""
     from stepmark.data.loader.loader import DataLoader
     from stepmark.data.loader.prefetcher import DevicePrefetcher
     from stepmark.parallel.optimizer.whole_parameters import whole_parameters
@@ -196,6 +203,7 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
         pipeline_schedule=schedule,
         autocast=torch.bfloat16 if options.get("autocast") else None,
         reduce_dtype=torch.bfloat16 if options.get("rounded") else torch.float32,
+        router_bias_update_rate=options.get("bias_rate", 0.0),
     )
     data, size = Blocks(30), options.get("batch", 4)
     for number in options.get("unlabelled", ()):
@@ -250,7 +258,7 @@ def measured(context: Context, options: dict[str, Any]) -> dict[str, Any]:
     values, graphs = [], []
     for number, batch in zip(range(options["steps"]), batches, strict=False):
         statistics = step(number, batch)
-        values += [each.tolist() for each in context.runtime.to_host([statistics.values])]
+        values.append(numbers(context, statistics))
         counters = context.runtime.counters()
         assert counters is not None
         graphs.append(counters.compilations)

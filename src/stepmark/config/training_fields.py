@@ -121,6 +121,10 @@ class TrainingFields(metaclass=AcceptingDefaults):
     label_smoothing_factor: Annotated[float, FRACTION, Help("label smoothing", "0.1")] = 0.0
     neftune_noise_alpha: Annotated[float | None, at_least(0), Help(
         "scale of NEFTune noise on input embeddings in training", "5", "no noise")] = None
+    router_bias_update_rate: Annotated[float, at_least(0), FINITE, Help(
+        "step by which routers' e_score_correction_bias follows the load of experts; 0: it stays", "0.001",
+        more="Auxiliary-loss-free balancing as in DeepSeek-V3: after each update, the bias of an expert with fewer "
+        "tokens than the mean of its layer rises, and that of one with more falls.")] = 0.0
     seed: Annotated[int, _SEED, Help("seed of new weights, dropout and the order of samples", "1")] = 42
     data_seed: Annotated[int | None, _SEED, Help("seed of the order of samples", "2", "seed")] = None
 

@@ -274,6 +274,7 @@ def make_step(
         scaler=LossScaler() if args.fp16 else None,
         reduce_dtype=getattr(torch, args.reduce_dtype),
         seed=args.seed,
+        router_bias_update_rate=args.router_bias_update_rate,
     )
 
 

@@ -30,6 +30,7 @@ from stepmark.trainer.run_folder.output_folder import set_aside_earlier_attempt,
 from stepmark.trainer.run_folder.status import INTERRUPTED
 from stepmark.trainer.setup import RunParts, check_start
 from stepmark.trainer.telemetry.banner import banner
+from stepmark.trainer.telemetry.expert_loads import load_fields
 from stepmark.trainer.telemetry.loss_meter import LossMeter
 from stepmark.trainer.telemetry.monitor import Monitor
 from stepmark.trainer.telemetry.throughput import TotalFlos
@@ -75,7 +76,7 @@ class TrainingLoop:
         self._before_save = before_save
         self._monitor = Monitor(parts, callbacks.run_log)
         self._flos = TotalFlos(parts.model)
-        self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look)
+        self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look, parts.step.experts)
         self._epoch_open = False
         self._unfinished: dict[str, Any] | None = None  # what is left of an evaluation in which the run was stopped
         self._preemption: PreemptionCoordinator | None = None
@@ -355,7 +356,11 @@ class TrainingLoop:
         self._losses.timed_tokens = 0
         machine = self._monitor.log_fields()
         machine["target_tokens"] = self._losses.since_start["tokens"]
-        log = {**values, "learning_rate": self._learning_rate, "tokens_per_second": speed}
+        loads = self._losses.loads.take()
+        self._monitor.anomalies.loads(self._step, loads)
+        over_layers, of_layers = load_fields(loads)
+        machine |= of_layers
+        log = {**values, "learning_rate": self._learning_rate, "tokens_per_second": speed, **over_layers}
         counters = self._parts.context.runtime.counters()
         if counters is not None:
             log |= {"graph_compilations": counters.compilations}

@@ -18,6 +18,7 @@ from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed, seed_host
 from stepmark.sharding.dtensor import is_dtensor
+from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.loss_scaler import LossScaler
 
@@ -83,6 +84,7 @@ class SequentialSchedule:
         autocast: torch.dtype | None = None,
         scaler: LossScaler | None = None,
         seed: int = 42,
+        loads: ExpertLoads | None = None,
     ) -> None:
         self._model = model
         self._arrivals = arrivals or Arrivals()
@@ -93,6 +95,7 @@ class SequentialSchedule:
         self._autocast = autocast
         self._scaler = scaler
         self._seed = seed
+        self._loads = loads or ExpertLoads(model, mesh)
         self._together = any(map(is_dtensor, model.parameters()))  # all ranks call the model in the same order
 
     def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
@@ -101,7 +104,7 @@ class SequentialSchedule:
         for index, micro_batch in enumerate(batch.micro_batches[:1] if self._together else batch.micro_batches):
             if micro_batch.targets and self._loss.undecided(micro_batch.inputs):
                 seed_micro_batch(self._runtime, derive_seed(self._seed, step, index, self._rank))
-                with first(), autocast(self._runtime, self._autocast):
+                with first(), autocast(self._runtime, self._autocast), self._loads.counting(micro_batch):
                     self._loss.call_first(self._model, micro_batch.inputs)
                 first = nullcontext  # that call was the step's first forward pass
         targets = [self._loss.count(micro_batch) for micro_batch in batch.micro_batches]
@@ -127,7 +130,7 @@ class SequentialSchedule:
         return total.reshape(()), counts.total.reshape(())
 
     def _forward(self, micro_batch: MicroBatch, weight: Weight) -> Tensor:
-        with autocast(self._runtime, self._autocast):
+        with autocast(self._runtime, self._autocast), self._loads.counting(micro_batch):
             return self._loss(self._model, micro_batch.inputs, weight)[0]
 
 

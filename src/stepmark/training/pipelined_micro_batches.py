@@ -25,6 +25,7 @@ from stepmark.parallel.tensor.dropout import begin_regions
 from stepmark.runtime.links import Form
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed
+from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import TokenCounts, autocast, seed_micro_batch
@@ -50,6 +51,7 @@ class PipelinedSchedule:
         autocast: torch.dtype | None = None,
         scaler: LossScaler | None = None,
         seed: int = 42,
+        loads: ExpertLoads | None = None,
     ) -> None:
         """`kind`: as `pipeline_schedule`."""
         self.stages = stages
@@ -61,6 +63,7 @@ class PipelinedSchedule:
         self.call = StageCalls(stages, loss)
         self.autocast = autocast
         self.scaler = scaler
+        self.loads = loads or ExpertLoads(stages.model, mesh)
         self.kind = kind
         self._forward = PipelinedForward(stages.model, loss, mesh, autocast)
         self._seed = seed
@@ -145,7 +148,8 @@ class _Step:
         before = task.needs(self._schedule.stages)
         activation = None if before is None else self._arriving.pop(before)
         again = self._computed_again(task)
-        with torch.no_grad() if again else nullcontext():
+        counting = self._parts.loads.counting(self._micro_batches[task.micro_batch])
+        with torch.no_grad() if again else nullcontext(), counting:
             output = self._output(task, activation)
         if task.stage < self._parts.stages.last:
             self._to_send[task] = self._parts.transfers.of_stage(output.detach())

@@ -23,6 +23,7 @@ from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import kept_host_generators
+from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import MicroBatchSchedule, SequentialSchedule
@@ -38,11 +39,14 @@ class StepStatistics:
         values: Float32 vector of the mean loss over the target tokens of all ranks and micro-batches, the number of
             those tokens, and the gradient's 2-norm before clipping.
         updated: Whether the parameters were updated; not where a gradient overflowed in float16.
+        expert_loads: Float32 vector of the tokens that each expert got, over all ranks and micro-batches, layer after
+            layer as in `TrainStep.experts`; None for a model without experts.
     """
 
     step: int
     values: Tensor
     updated: bool = True
+    expert_loads: Tensor | None = None
 
 
 def _nothing() -> None:
@@ -82,10 +86,12 @@ class TrainStep:
         reduce_dtype: Type in which data parallel ranks send each other gradients: `torch.float32`, or `torch.bfloat16`
             on eager devices, for half the bytes. Sums are in float32 in either case.
         seed: Seed of dropout and other random numbers of the model.
+        router_bias_update_rate: What a step adds to the routing bias of an expert that gets too few tokens, and takes
+            from one that gets too many (`ExpertLoads.update_biases`); 0: never.
 
     Raises:
-        UsageError: The model got an adapter after it was sharded, the schedule does not fit, or the device cannot send
-            gradients in `reduce_dtype`.
+        UsageError: The model got an adapter after it was sharded, the schedule does not fit, the device cannot send
+            gradients in `reduce_dtype`, or no router has a bias to update.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class TrainStep:
         scaler: LossScaler | None = None,
         reduce_dtype: torch.dtype = torch.float32,
         seed: int = 42,
+        router_bias_update_rate: float = 0.0,
     ) -> None:
         runtime = mesh.runtime
         check_not_added_to(model)
@@ -115,9 +122,10 @@ class TrainStep:
         for parameter in model.parameters():  # what was computed before is not part of the first step
             parameter.grad = None
         self._max_grad_norm = max_grad_norm
+        self._loads = ExpertLoads(model, mesh, router_bias_update_rate)
         self._schedule: MicroBatchSchedule
         stages = staged(model)
-        options: dict[str, Any] = {"autocast": autocast, "scaler": scaler, "seed": seed}
+        options: dict[str, Any] = {"autocast": autocast, "scaler": scaler, "seed": seed, "loads": self._loads}
         if stages is None:
             arrivals = optimizer.arrivals
             self._schedule = SequentialSchedule(model, loss, self._gradients, mesh, arrivals=arrivals, **options)
@@ -141,20 +149,29 @@ class TrainStep:
         entering(PASSES)
         on_host = torch.random.fork_rng(devices=[]) if self._runtime.lazy else nullcontext()
         with kept_host_generators(), on_host:
+            self._loads.begin()
             loss, tokens = self._schedule.run(step, batch, hooks.after_micro_step)
         entering(REDUCE)
-        reduced, updates = self._unscaled(self._gradients.reduce(loss, tokens))
+        counts = self._loads.counts()
+        given = (loss, tokens) if counts is None else (loss, tokens, counts)
+        reduced, updates = self._unscaled(self._gradients.reduce(*given))
         scale_to(reduced.gradients, reduced.norm, self._max_grad_norm)
         entering(UPDATE)
         self._update(reduced, hooks, updates=updates)
         self.optimizer.arrivals.watch()
         statistics = torch.stack([reduced.loss.float(), reduced.tokens, reduced.norm.float()])
         self._runtime.step_boundary()
-        return StepStatistics(step, statistics, updates)
+        return StepStatistics(step, statistics, updates, reduced.loads)
 
     def close(self) -> None:
         """Leaves the gradients of the model to others, once the last step is over."""
         self._gradients.close()
+        self._loads.close()
+
+    @property
+    def experts(self) -> dict[str, int]:
+        """The number of experts of every layer of the complete model that has some, by the name of their module."""
+        return {name: each.number for name, each in self._loads.experts.items()}
 
     def defer_arrivals(self) -> None:
         """Lets the all-gather of updated parameters overlap with the next forward pass, in models of known libraries.
@@ -182,6 +199,7 @@ class TrainStep:
         take()
         if updates:
             self.optimizer.step()
+            self._loads.update_biases(reduced.loads)
         hooks.after_update()
         if updates:
             hooks.updated()

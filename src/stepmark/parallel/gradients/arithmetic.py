@@ -76,17 +76,29 @@ def add_ends_of_buckets(shards: Sequence[Tensor], buckets: Sequence[Bucket], mes
 
 
 def totals(
-    shards: Sequence[Tensor], copies: Sequence[int], loss: Tensor, tokens: Tensor, mesh: Mesh, *more: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    shards: Sequence[Tensor],
+    copies: Sequence[int],
+    loss: Tensor,
+    tokens: Tensor,
+    loads: Tensor | None,
+    mesh: Mesh,
+    *more: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The mean loss over the tokens of all ranks, 0 where there are none; the sum of squares of the shards over all
-    ranks, of which `copies` hold the same one; and the tokens, followed by `more` numbers (vectors), summed over the
-    data parallel ranks."""
+    ranks, of which `copies` hold the same one; the tokens, followed by `more` numbers (vectors), summed over the data
+    parallel ranks; and the loads of experts over the stages."""
     sums = squares(shards, copies, mesh.runtime.device)
     head = torch.cat([(loss.float() * tokens).reshape(1), sums, tokens.reshape(1), *more])
     (heads,) = mesh.data_parallel.all_reduce([head])
     (square,) = mesh.tensor_parallel.all_reduce([heads[1:2]])
-    (both,) = mesh.pipeline.all_reduce([torch.cat([heads[:1], square])])  # only the last stage has a loss
-    return both[0] / heads[2].clamp(min=1), both[1], heads[2:]
+    both, loads = over_stages(torch.cat([heads[:1], square]), loads, mesh)  # only the last stage has a loss
+    return both[0] / heads[2].clamp(min=1), both[1], heads[2:], loads
+
+
+def over_stages(numbers: Tensor, loads: Tensor | None, mesh: Mesh) -> tuple[Tensor, Tensor | None]:
+    """The sums over a pipeline of a vector, and of the loads of experts, of which each stage has its own layers'."""
+    summed = mesh.pipeline.all_reduce([numbers] if loads is None else [numbers, loads])
+    return summed[0], None if loads is None else summed[1]
 
 
 def copies_of(buckets: Sequence[Bucket]) -> list[int]:

@@ -19,6 +19,7 @@ from stepmark.parallel.gradients.arithmetic import (
     add_partial_of_buckets,
     copies_of,
     norms,
+    over_stages,
     squares,
     totals,
 )
@@ -70,13 +71,15 @@ class AllReduce:
             return self._axis.start_all_reduce(weighted)
         return self._axis.start_all_reduce_in(self._reduce_dtype, weighted)
 
-    def reduced(self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor) -> ReducedGradients:
+    def reduced(
+        self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor, loads: Tensor | None
+    ) -> ReducedGradients:
         """Completes what has been started for every bucket."""
         flat = add_ends_of_buckets(means, sums.buckets, self._mesh)
         shards = [self._axis.own_shard(each) for each in flat]  # of which each rank computes the norm
         used = self._mesh.runtime.numbers(sums.got())
-        loss, square, head = totals(shards, copies_of(sums.buckets), loss, tokens, self._mesh, used)
-        return ReducedGradients(self._members_of(sums, flat, head[1:]), loss, head[0], square.sqrt())
+        loss, square, head, loads = totals(shards, copies_of(sums.buckets), loss, tokens, loads, self._mesh, used)
+        return ReducedGradients(self._members_of(sums, flat, head[1:]), loss, head[0], square.sqrt(), loads)
 
     def _members_of(self, sums: FlatSums, flat: Sequence[Tensor], used: Tensor) -> list[Tensor | None]:
         """Views of each parameter's mean gradient, in the parameters' order; None where no rank has `used` it. A rank
@@ -93,14 +96,14 @@ class AllReduce:
         }
         return [found.get(id(parameter)) for parameter in self._parameters]
 
-    def at_once(self, sums: TensorSums, loss: Tensor, tokens: Tensor) -> ReducedGradients:
+    def at_once(self, sums: TensorSums, loss: Tensor, tokens: Tensor, loads: Tensor | None) -> ReducedGradients:
         """Reduces tensors."""
         gradients = add_partial(sums.tensors(), self._replications, self._mesh)
         if self._axis.size > 1:
             gradients, loss, tokens = self._mean(gradients, loss, tokens)
         gradients = add_ends(gradients, self._replications, self._mesh)
-        norm, loss = self._norm(gradients, loss)
-        return ReducedGradients(gradients, loss, tokens, norm)
+        norm, loss, loads = self._norm(gradients, loss, loads)
+        return ReducedGradients(gradients, loss, tokens, norm, loads)
 
     def _mean(
         self, gradients: Sequence[Tensor | None], loss: Tensor, tokens: Tensor
@@ -125,20 +128,23 @@ class AllReduce:
         sums = [each for run, values in zip(runs, reduced, strict=True) for each in _split(values, run)]
         return [each / divisor for each in sums[2:]], sums[0] / divisor, total
 
-    def _norm(self, gradients: Sequence[Tensor | None], loss: Tensor) -> tuple[Tensor, Tensor]:
+    def _norm(
+        self, gradients: Sequence[Tensor | None], loss: Tensor, loads: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The 2-norm of the complete model's gradient, of which every element counts once, however many ranks hold it,
-        and the loss, which only the last stage of a pipeline has: elsewhere it is 0."""
+        the loss, which only the last stage of a pipeline has: elsewhere it is 0, and the loads of all stages."""
         present = [gradient for gradient in gradients if gradient is not None]
         if self._mesh.tensor_parallel.size == self._mesh.pipeline.size == 1:
-            return torch.linalg.vector_norm(torch.stack(norms(present))) if present else torch.zeros(()), loss
+            norm = torch.linalg.vector_norm(torch.stack(norms(present))) if present else torch.zeros(())
+            return norm, loss, loads
         pairs = zip(self._replications, gradients, strict=True)
         copies = [replication.copies for replication, gradient in pairs if gradient is not None]
         square = squares(present, copies, self._mesh.runtime.device)
         (square,) = self._mesh.tensor_parallel.all_reduce([square])
         if self._mesh.pipeline.size > 1:
-            (both,) = self._mesh.pipeline.all_reduce([torch.cat([square, loss.float().reshape(1)])])
+            both, loads = over_stages(torch.cat([square, loss.float().reshape(1)]), loads, self._mesh)
             square, loss = both[0], both[1]
-        return square.reshape(()).sqrt(), loss
+        return square.reshape(()).sqrt(), loss, loads
 
     def show(self, sums: FlatSums | TensorSums, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
         """See `GradientReducer.show`."""
@@ -176,20 +182,22 @@ class ReduceScatter:
         finish = self._axis.start_reduce_scatter(sums.complete(number), weights, dtype)
         return lambda: finish().float()
 
-    def reduced(self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor) -> ReducedGradients:
+    def reduced(
+        self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor, loads: Tensor | None
+    ) -> ReducedGradients:
         shards = add_ends_of_buckets(means, self._buckets, self._mesh)
-        loss, square, head = totals(shards, copies_of(self._buckets), loss, tokens, self._mesh)
-        return ReducedGradients(list(shards), loss, head[0], square.sqrt())
+        loss, square, head, loads = totals(shards, copies_of(self._buckets), loss, tokens, loads, self._mesh)
+        return ReducedGradients(list(shards), loss, head[0], square.sqrt(), loads)
 
-    def at_once(self, sums: TensorSums, loss: Tensor, tokens: Tensor) -> ReducedGradients:
+    def at_once(self, sums: TensorSums, loss: Tensor, tokens: Tensor, loads: Tensor | None) -> ReducedGradients:
         weighted, order = self._weighted(sums, tokens), self._order(sums)
         received = self._axis.reduce_scatter([weighted[number] for number in order])
         shards = [received[order.index(number)].float() for number in range(len(order))]
         shards = add_ends_of_buckets(shards, self._buckets, self._mesh)
-        loss, square, head = totals(shards, copies_of(self._buckets), loss, tokens, self._mesh)
+        loss, square, head, loads = totals(shards, copies_of(self._buckets), loss, tokens, loads, self._mesh)
         divisor = head[0].clamp(min=1)
         means: list[Tensor | None] = [shard.div_(divisor) for shard in shards]
-        return ReducedGradients(means, loss, head[0], square.sqrt() / divisor)
+        return ReducedGradients(means, loss, head[0], square.sqrt() / divisor, loads)
 
     def _order(self, sums: TensorSums) -> list[int]:
         """The buckets in the order in which their gradients were complete. A graph runs its collectives in the order in
@@ -249,14 +257,16 @@ class ReducedShards:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
 
-    def at_once(self, sums: ShardSums, loss: Tensor, tokens: Tensor) -> ReducedGradients:
+    def at_once(self, sums: ShardSums, loss: Tensor, tokens: Tensor, loads: Tensor | None) -> ReducedGradients:
         sums.collect()
         shards = sums.tensors()
         present = [shard for shard in shards if shard is not None]
         order = self._mesh.runtime.numbers(sums.order())
-        loss, square, head = totals(present, [sums.copies] * len(present), loss, tokens, self._mesh, order)
+        loss, square, head, loads = totals(
+            present, [sums.copies] * len(present), loss, tokens, loads, self._mesh, order
+        )
         sums.check(head[1:])
-        return ReducedGradients(shards, loss, head[0], square.sqrt())
+        return ReducedGradients(shards, loss, head[0], square.sqrt(), loads)
 
     def show(self, sums: ShardSums, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
         """Each parameter's gradient is a DTensor of this rank's shard."""

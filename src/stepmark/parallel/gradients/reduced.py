@@ -22,12 +22,14 @@ class ReducedGradients:
         loss: Mean loss per target token, a 0-dim tensor on the device.
         tokens: Number of target tokens, a 0-dim float32 tensor on the device.
         norm: 2-norm of the complete model's gradient, a 0-dim float32 tensor on the device.
+        loads: Tokens that each expert got on all ranks, a float32 vector on the device; None without experts.
     """
 
     gradients: list[Tensor | None]
     loss: Tensor
     tokens: Tensor
     norm: Tensor
+    loads: Tensor | None = None
 
 
 def show(pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Callable[[], None]:

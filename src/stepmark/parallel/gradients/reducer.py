@@ -77,13 +77,16 @@ class GradientReducer:
         self.sums.collect()
 
     @torch.no_grad()
-    def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
-        """Reduces the sums over all ranks. `loss` (0-dim) is this rank's mean over its `tokens` (0-dim float32).
+    def reduce(self, loss: Tensor, tokens: Tensor, loads: Tensor | None = None) -> ReducedGradients:
+        """Reduces the sums over all ranks. `loss` (0-dim) is this rank's mean over its `tokens` (0-dim float32);
+        `loads` are numbers of tokens to add up, a float32 vector, equal on tensor parallel ranks.
 
         Raises UsageError where gradients were changed after they were sent, which would have no effect."""
         self.sums.hooks.check()
+        if loads is not None:
+            (loads,) = self._mesh.data_parallel.all_reduce([loads])
         if not isinstance(self.sums, FlatSums):
-            reduced: ReducedGradients = self._exchange.at_once(self.sums, loss, tokens)
+            reduced: ReducedGradients = self._exchange.at_once(self.sums, loss, tokens, loads)
             return reduced
         if self._overlap is not None:
             self._overlap.check_unchanged()
@@ -94,7 +97,7 @@ class GradientReducer:
             if not self._overlap.begun:
                 self.begin(tokens)
             means = self._overlap.finish()
-        complete: ReducedGradients = self._exchange.reduced(self.sums, means, loss, tokens)
+        complete: ReducedGradients = self._exchange.reduced(self.sums, means, loss, tokens, loads)
         return complete
 
     def _complete_partial(self, sums: FlatSums) -> None:

@@ -21,15 +21,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from stepmark.errors import UsageError
+from stepmark.sharding.layout import layout_of
 
 CONTEXT = 1024  # tokens of which attention scores are counted, half of them on average
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names of their number
 ACTIVE = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")  # and of how many a token goes through
+BIASES = ("e_score_correction_bias", "expert_bias")  # names of what balances a router's choice outside the optimizer
 LOSS_PER_WORD = 4  # elementwise operations of the loss for each word of the vocabulary, beside the head's product
 
 
@@ -64,6 +66,32 @@ def multiplied(module: nn.Module, share_of_experts: float) -> float:
 def is_of_experts(name: str) -> bool:
     """Whether a parameter is one of experts among which a router chooses."""
     return "experts" in name.split(".")
+
+
+class RoutedExperts(NamedTuple):
+    """The number of a layer's experts on all ranks, and the name of the bias that balances the router's choice among
+    them and is not trained; None without one."""
+
+    number: int
+    bias: str | None
+
+
+def routed_experts(model: nn.Module) -> dict[str, RoutedExperts]:
+    """The modules that are called with the chosen experts of each token, as transformers' are: `forward(hidden_states,
+    top_k_index, top_k_weights)`, by name."""
+    found = {}
+    for name, module in model.named_modules():
+        weight = next((each for each in module.parameters(recurse=False) if each.ndim == 3), None)
+        if weight is None or not (hasattr(module, "has_gate") and hasattr(module, "is_transposed")):
+            continue
+        layout = layout_of(weight)
+        number = (weight.shape if layout is None else layout.shape)[0]
+        block = name.rpartition(".")[0]
+        inside = model.get_submodule(block)
+        tensors = [*inside.named_buffers(), *(each for each in inside.named_parameters() if not each[1].requires_grad)]
+        biases = [each for each, bias in tensors if each.rpartition(".")[2] in BIASES and bias.numel() == number]
+        found[name] = RoutedExperts(number, f"{block}.{biases[0]}".removeprefix(".") if len(biases) == 1 else None)
+    return found
 
 
 def active_experts(config: Any) -> float | None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stepmark.errors import UsageError
-from stepmark.parallel.pipeline.balance import active_experts, is_of_experts
+from stepmark.parallel.pipeline.balance import active_experts, is_of_experts, routed_experts
 from stepmark.parallel.pipeline.placeholders import (
     EndingLayer,
     ReceivingLayer,
@@ -94,6 +94,7 @@ class StagedModel:
         model: The model, of which this rank has a part.
         plan: How the complete model was cut.
         size: Numbers of the complete model.
+        experts: The layers of experts of the complete model.
         own: The numbers of this rank's stages, in order.
     """
 
@@ -101,6 +102,7 @@ class StagedModel:
         self.model = model
         self.plan = plan
         self.size = ModelSize.of(model)
+        self.experts = routed_experts(model)
         self.own = list(range(mesh.pipeline.rank, plan.stages, mesh.pipeline.size))
         self._active = False
         self._asked = asked_of_all_layers(model)

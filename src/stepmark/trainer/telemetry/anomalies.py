@@ -3,6 +3,7 @@
 not finite     a loss or a gradient norm is nan or infinite
 zero           the gradient norm is exactly 0 while there is a loss: nothing reaches the parameters
 repeated       loss and gradient norm stay the same to the last bit, step after step, while the learning rate is not 0
+starved        an expert of a mixture gets almost no tokens, over several logs
 weights stuck  a checkpoint holds the same weights as the one before, bit for bit, though steps were trained in between
 
 Steps without a target token, steps whose learning rate is 0 (the first of a warm-up, the last of a schedule) and steps
@@ -12,10 +13,16 @@ that a loss scaler skips do not count: they are not meant to change anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 REPEATS = 5  # steps in a row with the same loss and gradient norm
+STARVED_LOGS = 5  # logs over which an expert gets less than STARVED of its layer's mean
+STARVED = 0.01
+FEWEST_TOKENS = 1000  # of an expert on average over these logs, below which chance decides
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class AnomalyDetector:
         self._same = 0
         self._moved = 0  # steps since the last checkpoint that must have changed the weights
         self._weights: tuple[int, str] | None = None
+        self._loads: deque[tuple[int, Mapping[str, Tensor]]] = deque(maxlen=STARVED_LOGS)
 
     def begin(self, step: int, rate: float) -> None:
         """Step number `step`, from 1, begins with this learning rate."""
@@ -98,6 +106,26 @@ class AnomalyDetector:
             first = step - REPEATS + 1
             message = f"loss and grad_norm have been the same to the last bit since step {first}{self._since(first)}"
             self._found("repeated", first, f"{message}, with a learning rate above 0: the weights do not change")
+
+    def loads(self, step: int, loads: Mapping[str, Tensor]) -> None:
+        """Takes the tokens of each expert of each layer since the last log, at the log of this step."""
+        self._loads.append((step, loads))
+        if len(self._loads) < STARVED_LOGS:
+            return
+        for layer in loads:
+            tokens = sum(each[layer] for _, each in self._loads if layer in each)
+            assert isinstance(tokens, Tensor)
+            mean = float(tokens.double().mean())
+            starved = (tokens < STARVED * mean).nonzero().flatten().tolist()
+            if starved and mean >= FEWEST_TOKENS:
+                worst = min(starved, key=lambda expert: int(tokens[expert]))
+                message = (
+                    f"{len(starved)} of {len(tokens)} experts of {layer} got less than {STARVED:.0%} of the mean over "
+                    f"the last {STARVED_LOGS} logs: expert {worst} got {int(tokens[worst])} tokens, the mean is "
+                    f"{mean:.0f}; balance the router (output_router_logits with router_aux_loss_coef, or "
+                    "router_bias_update_rate)"
+                )
+                self._found("expert_starved", step, message)
 
     def marked(self, step: int) -> None:
         """After this step a save began, or the run continues from its checkpoint."""

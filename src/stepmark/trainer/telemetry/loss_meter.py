@@ -1,14 +1,15 @@
-"""Losses of a run, between logs and since its beginning."""
+"""Losses of a run, and loads of its experts, between logs and since its beginning."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stepmark.runtime.base import Runtime
+from stepmark.trainer.telemetry.expert_loads import ExpertLoadMeter
 from stepmark.training.step import StepStatistics
 
 HELD_STEPS = 512  # steps whose statistics may stay on the device
@@ -21,11 +22,18 @@ class LossMeter:
     count is exact in the host's float64, so the mean of one step is that step's loss to the last bit.
     """
 
-    def __init__(self, runtime: Runtime, look: Callable[[int, float, float, float, bool], None] | None = None) -> None:
-        """`look(step, loss, tokens, gradient norm, updated)` is called once the numbers of a step are on the host."""
+    def __init__(
+        self,
+        runtime: Runtime,
+        look: Callable[[int, float, float, float, bool], None] | None = None,
+        experts: Mapping[str, int] | None = None,
+    ) -> None:
+        """`look(step, loss, tokens, gradient norm, updated)` is called once the numbers of a step are on the host.
+        `experts`: see `ExpertLoadMeter`."""
         self._runtime = runtime
         self._look = look
         self._pending: list[StepStatistics] = []
+        self.loads = ExpertLoadMeter(experts or {})
         self.since_log = {"loss": 0.0, "tokens": 0}
         self.since_start = {"loss": 0.0, "tokens": 0}
         self.grad_norm = 0.0
@@ -40,6 +48,8 @@ class LossMeter:
     def settle(self) -> None:
         """Copies the pending statistics from the device."""
         fetched = self._fetch([statistics.values for statistics in self._pending])
+        for loads in self._fetch([each.expert_loads for each in self._pending if each.expert_loads is not None]):
+            self.loads.add(loads)
         for statistics, values in zip(self._pending, fetched, strict=True):
             loss, tokens, self.grad_norm = values.tolist()
             if self._look is not None:
@@ -80,10 +90,13 @@ class LossMeter:
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()
-        return {"since_log": {**self.since_log}, "since_start": {**self.since_start}, "grad_norm": self.grad_norm}
+        sums = {"since_log": {**self.since_log}, "since_start": {**self.since_start}, "grad_norm": self.grad_norm}
+        return {**sums, "expert_loads": self.loads.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pending.clear()
         self.since_log = dict(state["since_log"])
         self.since_start = dict(state["since_start"])
         self.grad_norm = state["grad_norm"]
+        if state.get("expert_loads"):  # older checkpoints have none
+            self.loads.load_state_dict(state["expert_loads"])
