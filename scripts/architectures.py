@@ -3,10 +3,11 @@
 Each architecture with a plan is built with a small random configuration and compared, at tensor_parallel_size 2, with
 itself on one rank: logits, loss, and the gradient of every parameter. The two ranks are threads of this process.
 
-    python scripts/architectures.py [--only MODEL_TYPE …] [--write] [--pipeline]
+    python scripts/architectures.py [--only MODEL_TYPE …] [--write] [--pipeline] [--experts]
 
-With --pipeline, pipeline stages are verified instead (pipeline_architectures.py). With --write the results go to
-docs/data/tensor-parallel.json, and the lists that `parallelize` uses to src/stepmark/parallel/architectures.json.
+With --pipeline, pipeline stages are verified instead (pipeline_architectures.py); with --experts, experts that two
+ranks divide, which share a batch, or have one each. With --write the results go to docs/data, and the lists that
+`parallelize` uses to src/stepmark/parallel/architectures.json.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from stepmark.errors import UsageError
 from stepmark.launch.world import World
 from stepmark.liveness.host_group import HostGroup
+from stepmark.parallel.architectures import TENSOR_PARALLEL
 from stepmark.parallel.parallelize import local_shard, parallelize
+from stepmark.parallel.tensor.expert_parallel import expert_modules
 from stepmark.parallel.tensor.plans import PLANS, STYLES, own_plan, parse_style, plan_of
 from stepmark.runtime.collectives import NoCollectives, Reduction
 from stepmark.runtime.context import Context
@@ -44,6 +47,7 @@ from stepmark.sharding.replication import replication_of
 KINDS = {parse_style(style).kind for style in STYLES}
 RANKS = 2
 TOKENS = 8
+OVER_TENSOR, OVER_DATA = "tensor parallel ranks", "data parallel ranks"
 TOLERANCE = 1e-4  # of the largest value of the tensor compared
 WAIT_SECONDS = 20
 ATTENTION = re.compile(r"^(?!.*\.(shared_)?experts\.).*(att(entio)?n|mixer|mamba)")
@@ -101,9 +105,7 @@ def attempt(model_type: str) -> Result:
     except Exception as error:  # small values that the configuration rejects say nothing about parallelism
         return Result(model_type, "not built", _first_line(error))
     try:
-        names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
-        there = [pattern for pattern in own_plan(model) if any(_means(pattern, name) for name in names)]
-        plan = {p: style for p, style in own_plan(model).items() if p in there or parse_style(style).kind not in KINDS}
+        plan = _plan(model)
         plan_of(model, plan)
         halves = [copy.deepcopy(model) for _ in range(RANKS)]
         difference = compare(model, halves, plan) or _not_sharded(halves[0])
@@ -114,12 +116,43 @@ def attempt(model_type: str) -> Result:
     return Result(model_type, "failed", difference) if difference else Result(model_type, "passed", _whole(halves[0]))
 
 
+def attempt_experts(model_type: str) -> Result:
+    """The same for expert parallelism: on tensor parallel ranks, if the type has a plan for these, and on data parallel
+    ranks."""
+    try:
+        model = narrow_model(model_type, **ROUTERS)
+        if not _has_router_losses(model):
+            model = narrow_model(model_type)
+    except Exception as error:
+        return Result(model_type, "not built", _first_line(error))
+    for form in (OVER_TENSOR, OVER_DATA) if model_type in TENSOR_PARALLEL else (OVER_DATA,):
+        try:
+            expert_modules(model, verified=False)
+            halves = [copy.deepcopy(model) for _ in range(RANKS)]
+            model.zero_grad()
+            difference = compare(model, halves, _plan(model), form)
+        except UsageError as error:
+            return Result(model_type, "refused", str(error).removeprefix("expert_parallel_size: ").split(" (docs")[0])
+        except Exception as error:
+            return Result(model_type, "failed", f"over {form}: {type(error).__name__}: {_first_line(error)}")
+        if difference:
+            return Result(model_type, "failed", f"over {form}: {difference}")
+    return Result(model_type, "passed", "" if model_type in TENSOR_PARALLEL else "only over data parallel ranks")
+
+
 def _has_router_losses(model: Any) -> bool:
     """Whether the unsharded model computes a loss with those of its routers; some fail where no layer has any."""
     try:
         return bool(model(input_ids=torch.ones(1, TOKENS, dtype=torch.long), use_cache=False).logits is not None)
     except (IndexError, TypeError, AttributeError):
         return False
+
+
+def _plan(model: Any) -> dict[str, str]:
+    """What the model's own plan says of modules and parameters that it has."""
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    there = [pattern for pattern in own_plan(model) if any(_means(pattern, name) for name in names)]
+    return {p: style for p, style in own_plan(model).items() if p in there or parse_style(style).kind not in KINDS}
 
 
 def _means(pattern: str, name: str) -> bool:
@@ -141,10 +174,13 @@ def _whole(half: Any) -> str:
     return "" if any(layout_of(each) is not None for each in attention) else "attention is whole on every rank"
 
 
-def compare(model: Any, halves: list[Any], plan: dict[str, str]) -> str:
-    """The difference between the model and its copies, which become its shards; empty if there is none."""
+def compare(model: Any, halves: list[Any], plan: dict[str, str], form: str = "") -> str:
+    """The difference between the model and its copies, which become its shards; empty if there is none. `form`: along
+    which axis experts are divided."""
     tokens = torch.randint(3, SMALL["vocab_size"], (2, TOKENS), generator=torch.Generator().manual_seed(0))
-    expected = _run(model, tokens)
+    batches = list(tokens.chunk(RANKS)) if form == OVER_DATA else [tokens] * RANKS
+    distinct = batches if form == OVER_DATA else batches[:1]
+    expected = [_run(model, each, len(distinct)) for each in distinct] * (RANKS // len(distinct))
     slots: list[Any] = [None] * RANKS
     barrier = threading.Barrier(RANKS)
     found: list[Any] = [None] * RANKS
@@ -154,10 +190,18 @@ def compare(model: Any, halves: list[Any], plan: dict[str, str]) -> str:
         try:
             runtime = EagerRuntime(torch.device("cpu"))
             context = Context(World(rank, RANKS, rank, RANKS), runtime, HostGroup(rank, RANKS))
-            axes = {"dp": NoCollectives(), "tp": ThreadAxis(rank, slots, barrier)}
-            mesh = Mesh(context, RankGrid({"dp": 1, "tp": RANKS}), axes)
+            axis: Any = ThreadAxis(rank, slots, barrier)
+            data = form == OVER_DATA
+            axes: Any = {"dp": axis, "tp": NoCollectives()} if data else {"dp": NoCollectives(), "tp": axis}
+            mesh = Mesh(
+                context,
+                RankGrid({name: each.size for name, each in axes.items()}),
+                axes,
+                expert_parallel_size=RANKS if form else 1,
+                experts=(axis, NoCollectives()) if data else None,
+            )
             parallelize(halves[rank], mesh, plan=plan)
-            found[rank] = _run(halves[rank], tokens)
+            found[rank] = _run(halves[rank], batches[rank], 1)
         except BaseException as error:
             errors.append(error)
             barrier.abort()
@@ -169,11 +213,11 @@ def compare(model: Any, halves: list[Any], plan: dict[str, str]) -> str:
         thread.join()
     if errors:
         raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
-    return _difference(model, halves, expected, found)
+    return _difference(model, halves, expected, found, form)
 
 
-def _run(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits in evaluation, and the loss in training; leaves gradients."""
+def _run(model: Any, tokens: Tensor, batches: int) -> tuple[Tensor, Tensor]:
+    """Logits in evaluation, and the loss in training; adds to gradients, of the mean of losses over `batches`."""
     options = {"use_cache": False}
     with torch.no_grad():
         logits = model.eval()(input_ids=tokens, **options).logits
@@ -181,13 +225,13 @@ def _run(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
     loss = model.train()(input_ids=tokens, labels=tokens, **options).loss
-    loss.backward()
+    (loss / batches).backward()
     return logits, loss.detach()
 
 
-def _difference(model: Any, halves: list[Any], expected: Any, found: list[Any]) -> str:
+def _difference(model: Any, halves: list[Any], expected: list[Any], found: list[Any], form: str) -> str:
     for rank in range(RANKS):
-        for name, ours, theirs in zip(("logits", "loss"), found[rank], expected, strict=True):
+        for name, ours, theirs in zip(("logits", "loss"), found[rank], expected[rank], strict=True):
             if not _close(ours, theirs):
                 return f"{name} differ by {_gap(ours, theirs)}"
     parameters = [dict(half.named_parameters()) for half in halves]
@@ -197,10 +241,13 @@ def _difference(model: Any, halves: list[Any], expected: Any, found: list[Any]) 
         for rank in range(RANKS):
             local = parameters[rank][name]
             replication = replication_of(local, RANKS)
-            sources = parameters if replication.partial else [parameters[rank]]
+            of_others = form == OVER_DATA and not replication.experts
+            sources = parameters if replication.partial or of_others else [parameters[rank]]
             gradients = [each[name].grad for each in sources]
             if any(gradient is None for gradient in gradients):
                 return f"{name} has no gradient"
+            if of_others:
+                gradients = [gradient / RANKS for gradient in gradients]
             layout = layout_of(local)
             expected_gradient = parameter.grad
             if layout is not None:
@@ -235,14 +282,23 @@ def has_plan(model_type: str) -> bool:
     return bool(config.base_model_tp_plan or getattr(text, "base_model_tp_plan", None))
 
 
-def write(results: list[Result]) -> None:
+def has_experts(model_type: str) -> bool:
+    """Whether transformers, or the tensor parallel plan, has experts with weights of three dims."""
+    config = CONFIG_MAPPING[model_type]
+    text = getattr(config, "sub_configs", {}).get("text_config")
+    plans = [getattr(each, f"base_model_{axis}_plan", None) for each in (config, text) for axis in ("tp", "ep")]
+    return any({"moe_tp_experts", "ep_dispatch_experts"} & set((plan or {}).values()) for plan in plans)
+
+
+def write(results: list[Result], axis: str) -> None:
     """The table that docs/tables.md shows."""
+    options = "--experts --write" if axis == "expert" else "--write"
     made_by = (
-        f"`python scripts/architectures.py --write` with transformers {transformers.__version__} and "
+        f"`python scripts/architectures.py {options}` with transformers {transformers.__version__} and "
         f"torch {torch.__version__.split('+')[0]}"
     )
     rows = [{"model type": each.model_type, "verdict": each.verdict, "why": each.why} for each in results]
-    write_table("tensor-parallel", "Model types and tensor parallelism", made_by, rows)
+    write_table(f"{axis}-parallel", f"Model types and {axis} parallelism", made_by, rows)
 
 
 def main() -> None:
@@ -250,6 +306,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=None)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--pipeline", action="store_true", help="verify pipeline stages")
+    parser.add_argument("--experts", action="store_true", help="verify expert parallelism")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -257,12 +314,20 @@ def main() -> None:
         verify(arguments.only, write=arguments.write)
         return
     names = arguments.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if arguments.experts and not arguments.only:
+        names = [name for name in names if has_experts(name)]
     results = []
     for name in names:
-        results.append(attempt(name) if has_plan(name) else Result(name, "no plan"))
+        if arguments.experts:
+            results.append(attempt_experts(name))
+        else:
+            results.append(attempt(name) if has_plan(name) else Result(name, "no plan"))
         print(f"{results[-1].verdict:10} {name:28} {results[-1].why}", flush=True)
-    if arguments.write:
-        write(results)
+    if arguments.write and arguments.experts:
+        write(results, "expert")
+        write_lists(expert_parallel=[each.model_type for each in results if each.verdict == "passed"])
+    elif arguments.write:
+        write(results, "tensor")
         write_lists(tensor_parallel=[each.model_type for each in results if each.verdict == "passed"])
 
 

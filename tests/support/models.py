@@ -142,7 +142,8 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     autocast, rounded (gradients sent in bf16),
     checkpointing, zero_1, fsdp (2: on so many replicas), smoothing, clip, batch (samples of a step, 4 by
     default); pp, schedule, chunks, layers; frozen (a pattern of names); unlabelled (steps in which no sample has a
-    target); optim (adamw_torch by default; "lamb" is no name of a recipe's), rate; bias_rate (of routers)."""
+    target); optim (adamw_torch by default; "lamb" is no name of a recipe's), rate; bias_rate (of routers);
+    ep (experts)."""
     from stepmark.data.loader.loader import DataLoader
     from stepmark.data.loader.prefetcher import DevicePrefetcher
     from stepmark.parallel.optimizer.whole_parameters import whole_parameters
@@ -154,7 +155,9 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
 
     tp, accumulation = options.get("tp", 1), options.get("accumulation", 1)
     pp, fsdp = options.get("pp", 1), options.get("fsdp")
-    mesh = Mesh.create(tensor_parallel_size=tp, pipeline_parallel_size=pp, context=context)
+    mesh = Mesh.create(
+        tensor_parallel_size=tp, pipeline_parallel_size=pp, expert_parallel_size=options.get("ep", 1), context=context
+    )
     runtime, axis = mesh.runtime, mesh.data_parallel
     if options.get("bf16"):
         model.to(torch.bfloat16)

@@ -171,6 +171,9 @@ class TrainingFields(metaclass=AcceptingDefaults):
     pipeline_parallel_size: Annotated[int, at_least(1), Help(
         "ranks among which the layers are divided as pipeline stages", "2",
         more="The micro-batches of gradient_accumulation_steps go through them.")] = 1
+    expert_parallel_size: Annotated[int, at_least(1), Help(
+        "ranks over which the experts of a mixture are divided", "4",
+        more="Of tensor times data parallel ranks; tensor parallel ones first.")] = 1
     pipeline_schedule: Annotated[str, one_of("gpipe", "1f1b", "interleaved"), Help(
         "order of the stages' passes; interleaved: several stages on each rank", "interleaved")] = "1f1b"
     pipeline_layers: Annotated[list[int] | None, Help(
@@ -377,7 +380,7 @@ def _contradictions(args: TrainingFields) -> Iterator[str]:
         )
     if args.pipeline_parallel_size > 1:
         yield from _pipeline_contradictions(args)
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
         if args.neftune_noise_alpha is not None and getattr(args, name) > 1:
             yield f"neftune_noise_alpha and {name}: ranks of one replica would add different noise; set one of them"
         if args.sample_prompts is not None and getattr(args, name) > 1:
@@ -398,7 +401,7 @@ def _not_with_fsdp(args: TrainingFields) -> Iterator[str]:
         yield "zero_1 and fsdp: fsdp shards optimizer states too; leave zero_1 out"
     if args.device_name == "xla":
         yield "fsdp and device: lazy devices cannot free parameters within a graph; use zero_1, or leave fsdp out"
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
         if getattr(args, name) > 1:
             yield f"fsdp and {name}: both shard parameters; leave one of them out"
     if args.optim in WHOLE_PARAMETERS:

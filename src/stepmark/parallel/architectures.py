@@ -15,6 +15,9 @@ _LISTS: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 TENSOR_PARALLEL: frozenset[str] = frozenset(_LISTS["tensor_parallel"])
 """Those whose own tensor parallel plan is right."""
 
+EXPERT_PARALLEL: frozenset[str] = frozenset(_LISTS["expert_parallel"])
+"""Those whose experts can be divided over ranks."""
+
 STAGES: dict[str, str] = _LISTS["stages"]
 """Those that can be cut into pipeline stages, and what their layers return: see `StagePlan.returns`."""
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from stepmark.errors import UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import Collectives
+from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Box, Layout, Part, Shape, TensorSlice, layout_of
 from stepmark.sharding.replication import replication_of
 
@@ -125,12 +126,15 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 class Bucket:
-    """`members` concatenated from element 0 on; a rank's shard has `shard_size` elements, padding included."""
+    """`members` concatenated from element 0 on; a rank's shard has `shard_size` elements, padding included. `axis`: the
+    data parallel ranks that hold the same members."""
 
-    def __init__(self, group: int, members: Sequence[Member], axis: Collectives, tensor_axis_size: int) -> None:
+    def __init__(self, group: int, members: Sequence[Member], mesh: Mesh) -> None:
         self.group = group
         self.members = list(members)
-        self.replication = replication_of(members[0].parameter, tensor_axis_size)
+        self.replication = replication_of(members[0].parameter, mesh.tensor_parallel.size)
+        self.axis: Collectives = mesh.same(self.replication.experts)
+        axis = self.axis
         self.dtype = members[0].parameter.dtype
         self.numel = members[-1].end
         self.shard_size = -(-self.numel // axis.size)
@@ -175,9 +179,7 @@ def _place_of_run(part: Part, local_shape: Shape) -> int | None:
 
 def make_buckets(
     groups: Sequence[Sequence[tuple[str, nn.Parameter]]],
-    axis: Collectives,
-    tensor_axis_size: int,
-    runtime: Runtime,
+    mesh: Mesh,
     limit: int | None = None,
     *,
     reordered: bool = True,
@@ -186,20 +188,33 @@ def make_buckets(
     device determines it. On eager devices the first one of a group is smaller: its gradients are complete last, so
     that nothing is computed while they travel, and its new values are the first that a forward pass waits for.
     `reordered`: store several projections side by side one after the other (see `Member`)."""
-    limit = limit or _default_limit(runtime)
-    first = limit if runtime.lazy else int(limit * FIRST_BUCKET)
+    limit = limit or _default_limit(mesh.runtime)
+    first = limit if mesh.runtime.lazy else int(limit * FIRST_BUCKET)
     buckets = []
     for index, group in enumerate(groups):
         kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in group:
             check_real(name, parameter)
-            kind = (parameter.dtype, replication_of(parameter, tensor_axis_size))
+            kind = (parameter.dtype, replication_of(parameter, mesh.tensor_parallel.size))
             kinds.setdefault(kind, []).append((name, parameter))
         for parameters in kinds.values():
             for run in runs_of([parameter.numel() for _, parameter in parameters], limit, first):
                 members = _members(parameters[run.start : run.stop], reordered)
-                buckets.append(Bucket(index, members, axis, tensor_axis_size))
+                buckets.append(Bucket(index, members, mesh))
     return buckets
+
+
+def for_each_axis(
+    operation: str, buckets: Sequence[Bucket], tensors: Sequence[Tensor], order: Sequence[int] | None = None
+) -> list[Tensor]:
+    """A collective over each bucket's tensor, sent in `order` along each of the buckets' axes."""
+    found: dict[int, Tensor] = {}
+    order = range(len(buckets)) if order is None else order
+    for axis in dict.fromkeys(bucket.axis for bucket in buckets):
+        own = [number for number in order if buckets[number].axis is axis]
+        results = getattr(axis, operation)([tensors[number] for number in own])
+        found.update(zip(own, results, strict=True))
+    return [found[number] for number in range(len(buckets))]
 
 
 def check_real(name: str, parameter: nn.Parameter) -> None:

@@ -35,8 +35,9 @@ def mesh_digest(tensors: Iterable[tuple[str, Tensor]], mesh: Mesh) -> str:
     for name, each in tensors:
         tensor = each.detach()
         text = _described(name, each)
-        copies = replication_of(each, axis.size).count
-        counts, layout = mesh.data_parallel.rank == 0 and axis.rank % copies == 0, layout_of(each)
+        replication = replication_of(each, axis.size)
+        first = mesh.same(replication.experts).rank == 0
+        counts, layout = first and axis.rank % replication.count == 0, layout_of(each)
         if is_fully_sharded(each):
             counts = mesh.data_parallel.rank < mesh.data_parallel.size // layer_of(each).copies
             tensor, layout = shard_of(each).tensor.detach(), shard_of(each).layout

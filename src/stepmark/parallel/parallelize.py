@@ -31,6 +31,7 @@ from stepmark.parallel.tensor.adapted_layers import (
 from stepmark.parallel.tensor.attention_heads import Heads, heads_of
 from stepmark.parallel.tensor.autograd_collectives import reduce_from
 from stepmark.parallel.tensor.dropout import RegionSeeds, has_dropout, seed_regions
+from stepmark.parallel.tensor.expert_parallel import ExpertParallelism
 from stepmark.parallel.tensor.experts import (
     check_experts,
     check_grouped,
@@ -109,8 +110,9 @@ def parallelize(
     pipeline_chunks: int = 1,
     fsdp: FullSharding | bool | str | None = None,
 ) -> Model:
-    """Shards a transformers model over the mesh's tensor parallel axis, and cuts it into stages along the pipeline, in
-    place; or shards the parameters of any model over the data parallel axis (`fsdp`).
+    """Shards a transformers model over the mesh's tensor parallel axis, divides experts over its expert parallel ranks,
+    and cuts it into stages along the pipeline, in place; or shards the parameters of any model over the data parallel
+    axis (`fsdp`).
 
     Every rank passes the same complete model, before it is moved to the device and before an optimizer is created.
     Parameters stay the same objects, so ties are preserved; afterwards each holds this rank's shard and is annotated
@@ -145,23 +147,29 @@ def parallelize(
             styles or misses a module with parameters among sharded ones, sizes are not divisible, the model does not
             support sequence parallelism, or it cannot be cut into stages.
     """
-    tensor, pipeline = mesh.tensor_parallel.size > 1, mesh.pipeline.size > 1
+    tensor, pipeline, divided = mesh.tensor_parallel.size > 1, mesh.pipeline.size > 1, mesh.expert_parallel_size > 1
     sharding = fsdp if isinstance(fsdp, FullSharding) else full_sharding(fsdp, None)
     fully = sharding is not None and (tensor or pipeline or mesh.data_parallel.size > 1)
-    if not tensor and not pipeline and not fully:
+    if not tensor and not pipeline and not fully and not divided:
         return model
     if model in _applied:
         raise UsageError("parallelize: the model is already sharded; pass a complete one")
     check_not_added_to(model)
+    if divided and sharding is not None:
+        raise UsageError("fsdp and expert_parallel_size: both shard experts; leave one of them out")
     if sharding is not None:
         shard_fully(model, mesh, sharding)
     check_adapters(model, mesh.tensor_parallel.size, mesh.pipeline.size)
     stages = plan_stages(model, mesh.pipeline.size * pipeline_chunks, pipeline_layers) if pipeline else None
+    experts = ExpertParallelism(unwrapped(model), mesh, verified=plan is None) if divided else None
     if tensor:
-        work = _Parallelization(model, mesh, plan, parallelize_embedding, sequence_parallel)
+        own = experts.modules if experts is not None else {}
+        work = _Parallelization(model, mesh, plan, parallelize_embedding, sequence_parallel, own)
         _agree_on_adapters(model, mesh)
         work.shard_parameters()
         work.wire()
+    if experts is not None:
+        _divide(experts)
     if stages is not None:
         cut_into_stages(model, stages, mesh)
     sizes = None if pipeline_layers is None else tuple(pipeline_layers)
@@ -171,6 +179,14 @@ def parallelize(
         )
         vars(each)["save_pretrained"] = _refuse_saving
     return model
+
+
+def _divide(experts: ExpertParallelism) -> None:
+    for parameter, placement, replication in list(experts.placements()):
+        _replace(parameter, placement)
+        annotate(parameter, placement.layout)
+        annotate_replication(parameter, replication)
+    experts.wire()
 
 
 def _agree_on_adapters(model: nn.Module, mesh: Mesh) -> None:
@@ -195,15 +211,24 @@ class _Parallelization:
     """One call of `parallelize`: the constructor checks everything, the other methods change the model."""
 
     def __init__(
-        self, model: Any, mesh: Mesh, given: Mapping[str, str] | None, embedding: bool, sequence: bool
+        self,
+        model: Any,
+        mesh: Mesh,
+        given: Mapping[str, str] | None,
+        embedding: bool,
+        sequence: bool,
+        experts: Mapping[str, nn.Module],
     ) -> None:
+        """`experts`: modules that are divided otherwise, whatever the plan says."""
         self._called = called_models(model)
         self._model = model = unwrapped(model)
         self._mesh = mesh
         self._axis: Collectives = mesh.tensor_parallel
         if any(layout_of(parameter) is not None for parameter in model.parameters()):
             raise UsageError("parallelize: the model is already sharded; pass a complete one")
-        plan = plan_of(model, given)
+        plan = {
+            name: style for name, style in plan_of(model, given).items() if not {name, _parent(name)} & set(experts)
+        }
         if sequence:
             sequence_modules(model)
         self._sequence = sequence
@@ -223,7 +248,7 @@ class _Parallelization:
         self._heads = self._find_heads(modules)
         self._sharded = list(self._shards())
         ends = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if is_wrapper(each)]
-        exempt = [*ends, *(table.called for table in tables)]
+        exempt = [*ends, *(table.called for table in tables), *experts.values()]
         check_plan(model, plan, [part for each in exempt for part in each.modules()])
 
     def _find_heads(self, modules: dict[str, nn.Module]) -> dict[str, Heads]:

@@ -159,7 +159,7 @@ def _model_factory(args: TrainingFields, context: Context) -> Any:
     from stepmark.trainer.setup import make_mesh, sharding_options
     from stepmark.training.model_options import enable_gradient_checkpointing
 
-    if args.tensor_parallel_size == args.pipeline_parallel_size == 1:
+    if args.tensor_parallel_size == args.pipeline_parallel_size == args.expert_parallel_size == 1:
         return None
     factory = model_factory(make_mesh(args, context), **sharding_options(args))
     if not args.gradient_checkpointing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,6 +43,10 @@ class Mesh:
         data_parallel: Collectives among the ranks that hold the same parameters and train on different samples.
         tensor_parallel: Collectives among the ranks that hold different slices of the parameters and train on the same
             samples.
+        expert_parallel_size: How many ranks, of those that have the same stage, hold different experts: neighbours on
+            the tensor parallel axis, and where these are too few, on the data parallel axis.
+        experts: Collectives among the data parallel ranks over which experts are divided.
+        same_experts: Collectives among the data parallel ranks that hold the same experts.
     """
 
     def __init__(
@@ -52,9 +57,12 @@ class Mesh:
         ends: Collectives | None = None,
         links: StageLinks | None = None,
         replicas: Mapping[int, Collectives] | None = None,
+        expert_parallel_size: int = 1,
+        experts: tuple[Collectives, Collectives] | None = None,
     ) -> None:
         """`axes`: axis name to collectives, for every axis of the grid. `replicas`: those among fewer neighbours than
-        the tensor parallel axis has, by their number."""
+        the tensor parallel axis has, by their number. `experts`: those of the attributes `experts` and `same_experts`,
+        where data parallel ranks hold different experts."""
         self.context = context
         self.grid = grid
         self.data_parallel = axes[DATA]
@@ -63,6 +71,8 @@ class Mesh:
         self.ends = ends or NoCollectives()
         self.links = links
         self._replicas = {**(replicas or {}), grid.axes[TENSOR]: self.tensor_parallel}
+        self.expert_parallel_size = expert_parallel_size
+        self.experts, self.same_experts = experts or (NoCollectives(), self.data_parallel)
 
     @classmethod
     def create(
@@ -70,6 +80,7 @@ class Mesh:
         *,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
         device: str = "auto",
         context: Context | None = None,
     ) -> Mesh:
@@ -78,6 +89,7 @@ class Mesh:
         Args:
             tensor_parallel_size: Size of the "tp" axis.
             pipeline_parallel_size: Size of the "pp" axis. The "dp" axis gets the remaining factor.
+            expert_parallel_size: Over how many ranks experts are divided; it divides the product of "dp" and "tp".
             device: As in `start`; ignored where `context` is given.
             context: What `start` returned, None to call it.
 
@@ -85,12 +97,13 @@ class Mesh:
             The mesh as seen from this rank.
 
         Raises:
-            UsageError: The number of ranks is not a multiple of the product of both sizes.
+            UsageError: The number of ranks is not a multiple of the product of the first two sizes, or the third one
+                does not divide the other factor times the first.
             DeviceError: The device is missing.
             LaunchError: The ranks cannot find each other.
         """
         context = context or start(device)
-        check_sizes(context.world.size, tensor_parallel_size, pipeline_parallel_size)
+        check_sizes(context.world.size, tensor_parallel_size, pipeline_parallel_size, expert_parallel_size)
         data = context.world.size // (tensor_parallel_size * pipeline_parallel_size)
         inner = {DATA: data, TENSOR: tensor_parallel_size}
         grid = RankGrid({PIPELINE: pipeline_parallel_size, **inner} if pipeline_parallel_size > 1 else inner)
@@ -98,13 +111,18 @@ class Mesh:
         axes = {axis: _collectives(context, grid.groups(axis), axis == PIPELINE) for axis in grid.axes}
         counts = [count for count in range(2, tensor_parallel_size) if tensor_parallel_size % count == 0]
         replicas = {count: _collectives(context, grid.groups(TENSOR, count)) for count in counts}
+        experts = None
+        if (spread := spread_of_experts(expert_parallel_size, tensor_parallel_size)) > 1:
+            with_tokens = _collectives(context, grid.groups(DATA, spread), use="experts")
+            experts = with_tokens, _collectives(context, grid.groups(DATA, data // spread, spread))
+        of_experts: dict[str, Any] = {"expert_parallel_size": expert_parallel_size, "experts": experts}
         if pipeline_parallel_size == 1:
-            return cls(context, grid, axes, replicas=replicas)
+            return cls(context, grid, axes, replicas=replicas, **of_experts)
         pipelines = grid.groups(PIPELINE)
         ends = axes[PIPELINE]
         if pipeline_parallel_size > 2:
             ends = _collectives(context, [[ranks[0], ranks[-1]] for ranks in pipelines], between_stages=True)
-        return cls(context, grid, axes, ends, _links(context, pipelines), replicas)
+        return cls(context, grid, axes, ends, _links(context, pipelines), replicas, **of_experts)
 
     @property
     def runtime(self) -> Runtime:
@@ -113,13 +131,23 @@ class Mesh:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Axis name to size, as checkpoints record it."""
-        return dict(self.grid.axes)
+        """Axis name to size, as checkpoints record it; "ep", which is part of the others, where it is not 1."""
+        return {**self.grid.axes, **({"ep": self.expert_parallel_size} if self.expert_parallel_size > 1 else {})}
 
     @property
     def same_parameters(self) -> list[list[int]]:
-        """The ranks in groups, each of which holds the same parameters."""
+        """The ranks in groups, each of which holds the same parameters, besides experts."""
         return self.grid.groups(DATA)
+
+    def holders(self, experts: bool) -> list[list[int]]:
+        """The ranks in groups, each of which holds the same slices: of experts, or of other parameters."""
+        if not experts:
+            return self.same_parameters
+        return self.grid.groups(DATA, self.same_experts.size, self.experts.size)
+
+    def same(self, experts: bool) -> Collectives:
+        """Collectives among the ranks of `holders`."""
+        return self.same_experts if experts else self.data_parallel
 
     @property
     def reporting_ranks(self) -> list[int]:
@@ -153,7 +181,12 @@ class Mesh:
         return self._replicas[count]
 
 
-def check_sizes(ranks: int, tensor: int, pipeline: int, *, begin: str = "start") -> None:
+def spread_of_experts(expert: int, tensor: int) -> int:
+    """Over how many data parallel ranks experts are divided that tensor parallel ranks alone cannot divide."""
+    return expert // math.gcd(expert, tensor)
+
+
+def check_sizes(ranks: int, tensor: int, pipeline: int, expert: int = 1, *, begin: str = "start") -> None:
     """Raises UsageError where the ranks cannot be laid out over axes of these sizes. `begin`: what the user does."""
     for name, size in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", pipeline)):
         if size < 1 or ranks % size:
@@ -165,6 +198,11 @@ def check_sizes(ranks: int, tensor: int, pipeline: int, *, begin: str = "start")
         raise UsageError(
             f"tensor_parallel_size and pipeline_parallel_size: {tensor} times {pipeline} does not divide the {ranks} "
             f"ranks; {begin} a multiple of {tensor * pipeline} ranks, or lower one of them"
+        )
+    if expert < 1 or ranks // pipeline % expert:
+        raise UsageError(
+            f"expert_parallel_size: {expert} does not divide the {ranks // pipeline} ranks of a stage (tensor times "
+            "data parallel); choose a divisor of them"
         )
 
 
@@ -209,9 +247,12 @@ def _xla(context: Context) -> XlaRuntime:
     return context.runtime
 
 
-def _collectives(context: Context, groups: Sequence[list[int]], between_stages: bool = False) -> Collectives:
+def _collectives(
+    context: Context, groups: Sequence[list[int]], between_stages: bool = False, use: str = ""
+) -> Collectives:
     """The collectives of this rank's group; of size 1 for a rank that is in none of them. `between_stages`: the group's
-    ranks have different stages of a pipeline. Every rank calls this for the same groups, in the same order."""
+    ranks have different stages of a pipeline. `use`: what is sent in an order of its own among the same ranks. Every
+    rank calls this for the same groups, in the same order."""
     if len(groups[0]) == 1:
         return NoCollectives()
     runtime, rank = context.runtime, context.world.rank
@@ -221,7 +262,7 @@ def _collectives(context: Context, groups: Sequence[list[int]], between_stages: 
         if own is None:
             return NoCollectives()
         return _graph_collectives(context, own, None if everybody else list(groups), between_stages)
-    axis = _of_own_group(GroupCollectives, context, groups)
+    axis = _of_own_group(GroupCollectives, context, groups, use)
     if axis is None or not runtime.lazy:
         return axis or NoCollectives()
     return BridgeCollectives(runtime, axis)
@@ -240,11 +281,11 @@ def _graph_collectives(
 
 
 Made = TypeVar("Made")
-_made: dict[Any, tuple[weakref.ref[Any], Any]] = {}  # by class, ranks and backend; and the default group then
+_made: dict[Any, tuple[weakref.ref[Any], Any]] = {}  # by class, ranks, backend and use; and the default group then
 
 
 def _of_own_group(
-    kind: Callable[[dist.ProcessGroup], Made], context: Context, groups: Sequence[list[int]]
+    kind: Callable[[dist.ProcessGroup], Made], context: Context, groups: Sequence[list[int]], use: str = ""
 ) -> Made | None:
     """The object of this class for this rank's group, None where it is in none of `groups`.
 
@@ -252,7 +293,7 @@ def _of_own_group(
     script sends in torch's default one may come in another order there. All meshes of the process have the same ones,
     which several trainings, one after the other, do not add to, and in which several optimizers take turns."""
     backend = backend_for(context.runtime)
-    key = (kind, tuple(map(tuple, groups)), backend)
+    key = (kind, tuple(map(tuple, groups)), backend, use)
     world, made = _made.get(key, (None, None))
     if world is None or world() is not dist.group.WORLD:
         with quiet_stdout():

@@ -26,17 +26,18 @@ class RankGrid:
         """Axis name to this rank's coordinate."""
         return {axis: rank // self._stride(axis) % size for axis, size in self.axes.items()}
 
-    def groups(self, axis: str, count: int | None = None) -> list[list[int]]:
+    def groups(self, axis: str, count: int | None = None, distance: int = 1) -> list[list[int]]:
         """Divides all ranks into groups that differ in their coordinate on `axis` only, in the order of it.
 
         Args:
             axis: An axis name.
             count: Ranks per group, a divisor of the axis's size: consecutive coordinates form a group. None: all.
+            distance: How far apart the coordinates of a group are; times `count` it divides the axis's size.
         """
         count = count or self.axes[axis]
         stride = self._stride(axis)
-        firsts = [rank for rank in range(self.size) if rank // stride % self.axes[axis] % count == 0]
-        return [[first + stride * index for index in range(count)] for first in firsts]
+        firsts = [rank for rank in range(self.size) if rank // stride % self.axes[axis] // distance % count == 0]
+        return [[first + stride * distance * index for index in range(count)] for first in firsts]
 
     def origin(self, *axes: str) -> list[int]:
         """The ranks whose coordinate on each of `axes` is 0, in order."""

@@ -21,11 +21,13 @@ class Replication:
     """`count` neighbours on the tensor parallel axis hold the same slice. `partial`: each of them has computed only a
     part of its gradient (from its own heads, or its part of the sequence), which is the sum of theirs; otherwise all of
     them have the complete gradient, and the same. `stages`: 2 for a table that the first pipeline stage uses as the
-    embedding and the last one as the head; its gradient is the sum of theirs."""
+    embedding and the last one as the head; its gradient is the sum of theirs. `experts`: data parallel ranks hold
+    different ones: see `Mesh.same`."""
 
     count: int
     partial: bool = False
     stages: int = 1
+    experts: bool = False
 
     @property
     def copies(self) -> int:

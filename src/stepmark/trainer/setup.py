@@ -32,6 +32,7 @@ from stepmark.runtime.module_placement import (
     fetch_module,
     place_module,
 )
+from stepmark.sharding.replication import replication_of
 from stepmark.trainer.compat.given_loader import GivenLoader
 from stepmark.trainer.loaders import TrainLoader
 from stepmark.trainer.run_folder.output_folder import check_no_earlier_run, check_room
@@ -107,8 +108,7 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
         enable_gradient_checkpointing(model, runtime, args.checkpointing_options)
     if args.dtype == "bfloat16":
         cast_module(model, torch.bfloat16)
-    groups = mesh.same_parameters if applied else None
-    differ = agree_on_weights(model, runtime, context.host, groups)
+    differ = _agree(model, mesh) if applied else agree_on_weights(model, runtime, context.host)
     stages = staged(model)
     if stages is not None:
         ends = [(ranks[0], ranks[-1]) for ranks in mesh.grid.groups(PIPELINE)]
@@ -142,8 +142,19 @@ def make_mesh(args: TrainingFields, context: Context) -> Mesh:
     return Mesh.create(
         tensor_parallel_size=args.tensor_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
+        expert_parallel_size=args.expert_parallel_size,
         context=context,
     )
+
+
+def _agree(model: nn.Module, mesh: Mesh) -> bool:
+    """`agree_on_weights`, of a model that is sharded. Collective."""
+    size, differ = mesh.tensor_parallel.size, False
+    tensors = [*model.parameters(), *model.buffers()]
+    for experts in (False, True) if mesh.experts.size > 1 else (False,):
+        own = [each for each in tensors if replication_of(each, size).experts == experts]
+        differ |= agree_on_tensors(own, mesh.holders(experts), mesh.runtime, mesh.context.host)
+    return differ
 
 
 def sharding_options(args: TrainingFields) -> dict[str, Any]:
@@ -170,6 +181,7 @@ def _check_sharding(applied: ParallelizedModel | None, args: TrainingFields, con
     found = {
         "tensor_parallel_size": applied.mesh.tensor_parallel.size,
         "pipeline_parallel_size": applied.mesh.pipeline.size,
+        "expert_parallel_size": applied.mesh.expert_parallel_size,
         "pipeline_layers": None if applied.pipeline_layers is None else list(applied.pipeline_layers),
         "pipeline_chunks": applied.pipeline_chunks,
         "sequence_parallel": applied.sequence_parallel,

@@ -96,7 +96,8 @@ class SequentialSchedule:
         self._scaler = scaler
         self._seed = seed
         self._loads = loads or ExpertLoads(model, mesh)
-        self._together = any(map(is_dtensor, model.parameters()))  # all ranks call the model in the same order
+        # Whether all ranks call the model in the same order.
+        self._together = mesh.experts.size > 1 or any(map(is_dtensor, model.parameters()))
 
     def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
         """See `MicroBatchSchedule`."""

@@ -14,7 +14,6 @@ from stepmark import ZeroRedundancyOptimizer
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import make_buckets
 from stepmark.parallel.gradients.flat_sums import FlatSums
-from stepmark.runtime.collectives import NoCollectives
 from stepmark.runtime.mesh import Mesh
 
 
@@ -30,7 +29,7 @@ class Net(nn.Module):
 
 
 def sums_of(net: Net, seen: list[int] | None = None) -> FlatSums:
-    buckets = make_buckets([list(net.named_parameters())], NoCollectives(), 1, Mesh.create(device="cpu").runtime)
+    buckets = make_buckets([list(net.named_parameters())], Mesh.create(device="cpu"))
     sums = FlatSums(buckets, Mesh.create(device="cpu").runtime)
     sums.arrived = lambda number, _: (seen if seen is not None else []).append(number)
     return sums
@@ -96,7 +95,7 @@ def test_gradients_that_are_cleared_between_passes_do_not_count() -> None:
 
 def test_sparse_gradients_are_added() -> None:
     table = nn.Embedding(4, 2, sparse=True)
-    buckets = make_buckets([list(table.named_parameters())], NoCollectives(), 1, Mesh.create(device="cpu").runtime)
+    buckets = make_buckets([list(table.named_parameters())], Mesh.create(device="cpu"))
     sums = FlatSums(buckets, Mesh.create(device="cpu").runtime)
     for _ in range(2):
         table(torch.tensor([1, 1, 3])).sum().backward()
@@ -177,7 +176,7 @@ def test_gradients_that_are_weighted_on_arrival_make_the_same_sums(dtype: torch.
         sums = sums_of(net)
         (net.scale.float() * 3).sum().backward()
         sums.collect()
-        sums.weigh_arriving(0.5, weighing)
+        sums.weigh_arriving(dict.fromkeys(weighing, 0.5))
         for _ in range(2):
             net(torch.ones(2, 3)).backward()
         sums.collect()

@@ -15,6 +15,11 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}),
     "tp2, ZeRO-1": (4, {"tp": 2, "dp": 2, "zero_1": True}),
     "tp2, pp2": (4, {"tp": 2, "pp": 2}),
+    "ep2 in tp2": (2, {"tp": 2, "ep": 2}),
+    "ep2 over dp2": (2, {"dp": 2, "ep": 2}),
+    "ep2 in tp2, dp2": (4, {"tp": 2, "dp": 2, "ep": 2}),
+    "ep4 over tp2, dp2": (4, {"tp": 2, "dp": 2, "ep": 4}),
+    "ep2, pp2, ZeRO-1": (4, {"pp": 2, "dp": 2, "ep": 2, "zero_1": True}),
 }
 MORE: tuple[dict[str, Any], ...] = ({}, {"checkpointing": True}, {"clip": 0.1, "embedding": False})
 
@@ -30,10 +35,17 @@ def test_tensor_parallel_experts_train_like_one_rank(ranks: Ranks) -> None:
     mesh_parity.compare(ranks, "cpu", count, cases, cut=True)
 
 
-@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "tp2"])
+@pytest.mark.parametrize("mesh", [name for name in MESHES if "tp2," in name and "ep" not in name])
 def test_with_other_axes(ranks: Ranks, mesh: str) -> None:
     count, axes = MESHES[mesh]
     mesh_parity.compare(ranks, "cpu", count, [options("gpt_oss", 3, axes)], cut=True)
+
+
+@pytest.mark.parametrize("mesh", [name for name in MESHES if "ep" in name])
+def test_expert_parallel(ranks: Ranks, mesh: str) -> None:
+    count, axes = MESHES[mesh]
+    kinds = EXPERTS if axes == {"dp": 2, "ep": 2} else ["mixtral"]
+    mesh_parity.compare(ranks, "cpu", count, [options(kind, 3, axes) for kind in kinds], cut=True)
 
 
 @pytest.mark.xla

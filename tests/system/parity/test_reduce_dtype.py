@@ -77,7 +77,7 @@ def reduced(zero_1: bool, between_hosts: bool, dtype: str) -> list[float]:
     named, reduce_dtype = [("weight", parameter)], getattr(torch, dtype)
     with patch.object(GroupCollectives, "_between_hosts", lambda *_: between_hosts):
         if zero_1:
-            buckets = make_buckets([named], mesh.data_parallel, 1, mesh.runtime)
+            buckets = make_buckets([named], mesh)
             reducer = sharded_gradients(buckets, mesh, reduce_dtype=reduce_dtype)
         else:
             reducer = mean_gradients(named, mesh, accumulation=1, reduce_dtype=reduce_dtype)

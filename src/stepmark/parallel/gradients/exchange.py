@@ -11,7 +11,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from stepmark.parallel.buckets import LAZY_BUCKET_ELEMENTS, Bucket, runs_of
+from stepmark.parallel.buckets import LAZY_BUCKET_ELEMENTS, Bucket, for_each_axis, runs_of
 from stepmark.parallel.gradients.arithmetic import (
     add_ends,
     add_ends_of_buckets,
@@ -28,7 +28,7 @@ from stepmark.parallel.gradients.overlap import RankWeights
 from stepmark.parallel.gradients.reduced import ReducedGradients, show, show_shards
 from stepmark.parallel.gradients.shard_sums import ShardSums
 from stepmark.parallel.gradients.tensor_sums import TensorSums
-from stepmark.runtime.collectives import GroupCollectives, start_gather_in_place
+from stepmark.runtime.collectives import Collectives, GroupCollectives, start_gather_in_place
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
 
@@ -65,18 +65,20 @@ class AllReduce:
 
     def start(self, sums: FlatSums, number: int, weights: RankWeights) -> Callable[[], Tensor]:
         """Starts the reduction of a bucket's sums to their mean by the ranks' weights; the result waits for it."""
-        assert isinstance(self._axis, GroupCollectives)
-        weighted = sums.weighted(number, weights.factor())
+        weighted, axis = sums.weighted(number, weights.factor()), sums.buckets[number].axis
+        if not isinstance(axis, GroupCollectives):  # experts that no other rank holds
+            return lambda: weighted
         if self._reduce_dtype == weighted.dtype:
-            return self._axis.start_all_reduce(weighted)
-        return self._axis.start_all_reduce_in(self._reduce_dtype, weighted)
+            return axis.start_all_reduce(weighted)
+        return axis.start_all_reduce_in(self._reduce_dtype, weighted)
 
     def reduced(
         self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor, loads: Tensor | None
     ) -> ReducedGradients:
         """Completes what has been started for every bucket."""
         flat = add_ends_of_buckets(means, sums.buckets, self._mesh)
-        shards = [self._axis.own_shard(each) for each in flat]  # of which each rank computes the norm
+        pairs = zip(sums.buckets, flat, strict=True)
+        shards = [bucket.axis.own_shard(each) for bucket, each in pairs]  # of which each rank computes the norm
         used = self._mesh.runtime.numbers(sums.got())
         loss, square, head, loads = totals(shards, copies_of(sums.buckets), loss, tokens, loads, self._mesh, used)
         return ReducedGradients(self._members_of(sums, flat, head[1:]), loss, head[0], square.sqrt(), loads)
@@ -108,25 +110,34 @@ class AllReduce:
     def _mean(
         self, gradients: Sequence[Tensor | None], loss: Tensor, tokens: Tensor
     ) -> tuple[list[Tensor | None], Tensor, Tensor]:
-        """Over the data parallel ranks, weighted by their tokens."""
+        """Over the data parallel ranks that hold the same parameters, weighted by the tokens that these have seen."""
         complete = [
             torch.zeros_like(parameter) if gradient is None else gradient
             for parameter, gradient in zip(self._parameters, gradients, strict=True)
         ]
-        weighted = [loss.float() * tokens, tokens, *complete]
-        runs = [
-            weighted[run.start : run.stop]
-            for run in runs_of([each.numel() for each in weighted], self._bucket_elements)
-        ]
+        experts = [replication.experts for replication in self._replications]
+        pairs = list(zip(complete, experts, strict=True))
+        everywhere = [loss.float() * tokens, tokens, *(each for each, expert in pairs if not expert)]
+        loss, total, *others = self._sums(everywhere, tokens, self._axis, weighted=2)
+        own: list[Tensor] = []
+        if any(experts):
+            (seen,) = self._mesh.experts.all_reduce([tokens])
+            own = self._sums([each for each, expert in pairs if expert], seen, self._mesh.same_experts)
+        divisor = total.clamp(min=1)
+        sums = iter(others), iter(own)
+        return [next(sums[expert]) / divisor for expert in experts], loss / divisor, total
+
+    def _sums(self, tensors: list[Tensor], tokens: Tensor, axis: Collectives, weighted: int = 0) -> list[Tensor]:
+        """Over the ranks of an axis, weighted by `tokens`. So many at the beginning, of one element each, are already
+        `weighted`."""
+        sizes = [each.numel() for each in tensors]
+        runs = [tensors[run.start : run.stop] for run in runs_of(sizes, self._bucket_elements)]
         flat = [torch.cat([tensor.reshape(-1) for tensor in run]) for run in runs]
-        flat[0][2:] *= tokens  # loss and tokens at its head are weighted already
+        flat[0][weighted:] *= tokens
         for each in flat[1:]:
             each *= tokens
-        reduced = self._axis.all_reduce(flat[::-1])[::-1]  # the last layers' gradients come first
-        total = reduced[0][1]
-        divisor = total.clamp(min=1)
-        sums = [each for run, values in zip(runs, reduced, strict=True) for each in _split(values, run)]
-        return [each / divisor for each in sums[2:]], sums[0] / divisor, total
+        reduced = axis.all_reduce(flat[::-1])[::-1]  # the last layers' gradients come first
+        return [each for run, values in zip(runs, reduced, strict=True) for each in _split(values, run)]
 
     def _norm(
         self, gradients: Sequence[Tensor | None], loss: Tensor, loads: Tensor | None
@@ -134,12 +145,18 @@ class AllReduce:
         """The 2-norm of the complete model's gradient, of which every element counts once, however many ranks hold it,
         the loss, which only the last stage of a pipeline has: elsewhere it is 0, and the loads of all stages."""
         present = [gradient for gradient in gradients if gradient is not None]
-        if self._mesh.tensor_parallel.size == self._mesh.pipeline.size == 1:
+        spread = self._mesh.experts.size
+        if self._mesh.tensor_parallel.size == self._mesh.pipeline.size == spread == 1:
             norm = torch.linalg.vector_norm(torch.stack(norms(present))) if present else torch.zeros(())
             return norm, loss, loads
         pairs = zip(self._replications, gradients, strict=True)
-        copies = [replication.copies for replication, gradient in pairs if gradient is not None]
+        copies = [
+            replication.copies * (1 if replication.experts else spread)
+            for replication, gradient in pairs
+            if gradient is not None
+        ]
         square = squares(present, copies, self._mesh.runtime.device)
+        (square,) = self._mesh.experts.all_reduce([square])
         (square,) = self._mesh.tensor_parallel.all_reduce([square])
         if self._mesh.pipeline.size > 1:
             both, loads = over_stages(torch.cat([square, loss.float().reshape(1)]), loads, self._mesh)
@@ -173,13 +190,15 @@ class ReduceScatter:
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, *, reduce_dtype: torch.dtype | None) -> None:
         self._buckets = list(buckets)
         self._mesh = mesh
-        self._axis = mesh.data_parallel
         self._reduce_dtype = reduce_dtype
 
     def start(self, sums: FlatSums, number: int, weights: RankWeights) -> Callable[[], Tensor]:
-        assert isinstance(self._axis, GroupCollectives)
+        axis = self._buckets[number].axis
+        if not isinstance(axis, GroupCollectives):  # experts that no other rank holds
+            complete = sums.complete(number).mul_(weights.own())
+            return lambda: complete
         dtype = self._reduce_dtype or self._buckets[number].dtype
-        finish = self._axis.start_reduce_scatter(sums.complete(number), weights, dtype)
+        finish = axis.start_reduce_scatter(sums.complete(number), weights, dtype)
         return lambda: finish().float()
 
     def reduced(
@@ -191,8 +210,7 @@ class ReduceScatter:
 
     def at_once(self, sums: TensorSums, loss: Tensor, tokens: Tensor, loads: Tensor | None) -> ReducedGradients:
         weighted, order = self._weighted(sums, tokens), self._order(sums)
-        received = self._axis.reduce_scatter([weighted[number] for number in order])
-        shards = [received[order.index(number)].float() for number in range(len(order))]
+        shards = [each.float() for each in for_each_axis("reduce_scatter", self._buckets, weighted, order)]
         shards = add_ends_of_buckets(shards, self._buckets, self._mesh)
         loss, square, head, loads = totals(shards, copies_of(self._buckets), loss, tokens, loads, self._mesh)
         divisor = head[0].clamp(min=1)
@@ -213,7 +231,9 @@ class ReduceScatter:
         tensors = iter([torch.zeros_like(parameter) if each is None else each for parameter, each in pairs])
         joined = [bucket.join(list(islice(tensors, len(bucket.members)))) for bucket in self._buckets]
         found = add_partial_of_buckets(joined, self._buckets, self._mesh)
-        weighted = [flat.mul_(tokens) for flat in found]
+        (seen,) = self._mesh.experts.all_reduce([tokens]) if self._mesh.experts.size > 1 else (tokens,)
+        weights = [seen if bucket.replication.experts else tokens for bucket in self._buckets]
+        weighted = [flat.mul_(weight) for flat, weight in zip(found, weights, strict=True)]
         if self._reduce_dtype is not None:
             return weighted
         return [flat.to(bucket.dtype) for bucket, flat in zip(self._buckets, weighted, strict=True)]
@@ -227,12 +247,13 @@ class ReduceScatter:
             member.parameter.grad = None
         if isinstance(sums, TensorSums):
             return lambda: None
-        places = [self._axis.own_shard(each) for each in sums.flat]
+        axes = [bucket.axis for bucket in self._buckets]
+        places = [axis.own_shard(each) for axis, each in zip(axes, sums.flat, strict=True)]
         pairs = [(place, shard) for place, shard in zip(places, gradients, strict=True) if shard is not None]
         separate = [(place, shard) for place, shard in pairs if place.data_ptr() != shard.data_ptr()]
         for place, shard in separate:
             place.copy_(shard)
-        for wait in [start_gather_in_place(self._axis, each) for each in sums.flat]:
+        for wait in [start_gather_in_place(axis, each) for axis, each in zip(axes, sums.flat, strict=True)]:
             wait()
         flats = [flat for bucket, flat in zip(self._buckets, sums.flat, strict=True) for _ in bucket.members]
         complete = [member.read(flat) for member, flat in zip(members, flats, strict=True)]

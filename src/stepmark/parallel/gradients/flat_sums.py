@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +48,7 @@ class FlatSums:
         self._present = [[False for _ in bucket.members] for bucket in self.buckets]
         self._got = [[False for _ in bucket.members] for bucket in self.buckets]
         self._weighted = [[False for _ in bucket.members] for bucket in self.buckets]
-        self._weight: Weight | None = None
-        self._weighing: Collection[int] = ()
+        self._weights: Mapping[int, Weight] = {}
         members = [(k, i) for k, bucket in enumerate(self.buckets) for i in range(len(bucket.members))]
         self._hooked = [place for place in members if self._parameter(*place).requires_grad]
         self.hooks = GradientHooks(self, [self._parameter(*place) for place in self._hooked], FlatSums._made)
@@ -73,8 +72,8 @@ class FlatSums:
                 self._present[number][position] = self._got[number][position] = False
             return
         if gradient is view:
-            if self._weight is not None and number in self._weighing:  # while the processor has it in its caches
-                gradient.mul_(self._weight)
+            if number in self._weights:  # while the processor has it in its caches
+                gradient.mul_(self._weights[number])
                 self._weighted[number][position] = True
                 parameter.grad = None
             return
@@ -88,13 +87,12 @@ class FlatSums:
         """Writes or adds a gradient; whether autograd may add further ones to it."""
         weighted, present = self._weighted[number], self._present[number][position]
         if weighted[position]:  # another one in the same backward pass
-            assert self._weight is not None
             for place, box in zip(places, boxes, strict=True):
-                place.add_(box.float() * self._weight)
+                place.add_(box.float() * self._weights[number])
             return False
-        if self._weight is not None and not present and number in self._weighing and boxes[0].dtype == torch.float32:
+        if not present and number in self._weights and boxes[0].dtype == torch.float32:
             for place, box in zip(places, boxes, strict=True):
-                torch.mul(box, self._weight, out=place)
+                torch.mul(box, self._weights[number], out=place)
             weighted[position] = True
             return False
         adds = present and self._views[number][position] is None
@@ -102,10 +100,10 @@ class FlatSums:
             place.add_(box) if adds else place.copy_(box)
         return True
 
-    def weigh_arriving(self, weight: Weight, numbers: Collection[int]) -> None:
-        """From now on until `reset`, gradients of these buckets are multiplied by `weight` when they are there, along
-        with what has been added up before. `parameter.grad` is empty then."""
-        self._weight, self._weighing = weight, numbers
+    def weigh_arriving(self, weights: Mapping[int, Weight]) -> None:
+        """From now on until `reset`, gradients of these buckets are multiplied by their weights when they are there,
+        along with what has been added up before. `parameter.grad` is empty then."""
+        self._weights = weights
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -143,7 +141,7 @@ class FlatSums:
         """Forgets the sums, for the next step."""
         if self.hooks.taken:
             return
-        self._weight = None
+        self._weights = {}
         self.hooks.come_last()
         for bucket, *flags in zip(self.buckets, self._present, self._got, self._weighted, strict=True):
             for each in flags:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.errors import UsageError
 from stepmark.parallel.gradients.flat_sums import FlatSums
-from stepmark.runtime.collectives import GroupCollectives, keep_abandoned
+from stepmark.runtime.collectives import Collectives, GroupCollectives, keep_abandoned
 
 Finish = Callable[[], Tensor]
 
@@ -29,13 +29,15 @@ class RankWeights:
 
     Args:
         tokens: This rank's target tokens, a 0-dim float32 tensor on the device.
-        axis: The data parallel axis.
+        axis: The data parallel axis, or that of the ranks that hold the same experts.
     """
 
-    def __init__(self, tokens: Tensor, axis: GroupCollectives) -> None:
+    def __init__(self, tokens: Tensor, axis: Collectives) -> None:
         self._rank = axis.rank
-        self._finish: Callable[[], Tensor] | None = axis.start_all_gather(tokens.reshape(1))
-        self._tokens = tokens
+        self._finish: Callable[[], Tensor] | None = None
+        if isinstance(axis, GroupCollectives):
+            self._finish = axis.start_all_gather(tokens.reshape(1))
+        self._tokens = tokens.reshape(1)
         self._on_host: list[float] | None = None
 
     def own(self) -> Tensor:
@@ -89,7 +91,7 @@ class OverlappedReduction:
         self._axis = axis
         self._device = device
         self._weigh_arriving = weigh_arriving
-        self._weights: RankWeights | None = None
+        self._weights: dict[Collectives, RankWeights] = {}
         self._order = [number for number in reversed(range(len(sums.buckets))) if self._is_independent(number)]
         self._independent = frozenset(self._order)  # the buckets that can be sent during a backward pass
         self._learned = False
@@ -120,15 +122,21 @@ class OverlappedReduction:
 
     @property
     def begun(self) -> bool:
-        return self._weights is not None
+        return bool(self._weights)
 
-    def begin(self, tokens: Tensor) -> None:
-        """Tells the other ranks this one's target tokens in the step."""
-        self._weights = RankWeights(tokens, self._axis)
+    def begin(self, tokens: Tensor, of_experts: Tensor) -> None:
+        """Tells the other ranks this one's target tokens in the step, and those that its experts see."""
+        self._weights = {self._axis: RankWeights(tokens, self._axis)}
+        for bucket in self._sums.buckets:
+            if bucket.axis not in self._weights:
+                self._weights[bucket.axis] = RankWeights(of_experts, bucket.axis)
+
+    def _weights_of(self, number: int) -> RankWeights:
+        return self._weights[self._sums.buckets[number].axis]
 
     def last_backward(self) -> None:
         """From now on a bucket is sent as soon as all gradients of its parameters have arrived."""
-        assert self._weights is not None, "begin() was not called"
+        assert self._weights, "begin() was not called"
         self._count = [[0] * len(bucket.members) for bucket in self._sums.buckets]
         self._missing = [sum(each) for each in self._needed]
         self._completed, self._sent = [], {}
@@ -136,7 +144,7 @@ class OverlappedReduction:
         if self._other() is None:
             _overlapping[self._axis] = weakref.ref(self)
         if self._weigh_arriving:
-            self._sums.weigh_arriving(self._weights.factor(), self._independent)
+            self._sums.weigh_arriving({number: self._weights_of(number).factor() for number in self._independent})
 
     def _other(self) -> OverlappedReduction | None:
         """Another one that sends on the same axis while a backward pass runs."""
@@ -173,8 +181,7 @@ class OverlappedReduction:
 
     @torch.no_grad()
     def _send(self, number: int) -> None:
-        assert self._weights is not None
-        self._sent[number] = self._start(self._sums, number, self._weights)
+        self._sent[number] = self._start(self._sums, number, self._weights_of(number))
         self._sent_versions[number] = self._sums.flat[number]._version
 
     def check_unchanged(self) -> None:
@@ -218,7 +225,7 @@ class OverlappedReduction:
         self._sent_versions.clear()
         if self._running:
             self.finish()
-        self._weights = None
+        self._weights = {}
 
     def _learn(self) -> None:
         """Sets the order of all further passes, by when each bucket was complete, averaged over the ranks, and how many

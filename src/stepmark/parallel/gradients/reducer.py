@@ -31,6 +31,7 @@ from stepmark.parallel.gradients.overlap import OverlappedReduction
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.gradients.shard_sums import ShardSums
 from stepmark.parallel.gradients.tensor_sums import TensorSums
+from stepmark.parallel.tensor.expert_parallel import shares_of_tokens
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 
@@ -55,6 +56,7 @@ class GradientReducer:
         if isinstance(sums, FlatSums) and isinstance(mesh.data_parallel, GroupCollectives):
             weigh, device = exchange.weighs_arriving, mesh.runtime.device
             self._overlap = OverlappedReduction(sums, exchange.start, mesh.data_parallel, device, weigh_arriving=weigh)
+        self._shares = shares_of_tokens(mesh)
 
     def begin(self, tokens: Tensor) -> None:
         """Announces the step, and this rank's target tokens in it: the value that `reduce` will be given. Optional, but
@@ -63,8 +65,9 @@ class GradientReducer:
         self.sums.hooks.come_last()
         if isinstance(self.sums, ShardSums):
             self.sums.begin(tokens)
+        tokens_of_group = self._shares.begin(tokens)
         if self._overlap is not None:
-            self._overlap.begin(tokens)
+            self._overlap.begin(tokens, tokens_of_group)
 
     def last_backward(self) -> None:
         """Announces the step's last backward pass, so that communication may overlap with it; after `begin`."""
@@ -75,6 +78,7 @@ class GradientReducer:
     def collect(self) -> None:
         """Adds what a backward pass left in `parameter.grad` to the step's sums; called after each of them."""
         self.sums.collect()
+        self._shares.end_micro_batch()
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, tokens: Tensor, loads: Tensor | None = None) -> ReducedGradients:
@@ -118,6 +122,7 @@ class GradientReducer:
         """Clears the sums for the next step."""
         if self._overlap is not None:
             self._overlap.reset()
+        self._shares.end()
         self.sums.reset()
 
     def close(self) -> None:
@@ -146,10 +151,9 @@ def mean_gradients(
         on_arrival: Add each gradient to the sums as soon as autograd has made it, as flat buckets do in any case.
     """
     parameters = [parameter for _, parameter in named]
-    axis, tensor_size = mesh.data_parallel, mesh.tensor_parallel.size
     exchange = AllReduce(parameters, mesh, reduce_dtype=reduce_dtype, bucket_elements=bucket_elements)
-    if isinstance(axis, GroupCollectives):
-        buckets = make_buckets([named], axis, tensor_size, mesh.runtime, bucket_elements, reordered=False)
+    if isinstance(mesh.data_parallel, GroupCollectives):
+        buckets = make_buckets([named], mesh, bucket_elements, reordered=False)
         return GradientReducer(FlatSums(buckets, mesh.runtime), exchange, mesh)
     sums = TensorSums(parameters, mesh.runtime, accumulation=accumulation, on_arrival=on_arrival)
     return GradientReducer(sums, exchange, mesh)

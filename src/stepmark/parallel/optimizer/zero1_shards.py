@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
-from stepmark.parallel.buckets import Bucket, complete_on_host, make_buckets
+from stepmark.parallel.buckets import Bucket, complete_on_host, for_each_axis, make_buckets
 from stepmark.parallel.gradients.reducer import GradientReducer, sharded_gradients
 from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.parallel.optimizer.elementwise import check_elementwise
@@ -41,9 +41,8 @@ class FlatShards:
 
     def __init__(self, groups: Groups, mesh: Mesh, *, bucket_elements: int | None = None) -> None:
         self._runtime = mesh.runtime
-        self._axis = mesh.data_parallel
         named = [group["params"] for group in groups]
-        self.buckets = make_buckets(named, self._axis, mesh.tensor_parallel.size, self._runtime, bucket_elements)
+        self.buckets = make_buckets(named, mesh, bucket_elements)
         self.names = [member.name for bucket in self.buckets for member in bucket.members]
         self.parameters = [member.parameter for bucket in self.buckets for member in bucket.members]
         self.groups = [
@@ -80,7 +79,7 @@ class FlatShards:
 
     def _hold(self, number: int, bucket: Bucket) -> Held:
         """The rank's shard: fp32, `bucket.shard_size` elements."""
-        flat, begin = self._flat[number], self._axis.rank * bucket.shard_size
+        flat, begin = self._flat[number], bucket.begin
         if flat is not None and bucket.dtype == torch.float32:
             shard = flat[begin : begin + bucket.shard_size]
         else:
@@ -104,7 +103,7 @@ class FlatShards:
             if flat is not None:
                 _attach(bucket, flat)
                 if flat.dtype != shard.dtype:
-                    follow(shard, self._axis.own_shard(flat))
+                    follow(shard, bucket.axis.own_shard(flat))
             elif written.found():
                 values = complete_on_host(bucket, self._runtime)[bucket.begin : bucket.begin + bucket.shard_size]
                 (own,) = self._runtime.to_host([shard])
@@ -116,16 +115,18 @@ class FlatShards:
         pairs = list(zip(self.buckets, self.held, strict=True))
         if self._runtime.lazy:
             sent = [held.tensor.detach().to(bucket.dtype) for bucket, held in pairs]
-            for bucket, flat, written in zip(self.buckets, self._axis.all_gather(sent), self._written, strict=True):
+            gathered = for_each_axis("all_gather", self.buckets, sent)
+            for bucket, flat, written in zip(self.buckets, gathered, self._written, strict=True):
                 for member in bucket.members:
                     member.read_from(flat)
                 written.forget()
             return
         complete = [flat for flat in self._flat if flat is not None]
-        for flat, held in zip(complete, self.held, strict=True):
+        axes = [bucket.axis for bucket in self.buckets]
+        for axis, flat, held in zip(axes, complete, self.held, strict=True):
             if held.master:
-                self._axis.own_shard(flat).copy_(held.tensor)
-        started = [start_gather_in_place(self._axis, flat) for flat in complete]
+                axis.own_shard(flat).copy_(held.tensor)
+        started = [start_gather_in_place(axis, flat) for axis, flat in zip(axes, complete, strict=True)]
         self.arrivals.start({number: partial(self._arrived, number, wait) for number, wait in enumerate(started)})
 
     def _arrived(self, number: int, wait: Callable[[], Tensor]) -> None:

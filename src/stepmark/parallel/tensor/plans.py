@@ -141,7 +141,7 @@ def plan_of(model: Any, given: Mapping[str, str] | None = None) -> dict[str, Sty
             f"plan: {type(model).__name__} has no module or parameter {missing[0]!r}; use the names of "
             "named_modules() and named_parameters(), with * for a layer's number"
         )
-    kind = _model_type(model)
+    kind = model_type(model)
     if given is None and kind not in TENSOR_PARALLEL:
         raise UsageError(
             f"tensor_parallel_size: {kind} is not among the architectures that were verified against the unsharded "
@@ -153,18 +153,18 @@ def plan_of(model: Any, given: Mapping[str, str] | None = None) -> dict[str, Sty
 
 def _match(model: Any, patterns: Mapping[str, str]) -> tuple[dict[str, Style], set[str]]:
     """The modules and parameters that match a pattern, and the patterns that match one."""
-    compiled = [(re.compile(_expression(pattern)), pattern, style) for pattern, style in patterns.items()]
+    compiled = [(re.compile(expression(pattern)), pattern, style) for pattern, style in patterns.items()]
     found: dict[str, Style] = {}
     matched = set()
     for name in _names(model):
         plain = _INSIDE_SAVED_MODULE.sub("", name)
-        for expression, pattern, style in compiled:
-            if expression.fullmatch(plain) and plain != name:
+        for compiled_name, pattern, style in compiled:
+            if compiled_name.fullmatch(plain) and plain != name:
                 raise UsageError(
                     f"tensor_parallel_size: {plain} is inside a module that modules_to_save of the adapter names; name "
                     "the layers in it instead"
                 )
-            if expression.fullmatch(name):
+            if compiled_name.fullmatch(name):
                 found[name] = parse_style(style)
                 matched.add(pattern)
     for name in [name for name, style in found.items() if style.kind == "moe_tp_experts"]:
@@ -191,7 +191,7 @@ def own_plan(model: Any) -> dict[str, str]:
 
     Raises UsageError for a model whose plan is known to be wrong.
     """
-    kind = _model_type(model)
+    kind = model_type(model)
     if kind in REFUSED:
         raise UsageError(f"tensor_parallel_size: {type(model).__name__} is not supported: {REFUSED[kind]}")
     own = dict(getattr(model, "_tp_plan", None) or {})
@@ -202,11 +202,13 @@ def own_plan(model: Any) -> dict[str, str]:
     return {**{f"{name}.{child}": "replicate" for name in latent for child in BEFORE_HEADS}, **own}
 
 
-def _model_type(model: Any) -> str:
+def model_type(model: Any) -> str:
+    """As its configuration names it."""
     return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
 
 
-def _expression(pattern: str) -> str:
+def expression(pattern: str) -> str:
+    """The regular expression of a plan's name."""
     return re.escape(pattern).replace(r"\*", r"\d+")
 
 
