@@ -15,6 +15,9 @@ _LISTS: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 TENSOR_PARALLEL: frozenset[str] = frozenset(_LISTS["tensor_parallel"])
 """Those whose own tensor parallel plan is right."""
 
+SEQUENCE_PARALLEL: frozenset[str] = frozenset(_LISTS["sequence_parallel"])
+"""Those of them that compute the same with the sequence sharded between blocks."""
+
 STAGES: dict[str, str] = _LISTS["stages"]
 """Those that can be cut into pipeline stages, and what their layers return: see `StagePlan.returns`."""
 
