@@ -1,7 +1,8 @@
 """Verifies tensor parallelism for every causal language model of transformers, and records which types pass.
 
 Each architecture with a plan is built with a small random configuration and compared, at tensor_parallel_size 2, with
-itself on one rank: logits, loss, and the gradient of every parameter. The two ranks are threads of this process.
+itself on one rank: logits, loss, and the gradient of every parameter; and again with sequence parallelism. The
+two ranks are threads of this process.
 
     python scripts/architectures.py [--only MODEL_TYPE …] [--write] [--pipeline] [--experts]
 
@@ -32,10 +33,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from stepmark.errors import UsageError
 from stepmark.launch.world import World
 from stepmark.liveness.host_group import HostGroup
-from stepmark.parallel.architectures import TENSOR_PARALLEL
+from stepmark.parallel import architectures as accepted
 from stepmark.parallel.parallelize import local_shard, parallelize
 from stepmark.parallel.tensor.expert_parallel import expert_modules
 from stepmark.parallel.tensor.plans import PLANS, STYLES, own_plan, parse_style, plan_of
+from stepmark.parallel.tensor.sequence import REFUSED
 from stepmark.runtime.collectives import NoCollectives, Reduction
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime
@@ -89,11 +91,12 @@ class ThreadAxis:
 @dataclass(frozen=True)
 class Result:
     """`verdict`: passed, refused, failed, not built (no small configuration was found), or no plan. `why`: of a type
-    that passed, what its plan does not shard."""
+    that passed, what its plan does not shard. `sequence`: whether it passed with sequence parallelism, or why not."""
 
     model_type: str
     verdict: str
     why: str = ""
+    sequence: str = ""
 
 
 def attempt(model_type: str) -> Result:
@@ -109,11 +112,25 @@ def attempt(model_type: str) -> Result:
         plan_of(model, plan)
         halves = [copy.deepcopy(model) for _ in range(RANKS)]
         difference = compare(model, halves, plan) or _not_sharded(halves[0])
+        sequence = "" if difference else _with_sequence(model, plan)
     except UsageError as error:
         return Result(model_type, "refused", str(error).removeprefix("tensor_parallel_size: ").split("; supported")[0])
     except Exception as error:
         return Result(model_type, "failed", f"{type(error).__name__}: {_first_line(error)}")
-    return Result(model_type, "failed", difference) if difference else Result(model_type, "passed", _whole(halves[0]))
+    if difference:
+        return Result(model_type, "failed", difference)
+    return Result(model_type, "passed", _whole(halves[0]), sequence)
+
+
+def _with_sequence(model: Any, plan: dict[str, str]) -> str:
+    """ "yes", or why the model cannot be sharded along the sequence, too."""
+    model.zero_grad()
+    try:
+        return compare(model, [copy.deepcopy(model) for _ in range(RANKS)], plan, sequence=True) or "yes"
+    except UsageError as error:
+        return str(error).removeprefix("sequence_parallel: ").split("; set it")[0].partition(" is not supported: ")[2]
+    except Exception as error:
+        return f"{type(error).__name__}: {_first_line(error)}"
 
 
 def attempt_experts(model_type: str) -> Result:
@@ -125,7 +142,7 @@ def attempt_experts(model_type: str) -> Result:
             model = narrow_model(model_type)
     except Exception as error:
         return Result(model_type, "not built", _first_line(error))
-    for form in (OVER_TENSOR, OVER_DATA) if model_type in TENSOR_PARALLEL else (OVER_DATA,):
+    for form in (OVER_TENSOR, OVER_DATA) if model_type in accepted.TENSOR_PARALLEL else (OVER_DATA,):
         try:
             expert_modules(model, verified=False)
             halves = [copy.deepcopy(model) for _ in range(RANKS)]
@@ -137,7 +154,9 @@ def attempt_experts(model_type: str) -> Result:
             return Result(model_type, "failed", f"over {form}: {type(error).__name__}: {_first_line(error)}")
         if difference:
             return Result(model_type, "failed", f"over {form}: {difference}")
-    return Result(model_type, "passed", "" if model_type in TENSOR_PARALLEL else "only over data parallel ranks")
+    return Result(
+        model_type, "passed", "" if model_type in accepted.TENSOR_PARALLEL else "only over data parallel ranks"
+    )
 
 
 def _has_router_losses(model: Any) -> bool:
@@ -174,7 +193,7 @@ def _whole(half: Any) -> str:
     return "" if any(layout_of(each) is not None for each in attention) else "attention is whole on every rank"
 
 
-def compare(model: Any, halves: list[Any], plan: dict[str, str], form: str = "") -> str:
+def compare(model: Any, halves: list[Any], plan: dict[str, str], form: str = "", *, sequence: bool = False) -> str:
     """The difference between the model and its copies, which become its shards; empty if there is none. `form`: along
     which axis experts are divided."""
     tokens = torch.randint(3, SMALL["vocab_size"], (2, TOKENS), generator=torch.Generator().manual_seed(0))
@@ -200,7 +219,7 @@ def compare(model: Any, halves: list[Any], plan: dict[str, str], form: str = "")
                 expert_parallel_size=RANKS if form else 1,
                 experts=(axis, NoCollectives()) if data else None,
             )
-            parallelize(halves[rank], mesh, plan=plan)
+            parallelize(halves[rank], mesh, plan=plan, sequence_parallel=sequence)
             found[rank] = _run(halves[rank], batches[rank], 1)
         except BaseException as error:
             errors.append(error)
@@ -297,7 +316,9 @@ def write(results: list[Result], axis: str) -> None:
         f"`python scripts/architectures.py {options}` with transformers {transformers.__version__} and "
         f"torch {torch.__version__.split('+')[0]}"
     )
-    rows = [{"model type": each.model_type, "verdict": each.verdict, "why": each.why} for each in results]
+    names = {"model_type": "model type", "verdict": "verdict", "why": "why"}
+    names |= {"sequence": "sequence parallel"} if axis == "tensor" else {}
+    rows = [{shown: getattr(each, name) for name, shown in names.items()} for each in results]
     write_table(f"{axis}-parallel", f"Model types and {axis} parallelism", made_by, rows)
 
 
@@ -310,6 +331,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    accepted.SEQUENCE_PARALLEL = frozenset(CONFIG_MAPPING) - set(REFUSED)
     if arguments.pipeline:
         verify(arguments.only, write=arguments.write)
         return
@@ -322,13 +344,16 @@ def main() -> None:
             results.append(attempt_experts(name))
         else:
             results.append(attempt(name) if has_plan(name) else Result(name, "no plan"))
-        print(f"{results[-1].verdict:10} {name:28} {results[-1].why}", flush=True)
+        print(f"{results[-1].verdict:10} {name:28} {results[-1].why:36} {results[-1].sequence}", flush=True)
     if arguments.write and arguments.experts:
         write(results, "expert")
         write_lists(expert_parallel=[each.model_type for each in results if each.verdict == "passed"])
     elif arguments.write:
         write(results, "tensor")
-        write_lists(tensor_parallel=[each.model_type for each in results if each.verdict == "passed"])
+        write_lists(
+            tensor_parallel=[each.model_type for each in results if each.verdict == "passed"],
+            sequence_parallel=[each.model_type for each in results if each.sequence == "yes"],
+        )
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ TENSOR_PARALLEL: frozenset[str] = frozenset(_LISTS["tensor_parallel"])
 EXPERT_PARALLEL: frozenset[str] = frozenset(_LISTS["expert_parallel"])
 """Those whose experts can be divided over ranks."""
 
+SEQUENCE_PARALLEL: frozenset[str] = frozenset(_LISTS["sequence_parallel"])
+"""Those of `TENSOR_PARALLEL` that compute the same with the sequence sharded between blocks."""
+
 STAGES: dict[str, str] = _LISTS["stages"]
 """Those that can be cut into pipeline stages, and what their layers return: see `StagePlan.returns`."""
 

@@ -53,7 +53,7 @@ from stepmark.parallel.tensor.plans import (
     shard_among_groups,
     shard_vocabulary,
 )
-from stepmark.parallel.tensor.sequence import partial_parameters, sequence_modules, shard_sequence
+from stepmark.parallel.tensor.sequence import Stack, sequence_stacks, shard_sequence
 from stepmark.parallel.tensor.vocabulary import VocabParallelHead, Vocabulary, shard_embedding, use_vocab_parallel_loss
 from stepmark.runtime.collectives import Collectives
 from stepmark.runtime.mesh import Mesh
@@ -226,12 +226,9 @@ class _Parallelization:
         self._axis: Collectives = mesh.tensor_parallel
         if any(layout_of(parameter) is not None for parameter in model.parameters()):
             raise UsageError("parallelize: the model is already sharded; pass a complete one")
-        plan = {
-            name: style for name, style in plan_of(model, given).items() if not {name, _parent(name)} & set(experts)
-        }
-        if sequence:
-            sequence_modules(model)
-        self._sequence = sequence
+        complete = plan_of(model, given)
+        self._stacks: list[Stack] = sequence_stacks(model, complete) if sequence else []
+        plan = {name: style for name, style in complete.items() if not {name, _parent(name)} & set(experts)}
         tables = _tables(model)
         self._tables = tables if embedding else []
         skipped = {id(each.layer) for each in tables}
@@ -328,7 +325,7 @@ class _Parallelization:
         replicated += [parameter for parameter, style in self._own.values() if style.kind in added]
         columns = [each for _, each, style in self._styles if style.kind in COLUMN_STYLES]
         replicated += [parameter for each in (*columns, *self._tables) for _, parameter in each.parameters_of("a")]
-        replicated += partial_parameters(self._model) if self._sequence else []
+        replicated += [parameter for stack in self._stacks for parameter in stack.on_shards]
         for parameter in replicated:
             if layout_of(parameter) is None:
                 annotate_replication(parameter, Replication(self._axis.size, partial=True))
@@ -339,11 +336,12 @@ class _Parallelization:
         for called in self._called:
             seed_regions(called, seeds)
         modules = dict(model.named_modules())
+        blocks = {block.name: block for stack in self._stacks for block in stack.blocks}
         regions: dict[str, TensorParallelRegion] = {}
         for name, each, style in self._styles:
             parent = _parent(name)
             if (style.kind in COLUMN_STYLES or style.kind in ROW_STYLES) and parent not in regions:
-                regions[parent] = TensorParallelRegion(modules[parent], axis, seeds, len(regions), self._sequence)
+                regions[parent] = TensorParallelRegion(modules[parent], axis, seeds, len(regions), blocks.get(parent))
             if style.kind in COLUMN_STYLES:
                 shard_columns(each, regions[parent], style.kind == "colwise_gather_output")
             elif style.kind in ROW_STYLES:
@@ -361,15 +359,16 @@ class _Parallelization:
                 share_rotary_part(each.called, axis, rotary_width(name, modules[parent], model.config))
         for name, heads in self._heads.items():
             heads.adapt(modules[name])
-        has_head = self._wire_vocabulary()
-        if self._sequence:
-            shard_sequence(model, axis, seeds, has_head)
+        before_head = len(self._stacks) == 1 and self._stacks[0].ends_with_norm
+        has_head = self._wire_vocabulary(before_head)
+        for number, stack in enumerate(self._stacks):
+            shard_sequence(stack, number, axis, seeds, has_head and before_head)
         added = AddedAdapters(model)  # which calls the modules in the model, whatever calls the latter
         for module in [modules[parent] for parent in regions][:1] or [each.called for each in self._tables]:
             module.register_forward_pre_hook(lambda module, args: added.check())
 
-    def _wire_vocabulary(self) -> bool:
-        """Returns whether the head is sharded."""
+    def _wire_vocabulary(self, gathered: bool) -> bool:
+        """Returns whether the head is sharded. `gathered`: its input comes from a gather that sums its gradient."""
         output = self._model.get_output_embeddings()
         heads = {id(each.layer) for each in adapted_layers("", output)} if output is not None else set()
         head: VocabParallelHead | None = None
@@ -379,9 +378,9 @@ class _Parallelization:
             if isinstance(each.layer, nn.Embedding):
                 shard_embedding(each.layer, vocabulary)
             elif id(each.layer) not in heads:
-                VocabParallelHead(vocabulary, self._sequence).attach(each.called)
+                VocabParallelHead(vocabulary, gathered).attach(each.called)
             else:
-                head = head or VocabParallelHead(vocabulary, self._sequence)
+                head = head or VocabParallelHead(vocabulary, gathered)
                 head.attach(each.called)
         if head is not None:
             use_vocab_parallel_loss(self._model, head, self._called)

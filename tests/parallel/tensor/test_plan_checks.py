@@ -14,9 +14,10 @@ from scripts.tables import read_rows
 from stepmark.errors import UsageError
 from stepmark.launch.world import World
 from stepmark.liveness.host_group import HostGroup
-from stepmark.parallel.architectures import TENSOR_PARALLEL
+from stepmark.parallel.architectures import SEQUENCE_PARALLEL, TENSOR_PARALLEL
 from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.tensor.plans import ADDED, PLANS, check_plan, plan_of
+from stepmark.parallel.tensor.sequence import REFUSED, sequence_stacks
 from stepmark.runtime.collectives import NoCollectives
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime
@@ -140,5 +141,40 @@ def test_types_that_were_not_verified_need_a_custom_plan() -> None:
 
 
 def test_the_table_lists_the_accepted_types() -> None:
-    assert {row["model type"] for row in read_rows("tensor-parallel") if row["verdict"] == "passed"} == TENSOR_PARALLEL
+    rows = read_rows("tensor-parallel")
+    assert {row["model type"] for row in rows if row["verdict"] == "passed"} == TENSOR_PARALLEL
     assert {*PLANS, *ADDED} <= TENSOR_PARALLEL
+    along = {row["model type"]: row["sequence parallel"] for row in rows if row["sequence parallel"]}
+    assert {kind for kind, said in along.items() if said == "yes"} == SEQUENCE_PARALLEL
+    assert {kind: said for kind, said in along.items() if said != "yes"} == REFUSED
+
+
+def test_layers_whose_sequence_cannot_be_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"sequence_parallel: hy_v4 is not supported: .*residual streams"):
+        parallelize(of_type("hy_v4", pad_token_id=0), two_ranks(), sequence_parallel=True)
+    model = build("llama")
+    model.config.model_type = "llama_like"
+    with pytest.raises(UsageError, match=r"sequence_parallel: llama_like is not supported: .* verified"):
+        parallelize(model, two_ranks(), sequence_parallel=True, plan=model.tp_plan)
+    model = build("llama")
+    model.model.layers[1].up_proj = nn.Linear(32, 64)
+    plan = {**model.tp_plan, "model.layers.*.up_proj": "colwise"}
+    with pytest.raises(UsageError, match=r"model\.layers\.1\.up_proj is sharded in no block of its layer"):
+        parallelize(model, two_ranks(), sequence_parallel=True, plan=plan)
+
+
+class OverTheSequence(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden - hidden.mean(1, keepdim=True)
+
+
+def test_what_mixes_tokens_gets_all_of_them() -> None:
+    """Whatever its name says."""
+    model = build("llama")
+    model.model.layers[0].post_attention_layernorm = OverTheSequence()
+    model.model.layers[1].dropout = nn.Dropout(0.1)
+    (stack,) = sequence_stacks(model, plan_of(model))
+    blocks = {block.name.removeprefix("model.layers."): (block.partial, block.scatters) for block in stack.blocks}
+    whole = {"0.post_attention_layernorm": (False, False)}
+    assert blocks == whole | {f"{layer}.{name}": (True, True) for layer in (0, 1) for name in ("self_attn", "mlp")}
+    assert stack.last is model.model.norm

@@ -2,8 +2,8 @@
 
 A region is a module (attention, a feed-forward network) with sharded children, in which each rank computes its own
 heads or hidden units. Children with the same input share one `copy_to`, hence one all-reduce in the backward pass.
-Under sequence parallelism the region gathers its input along the sequence, and reduces and scatters its output. LoRA
-adapters are sharded with their layer (adapted_layers.py).
+Under sequence parallelism its input may have been gathered so that this sums already, and its output may be reduced and
+scattered (sequence.py). LoRA adapters are sharded with their layer (adapted_layers.py).
 """
 
 from __future__ import annotations
@@ -18,39 +18,35 @@ from stepmark.parallel.tensor.adapted_layers import AdaptedLayer
 from stepmark.parallel.tensor.autograd_collectives import (
     copy_to,
     gather,
-    gather_partial,
     reduce_from,
     reduce_scatter,
     scatter,
 )
 from stepmark.parallel.tensor.dropout import RegionSeeds
+from stepmark.parallel.tensor.sequence import SEQUENCE_DIM, Block
 from stepmark.runtime.collectives import Collectives
-
-SEQUENCE_DIM = 1
 
 
 class TensorParallelRegion:
-    """The sharded children of one module; `number` identifies the region within the model."""
+    """The sharded children of one module; `number` identifies the region within the model. `block`: what the module is
+    under sequence parallelism, if it is a block."""
 
-    def __init__(self, module: nn.Module, axis: Collectives, seeds: RegionSeeds, number: int, sequence: bool) -> None:
+    def __init__(
+        self, module: nn.Module, axis: Collectives, seeds: RegionSeeds, number: int, block: Block | None
+    ) -> None:
         self.axis = axis
         self._seeds = seeds
         self._number = number
-        self._sequence = sequence
+        self._partial = block is not None and block.partial
+        self._scatters = block is not None and block.scatters
         self._inside = False
         self._input: Tensor | None = None
         self._copy: Tensor | None = None
-        module.register_forward_pre_hook(self._begin, with_kwargs=True)
+        module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end, always_call=True)
 
-    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _begin(self, module: nn.Module, args: Any) -> None:
         self._inside = True
-        if not self._sequence:
-            return args, kwargs
-        if args:
-            return (gather_partial(args[0], self.axis, SEQUENCE_DIM), *args[1:]), kwargs
-        hidden_states = gather_partial(kwargs["hidden_states"], self.axis, SEQUENCE_DIM)
-        return args, {**kwargs, "hidden_states": hidden_states}
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside = False
@@ -60,7 +56,7 @@ class TensorParallelRegion:
         """The input of a child sharded by columns; `sharded`: whether its output stays sharded."""
         if self._copy is not None and self._input is tensor:
             return self._copy
-        copy = tensor if self._sequence else copy_to(tensor, self.axis)
+        copy = tensor if self._partial else copy_to(tensor, self.axis)
         if sharded:
             self._seeds.sharded(module, self._number)
         if self._inside:
@@ -69,7 +65,7 @@ class TensorParallelRegion:
 
     def leave(self, module: nn.Module, partial: Tensor) -> Tensor:
         """The sum over the ranks of the outputs of a child sharded by rows."""
-        if self._sequence:
+        if self._scatters:
             return reduce_scatter(partial, self.axis, SEQUENCE_DIM)
         self._seeds.replicated(module, self._number)
         return reduce_from(partial, self.axis)
@@ -82,7 +78,7 @@ class TensorParallelRegion:
             self._seeds.replicated(module, self._number, place)
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            if sharded or self._sequence:
+            if sharded or self._partial:
                 self._seeds.sharded(module, self._number, place)
 
         dropout.register_forward_pre_hook(begin)
@@ -92,7 +88,7 @@ class TensorParallelRegion:
         """Makes a dropout, whose input is sharded, draw other numbers on each rank; `leave` ends that."""
 
         def begin(module: nn.Module, args: Any) -> None:
-            if not self._sequence:  # else the numbers in use differ between the ranks already
+            if not self._partial:  # else the numbers in use differ between the ranks already
                 self._seeds.sharded(module, self._number, place)
 
         dropout.register_forward_pre_hook(begin)

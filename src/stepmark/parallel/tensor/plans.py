@@ -246,7 +246,7 @@ def _check_region(
     for inner, module in region.named_modules(prefix=parent):
         if id(module) in exempt_ids:
             continue
-        own = [name for name, _ in module.named_parameters(inner, recurse=False) if not _named(name, covering)]
+        own = [name for name, _ in module.named_parameters(inner, recurse=False) if not is_covered(name, covering)]
         if own:
             raise UsageError(
                 f"tensor_parallel_size: the plan shards modules in {parent or 'the model'} but does not mention "
@@ -255,7 +255,7 @@ def _check_region(
             )
 
 
-def _named(name: str, styles: Container[str]) -> bool:
+def is_covered(name: str, styles: Container[str]) -> bool:
     """Whether a plan names the parameter, or a module that contains it."""
     while name not in styles and "." in name:
         name = name.rpartition(".")[0]
