@@ -14,7 +14,7 @@ import torch
 
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.data.tokenize.encoding import TextEncoder
-from stepmark.errors import UsageError
+from stepmark.errors import CheckpointNotFound, UsageError
 from stepmark.evaluation.prompt_samples import continuation
 from stepmark.evaluation.restored_model import ModelReader
 from stepmark.recipe.used_recipe import read_used_recipe, recipe_file_of
@@ -60,14 +60,9 @@ class TextGenerator:
         given = torch.tensor([ids], device=model.device)
         torch.manual_seed(seed)
         with _refusals():
-            made = model.generate(
-                given,
-                attention_mask=torch.ones_like(given),
-                generation_config=config,
-                max_new_tokens=tokens,
-                streamer=streamer,
-            ).tolist()
-        texts = [continuation(self.tokenizer, before, row[len(before) :]) for row in made]
+            how: dict[str, Any] = {"generation_config": config, "max_new_tokens": tokens, "streamer": streamer}
+            made = model.generate(given, attention_mask=torch.ones_like(given), **how)
+        texts = [continuation(self.tokenizer, before, row[len(before) :]) for row in made.tolist()]
         if streams and not words:
             print(*texts, sep="\n", flush=True)
         return texts
@@ -82,9 +77,7 @@ class TextGenerator:
                 text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
             except Exception as error:  # templates are programs; without one, a ValueError
                 line = str(error).strip().split("\n")[0]
-                raise UsageError(
-                    f"no chat template takes these messages: {line}; give a text, with --chat false"
-                ) from error
+                raise UsageError(f"no chat template takes these messages: {line}; give a text") from error
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise UsageError(f"{prompt!r} has no tokens; give a text to continue")
@@ -102,23 +95,20 @@ def open_generator(given: Any, options: Mapping[str, Any], chat: bool | None) ->
         raise UsageError("--device: xla would compile a graph for every length; generate with --device cpu")
     device = "cpu" if device == "xla" else device
     leave_out_torch_xla()
-    request = Request(given.path)
-    request.check()
-    path = newest(request)
+    if not given.path.is_dir():
+        raise CheckpointNotFound(f"there is no folder {given.path}")
+    path = newest(Request(given.path))
     lease = try_lease(path)
     try:
         file, trust = recipe_file_of(path), given.trust_remote_code
         recipe = None if file is None else read_used_recipe(file.parent)
         run, tokenizer = options_of(recipe, path), tokenizer_of(recipe, path, trust)
         if tokenizer is None:
-            raise UsageError(
-                f"{path} has no tokenizer (a Trainer with processing_class saves it), so it reads no prompts"
-            )
+            raise UsageError(f"{path} has no tokenizer; a Trainer with processing_class saves it")
         attention = given.attn_implementation or run.attn_implementation
         check_attention(attention, device, half=True)
-        reader = ModelReader(
-            create_runtime(device), trust_remote_code=trust, base_model=given.base_model, attention=attention
-        )
+        named: dict[str, Any] = {"base_model": given.base_model, "attention": attention}
+        reader = ModelReader(create_runtime(device), trust_remote_code=trust, **named)
         model: Any = unwrapped(reader.read(path)).eval()
     finally:
         if lease is not None:
@@ -144,9 +134,7 @@ def _config(model: Any, tokenizer: Any, folder: Path, options: Mapping[str, Any]
     from transformers import GenerationConfig
 
     if getattr(model, "generation_config", None) is None:
-        raise UsageError(
-            f"{folder}: {type(model).__name__} does not generate; give a model with a language model's head"
-        )
+        raise UsageError(f"{folder}: {type(model).__name__} writes no text; give a model with a language model's head")
     own = (folder / "generation_config.json").is_file()
     config = GenerationConfig.from_pretrained(folder) if own else copy.deepcopy(model.generation_config)
     with _refusals():
