@@ -57,6 +57,7 @@ SMALLER: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
@@ -69,6 +70,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "state_size": 8, "n_groups": 1},
+    "phi4_multimodal": {  # its towers would be those of the published model
+        "vision_config": {**TOWER, "num_hidden_layers": 1},
+        "audio_config": {
+            **TOWER,
+            "num_blocks": 1,
+            **dict.fromkeys(("ext_pw_out_channel", "nemo_conv_channels", "depthwise_seperable_out_channel"), 32),
+        },
+    },
     "reformer": {"is_decoder": True},
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid"],

@@ -53,7 +53,7 @@ from stepmark.parallel.tensor.plans import (
     shard_among_groups,
     shard_vocabulary,
 )
-from stepmark.parallel.tensor.sequence import Stack, sequence_stacks, shard_sequence
+from stepmark.parallel.tensor.sequence import Stack, refuse_hidden_states, sequence_stacks, shard_sequence
 from stepmark.parallel.tensor.vocabulary import VocabParallelHead, Vocabulary, shard_embedding, use_vocab_parallel_loss
 from stepmark.runtime.collectives import Collectives
 from stepmark.runtime.mesh import Mesh
@@ -160,7 +160,8 @@ def parallelize(
     if sharding is not None:
         shard_fully(model, mesh, sharding)
     check_adapters(model, mesh.tensor_parallel.size, mesh.pipeline.size)
-    stages = plan_stages(model, mesh.pipeline.size * pipeline_chunks, pipeline_layers) if pipeline else None
+    along = mesh.tensor_parallel if tensor and sequence_parallel else None
+    stages = plan_stages(model, mesh.pipeline.size * pipeline_chunks, pipeline_layers, along) if pipeline else None
     experts = ExpertParallelism(unwrapped(model), mesh, verified=plan is None) if divided else None
     if tensor:
         own = experts.modules if experts is not None else {}
@@ -361,6 +362,8 @@ class _Parallelization:
             heads.adapt(modules[name])
         before_head = len(self._stacks) == 1 and self._stacks[0].ends_with_norm
         has_head = self._wire_vocabulary(before_head)
+        if self._stacks:
+            refuse_hidden_states(model)
         for number, stack in enumerate(self._stacks):
             shard_sequence(stack, number, axis, seeds, has_head and before_head)
         added = AddedAdapters(model)  # which calls the modules in the model, whatever calls the latter

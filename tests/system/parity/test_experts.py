@@ -22,6 +22,9 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2 in tp2, dp2": (4, {"tp": 2, "dp": 2, "ep": 2}),
     "ep4 over tp2, dp2": (4, {"tp": 2, "dp": 2, "ep": 4}),
     "ep2, pp2, ZeRO-1": (4, {"pp": 2, "dp": 2, "ep": 2, "zero_1": True}),
+    "tp2, sequence": (2, {"tp": 2, "sequence": True}),
+    "tp2, sequence, pp2": (4, {"tp": 2, "pp": 2, "sequence": True}),
+    "tp2, sequence, ZeRO-1": (4, {"tp": 2, "dp": 2, "zero_1": True, "sequence": True}),
 }
 MORE: tuple[dict[str, Any], ...] = ({}, {"checkpointing": True}, {"clip": 0.1, "embedding": False})
 
@@ -37,13 +40,13 @@ def test_tensor_parallel_experts_train_like_one_rank(ranks: Ranks) -> None:
     mesh_parity.compare(ranks, "cpu", count, cases, cut=True)
 
 
-@pytest.mark.parametrize("mesh", [name for name in MESHES if "tp2," in name and "ep" not in name])
+@pytest.mark.parametrize("mesh", ["tp2, sequence, pp2", "tp2, sequence, ZeRO-1"])
 def test_with_other_axes(ranks: Ranks, mesh: str) -> None:
     count, axes = MESHES[mesh]
     mesh_parity.compare(ranks, "cpu", count, [options("gpt_oss", 3, axes)], cut=True)
 
 
-@pytest.mark.parametrize("mesh", [name for name in MESHES if "ep" in name])
+@pytest.mark.parametrize("mesh", [name for name in MESHES if name.startswith("ep")])
 def test_expert_parallel(ranks: Ranks, mesh: str) -> None:
     count, axes = MESHES[mesh]
     kinds = EXPERTS if axes == {"dp": 2, "ep": 2} else ["mixtral"]
@@ -51,10 +54,11 @@ def test_expert_parallel(ranks: Ranks, mesh: str) -> None:
 
 
 @pytest.mark.xla
-def test_on_lazy_devices(ranks: Ranks) -> None:
+@pytest.mark.parametrize("mesh", [pytest.param("tp2", marks=pytest.mark.prove), "tp2, sequence"])
+def test_on_lazy_devices(ranks: Ranks, mesh: str) -> None:
     """Also, no graph has what a compiler for accelerators rejects."""
-    count, mesh = MESHES["tp2"]
-    mesh_parity.compare(ranks, "xla", count, [options("gpt_oss", 2, mesh)], cut=True)
+    count, axes = MESHES[mesh]
+    mesh_parity.compare(ranks, "xla", count, [options("gpt_oss", 2, axes)], cut=True)
 
 
 @pytest.mark.prove

@@ -44,6 +44,20 @@ def test_bf16(ranks: Ranks, sequence: bool) -> None:
     compare(ranks, "cpu", 2, options, tolerance=2e-2)
 
 
+def of_families(kinds: tuple[str, ...], steps: int) -> list[dict[str, Any]]:
+    return [{"model": {"kind": kind}, "steps": steps, "tp": 2, "sequence": True, "accumulation": 2} for kind in kinds]
+
+
+def test_a_sequence_along_other_families(ranks: Ranks) -> None:
+    compare(ranks, "cpu", 2, of_families(("gemma2", "gpt_neox"), 3))
+
+
+@pytest.mark.prove
+def test_a_sequence_along_families(ranks: Ranks) -> None:
+    dense = ("llama", "qwen3", "gemma2", "gpt_neox", "phi3", "olmo2", "granite", "cohere", "starcoder2", "nanochat")
+    compare(ranks, "cpu", 2, of_families(dense, 20))
+
+
 @pytest.mark.prove
 @pytest.mark.xla
 def test_in_the_graph(ranks: Ranks) -> None:

@@ -17,6 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepmark.parallel.tensor.autograd_collectives import gather, scatter
+from stepmark.parallel.tensor.sequence import SEQUENCE_DIM
+from stepmark.runtime.collectives import Collectives
+
 
 class StageEnd(Exception):
     """Ends the model's forward pass at the stage's last layer."""
@@ -57,21 +61,28 @@ class SkippedLayer(_Placeholder):
 
 @dataclass(frozen=True)
 class RouterColumns:
-    """Router logits behind hidden states of `width` columns: `experts` columns for each router."""
+    """Router logits behind hidden states of `width` columns: `experts` columns for each router. `along`: the ranks that
+    share the sequence of the hidden states, but not that of the logits."""
 
     width: int
     experts: int
+    along: Collectives | None = None
 
     def pack(self, hidden: Tensor) -> Tensor:
         """The hidden states with the logits of all routers so far behind them."""
-        logits = [each.reshape(*hidden.shape[:-1], -1) for each in collected_router_logits()]
+        logits = [each.reshape(len(hidden), -1, each.shape[-1]) for each in collected_router_logits()]
+        if self.along is not None:
+            logits = [scatter(each, self.along, SEQUENCE_DIM) for each in logits]
         return torch.cat([hidden, *logits], dim=-1)
 
     def unpack(self, received: Tensor, dtype: torch.dtype) -> Tensor:
         """The hidden states, in their `dtype`; the logits go where transformers collects those of the layers."""
         columns = received.shape[-1] - self.width
         if columns:  # the layers so far may have no routers
-            logits = received[..., self.width :].reshape(-1, columns)
+            logits = received[..., self.width :]
+            if self.along is not None:
+                logits = gather(logits, self.along, SEQUENCE_DIM)
+            logits = logits.reshape(-1, columns)
             collected_router_logits().extend(logits.split(self.experts, dim=-1))
         return received[..., : self.width].to(dtype)
 

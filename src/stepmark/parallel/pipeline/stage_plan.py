@@ -23,6 +23,7 @@ from stepmark.parallel.pipeline.balance import (
 )
 from stepmark.parallel.pipeline.placeholders import RouterColumns
 from stepmark.parallel.tensor.dropout import has_dropout
+from stepmark.runtime.collectives import Collectives
 
 BEHIND_THE_LAYERS = ("final_layer_norm", "project_out")  # OPT defines these before its layers
 OUTPUTS_OF_ALL_LAYERS = ("output_hidden_states", "output_attentions")
@@ -59,13 +60,16 @@ class StagePlan:
         return len(self.bounds)
 
 
-def plan_stages(model: Any, stages: int, sizes: Sequence[int] | None = None) -> StagePlan:
+def plan_stages(
+    model: Any, stages: int, sizes: Sequence[int] | None = None, along: Collectives | None = None
+) -> StagePlan:
     """The plan for a complete model.
 
     Args:
         model: A causal language model of transformers, on any device.
         stages: Number of stages.
         sizes: Layers of each stage; None: balanced by cost, which gradient checkpointing changes.
+        along: The ranks that share the sequence, under sequence parallelism.
 
     Raises:
         UsageError: The model cannot be cut, or not into so many stages.
@@ -84,7 +88,7 @@ def plan_stages(model: Any, stages: int, sizes: Sequence[int] | None = None) -> 
         found = checked_sizes(sizes, len(layers), stages)
     bounds = bounds_of(found)
     tied = _tied(model, name, before, after, bounds)
-    return StagePlan(name, before, after, tuple(bounds), returns, tied, has_dropout(model), _routers(config))
+    return StagePlan(name, before, after, tuple(bounds), returns, tied, has_dropout(model), _routers(config, along))
 
 
 def checkpoints_gradients(model: nn.Module) -> bool:
@@ -124,9 +128,11 @@ def asked_of_all_layers(model: Any) -> tuple[str, ...]:
     return tuple(name for name in names if any(getattr(config, name, False) for config in configs))
 
 
-def _routers(config: Any) -> RouterColumns | None:
+def _routers(config: Any, along: Collectives | None) -> RouterColumns | None:
     experts = next((getattr(config, name) for name in EXPERTS if isinstance(getattr(config, name, None), int)), None)
-    return RouterColumns(config.hidden_size, experts) if getattr(config, ROUTER_LOGITS, False) and experts else None
+    if not experts or not getattr(config, ROUTER_LOGITS, False):
+        return None
+    return RouterColumns(config.hidden_size, experts, along)
 
 
 def _check_layers_are_called(config: Any) -> None:

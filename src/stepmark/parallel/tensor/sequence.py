@@ -186,6 +186,20 @@ def shard_sequence(stack: Stack, number: int, axis: Collectives, seeds: RegionSe
     stack.last.register_forward_hook(end)
 
 
+def refuse_hidden_states(model: Any) -> None:
+    """Makes a call that asks for the hidden states of all layers raise UsageError: a rank has shards of them."""
+
+    def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        asked = kwargs.get("output_hidden_states")
+        if getattr(model.config, "output_hidden_states", False) if asked is None else asked:
+            raise UsageError(
+                "output_hidden_states: with sequence_parallel each rank has a shard of the layers' hidden states; set "
+                "one of the two to false"
+            )
+
+    model.base_model.register_forward_pre_hook(check, with_kwargs=True)
+
+
 def _wire(block: Block, axis: Collectives, seeds: RegionSeeds) -> None:
     def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if block.partial:
