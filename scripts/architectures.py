@@ -35,7 +35,7 @@ from stepmark.launch.world import World
 from stepmark.liveness.host_group import HostGroup
 from stepmark.parallel import architectures as accepted
 from stepmark.parallel.parallelize import local_shard, parallelize
-from stepmark.parallel.tensor.expert_parallel import expert_modules
+from stepmark.parallel.tensor.expert_parallel import expert_modules, shares_of_tokens
 from stepmark.parallel.tensor.plans import PLANS, STYLES, own_plan, parse_style, plan_of
 from stepmark.parallel.tensor.sequence import REFUSED
 from stepmark.runtime.collectives import NoCollectives, Reduction
@@ -193,13 +193,24 @@ def _whole(half: Any) -> str:
     return "" if any(layout_of(each) is not None for each in attention) else "attention is whole on every rank"
 
 
-def compare(model: Any, halves: list[Any], plan: dict[str, str], form: str = "", *, sequence: bool = False) -> str:
+def compare(
+    model: Any,
+    halves: list[Any],
+    plan: dict[str, str],
+    form: str = "",
+    lengths: tuple[int, int] = (TOKENS, TOKENS),
+    *,
+    sequence: bool = False,
+) -> str:
     """The difference between the model and its copies, which become its shards; empty if there is none. `form`: along
-    which axis experts are divided."""
+    which axis experts are divided; `lengths`: of the sequences of two data parallel ranks."""
     tokens = torch.randint(3, SMALL["vocab_size"], (2, TOKENS), generator=torch.Generator().manual_seed(0))
-    batches = list(tokens.chunk(RANKS)) if form == OVER_DATA else [tokens] * RANKS
-    distinct = batches if form == OVER_DATA else batches[:1]
-    expected = [_run(model, each, len(distinct)) for each in distinct] * (RANKS // len(distinct))
+    batches, shares = [tokens] * RANKS, [1.0]
+    if form == OVER_DATA:
+        batches = [row[None, :length] for row, length in zip(tokens, lengths, strict=True)]
+        shares = [(length - 1) / (sum(lengths) - RANKS) for length in lengths]
+    expected = [_run(model, batch, share) for batch, share in zip(batches, shares, strict=False)]
+    expected *= RANKS // len(shares)
     slots: list[Any] = [None] * RANKS
     barrier = threading.Barrier(RANKS)
     found: list[Any] = [None] * RANKS
@@ -220,7 +231,8 @@ def compare(model: Any, halves: list[Any], plan: dict[str, str], form: str = "",
                 experts=(axis, NoCollectives()) if data else None,
             )
             parallelize(halves[rank], mesh, plan=plan, sequence_parallel=sequence)
-            found[rank] = _run(halves[rank], batches[rank], 1)
+            shares_of_tokens(mesh).begin(torch.tensor(lengths[rank] - 1.0))
+            found[rank] = _run(halves[rank], batches[rank], 1.0)
         except BaseException as error:
             errors.append(error)
             barrier.abort()
@@ -232,11 +244,11 @@ def compare(model: Any, halves: list[Any], plan: dict[str, str], form: str = "",
         thread.join()
     if errors:
         raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
-    return _difference(model, halves, expected, found, form)
+    return _difference(model, halves, expected, found, shares)
 
 
-def _run(model: Any, tokens: Tensor, batches: int) -> tuple[Tensor, Tensor]:
-    """Logits in evaluation, and the loss in training; adds to gradients, of the mean of losses over `batches`."""
+def _run(model: Any, tokens: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Logits in evaluation, and the loss in training; adds a share of its gradients."""
     options = {"use_cache": False}
     with torch.no_grad():
         logits = model.eval()(input_ids=tokens, **options).logits
@@ -244,11 +256,11 @@ def _run(model: Any, tokens: Tensor, batches: int) -> tuple[Tensor, Tensor]:
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
     loss = model.train()(input_ids=tokens, labels=tokens, **options).loss
-    (loss / batches).backward()
+    (loss * share).backward()
     return logits, loss.detach()
 
 
-def _difference(model: Any, halves: list[Any], expected: list[Any], found: list[Any], form: str) -> str:
+def _difference(model: Any, halves: list[Any], expected: list[Any], found: list[Any], shares: list[float]) -> str:
     for rank in range(RANKS):
         for name, ours, theirs in zip(("logits", "loss"), found[rank], expected[rank], strict=True):
             if not _close(ours, theirs):
@@ -260,13 +272,13 @@ def _difference(model: Any, halves: list[Any], expected: list[Any], found: list[
         for rank in range(RANKS):
             local = parameters[rank][name]
             replication = replication_of(local, RANKS)
-            of_others = form == OVER_DATA and not replication.experts
+            of_others = len(shares) > 1 and not replication.experts
             sources = parameters if replication.partial or of_others else [parameters[rank]]
             gradients = [each[name].grad for each in sources]
             if any(gradient is None for gradient in gradients):
                 return f"{name} has no gradient"
             if of_others:
-                gradients = [gradient / RANKS for gradient in gradients]
+                gradients = [gradient * share for gradient, share in zip(gradients, shares, strict=True)]
             layout = layout_of(local)
             expected_gradient = parameter.grad
             if layout is not None:

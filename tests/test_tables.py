@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.tables import FOLDER, read_rows, write_table
-from stepmark.parallel.architectures import ROUTER_LOSSES, STAGES
+from stepmark.parallel.architectures import EXPERT_PARALLEL, ROUTER_LOSSES, STAGES
 from tests.prove import COLUMNS, NOT_RUN, matrices, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +32,11 @@ def test_a_table_is_shown_on_the_page_and_can_be_written_again(
 def test_rows_with_other_columns_are_refused() -> None:
     with pytest.raises(ValueError, match="keys"):
         write_table("wrong", "", "", [{"a": 1}, {"b": 2}])
+
+
+def test_the_types_whose_experts_passed_are_those_that_are_accepted() -> None:
+    rows = [row for row in read_rows("expert-parallel") if row["verdict"] == "passed"]
+    assert {row["model type"] for row in rows} == EXPERT_PARALLEL
 
 
 def test_the_types_that_passed_in_stages_are_those_that_are_accepted() -> None:

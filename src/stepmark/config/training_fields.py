@@ -369,6 +369,11 @@ def _contradictions(args: TrainingFields) -> Iterator[str]:
         yield "warmup_steps and warmup_ratio: both give the length of the warmup; set one of them"
     if args.full_sharding is not None:
         yield from _not_with_fsdp(args)
+    if args.optim in WHOLE_PARAMETERS and args.tensor_parallel_size % args.expert_parallel_size:
+        yield (
+            f"expert_parallel_size and optim: {args.optim} uses complete parameters, of which data parallel ranks have "
+            "different experts; use adamw_torch or sgd, or a divisor of tensor_parallel_size"
+        )
     yield from _changed_without(args, "tensor_parallel_size", ("sequence_parallel", "parallelize_embedding"))
     yield from _changed_without(
         args, "pipeline_parallel_size", ("pipeline_schedule", "pipeline_layers", "pipeline_chunks")

@@ -208,7 +208,8 @@ class Trainer:
         self._hub = HubUploads(self.context.host)
         if self.args.push_to_hub and not extracting_graphs():
             divided = 1 if self.args.full_sharding is None else self.mesh.data_parallel.size
-            check_hub(self.args, divided * self.mesh.tensor_parallel.size * self.mesh.pipeline.size)
+            shared = self.mesh.tensor_parallel.size * self.mesh.pipeline.size * self.mesh.expert_parallel_size
+            check_hub(self.args, divided * shared)
             self.init_hf_repo()
             if self.args.hub_strategy != "end":
                 self.add_callback(HubCallback(self._hub))

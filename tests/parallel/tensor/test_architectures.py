@@ -3,16 +3,19 @@ that of routers, every gradient."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from scripts.tables import read_rows
-from stepmark.parallel.architectures import TENSOR_PARALLEL
+from stepmark.parallel.architectures import EXPERT_PARALLEL, TENSOR_PARALLEL
 
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLE = {
@@ -31,20 +34,24 @@ SAMPLE = {
 }
 
 
-def verdicts(types: Iterable[str]) -> dict[str, str]:
-    command = [sys.executable, "scripts/architectures.py", "--only", *types]
+@pytest.fixture
+def architectures(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("architectures")
+
+
+def verdicts(types: Iterable[str], *options: str) -> dict[str, str]:
+    command = [sys.executable, "scripts/architectures.py", *options, "--only", *types]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600)
     found = {line.split()[1]: line.split(maxsplit=2) for line in done.stdout.splitlines() if line.split()[1:2]}
     assert set(found) == set(types), done.stderr[-2000:]
     return {name: " ".join([*words[:1], *" ".join(words[2:]).split()]) for name, words in found.items()}
 
 
-def listed(types: Iterable[str]) -> dict[str, str]:
+def listed(types: Iterable[str], table: str = "tensor-parallel") -> dict[str, str]:
     """What the table says."""
     shown = ("verdict", "why", "sequence parallel")
-    rows = {
-        row["model type"]: " ".join(row[name] for name in shown if row[name]) for row in read_rows("tensor-parallel")
-    }
+    rows = {row["model type"]: " ".join(row[name] for name in shown if row.get(name)) for row in read_rows(table)}
     return {name: rows[name] for name in types}
 
 
@@ -59,13 +66,53 @@ def test_a_sample() -> None:
         ({"model.layers.*.self_attn.o_proj": "rowwise_split_input"}, ".experts.gate_up_proj is not sharded"),
     ],
 )
-def test_what_is_not_sharded_does_not_pass(monkeypatch: pytest.MonkeyPatch, plan: dict[str, str], why: str) -> None:
+def test_what_is_not_sharded_does_not_pass(
+    architectures: Any, monkeypatch: pytest.MonkeyPatch, plan: dict[str, str], why: str
+) -> None:
     """It would be equal to itself."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    architectures = importlib.import_module("architectures")
     monkeypatch.setattr(architectures, "own_plan", lambda model: plan)
     result = architectures.attempt("mixtral")
     assert (result.verdict, result.why.removeprefix("model.layers.0.mlp")) == ("failed", why)
+
+
+ROUTES = {
+    "as the router says": None,
+    "one rank's experts get all": [0, 1],
+    "one expert gets nearly all": [3, 0],
+}
+
+
+@pytest.mark.parametrize("over", ["tensor", "data"])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+def test_experts_that_two_ranks_divide(architectures: Any, over: str, route: str, implementation: str) -> None:
+    """Over data parallel ranks with different numbers of tokens, which weigh as much as the tokens are many."""
+    model = architectures.narrow_model("gpt_oss", **architectures.ROUTERS)
+    model.set_experts_implementation(implementation)
+
+    def choose(module: Any, args: Any) -> Any:
+        index = args[1].clone()
+        index[1:] = torch.tensor(ROUTES[route])
+        return args[0], index, *args[2:]
+
+    for name, module in model.named_modules():
+        if name.endswith(".experts") and ROUTES[route]:
+            module.register_forward_pre_hook(choose)
+    halves = [copy.deepcopy(model) for _ in range(architectures.RANKS)]
+    plan = architectures._plan(model)
+    form = {"tensor": architectures.OVER_TENSOR, "data": architectures.OVER_DATA}[over]
+    assert architectures.compare(model, halves, plan, form, (8, 5)) == ""
+
+
+def test_experts_of_listed_types() -> None:
+    sample = ["mixtral", "inkling_text", "zaya", "llama4_text"]
+    assert verdicts(sample, "--experts") == listed(sample, "expert-parallel")
+
+
+@pytest.mark.prove
+def test_experts_of_all_that_are_listed(record_property: Callable[[str, object], None]) -> None:
+    assert verdicts(EXPERT_PARALLEL, "--experts") == listed(EXPERT_PARALLEL, "expert-parallel")
+    record_property("architectures", len(EXPERT_PARALLEL))
 
 
 @pytest.mark.prove

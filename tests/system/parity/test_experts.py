@@ -21,6 +21,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2 over dp2, tp2, SP": (4, {"tp": 2, "dp": 2, "ep": 2, "sequence": True, "zero_1": True}),
     "ep2 in tp2, dp2": (4, {"tp": 2, "dp": 2, "ep": 2}),
     "ep4 over tp2, dp2": (4, {"tp": 2, "dp": 2, "ep": 4}),
+    "ep2 in tp4": (4, {"tp": 4, "ep": 2}),
     "ep2, pp2, ZeRO-1": (4, {"pp": 2, "dp": 2, "ep": 2, "zero_1": True}),
     "tp2, sequence": (2, {"tp": 2, "sequence": True}),
     "tp2, sequence, pp2": (4, {"tp": 2, "pp": 2, "sequence": True}),
@@ -46,19 +47,36 @@ def test_with_other_axes(ranks: Ranks, mesh: str) -> None:
     mesh_parity.compare(ranks, "cpu", count, [options("gpt_oss", 3, axes)], cut=True)
 
 
-@pytest.mark.parametrize("mesh", [name for name in MESHES if name.startswith("ep")])
-def test_expert_parallel(ranks: Ranks, mesh: str) -> None:
+def test_expert_parallel(ranks: Ranks) -> None:
+    """Experts have fewer copies than other parameters, and a token counts once, wherever its experts are."""
+    over_tensor, sequence, over_data = (MESHES[name][1] for name in ("ep2 in tp2", "ep2 in tp2, SP", "ep2 over dp2"))
+    cases = [options("mixtral", 3, over_tensor), *(options(kind, 3, over_data) for kind in EXPERTS)]
+    cases += [options("deepseek_v3", 3, over_data, checkpointing=True, zero_1=True, clip=0.1)]
+    cases += [options("qwen3_moe", 3, sequence)]
+    mesh_parity.compare(ranks, "cpu", 2, cases, cut=True)
+
+
+@pytest.mark.parametrize("mesh", ["ep2 in tp4", "ep4 over tp2, dp2", "ep2, pp2, ZeRO-1", "ep2 over dp2, tp2, SP"])
+def test_expert_parallel_with_other_axes(ranks: Ranks, mesh: str) -> None:
     count, axes = MESHES[mesh]
-    kinds = EXPERTS if axes == {"dp": 2, "ep": 2} else ["mixtral"]
-    mesh_parity.compare(ranks, "cpu", count, [options(kind, 3, axes) for kind in kinds], cut=True)
+    mesh_parity.compare(ranks, "cpu", count, [options("gpt_oss", 3, axes)], cut=True)
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize("mesh", [pytest.param("tp2", marks=pytest.mark.prove), "tp2, sequence"])
-def test_on_lazy_devices(ranks: Ranks, mesh: str) -> None:
+def test_on_lazy_devices(ranks: Ranks) -> None:
     """Also, no graph has what a compiler for accelerators rejects."""
-    count, axes = MESHES[mesh]
-    mesh_parity.compare(ranks, "xla", count, [options("gpt_oss", 2, axes)], cut=True)
+    meshes = MESHES["tp2, sequence"][1], {"dp": 2, "ep": 2, "zero_1": True}
+    mesh_parity.compare(ranks, "xla", 2, [options("gpt_oss", 2, mesh) for mesh in meshes], cut=True)
+
+
+@pytest.mark.prove
+@pytest.mark.xla
+@pytest.mark.parametrize("where", ["xla", "threads"])
+def test_expert_parallel_on_lazy_devices(ranks: Ranks, where: str, record_property: Any) -> None:
+    meshes = {"tp": 2, "ep": 2}, {"dp": 2, "ep": 2}, {"dp": 2, "ep": 2, "zero_1": True, "checkpointing": True}
+    cases = [options(kind, 3, mesh) for kind in EXPERTS for mesh in (*meshes, {"tp": 2})]
+    mesh_parity.compare(ranks, where, 2, cases, cut=True)
+    record_property("trainings", len(cases))
 
 
 @pytest.mark.prove
@@ -83,10 +101,15 @@ def check_run(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["logits"] == pytest.approx(expected["logits"], rel=1e-2, abs=1e-4)
 
 
-def test_the_saved_model_is_that_of_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mesh",
+    [{"tensor_parallel_size": 2}, {"expert_parallel_size": 2, "per_device_train_batch_size": 2, "zero_1": True}],
+    ids=["tensor parallel", "expert parallel"],
+)
+def test_the_saved_model_is_that_of_one_rank(ranks: Ranks, tmp_path: Path, mesh: dict[str, Any]) -> None:
     options = {**ALONE, "kind": "gpt_oss", "changes": {"output_router_logits": False}}
     (whole,) = ranks.run(PROGRAM, {**options, "output_dir": str(tmp_path / "one")}).check()
-    two = {**options, "tensor_parallel_size": 2, "output_dir": str(tmp_path / "two")}
+    two = {**options, **mesh, "output_dir": str(tmp_path / "two")}
     for each in ranks.run(PROGRAM, two, nproc=2).check():
         check_run(each, whole)
 

@@ -40,12 +40,21 @@ DEEPER_PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-dp2-tp2-zero": (8, {"pp": 2, "tp": 2, "zero_1": True, "sequence": True, "accumulation": 2}),
 }
 MESHES |= DEEPER_PIPELINES
+OF_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp1": MESHES["dp1"],
+    "tp2": MESHES["tp2"],
+    "tp2-ep2": (2, {"tp": 2, "ep": 2}),
+    "dp2-ep2": (2, {"ep": 2}),
+    "dp4-ep2-zero": (4, {"ep": 2, "zero_1": True}),
+    "pp2-dp2-ep2": (4, {"pp": 2, "ep": 2, "accumulation": 2}),
+}
+ALL = MESHES | OF_EXPERTS
 FEW = ["dp1", "tp4", "dp2-tp2-zero", "pp2-dp2-zero", "pp2-interleaved", "pp2-dp2-tp2-zero"]
 
 
 def save(ranks: Ranks, folder: Path, mesh: str, model: dict[str, Any], **more: Any) -> dict[str, int]:
     """Saves under the mesh's name."""
-    nproc, options = MESHES[mesh]
+    nproc, options = ALL[mesh]
     found = ranks.run(PROGRAMS + "save", str(folder / mesh), {**options, "model": model, **more}, nproc=nproc)
     return found.check()[0]
 
@@ -57,7 +66,7 @@ def check_pairs(
     stored = {source: checksums(folder / source / "checkpoint-1") for source in sources}
     expected: list[Any] = []
     for target in targets:
-        nproc, mesh = MESHES[target]
+        nproc, mesh = ALL[target]
         again = folder / "again" / target
         arguments = [[str(folder / source) for source in sources], str(again), {**mesh, **options}]
         found = ranks.run(PROGRAMS + "restore", *arguments, nproc=nproc, timeout=900).check()
@@ -77,6 +86,23 @@ def test_sample(ranks: Ranks, tmp_path: Path) -> None:
     assert told["slices"] <= 4 * 3
     save(ranks, tmp_path, "pp2-tp2", model)
     check_pairs(ranks, tmp_path, ["dp2-tp2-zero", "pp2-tp2"], ["dp1", "dp2-tp2-zero", "pp2-dp2-zero"], model=model)
+
+
+def test_experts_sample(ranks: Ranks, tmp_path: Path) -> None:
+    """Their loss has no part that depends on how a batch is cut."""
+    model = {"kind": "gpt_oss", "output_router_logits": False}
+    save(ranks, tmp_path, "dp4-ep2-zero", model)
+    check_pairs(ranks, tmp_path, ["dp4-ep2-zero"], ["dp1", "dp2-ep2"], model=model)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
+def test_experts_of_all_pairs(ranks: Ranks, tmp_path: Path, kind: str, bf16: bool) -> None:
+    options = {"model": {"kind": kind, "output_router_logits": False}, "bf16": bf16}
+    for mesh in OF_EXPERTS:
+        save(ranks, tmp_path, mesh, **options)
+    check_pairs(ranks, tmp_path, list(OF_EXPERTS), list(OF_EXPERTS), tolerance=2e-2 if bf16 else 1e-5, **options)
 
 
 @pytest.mark.prove
@@ -128,7 +154,7 @@ def test_consolidated_it_is_the_complete_model(ranks: Ranks, tmp_path: Path, nam
     """The weights of one rank, restored and saved on the mesh, come back bit for bit."""
     model = MODELS[name]
     save(ranks, tmp_path, "dp1", model)
-    nproc, options = MESHES[mesh]
+    nproc, options = ALL[mesh]
     arguments = [[str(tmp_path / "dp1")], str(tmp_path / mesh), {**options, "model": model}]
     ranks.run(PROGRAMS + "restore", *arguments, nproc=nproc).check()
     consolidate(tmp_path / mesh / "dp1", tmp_path / "out", "safetensors", 20_000, SILENT)

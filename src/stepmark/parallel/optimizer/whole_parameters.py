@@ -25,6 +25,7 @@ from stepmark.parallel.optimizer.named import Groups, Held, Make, NamedOptimizer
 from stepmark.parallel.optimizer.replicated import Replicated
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout, layout_of
+from stepmark.sharding.replication import replication_of
 
 
 class WholeParameters:
@@ -62,6 +63,12 @@ class WholeParameters:
         parameters = {name: parameter for group in groups for name, parameter in group["params"]}
         self.names = [name for name in order or parameters if name in parameters]
         self.parameters = [parameters[name] for name in self.names]
+        experts = [name for name in self.names if replication_of(parameters[name], 1).experts]
+        if experts:
+            raise UsageError(
+                f"expert_parallel_size: data parallel ranks hold different experts of {experts[0]}, and the optimizer "
+                "uses complete parameters; choose an elementwise one such as AdamW, or divisor of tensor_parallel_size"
+            )
         owners, sizes = [self._axis.rank] * len(self.names), [parameter.numel() for parameter in self.parameters]
         if zero_1:
             owners = divide(sizes, self._axis.size)

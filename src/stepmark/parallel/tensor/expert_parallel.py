@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
 from stepmark.errors import UsageError
@@ -191,7 +192,7 @@ class _Dispatch:
         if runtime.lazy:
             return self._rows
         (most,) = self._mesh.experts.all_reduce([torch.tensor([self._rows], device=runtime.device)], "max")
-        return int(most)
+        return self._rows if is_fake(most) else int(most)
 
     def _own(self, module: Any, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Masks what experts of other ranks compute, or other copies of these experts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -134,7 +135,8 @@ def look_at_graphs(path: str, recipe: Recipe) -> Iterator[Finding]:
 def fewest_ranks(recipe: Recipe) -> int:
     """The smallest number of ranks that the recipe's mesh allows."""
     training = recipe.training
-    replicas = 2 if training.zero_1 else 1
+    spread = training.expert_parallel_size // math.gcd(training.expert_parallel_size, training.tensor_parallel_size)
+    replicas = max(2 if training.zero_1 else 1, spread)
     return training.tensor_parallel_size * training.pipeline_parallel_size * replicas
 
 

@@ -41,6 +41,9 @@ def _changes(args: TrainingFields, ranks: int) -> Iterator[dict[str, Any]]:
             yield {name: size // 2}
         if ranks % (2 * tensor * stages) == 0:
             yield {name: 2 * size}
+    experts = args.expert_parallel_size
+    for size in (experts // 2, experts * 2) if experts > 1 else ():
+        yield {"expert_parallel_size": size}
     if args.per_device_train_batch_size > 1:
         yield _one_row(args)
 
@@ -60,6 +63,8 @@ def _changed(args: TrainingFields, ranks: int, **changes: Any) -> Iterator[Train
     changes."""
     tensor = changes.get("tensor_parallel_size", args.tensor_parallel_size)
     stages = changes.get("pipeline_parallel_size", args.pipeline_parallel_size)
+    if ranks // stages % changes.get("expert_parallel_size", args.expert_parallel_size):
+        return
     if tensor == 1:
         changes |= {"sequence_parallel": False, "parallelize_embedding": True}
     if stages == 1:

@@ -152,7 +152,8 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     quiet_libraries()
     args = recipe.training
     check_optimizer(args.optim)
-    check_sizes(ranks, args.tensor_parallel_size, args.pipeline_parallel_size, begin="plan for")
+    sizes = args.tensor_parallel_size, args.pipeline_parallel_size, args.expert_parallel_size
+    check_sizes(ranks, *sizes, begin="plan for")
     notes: list[str] = []
     tokenizer = _tokenizer(recipe, notes)
     config = _config(recipe, tokenizer)

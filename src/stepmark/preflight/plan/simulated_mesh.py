@@ -27,7 +27,7 @@ from stepmark.runtime.collectives import (
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.links import Exchange, Form
-from stepmark.runtime.mesh import DATA, PIPELINE, TENSOR, Mesh
+from stepmark.runtime.mesh import DATA, PIPELINE, TENSOR, Mesh, spread_of_experts
 from stepmark.runtime.rank_grid import RankGrid
 
 
@@ -110,9 +110,10 @@ class SimulatedMesh(Mesh):
         tracker: AllocationTracker,
         stage: int = 0,
         arriving: Sequence[Form] = (),
+        experts: int = 1,
     ) -> None:
         """`stage`: the rank's coordinate on the pipeline's axis. `arriving`: the forms of the hidden states that its
-        stages receive, in order."""
+        stages receive, in order. `experts`: over how many ranks they are divided."""
         grid = RankGrid(axes)
         self._device, self._tracker = device, tracker
         self.simulated = SimulatedRuntime(device)
@@ -122,7 +123,18 @@ class SimulatedMesh(Mesh):
         last = axes.get(PIPELINE, 1) - 1
         ends = self._collectives(2, int(stage > 0)) if last and stage in (0, last) else None
         self.simulated_links = SimulatedLinks(device, tracker, arriving)
-        super().__init__(context, grid, collectives, ends, self.simulated_links if last else None)
+        spread = spread_of_experts(experts, axes[TENSOR])
+        of_experts = self._collectives(spread), self._collectives(axes[DATA] // spread)
+        links = self.simulated_links if last else None
+        super().__init__(
+            context,
+            grid,
+            collectives,
+            ends,
+            links,
+            expert_parallel_size=experts,
+            experts=of_experts if spread > 1 else None,
+        )
 
     def replicas(self, count: int) -> Collectives:
         return self._collectives(count)

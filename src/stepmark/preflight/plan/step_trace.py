@@ -172,7 +172,7 @@ def _make_model(setup: StepSetup, tracker: AllocationTracker) -> tuple[nn.Module
     check_adapters(model, args.tensor_parallel_size, args.pipeline_parallel_size)
     cast_module(model, getattr(torch, args.dtype))
     arriving = stage_inputs(setup, model) if setup.staged else ()
-    mesh = SimulatedMesh(setup.axes, setup.device, tracker, setup.stage, arriving)
+    mesh = SimulatedMesh(setup.axes, setup.device, tracker, setup.stage, arriving, args.expert_parallel_size)
     parallelize(train_like(model, args), mesh, **sharding_options(args))
     return model.train(), mesh
 

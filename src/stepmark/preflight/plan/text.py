@@ -156,7 +156,9 @@ def _mesh(plan: Plan, option: RankMemory) -> str:
 
 def _axes(plan: Plan, option: RankMemory) -> dict[str, int]:
     tensor, stages = option.args.tensor_parallel_size, option.args.pipeline_parallel_size
-    return {"pp": stages, "dp": plan.ranks // (tensor * stages), "tp": tensor}
+    axes = {"pp": stages, "dp": plan.ranks // (tensor * stages), "tp": tensor}
+    experts = option.args.expert_parallel_size
+    return {**axes, "ep": experts} if experts > 1 else axes
 
 
 def _yes(value: bool) -> str:

@@ -49,8 +49,9 @@ class ModelFactory:
         self._runs += 1
         if self._runs == 1:
             return
-        for name, axis in (("tensor", mesh.tensor_parallel), ("pipeline", mesh.pipeline)):
-            if axis.size > 1:
+        sizes = mesh.tensor_parallel.size, mesh.pipeline.size, mesh.expert_parallel_size
+        for name, size in zip(("tensor", "pipeline", "expert"), sizes, strict=True):
+            if size > 1:
                 raise UsageError(
                     f"model_init: with {name}_parallel_size, train() can be called once; make a new Trainer"
                 )

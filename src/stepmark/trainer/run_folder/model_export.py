@@ -50,7 +50,7 @@ def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: An
     on_rank_0(host, prepare, partial(_cannot_write, folder))
     runtime.step_boundary()
     divided = any(map(is_dtensor, model.parameters()))
-    sharded = divided or mesh.tensor_parallel.size > 1 or mesh.pipeline.size > 1
+    sharded = divided or mesh.tensor_parallel.size * mesh.pipeline.size * mesh.expert_parallel_size > 1
     if sharded:
         with Checkpointer(staging, group=host, runtime=runtime, async_save=False, save_timeout=timeout) as checkpointer:
             checkpointer.save(0, {"model": model}, model_only=True)
