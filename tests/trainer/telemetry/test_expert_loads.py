@@ -22,8 +22,8 @@ LAYER = "model.layers.1.mlp.experts"
 
 
 def run(folder: Path, **options: Any) -> Any:
-    given = {"kind": "deepseek_v3", "device": "cpu", "max_steps": 5, "logging_steps": 5, "router_bias_update_rate": 0.01}
-    trainer = make_trainer({**given, "output_dir": str(folder), **options})
+    given = {"kind": "deepseek_v3", "device": "cpu", "max_steps": 5, "logging_steps": 5, "output_dir": str(folder)}
+    trainer = make_trainer({**given, "router_bias_update_rate": 0.01, **options})
     trainer.train(resume_from_checkpoint=options.get("resume_from_checkpoint"))
     return trainer
 
@@ -59,8 +59,8 @@ def test_a_resumed_run_logs_the_same_on_another_mesh_too(ranks: Ranks, tmp_path:
     found = logged(whole)[5]
     low, high, entropy = found["expert_loads"][LAYER]
     assert (low, high, entropy) == tuple(found[name] for name in FIELDS[:3])
-    assert 0 <= low < 1 < high <= 2  # 2 of 4 experts a token
-    assert 0.5 < entropy < 1
+    assert 0 <= low <= 1 <= high <= 2  # 2 of 4 experts a token
+    assert 0.5 <= entropy <= 1
 
 
 def test_fields_of_loads() -> None:
@@ -94,18 +94,18 @@ EACH = 4 * FEWEST_TOKENS // STARVED_LOGS  # tokens of a log
 
 
 def test_an_expert_that_starves_is_named_once() -> None:
-    fed, starved = [EACH // 4] * 4, [EACH // 2, EACH // 2 - 3, 2, 1]
+    fed, starved = [EACH // 4] * 4, [EACH // 2, EACH // 2 - 2, 1, 1]
     (sign,) = signs(fed, *[starved] * (STARVED_LOGS + 3))
     assert (sign.kind, sign.step) == ("expert_starved", 10 * (STARVED_LOGS + 1))
     assert f"2 of 4 experts of {LAYER}" in sign.message
-    assert "expert 3 got 5 tokens, the mean is 1000" in sign.message
+    assert "expert 2 got 5 tokens, the mean is 1000" in sign.message
 
 
 @pytest.mark.parametrize(
     "logs",
     [
         [[EACH // 2, EACH // 2, 0, 0]] * (STARVED_LOGS - 1),
-        [*[[EACH // 2, EACH // 2, 0, 0]] * (STARVED_LOGS - 1), [EACH, 0, 10, 10]],  # 1 % of the mean
+        [*[[EACH // 2, EACH // 2, 0, 0]] * (STARVED_LOGS - 1), [EACH, 0, 11, 11]],  # above 1 % of the mean
         [[10, 10, 0, 0]] * 20,  # too few to say
         [[]] * 20,
     ],
