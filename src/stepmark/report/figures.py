@@ -69,6 +69,7 @@ class Figure:
 CURVES = {  # by the field of metrics.jsonl
     "grad_norm": Figure("grad_norm", "Gradient norm", "before clipping", smooth=True),
     "learning_rate": Figure("learning_rate", "Learning rate", "", zero=True),
+    "expert_load_max": Figure("expert_load", "Highest load of an expert", "of the mean", zero=True, smooth=True),
     "tokens_per_second": Figure("throughput", "Throughput", "target tokens per second", zero=True, smooth=True),
     "model_flops_utilization": Figure(
         "utilization", "Model FLOPs utilization", "of the devices' peak", zero=True, smooth=True, percent=True

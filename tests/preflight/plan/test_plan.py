@@ -194,7 +194,7 @@ def test_planned_checkpoints_are_those_of_the_run(
     """A run saves at its last step, too."""
     recipe = recipe_in(tmp_path, max_steps=steps, save_steps=interval, save_strategy=strategy)
     own = RankMemory(recipe.training)
-    assert Plan("", 0, 1, DEVICES["cpu"], None, 32, 2, steps, [own], 0, 0, []).saves == expected
+    assert Plan("", 0, 0, 1, DEVICES["cpu"], None, 32, 2, steps, [own], 0, 0, []).saves == expected
 
 
 def test_a_setting_fits_with_room_for_what_is_not_counted() -> None:

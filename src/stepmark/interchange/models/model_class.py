@@ -15,12 +15,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import stepmark
-from stepmark.errors import CheckpointMismatch
+from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.interchange.models.known_outlines import known_outline
 from stepmark.interchange.models.model_outline import ModelOutline, read_config
+from stepmark.sharding.layout import Shape
 
 _COUNTS = re.compile(r"(num|n)_.*(layer|expert|block)|depth|(layer|expert)s?$")
 _ENTRIES = 4096  # a list of a config may have so many, or as many as the checkpoint has tensors
@@ -146,8 +148,26 @@ def _outline(config: dict[str, Any], tensors: int) -> ModelOutline:
         layer_norms=frozenset(norms),
         frozen=frozenset(kept.get(name, name) for name, p in model.named_parameters() if not p.requires_grad),
         saved={name: own[id(tensor)] for name, tensor in written.items() if name not in state and id(tensor) in own},
+        joined=_joined(model, written, state),
         optional=tuple(sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())),
     )
+
+
+def _joined(model: Any, written: dict[str, Any], state: dict[str, Any]) -> dict[str, tuple[str, Shape]]:
+    """See `ModelOutline.joined`: as transformers' conversions say, where they only stack and concatenate."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    from stepmark.parallel.loading.pretrained import take_names
+    from stepmark.parallel.loading.tensor_source import JoinedSource, SafetensorsSource
+
+    parts = {name: SafetensorsSource(Path(), name, each.dtype, tuple(each.shape), 0) for name, each in written.items()}
+    mapping = SimpleNamespace(weight_mapping=get_model_conversion_mapping(model))
+    try:
+        named = take_names(model, parts, mapping, state)
+    except UsageError:  # they do something else as well
+        return {}
+    joined = {own: source for own, source in named.items() if isinstance(source, JoinedSource)}
+    return {part.name: (own, box.offsets) for own, source in joined.items() for part, box in source.pieces}
 
 
 def _plain(value: Any) -> Any:

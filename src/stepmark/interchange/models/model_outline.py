@@ -27,6 +27,8 @@ class ModelOutline:
         frozen: Parameters that the class makes without a gradient.
         optional: Patterns of names that old versions of the model stored, and that it does not need.
         saved: Names in the files that transformers writes to those in the model, where it changes only the name.
+        joined: Names in those files of tensors that are parts of one in the model, such as the weights of one expert:
+            its name, and where the part begins in it.
     """
 
     config: dict[str, Any]
@@ -38,6 +40,7 @@ class ModelOutline:
     optional: tuple[str, ...] = ()
     frozen: frozenset[str] = frozenset()
     saved: dict[str, str] = field(default_factory=dict)
+    joined: dict[str, tuple[str, Shape]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """As text, for another process."""
@@ -49,6 +52,7 @@ class ModelOutline:
         found = json.loads(text)
         for key in ("parameters", "state"):
             found[key] = {name: tuple(shape) for name, shape in found[key].items()}
+        found["joined"] = {name: (own, tuple(begin)) for name, (own, begin) in found["joined"].items()}
         for key in ("layer_norms", "frozen"):
             found[key] = frozenset(found[key])
         return cls(**{**found, "optional": tuple(found["optional"])})

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from stepmark.interchange.models.model_class import outline_of
 from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.torch_optimizer import STEP, factored_shape, number_tensor, scalar
-from stepmark.tensor_files.global_tensor import GlobalTensor
+from stepmark.sharding.layout import Shape
+from stepmark.tensor_files.global_tensor import GlobalTensor, Piece
 from stepmark.tensor_files.source_files import leads_out
 
 TAKEN = (
@@ -69,6 +71,7 @@ _STATES = frozenset(
 )
 _RESERVED = "__metadata__"
 _FLOATS = ("F64", "F32", "BF16", "F16")
+_Join = Callable[[str, list[GlobalTensor]], GlobalTensor]
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias|embeddings\.position_ids)\Z")
 
 
@@ -170,6 +173,63 @@ def take_own_names(found: ForeignCheckpoint, outline: ModelOutline | None) -> No
         found.optimizer.states = {saved.get(name, name): state for name, state in found.optimizer.states.items()}
         for group in found.optimizer.groups:
             group["params"] = [saved.get(name, name) for name in group["params"]]
+    if outline is not None and outline.joined:
+        _join_experts(found, outline)
+
+
+def _join_experts(found: ForeignCheckpoint, outline: ModelOutline) -> None:
+    """Puts the tensors of single experts, and their states, together to those that the model has of all experts."""
+    together: dict[str, list[str]] = {}
+    for name, (own, _) in outline.joined.items():
+        together.setdefault(own, []).append(name)
+
+    def join(own: str, tensors: list[GlobalTensor]) -> GlobalTensor:
+        begins = [outline.joined[name][1] for name in together[own]]
+        lifted = [_lifted(piece, at) for each, at in zip(tensors, begins, strict=True) for piece in each.pieces]
+        again = [_lifted(piece, at) for each, at in zip(tensors, begins, strict=True) for piece in each.replicas]
+        joined = replace(tensors[0], shape=outline.state[own], pieces=tuple(lifted), replicas=tuple(again))
+        joined.check()
+        return joined
+
+    for own, names in together.items():
+        if there := [name for name in names if name in found.model]:
+            if len(there) < len(names) or own in found.model:
+                missing = next((name for name in names if name not in found.model), own)
+                raise CheckpointMismatch(
+                    f"{found.model[there[0]].where} belongs with the other parts of {own!r}, and {missing!r} is "
+                    f"{'there as well' if missing == own else 'not there'}"
+                )
+            found.model[own] = join(own, [found.model.pop(name) for name in names])
+        states = found.optimizer.states if found.optimizer is not None else {}
+        if any(name in states for name in names):
+            members = [states.pop(name, {}) for name in names]
+            keys = dict.fromkeys(key for each in members for key in each)
+            states[own] = {key: _joined_value(own, key, [each.get(key) for each in members], join) for key in keys}
+    for group in found.optimizer.groups if found.optimizer is not None else ():
+        group["params"] = list(dict.fromkeys(outline.joined.get(name, (name,))[0] for name in group["params"]))
+
+
+def _joined_value(own: str, key: str, values: list[Any], join: _Join) -> Any:
+    """The state of one key of all experts: a tensor like the weights, or a number that all have."""
+    tensors = [value for value in values if isinstance(value, GlobalTensor)]
+    if len(tensors) == len(values) and all(len(value.shape) > 1 for value in tensors):
+        return join(own, tensors)
+    numbers = {scalar(each.pieces[0].array, each.where) if isinstance(each, GlobalTensor) else each for each in values}
+    if len(numbers) == 1:
+        return values[0]
+    raise CheckpointMismatch(
+        f"the optimizer's {key} differs between the experts of {own!r}, or some have none, and the model has one for "
+        "all of them; import the model alone with --model-only"
+    )
+
+
+def _lifted(piece: Piece, begin: Shape) -> Piece:
+    """The piece of a part as one of the tensor in which the part begins there; of one expert it gets a dim."""
+    array = piece.array
+    if len(begin) > len(array.shape):
+        strides = (array.numel, *array.strides)
+        array, piece = replace(array, shape=(1, *array.shape), strides=strides), Piece(array, (0, *piece.offsets))
+    return Piece(array, tuple(a + b for a, b in zip(begin, piece.offsets, strict=True)))
 
 
 def _drop_tied(found: ForeignCheckpoint, name: str, kept: str) -> None:

@@ -135,7 +135,7 @@ def _names(
 def _check_version(found: ForeignCheckpoint, outline: ModelOutline, path: Path) -> None:
     """Raises CheckpointMismatch where a class that got other names, and perhaps another order, has numbered."""
     said, here = str(outline.config.get("transformers_version")), version("transformers")
-    if outline.saved and said != here:
+    if (outline.saved or outline.joined) and said != here:
         if said.split(".")[0] != here.split(".")[0]:
             raise CheckpointMismatch(
                 f"{path} numbers the parameters of transformers {said}, whose {outline.architecture} is another than "

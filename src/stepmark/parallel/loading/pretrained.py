@@ -24,7 +24,7 @@ def prepare(model: Any, stored: Stored, config: Any) -> dict[str, TensorSource]:
     CheckpointMismatch where the folder and the model differ, with the first tensor's name.
     """
     wanted = dict(model.state_dict(keep_vars=True))
-    named = _rename(model, stored, config, wanted)
+    named = take_names(model, stored, config, wanted)
     missing = _tie(model, named, wanted)
     _check(model, named, wanted, missing, config.pretrained_model_name_or_path)
     _apply_dtypes(model, config)
@@ -32,7 +32,7 @@ def prepare(model: Any, stored: Stored, config: Any) -> dict[str, TensorSource]:
     return dict(named)
 
 
-def _rename(model: Any, stored: Stored, config: Any, wanted: Mapping[str, Tensor]) -> Named:
+def take_names(model: Any, stored: Stored, config: Any, wanted: Mapping[str, Tensor]) -> Named:
     """The stored tensors by the model's names: with transformers' renamings, joined as its conversions say, and the
     base model's prefix or not."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key

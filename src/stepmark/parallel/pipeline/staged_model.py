@@ -50,8 +50,9 @@ class ModelSize:
         multiplied: Elements of those that are used in matrix products: an embedding used only for lookup is excluded,
             one tied to the head is included.
         outside_embeddings: Elements of those that are not an embedding's, whatever else it is tied to.
+        active: Elements of all of them.
 
-    In the last two, experts count as far as a token goes through them, where the config tells.
+    In the last three, experts count as far as a token goes through them, where the config tells.
     """
 
     elements: int
@@ -59,6 +60,7 @@ class ModelSize:
     nbytes: int
     multiplied: int
     outside_embeddings: int
+    active: int
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelSize:
@@ -79,7 +81,8 @@ class ModelSize:
         multiplied = sum(size for key, size in sizes.items() if key not in looked_up - used)
         trained = sum(sizes[id(parameter)] for parameter in model.parameters() if parameter.requires_grad)
         outside = sum(size for key, size in sizes.items() if key not in looked_up)
-        return cls(sum(sizes.values()), trained, nbytes, multiplied - idle, outside - idle)
+        total = sum(sizes.values())
+        return cls(total, trained, nbytes, multiplied - idle, outside - idle, total - idle)
 
 
 def _numel(parameter: nn.Parameter) -> int:

@@ -22,6 +22,7 @@ from stepmark.data.tokenize.tokenizer import check_own_code
 from stepmark.errors import DataError, UsageError
 from stepmark.parallel.pipeline.balance import active_experts
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
+from stepmark.parallel.pipeline.staged_model import ModelSize
 from stepmark.preflight.plan.candidates import neighbours, smaller
 from stepmark.preflight.plan.depth import trace_deep
 from stepmark.preflight.plan.simulated_mesh import PlannedDevice, planned_device
@@ -79,6 +80,7 @@ class Plan:
     Attributes:
         model_class: The model's class.
         parameters: Of the complete model.
+        active: Those that one token goes through: of a mixture not all experts.
         ranks: All ranks.
         device: What is planned for.
         device_memory: Bytes of each device; None: nothing is said about what fits.
@@ -92,6 +94,7 @@ class Plan:
 
     model_class: str
     parameters: int
+    active: int
     ranks: int
     device: PlannedDevice
     device_memory: int | None
@@ -175,7 +178,7 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     check_device_has_attention(recipe, device_name)
     device = planned_device(device_name)
     setup = StepSetup(config, args, ranks, block_size, device, recipe.model)
-    model_class, parameters, trained, elements = _count(setup)
+    model_class, counted, elements = _count(setup)
     options = [_measure(setup, each, own=each is args) for each in neighbours(args, ranks)]
     if options[0].impossible is not None:
         raise UsageError(options[0].impossible)
@@ -186,10 +189,11 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
             if options[-1].fits(device_memory):
                 break
     size = torch.finfo(getattr(torch, args.dtype)).bits // 8
-    optimizer = 0 if args.save_only_model else round(trained * options[0].trace.saved_per_element)
+    optimizer = 0 if args.save_only_model else round(counted.trained * options[0].trace.saved_per_element)
     return Plan(
         model_class,
-        parameters,
+        counted.elements,
+        counted.active,
         ranks,
         device,
         device_memory,
@@ -236,17 +240,15 @@ def _device(recipe: Recipe, notes: list[str]) -> str:
     return found
 
 
-def _count(setup: StepSetup) -> tuple[str, int, int, int]:
-    """The model's class, its parameters, those that are trained, and elements of what checkpoints hold: the model with
+def _count(setup: StepSetup) -> tuple[str, ModelSize, int]:
+    """The model's class, the size of its parameters, and elements of what checkpoints hold: the model with
     its buffers, or its adapter."""
     with FakeTensorMode():
         model = meta_model(setup)
-        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-        parameters, trained = sum(size for size, _ in sizes), sum(size for size, needed in sizes if needed)
         state = (adapter_of(model) or model).state_dict(keep_vars=True)
         saved = {id(value): value.numel() for value in state.values()}
         inner = getattr(model, "base_model", None) if setup.model.peft is not None else None
-        return type(model if inner is None else inner.model).__name__, parameters, trained, sum(saved.values())
+        return type(model if inner is None else inner.model).__name__, ModelSize.of(model), sum(saved.values())
 
 
 def _measure(setup: StepSetup, args: TrainingFields, *, own: bool = False) -> RankMemory:

@@ -23,7 +23,8 @@ def to_text(plan: Plan) -> str:
 def _head(plan: Plan) -> Iterator[str]:
     billions = plan.parameters / 1e9
     count = f"{billions:.3f} billion" if billions >= 0.1 else f"{plan.parameters:,}"
-    yield f"model       {plan.model_class}, {count} parameters, {plan.own.args.dtype}"
+    active = f" ({plan.active / plan.parameters:.1%} active for a token)" if plan.active < plan.parameters else ""
+    yield f"model       {plan.model_class}, {count} parameters{active}, {plan.own.args.dtype}"
     yield f"ranks       {plan.ranks}: {_mesh(plan, plan.own)}; device {plan.device.name}"
     if plan.own.stages:
         yield f"pipeline    {_pipeline(plan.own)}"
@@ -174,6 +175,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.model_class,
         "parameters": plan.parameters,
+        "active_parameters": plan.active,
         "ranks": plan.ranks,
         "device": plan.device.name,
         "device_memory": plan.device_memory,

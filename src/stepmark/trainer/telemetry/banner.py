@@ -62,7 +62,8 @@ def _data(loader: Any) -> str:
 def _parameters(model: nn.Module) -> str:
     size = complete_size(model)
     frozen = f", {count(size.trained)} of them trained" if size.trained < size.elements else ""
-    return f"{count(size.elements)} parameters{frozen}"
+    active = f", {count(size.active)} of them active for a token" if size.active < size.elements else ""
+    return f"{count(size.elements)} parameters{active}{frozen}"
 
 
 def _shards(parts: RunParts) -> list[str]:

@@ -48,7 +48,8 @@ class LossMeter:
     def settle(self) -> None:
         """Copies the pending statistics from the device."""
         fetched = self._fetch([statistics.values for statistics in self._pending])
-        for loads in self._fetch([each.expert_loads for each in self._pending if each.expert_loads is not None]):
+        counted = [each.expert_loads for each in self._pending if each.expert_loads is not None]
+        for loads in self._fetch(counted) if counted else ():
             self.loads.add(loads)
         for statistics, values in zip(self._pending, fetched, strict=True):
             loss, tokens, self.grad_norm = values.tolist()
