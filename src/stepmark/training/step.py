@@ -37,12 +37,14 @@ class StepStatistics:
         step: The step's number, from 0.
         values: Float32 vector of the mean loss over the target tokens of all ranks and micro-batches, the number of
             those tokens, and the gradient's 2-norm before clipping.
-        updated: Whether the parameters were updated; not where a gradient overflowed in float16.
+        updated: Whether the parameters were updated; not where a gradient overflowed in float16, or after a spike.
+        spike: Why `TrainStep.judge` has called the step a spike; None if it has not.
     """
 
     step: int
     values: Tensor
     updated: bool = True
+    spike: str | None = None
 
 
 def _nothing() -> None:
@@ -83,6 +85,10 @@ class TrainStep:
             on eager devices, for half the bytes. Sums are in float32 in either case.
         seed: Seed of dropout and other random numbers of the model.
 
+    Attributes:
+        judge: From a step's loss and gradient norm to why its update is left out, or None. It waits for the device.
+            Default: none.
+
     Raises:
         UsageError: The model got an adapter after it was sharded, the schedule does not fit, or the device cannot send
             gradients in `reduce_dtype`.
@@ -115,6 +121,7 @@ class TrainStep:
         for parameter in model.parameters():  # what was computed before is not part of the first step
             parameter.grad = None
         self._max_grad_norm = max_grad_norm
+        self.judge: Callable[[float, float], str | None] | None = None
         self._schedule: MicroBatchSchedule
         stages = staged(model)
         options: dict[str, Any] = {"autocast": autocast, "scaler": scaler, "seed": seed}
@@ -144,13 +151,17 @@ class TrainStep:
             loss, tokens = self._schedule.run(step, batch, hooks.after_micro_step)
         entering(REDUCE)
         reduced, updates = self._unscaled(self._gradients.reduce(loss, tokens))
+        spike = None
+        if self.judge is not None and updates and float(reduced.tokens):
+            spike = self.judge(float(reduced.loss), float(reduced.norm))
+            updates = spike is None
         scale_to(reduced.gradients, reduced.norm, self._max_grad_norm)
         entering(UPDATE)
         self._update(reduced, hooks, updates=updates)
         self.optimizer.arrivals.watch()
         statistics = torch.stack([reduced.loss.float(), reduced.tokens, reduced.norm.float()])
         self._runtime.step_boundary()
-        return StepStatistics(step, statistics, updates)
+        return StepStatistics(step, statistics, updates, spike)
 
     def close(self) -> None:
         """Leaves the gradients of the model to others, once the last step is over."""

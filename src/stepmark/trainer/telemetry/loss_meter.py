@@ -21,8 +21,9 @@ class LossMeter:
     count is exact in the host's float64, so the mean of one step is that step's loss to the last bit.
     """
 
-    def __init__(self, runtime: Runtime, look: Callable[[int, float, float, float, bool], None] | None = None) -> None:
-        """`look(step, loss, tokens, gradient norm, updated)` is called once the numbers of a step are on the host."""
+    def __init__(self, runtime: Runtime, look: Callable[..., None] | None = None) -> None:
+        """`look(step, loss, tokens, gradient norm, updated, spike)` is called once the numbers of a step are on the
+        host."""
         self._runtime = runtime
         self._look = look
         self._pending: list[StepStatistics] = []
@@ -43,7 +44,7 @@ class LossMeter:
         for statistics, values in zip(self._pending, fetched, strict=True):
             loss, tokens, self.grad_norm = values.tolist()
             if self._look is not None:
-                self._look(statistics.step + 1, loss, tokens, self.grad_norm, statistics.updated)
+                self._look(statistics.step + 1, loss, tokens, self.grad_norm, statistics.updated, statistics.spike)
             for sums in (self.since_log, self.since_start):
                 sums["loss"] += loss * tokens
                 sums["tokens"] += int(tokens)
