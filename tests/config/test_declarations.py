@@ -42,7 +42,7 @@ def test_choices_are_those_that_are_checked() -> None:
     choices = {name: field.choices for name, field in fields_of(TrainingFields).items() if field.choices}
     assert choices.pop("device") == [*DEVICES]
     assert choices["pipeline_schedule"] == [*SCHEDULES]
-    assert len(choices) == 9
+    assert len(choices) == 10
     for name, accepted in choices.items():
         for choice in accepted:
             chunks = {"pipeline_chunks": 2} if choice == "interleaved" else {}

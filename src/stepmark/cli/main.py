@@ -28,6 +28,7 @@ from stepmark.cli import (
     plan,
     precompile,
     report,
+    rows,
     sweep,
     train,
     verify,
@@ -52,7 +53,7 @@ _IN_ORDER: tuple[Any, ...] = (
 )
 COMMANDS: dict[str, Any] = {
     module.__name__.rpartition(".")[2].removesuffix("_command"): module
-    for module in (*_IN_ORDER, plan, doctor, report, verify, cache)
+    for module in (*_IN_ORDER, plan, doctor, report, rows, verify, cache)
 }
 OTHERS_FIRST = 1.5  # seconds that a rank waits for the first rank of its node
 

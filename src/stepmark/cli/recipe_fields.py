@@ -29,7 +29,8 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, *, several: bool = Fal
             if several:
                 switch = {"nargs": "+"}
             metavar = field.type_name.replace(" | None", "").replace(" | ", "|").upper()
-            group.add_argument(f"--{field.name}", metavar=metavar, help=_help(field), **switch)
+            names = [f"--{field.name}", *(["--accept-changes"] if field.name == "accept_changes" else [])]
+            group.add_argument(*names, metavar=metavar, help=_help(field), **switch)
     parser.add_argument(f"--{DO_TRAIN}", nargs="?", const="true", help=argparse.SUPPRESS)
 
 

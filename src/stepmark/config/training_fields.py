@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from stepmark.config.activation_checkpointing import checkpointing_options
 from stepmark.config.fields import (
+    ABOVE_0,
     FINITE,
     FRACTION,
     INTERVAL,
@@ -35,6 +36,7 @@ from stepmark.errors import UsageError
 
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # lr_scheduler_types that follow evaluations
 GROUP_BY_LENGTH = "group_by_length"
+CHANGES = ("data", "model", "optim", "seed", "tokenizer")  # that a resumption may accept
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 DEVICES = ("auto", "xla", "cuda", "neuron", "tpu", "xpu", "hpu", "mps", "cpu")  # and what else torch.accelerator has
 
@@ -118,6 +120,16 @@ class TrainingFields(metaclass=AcceptingDefaults):
         "fail after this many consecutive steps with a non-finite loss or gradient; 0: never", "10",
         more="At the next log, evaluation or save, before anything is saved; at the end of the run after one such "
         "step. Steps that the loss scale of fp16 skips do not count.")] = 3
+    on_loss_spike: Annotated[str | None, one_of("warn", "skip", "rollback"), Help(
+        "what to do about a step whose loss or gradient norm jumps", "rollback", "nothing",
+        more="skip leaves its update out, which waits for the device in every step, on eager devices; rollback returns "
+        "to the last checkpoint from before it, and goes on with the samples after it.")] = None
+    loss_spike_threshold: Annotated[float, ABOVE_0, FINITE, Help(
+        "standard deviations above the mean of the last steps from which a step is a spike", "8")] = 6.0
+    loss_spike_window: Annotated[int, at_least(2), Help(
+        "number of last steps that a step is compared with; at least half of them are needed", "256")] = 128
+    max_rollbacks: Annotated[int, at_least(1), Help(
+        "rollbacks of a run after which the next spike ends it", "10")] = 3
     label_smoothing_factor: Annotated[float, FRACTION, Help("label smoothing", "0.1")] = 0.0
     neftune_noise_alpha: Annotated[float | None, at_least(0), Help(
         "scale of NEFTune noise on input embeddings in training", "5", "no noise")] = None
@@ -218,6 +230,10 @@ class TrainingFields(metaclass=AcceptingDefaults):
         "save only weights; such a checkpoint cannot be resumed from", "true")] = False
     resume_from_checkpoint: Annotated[str | None, OR_BOOL, Help(
         "checkpoint to resume from; true: the newest valid one", "true")] = None
+    accept_changes: Annotated[list | str | None, Help(
+        "what a resumption changes on purpose: data, model, optim, seed or tokenizer", "data,seed", "nothing",
+        more="New data, or data in another order, begin with the first sample of the epoch; an optimizer whose "
+        "states do not fit begins without any. The run records what has changed.")] = None
     ignore_data_skip: Annotated[bool, Help(
         "resume at the beginning of the epoch instead of at the next batch", "true",
         more="The run ends after as many steps as without this.")] = False
@@ -257,7 +273,9 @@ class TrainingFields(metaclass=AcceptingDefaults):
         if self.prometheus_file is not None:
             self.prometheus_file = os.path.abspath(self.prometheus_file)
         check_options(self.optim, self.optimizer_options)
-        check_reduce_dtype(self.reduce_dtype, lazy="xla" if self.device_name == "xla" else None)
+        lazy = "xla" if self.device_name == "xla" else None
+        check_reduce_dtype(self.reduce_dtype, lazy=lazy)
+        check_spikes(self.on_loss_spike, lazy=lazy)
         self.torch_compile = self.torch_compile or bool(self.torch_compile_backend or self.torch_compile_mode)
         if self.torch_compile:
             self.torch_compile_backend = self.torch_compile_backend or "inductor"
@@ -321,6 +339,12 @@ class TrainingFields(metaclass=AcceptingDefaults):
         return None if self.ddp_bucket_cap_mb is None else self.ddp_bucket_cap_mb * 2**20 // 4
 
     @property
+    def accepted_changes(self) -> list[str]:
+        """The names in `accept_changes`."""
+        given = self.accept_changes or []
+        return [name.strip() for name in (given.split(",") if isinstance(given, str) else map(str, given))]
+
+    @property
     def reporters(self) -> list[str]:
         """The names in `report_to`."""
         names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
@@ -365,6 +389,10 @@ def _contradictions(args: TrainingFields) -> Iterator[str]:
         yield "torch_compile and device: xla is lazy and compiles every step itself; leave torch_compile out"
     if args.save_on_signal and args.save_only_model:
         yield "save_on_signal and save_only_model: weights alone cannot be resumed from; set one of them"
+    yield from _spike_contradictions(args)
+    for name in args.accepted_changes:
+        if name not in CHANGES:
+            yield f"accept_changes: {name!r} is unknown; choose among {', '.join(CHANGES)}"
     if args.warmup_steps and args.warmup_ratio:
         yield "warmup_steps and warmup_ratio: both give the length of the warmup; set one of them"
     if args.full_sharding is not None:
@@ -399,6 +427,24 @@ def _contradictions(args: TrainingFields) -> Iterator[str]:
         yield from _needs_evaluations(args)
     if args.load_best_model_at_end and args.save_strategy != "best":
         yield from _best_is_not_saved(args)
+
+
+def _spike_contradictions(args: TrainingFields) -> Iterator[str]:
+    needed = {"loss_spike_threshold": args.on_loss_spike, "loss_spike_window": args.on_loss_spike}
+    for name, used in {**needed, "max_rollbacks": args.on_loss_spike == "rollback"}.items():
+        if not used and getattr(args, name) != getattr(TrainingFields, name):
+            yield f"{name} and on_loss_spike: is {args.on_loss_spike}; set on_loss_spike, or leave {name} out"
+    if args.on_loss_spike == "rollback" and (args.save_strategy == "no" or args.save_only_model):
+        name = "save_strategy" if args.save_strategy == "no" else "save_only_model"
+        yield f"on_loss_spike and {name}: a rollback needs complete checkpoints; set one of them"
+
+
+def check_spikes(action: str | None, *, lazy: str | None) -> None:
+    """Raises UsageError for an action that `lazy`, a lazy device's name, cannot take."""
+    if lazy is not None and action == "skip":
+        raise UsageError(
+            f"on_loss_spike: nothing waits inside a step on {lazy}, so none is skipped; use rollback or warn"
+        )
 
 
 def _not_with_fsdp(args: TrainingFields) -> Iterator[str]:

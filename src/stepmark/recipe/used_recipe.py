@@ -32,6 +32,7 @@ def used_values(recipe: Recipe) -> dict[str, Any]:
     for part in (recipe.training, recipe.model, recipe.data, recipe.evaluation):
         given = {name: getattr(part, name) for name in field_names(type(part))}
         values |= {name: _absolute(name, value) for name, value in changed(given, type(part)).items()}
+    values.pop("accept_changes", None)  # a change is accepted once
     return values
 
 

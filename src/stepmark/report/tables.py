@@ -37,6 +37,8 @@ EVENT_NAMES = {
     "set_aside": "checkpoint quarantined",
     "compilation": "recompiled",
     "trouble": "trouble",
+    "rolled_back": "rolled back",
+    "accepted": "change accepted",
     "save_failed": "save failed",
     "stopping": "stop requested",
     "restarting": "restarted",

@@ -32,9 +32,12 @@ def restore_run(
     callbacks: RunCallbacks,
     checkpointer: Checkpointer,
     checkpoint: Path | None,
+    changes: dict[str, str],
 ) -> Path | None:
     """Restores `sections` and the Trainer's state from `checkpoint`, or from the newest complete one (None where the
     run has no checkpoint). Returns the path of the restored checkpoint. Collective.
+
+    `changes` gets what has changed and is accepted, in words, by its name, before the sections are restored.
 
     Raises CheckpointError, before anything is trained, where this run cannot continue from any.
     """
@@ -60,11 +63,19 @@ def restore_run(
                 f"resume_from_checkpoint: {path} was not saved by a Stepmark training run; name one that was"
             )
         data = saved.get("data")  # older checkpoints do not describe it
-        changes = data_difference(data, parts.data) if isinstance(data, Mapping) and parts.data else None
-        check_same_run(saved["identity"], parts.identity, str(path), changes)
+        words = data_difference(data, parts.data) if isinstance(data, Mapping) and parts.data else None
+        accepted = parts.args.accepted_changes
+        changes.update(check_same_run(saved["identity"], parts.identity, str(path), words, accepted))
 
     try:
-        step = checkpointer.restore(sections, checkpoint, accept=accept)
+        try:
+            step = checkpointer.restore(sections, checkpoint, accept=accept)
+        except CheckpointMismatch as error:
+            if "optim" not in parts.args.accepted_changes:
+                raise
+            others = {name: section for name, section in sections.items() if name != "optimizer"}
+            step = checkpointer.restore(others, checkpoint, accept=accept)
+            changes["optim"] = f"optimizer begins without states: {error}"
     except CheckpointDamaged as error:
         remedy = "" if checkpoint is None else "; name another checkpoint, or true for the newest complete one"
         raise CheckpointDamaged(f"resume_from_checkpoint: {error}{remedy}") from error

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.debug_utils import DebugUnderflowOverflow
 
 from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
-from stepmark.config.training_fields import TrainingFields, check_reduce_dtype
+from stepmark.config.training_fields import TrainingFields, check_reduce_dtype, check_spikes
 from stepmark.errors import UsageError
 from stepmark.evaluation.run_options import RunOptions
 from stepmark.parallel.optimizer.named import NamedOptimizer
@@ -95,7 +95,9 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     _check_sharding(applied, args, context)
     mesh = applied.mesh if applied else make_mesh(args, context)
     runtime = mesh.runtime
-    check_reduce_dtype(args.reduce_dtype, lazy=runtime.name if runtime.lazy else None)
+    lazy = runtime.name if runtime.lazy else None
+    check_reduce_dtype(args.reduce_dtype, lazy=lazy)
+    check_spikes(args.on_loss_spike, lazy=lazy)
     check_compiler(args, runtime.device.type)
     if applied is None:
         _tie_again(model)

@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from transformers.trainer_callback import TrainerControl
+
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, step_of
 from stepmark.data.loader.batch import StepBatch
+from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.prefetcher import DevicePrefetcher
 from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
 from stepmark.launch.signal_listener import RunInterrupted, how_to_go_on
@@ -27,6 +30,7 @@ from stepmark.trainer.interruption.run_end import record_end
 from stepmark.trainer.interruption.stop_request import reason_to_stop, withdraw
 from stepmark.trainer.resume import restore_run
 from stepmark.trainer.run_folder.output_folder import set_aside_earlier_attempt, set_aside_finished_run
+from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.status import INTERRUPTED
 from stepmark.trainer.setup import RunParts, check_start
 from stepmark.trainer.telemetry.banner import banner
@@ -46,9 +50,14 @@ from stepmark.training.pipelined_forward import EvaluationPaused
 from stepmark.training.step import StepHooks
 
 MAX_STEPS_WITHOUT_TARGETS = 100  # of a run in which no label was a target yet
+ROLLBACK = "rollback"  # as on_loss_spike
 FLAGS_AFTER_EVALUATION = ("should_save", "should_epoch_stop", "should_training_stop")
 
 logger = logging.getLogger("stepmark")
+
+
+class _LossSpike(Exception):
+    """The run goes back to the checkpoint before a loss spike."""
 
 
 class TrainingLoop:
@@ -83,7 +92,15 @@ class TrainingLoop:
         self._first_step: int | None = None  # before which this process began; None until it trains
         self._saved_step = 0  # 0: there is nothing to save yet
         self._learning_rate = 0.0  # of the last step
+        self._changes: dict[str, str] = {}  # what the resumption has changed, in words
+        self._spikes = self._monitor.spikes
+        self._positions: dict[int, dict[str, Any]] = {}  # in the data, after steps that may be rolled back
         callbacks.before_hearing = parts.optimizer.arrivals.settle
+        if self._args.on_loss_spike == ROLLBACK and not isinstance(parts.loader, DataLoader):
+            raise UsageError(
+                "on_loss_spike: a rollback leaves samples out, which an iterable dataset or a loader of the program's "
+                "own cannot; use warn or skip"
+            )
         self.stop_reason: str | None = None  # where the run was asked to stop from outside
 
     @property
@@ -111,6 +128,7 @@ class TrainingLoop:
             "rates": [float(group["lr"]) for group in self._parts.optimizer.inner.param_groups],
             "causal_shift": self._parts.step.loss.causal_shift,
             "loss_scaler": None if scaler is None else scaler.state_dict(),
+            "spikes": None if self._spikes is None else self._spikes.state_dict(),  # after the numbers are read
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -123,6 +141,8 @@ class TrainingLoop:
             loader = self._parts.loader.state_after(loader["step"], loader["epoch"])
             groups = len(self._parts.optimizer.inner.param_groups)  # the other tool may have had fewer
             rates = (rates * groups)[:groups]
+        if self._changes.keys() & {"data", "data_seed"}:
+            loader = {**self._parts.loader.state_dict(), "epoch": loader["epoch"], "samples": 0}
         self._parts.loader.load_state_dict(loader)
         self._losses.load_state_dict(state["means"])
         restore_schedule(self._parts.schedule, state["schedule"], rates)
@@ -130,6 +150,8 @@ class TrainingLoop:
         self._parts.step.loss.guess = state.get("causal_shift", self._parts.step.loss.guess)
         if self._parts.step.scaler is not None and state.get("loss_scaler") is not None:
             self._parts.step.scaler.load_state_dict(state["loss_scaler"])
+        if self._spikes is not None and state.get("spikes") is not None:
+            self._spikes.load_state_dict(state["spikes"])
 
     def take_folder(self, *, resumes: bool) -> None:
         """Checks that the output folder is free for this run, and claims it. Collective.
@@ -152,8 +174,10 @@ class TrainingLoop:
         path = None
         if resume:
             named = Path(resume) if isinstance(resume, str) else None
-            path = restore_run(self.sections(), self._parts, self._callbacks, self._checkpointer, named)
+            path = restore_run(self.sections(), self._parts, self._callbacks, self._checkpointer, named, self._changes)
         if path is not None:
+            for message in self._changes.values():
+                self._callbacks.run_log.event("accepted", self._step, message=message)
             self._saved_step = self._step
             self._monitor.restored(path, self._step, self._checkpointer.quarantined)
         elif not extracting_graphs():
@@ -208,20 +232,71 @@ class TrainingLoop:
         self._finish_step_of_earlier_process()
         if restored is not None and self._args.ignore_data_skip:
             self._parts.loader.begin_epoch()
-        if self._step < self._parts.total_steps:
-            self._stop_if_asked()
-        while self._step < self._parts.total_steps and not self._callbacks.control.should_training_stop:
-            self._callbacks.event("on_epoch_begin")
-            self._epoch_open = True
-            self._train_epoch()
-            self._end_epoch()
-        self._parts.optimizer.arrivals.settle()
-        self._check_finite()
+        self._record_position()
+        while not self._trains_to_the_end():
+            self._roll_back()
         self._checkpointer.wait()
         self._monitor.close()
         if self._preemption is not None:  # another rank may still wait for an answer of this one's thread
             self._parts.context.host.barrier()
         entering(END)
+
+    def _trains_to_the_end(self) -> bool:
+        """Trains to the last step; False where the run goes back to an earlier one before that."""
+        try:
+            if self._step < self._parts.total_steps:
+                self._stop_if_asked()
+            while self._step < self._parts.total_steps and not self._callbacks.control.should_training_stop:
+                self._callbacks.event("on_epoch_begin")
+                self._epoch_open = True
+                self._train_epoch()
+                self._end_epoch()
+            self._parts.optimizer.arrivals.settle()
+            self._check_finite()
+        except _LossSpike:
+            return False
+        return True
+
+    def _roll_back(self) -> None:
+        """Returns to the last checkpoint from before the spikes that were found, and moves past the samples up to the
+        last of them, as PaLM's training did (A. Chowdhery et al., 2022, section 5.1). Collective.
+
+        Raises TrainingDiverged where the run has gone back `max_rollbacks` times.
+        """
+        callbacks, parts, spikes = self._callbacks, self._parts, self._spikes
+        assert spikes is not None
+        assert spikes.found is not None
+        (first, last), count = spikes.found, spikes.rollbacks
+        after, attempt = self._positions[last], callbacks.run_log.attempts()
+        parts.optimizer.arrivals.settle()
+        path = self._newest_before(first)
+        assert path is not None
+        if count == self._args.max_rollbacks:
+            raise TrainingDiverged(
+                f"step {first} is a loss spike after {count} rollbacks (max_rollbacks); {path.name} is from before it: "
+                "lower learning_rate, look at the samples of these steps with stepmark rows, or raise max_rollbacks"
+            )
+        restore_run(self.sections(), parts, callbacks, self._checkpointer, path, self._changes)
+        spikes.rollbacks = count + 1
+        self._monitor.anomalies.rolled_back()
+        self._positions.clear()
+        callbacks.control, self._saved_step = TrainerControl(), self._step
+        message = (
+            f"steps {self._step + 1} to {last} are undone, and their samples left out: `stepmark rows "
+            f"{self._args.output_dir} --step {self._step + 1}-{last} --attempt {attempt}` shows them"
+        )
+        callbacks.run_log.event("rolled_back", self._step, first=first, last=last, attempt=attempt, message=message)
+        callbacks.progress.line(f"rolled back to {path.name}: {message}")
+        self._record_resumption(path)
+        self._finish_step_of_earlier_process()
+        parts.loader.load_state_dict(after)
+        self._record_position()
+
+    def _newest_before(self, step: int) -> Path | None:
+        """The newest checkpoint from before this step. Collective."""
+        saved = [each for path in checkpoints(self._checkpointer.folder) if (each := step_of(path)) and each < step]
+        newest = self._parts.context.host.broadcast(max(saved, default=None))
+        return None if newest is None else checkpoint_path(self._checkpointer.folder, newest)
 
     def _begin(self, restored: Path | None) -> None:
         """Records that this process is about to train."""
@@ -232,6 +307,14 @@ class TrainingLoop:
         callbacks.begin(parts.total_steps)
         if restored is not None:
             callbacks.progress.line(f"resumed from {restored} at step {self._step}")
+
+    def _record_position(self) -> None:
+        """Records which samples come next, for `stepmark rows`: again wherever they are not those that follow."""
+        loader, run_log = self._parts.loader, self._callbacks.run_log
+        data = loader.recorded() if isinstance(loader, DataLoader) else {"order": loader.state_dict()["order"]}
+        mesh, fingerprint = self._parts.mesh.shape, self._parts.identity["data"]
+        attempt = run_log.attempts()
+        run_log.event(POSITION, self._step, attempt=attempt, loader=data, mesh=mesh, data=fingerprint)
 
     def _record_resumption(self, restored: Path | None = None) -> None:
         """Adds to the metrics that the steps after this one appear again."""
@@ -302,6 +385,8 @@ class TrainingLoop:
         callbacks.state.epoch = batch.epoch
         callbacks.state.total_flos += self._flos.of(batch)
         self._show_progress()
+        if self._args.on_loss_spike == ROLLBACK:
+            self._positions[self._step] = batch.state
         callbacks.event("on_step_end")
         self._monitor.step_ended(self._step, batch)
         self._follow_control()
@@ -326,6 +411,7 @@ class TrainingLoop:
         position = self._parts.loader.state_dict()
         if self._callbacks.control.should_epoch_stop and position["samples"]:
             self._parts.loader.load_state_dict({**position, "epoch": position["epoch"] + 1, "samples": 0})
+            self._record_position()
 
     # Logs
 
@@ -375,6 +461,7 @@ class TrainingLoop:
     def _check_finite(self) -> None:
         """Raises TrainingDiverged where the run has, on all ranks: they see the same numbers where all read them."""
         self._losses.settle()
+        self._check_spikes()
         state, control = self._callbacks.state, self._callbacks.control
         loads_best = self._args.load_best_model_at_end and state.best_model_checkpoint is not None
         at_end = self._step >= self._parts.total_steps or control.should_training_stop
@@ -383,6 +470,17 @@ class TrainingLoop:
             self._checkpointer.wait()
             self._monitor.close()
             raise TrainingDiverged(self._parts.context.host.broadcast(error))
+
+    def _check_spikes(self) -> None:
+        """Raises _LossSpike on all ranks where the run is to go back, and can."""
+        if self._spikes is None or self._args.on_loss_spike != ROLLBACK:
+            return
+        if self._spikes.found is not None:
+            self._checkpointer.wait()
+            if self._newest_before(self._spikes.found[0]) is not None:
+                raise _LossSpike
+            self._monitor.not_rolled_back(self._spikes.found[0])
+        self._positions.clear()
 
     def _check_targets(self) -> None:
         """Warns if no label was a target yet, and after an epoch, or many steps, raises DataError; on all ranks."""

@@ -110,7 +110,7 @@ def test_statistics_wait_on_the_device_but_not_without_end(monkeypatch: pytest.M
 
 
 def test_who_looks_hears_of_every_step_in_order() -> None:
-    heard: list[tuple[int, float, float, float, bool]] = []
+    heard: list[tuple[int | float | bool | None, ...]] = []
     means = LossMeter(CPU, lambda *numbers: heard.append(numbers))
     means.add(statistics(0, 2.0, 10))
     means.add(statistics(1, 5.0, 30, norm=0.25))
@@ -118,7 +118,11 @@ def test_who_looks_hears_of_every_step_in_order() -> None:
     means.settle()
     means.add(statistics(2, 1.0, 0, norm=0.0))
     means.settle()
-    assert heard == [(1, 2.0, 10.0, 1.0, True), (2, 5.0, 30.0, 0.25, True), (3, 1.0, 0.0, 0.0, True)]
+    assert heard == [
+        (1, 2.0, 10.0, 1.0, True, None),
+        (2, 5.0, 30.0, 0.25, True, None),
+        (3, 1.0, 0.0, 0.0, True, None),
+    ]
 
 
 @pytest.fixture

@@ -151,6 +151,14 @@ class Conversations(Dataset[dict[str, Tensor]]):
         assert self._length is not None
         return block_of(parts, self._length, self._filler)
 
+    def rows_of(self, index: int) -> list[int]:
+        """The rows of the source, from 0, that a sample is made of."""
+        return self._samples[index]
+
+    def tokens_in(self, index: int) -> int:
+        """Tokens of a sample, padding apart."""
+        return sum(len(self._row(row)[0]) for row in self._samples[index])
+
     def _row(self, row: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """int64 ids and labels of a conversation, cut to the maximal length."""
         ids, targets = self._source.row(row)

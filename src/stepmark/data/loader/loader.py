@@ -149,7 +149,7 @@ class DataLoader:
         """The steps from the current position to the end of its epoch, without moving the position: for prefetchers,
         which pass each step's `state` to `load_state_dict` when the consumer takes the step."""
         start = self._position
-        micro_batches = self._fetch(self._tasks(start))
+        micro_batches = self._fetch(self._tasks(start, self.rank))
         for _, samples, after in self._epoch.walk(start):
             mine = list(islice(micro_batches, self.layout.accumulation))
             yield StepBatch(mine, samples, after.epoch + after.samples / self._epoch.size, self._state(after))
@@ -179,6 +179,41 @@ class DataLoader:
         self._position = position
         if self._groups is not None and self._groups.size != state["group_size"]:
             self._groups = dataclasses.replace(self._groups, size=int(state["group_size"]))
+
+    def recorded(self) -> dict[str, Any]:
+        """The position, and how steps divide the samples from there, as plain values; for `of_record`."""
+        return {**self.state_dict(), **dataclasses.asdict(self.layout), "drop_last": self._epoch.drop_last}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any], dataset: Any, lengths: np.ndarray | None = None) -> DataLoader:
+        """A loader of the same samples in the same order, at the position of what `recorded` has returned. `lengths`:
+        int64 [samples], where samples were grouped by them. Raises CheckpointMismatch for other data."""
+        loader = cls(
+            dataset,
+            record["batch_size"],
+            world_size=record["world_size"],
+            accumulation=record["accumulation"],
+            seed=record["seed"],
+            shuffle="sequential" not in record["order"],
+            drop_last=record["drop_last"],
+            lengths=lengths,
+        )
+        loader.load_state_dict(record)
+        return loader
+
+    def samples_after(self, *counts: int) -> Iterator[tuple[int, list[list[tuple[int, ...]]]]]:
+        """What the step after each of these numbers of steps is made of, without fetching it or moving the position:
+        its epoch, from 0, and for each rank the indices of the samples of each micro-batch."""
+        known: tuple[int, np.ndarray] | None = None
+        for count in counts:
+            begin = self._epoch.after(self._position, count)
+            if known is None or known[0] != begin.epoch:
+                known = begin.epoch, self._order(begin.epoch)
+            ranks = []
+            for rank in range(self.layout.world_size):
+                tasks = islice(self._tasks(begin, rank, known[1]), self.layout.accumulation)
+                ranks.append([task.indices[: task.rows] for task in tasks])
+            yield begin.epoch, ranks
 
     def begin_epoch(self) -> None:
         """Moves to the beginning of the epoch."""
@@ -218,16 +253,16 @@ class DataLoader:
             order = sample_order(self._epoch.size, self.seed, epoch, self.shuffle)
         return order if self._groups is None else self._groups.order(order)
 
-    def _tasks(self, start: Position) -> Iterator[MicroTask]:
-        """This rank's tasks from a position to the end of its epoch, in order."""
+    def _tasks(self, start: Position, rank: int, order: np.ndarray | None = None) -> Iterator[MicroTask]:
+        """A rank's tasks from a position to the end of its epoch, in order. `order`: that of the epoch, if known."""
         begin = self._epoch.begin(start)
-        order = self._order(begin.epoch)
+        order = self._order(begin.epoch) if order is None else order
         lengths = self._measured_lengths()  # None: ranks may choose separately
         rows = self.layout.batch_size
         for position, samples, _ in self._epoch.walk(begin):
             step = order[position.samples : position.samples + samples]
             for micro_step in range(self.layout.accumulation):
-                offset = self.layout.offset(self.rank, micro_step)
+                offset = self.layout.offset(rank, micro_step)
                 mine = step[offset : offset + rows]
                 filler = rows - len(mine) if self.fixed_shape or not len(mine) else 0
                 first = self.layout.offset(0, micro_step)

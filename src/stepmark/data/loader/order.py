@@ -82,6 +82,13 @@ class Epoch:
         """The position itself, or the beginning of the next epoch if no step remains in this one."""
         return position if self.steps(position.samples) else Position(position.epoch + 1, 0)
 
+    def after(self, position: Position, steps: int) -> Position:
+        """The position after `steps` steps from another, in later epochs too."""
+        position = self.begin(position)
+        while steps >= (left := self.steps(position.samples)):
+            steps, position = steps - left, Position(position.epoch + 1, 0)
+        return Position(position.epoch, position.samples + steps * self.global_batch)
+
     def walk(self, position: Position) -> Iterator[tuple[Position, int, Position]]:
         """The steps from a position to the end of its epoch: where each begins, how many samples it has, and the
         position after it, which is the beginning of the next epoch after the last one."""

@@ -52,6 +52,10 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
             "labels": torch.cat([ids, torch.full((missing,), IGNORED)]),
         }
 
+    def tokens_in(self, index: int) -> int:
+        """Tokens of a block, padding apart."""
+        return min(self.block_size, self.tokens - index * self.block_size)
+
     def _tokens(self, start: int, stop: int) -> np.ndarray:
         return self._ids.values[start:stop]
 

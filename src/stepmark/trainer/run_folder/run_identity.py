@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 
+from stepmark.config.training_fields import CHANGES
 from stepmark.errors import CheckpointMismatch
 
 _CHECKSUMS = {
@@ -32,16 +33,27 @@ def identity(model: nn.Module, processing_class: Any, dataset: Any, seed: int, d
 
 
 def check_same_run(
-    saved: Mapping[str, Any], current: Mapping[str, Any], where: str, changes: str | None = None
-) -> None:
-    """Raises CheckpointMismatch for the first difference. `changes`: what is known of changes of the data."""
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    where: str,
+    changes: str | None = None,
+    accepted: Collection[str] = (),
+) -> dict[str, str]:
+    """What has changed, in words, by the key of the identity; all of it is `accepted`. `changes`: what is known of
+    changes of the data. Raises CheckpointMismatch for the first difference that is not accepted."""
+    found = {}
     for key, value in current.items():
-        difference = _difference(key, saved.get(key), value)
-        if difference is not None:
+        difference, name = _difference(key, saved.get(key), value), "seed" if key == "data_seed" else key
+        if difference is None:
+            continue
+        found[key] = _in_words(*difference, changes)
+        if name not in accepted:
+            remedy = f"pass --accept-changes {name} if it should change, " if name in CHANGES else ""
             raise CheckpointMismatch(
-                f"{where} belongs to another run: its {_in_words(*difference, changes)}; resume with the same model, "
-                "tokenizer, data and seeds, or start a new run in another output_dir"
+                f"{where} belongs to another run: its {found[key]}; resume with the same model, tokenizer, data and "
+                f"seeds, {remedy}or start a new run in another output_dir"
             )
+    return found
 
 
 def _in_words(name: str, before: Any, now: Any, changes: str | None) -> str:

@@ -21,6 +21,7 @@ logger = logging.getLogger("stepmark")
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+POSITION = "position"  # the event that says which samples come next
 SYSTEM = "system"  # the folder of what every rank samples of its machine
 PATIENCE = 5.0  # seconds
 RESTARTING = "restarting"  # the event of the supervisor, before it starts the ranks again

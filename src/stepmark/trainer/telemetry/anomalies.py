@@ -1,4 +1,5 @@
-"""Early signs that a run does not learn, found in numbers that reach the host anyway. Each kind is reported once.
+"""Early signs that a run does not learn, found in numbers that reach the host anyway. Each kind is reported once, but
+spikes each time.
 
 not finite     a loss or a gradient norm is nan or infinite
 zero           the gradient norm is exactly 0 while there is a loss: nothing reaches the parameters
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from stepmark.trainer.telemetry.loss_spikes import SpikeDetector
+
 REPEATS = 5  # steps in a row with the same loss and gradient norm
 STARVED_LOGS = 5  # logs over which an expert gets less than STARVED of its layer's mean
 STARVED = 0.01
@@ -38,9 +41,18 @@ class AnomalyDetector:
     """Checks every step's numbers when they reach the host, and calls `report` once for each kind of anomaly.
 
     `stop_on_nan`: consecutive steps that are not finite after which the run has diverged; 0: never. `not_finite` has
-    the numbers of the last step on the host that are not finite, by name, the same on all ranks."""
+    the numbers of the last step on the host that are not finite, by name, the same on all ranks. `spikes` judges the
+    steps, unless they were `judged` before."""
 
-    def __init__(self, report: Callable[[Anomaly], None], *, stop_on_nan: int = 0) -> None:
+    def __init__(
+        self,
+        report: Callable[[Anomaly], None],
+        *,
+        stop_on_nan: int = 0,
+        spikes: SpikeDetector | None = None,
+        judged: bool = False,
+    ) -> None:
+        self.spikes, self._judged = spikes, judged
         self.not_finite: dict[str, float] = {}
         self._report = report
         self._limit = stop_on_nan
@@ -60,22 +72,26 @@ class AnomalyDetector:
         """Step number `step`, from 1, begins with this learning rate."""
         self._rates[step] = rate
 
-    def look(self, step: int, loss: float, tokens: float, norm: float, updated: bool = True) -> None:
-        """Takes the numbers of a step, in order, once they are on the host. `updated`: it changed the weights."""
+    def look(
+        self, step: int, loss: float, tokens: float, norm: float, updated: bool = True, spike: str | None = None
+    ) -> None:
+        """Takes the numbers of a step, in order, once they are on the host. `updated`: it changed the weights; `spike`:
+        why it was left out."""
         rate = self._rates.pop(step, 0.0)
         if not tokens:
             return
         if not math.isfinite(loss):
             self._found("loss_not_finite", step, f"the loss of step {step} is {loss}; {self._remedy(step)}")
-        elif not math.isfinite(norm) and updated:
+        elif not math.isfinite(norm) and (updated or spike):
             self._found("grad_norm_not_finite", step, f"grad_norm of step {step} is {norm}; {self._remedy(step)}")
         elif norm == 0.0 and loss != 0.0:
             message = f"grad_norm of step {step} is exactly 0{self._since(step)}: no gradient reaches the parameters"
             self._found("grad_norm_zero", step, message)
-        if updated:
+        if updated or spike:
             self._count(step, {"loss": loss, "grad_norm": norm})
+        self._look_for_spikes(step, loss, norm, updated, spike)
         self._look_for_repeats(step, loss, norm, rate)
-        self._moved += rate > 0.0 and math.isfinite(norm) and norm > 0.0
+        self._moved += rate > 0.0 and math.isfinite(norm) and norm > 0.0 and not spike
 
     def _count(self, step: int, numbers: dict[str, float]) -> None:
         """Counts the steps in a row that are not finite."""
@@ -97,6 +113,21 @@ class AnomalyDetector:
         first, message = self._diverged or (self._first, self._message)
         remedy = f"lower learning_rate, or look at the samples of step {first} (stop_on_nan: {self._limit})"
         return f"{message}; {self._remedy(first)}; {remedy}"
+
+    def _look_for_spikes(self, step: int, loss: float, norm: float, updated: bool, spike: str | None) -> None:
+        if self.spikes is None:
+            return
+        reason = spike if self._judged or not updated else self.spikes.judge(loss, norm)
+        if reason is not None:
+            self.spikes.note(step)
+            done = "; its update is left out" if spike else ""
+            self._report(Anomaly("loss_spike", step, f"step {step} is a loss spike: {reason}{done}"))
+
+    def rolled_back(self) -> None:
+        """The run continues from an earlier checkpoint, without the steps since."""
+        self.not_finite, self._streak, self._diverged = {}, 0, None
+        if self.spikes is not None:
+            self.spikes.forget()
 
     def _look_for_repeats(self, step: int, loss: float, norm: float, rate: float) -> None:
         usable = rate > 0.0 and norm > 0.0 and math.isfinite(loss) and math.isfinite(norm)

@@ -25,11 +25,11 @@ class LossMeter:
     def __init__(
         self,
         runtime: Runtime,
-        look: Callable[[int, float, float, float, bool], None] | None = None,
+        look: Callable[..., None] | None = None,
         experts: Mapping[str, int] | None = None,
     ) -> None:
-        """`look(step, loss, tokens, gradient norm, updated)` is called once the numbers of a step are on the host.
-        `experts`: see `ExpertLoadMeter`."""
+        """`look(step, loss, tokens, gradient norm, updated, spike)` is called once the numbers of a step are on the
+        host. `experts`: see `ExpertLoadMeter`."""
         self._runtime = runtime
         self._look = look
         self._pending: list[StepStatistics] = []
@@ -54,7 +54,7 @@ class LossMeter:
         for statistics, values in zip(self._pending, fetched, strict=True):
             loss, tokens, self.grad_norm = values.tolist()
             if self._look is not None:
-                self._look(statistics.step + 1, loss, tokens, self.grad_norm, statistics.updated)
+                self._look(statistics.step + 1, loss, tokens, self.grad_norm, statistics.updated, statistics.spike)
             for sums in (self.since_log, self.since_start):
                 sums["loss"] += loss * tokens
                 sums["tokens"] += int(tokens)

@@ -34,6 +34,7 @@ from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.setup import RunParts
 from stepmark.trainer.telemetry.anomalies import Anomaly, AnomalyDetector
 from stepmark.trainer.telemetry.lazy_device import Compilation, DeviceReadMonitor, RecompilationMonitor
+from stepmark.trainer.telemetry.loss_spikes import SpikeDetector
 from stepmark.trainer.telemetry.save_history import SaveHistory
 from stepmark.trainer.telemetry.system_samples import SystemSampler
 from stepmark.trainer.telemetry.throughput import RunTimers, Throughput, device_model, memory_fields
@@ -52,7 +53,12 @@ class Monitor:
         folder, extracts = Path(args.output_dir), extracting_graphs()
         dtype = torch.bfloat16 if args.bf16 or args.fp16 or args.dtype == "bfloat16" else torch.float32
         self.timers = RunTimers()
-        self.anomalies = AnomalyDetector(self._report_anomaly, stop_on_nan=0 if extracts else args.stop_on_nan)
+        watched, skips = args.on_loss_spike is not None and not extracts, args.on_loss_spike == "skip"
+        self.spikes = SpikeDetector(args.loss_spike_window, args.loss_spike_threshold) if watched else None
+        if self.spikes is not None and skips:
+            parts.step.judge = self.spikes.judge
+        limit = 0 if extracts else args.stop_on_nan
+        self.anomalies = AnomalyDetector(self._report_anomaly, stop_on_nan=limit, spikes=self.spikes, judged=skips)
         self._run_log = run_log
         self._runtime = context.runtime
         self._throughput = Throughput(parts.model, context.runtime, context.world.size, dtype)
@@ -172,6 +178,13 @@ class Monitor:
             return
         logger.warning("%s", found.message)
         self._run_log.event("trouble", found.step, kind=found.kind, message=found.message)
+
+    def not_rolled_back(self, step: int) -> None:
+        """There is no checkpoint to return to from a loss spike at this step."""
+        assert self.spikes is not None
+        self.spikes.forget()
+        message = f"there is no checkpoint from before the loss spike of step {step}; training goes on"
+        self._report_anomaly(Anomaly("not_rolled_back", step, message))
 
     def _report_device_reads(self, lines: list[str]) -> None:
         shown = ", ".join(lines[:MAX_LINES]) + (", …" if len(lines) > MAX_LINES else "")

@@ -1,0 +1,127 @@
+"""Which samples a run has trained in a step, by what it has recorded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from stepmark.config.recipe import Recipe
+from stepmark.data.loader.collate import sample_lengths
+from stepmark.data.loader.loader import DataLoader
+from stepmark.data.prepared_data import Prepared, prepare
+from stepmark.data.row_origins import describe_samples
+from stepmark.errors import DataError, UsageError
+from stepmark.filesystem.json_files import read_lines
+from stepmark.recipe.model import build_tokenizer
+from stepmark.recipe.used_recipe import USED_RECIPE, read_used_recipe
+from stepmark.runtime.mesh import DATA
+from stepmark.runtime.rank_grid import RankGrid
+from stepmark.trainer.run_folder.run_log import EVENTS, POSITION
+
+
+class RunRows:
+    """The samples of a run's steps. `missing` says why texts and origins of some that were asked for are not known."""
+
+    def __init__(self, folder: Path, attempt: int | None = None) -> None:
+        """`attempt`: steps count as that resumption has trained them (0: before the first); default None, the last one.
+
+        Raises UsageError where the run has not recorded the order of its samples.
+        """
+        self.missing: str | None = None
+        self._folder = folder
+        records = [line for line in read_lines(folder / EVENTS) if line.get("event") == POSITION]
+        self._records = [line for line in records if attempt is None or line["attempt"] <= attempt]
+        if not self._records:
+            raise UsageError(
+                f"{folder / EVENTS}: has no event `{POSITION}`, which says what order the samples had: no run has "
+                "trained here, or one of an earlier version; name the folder of another run"
+            )
+
+    def of_steps(self, steps: range, rank: int | None = None) -> list[dict[str, Any]]:
+        """The samples of these steps, counted from 1, of one rank or of all.
+
+        Each has `step`, `epoch`, `ranks` (several where these share a model), `micro_batch`, and `sample`, its index in
+        the training data; and what `describe_samples` knows.
+
+        Raises:
+            UsageError: The run does not have the step or the rank, or the order is not known.
+            CheckpointMismatch: The data are of another size or order.
+        """
+        return [
+            row
+            for number, part in groupby(steps, self._record_of)
+            for row in self._rows(self._records[number], list(part), rank)
+        ]
+
+    def _record_of(self, step: int) -> int:
+        """The number of the record in force at a step: the last one before it, since steps may be trained again."""
+        before = [number for number, record in enumerate(self._records) if record["step"] < step]
+        if not before:
+            raise UsageError(f"--step: {self._folder} has no record of step {step}")
+        return before[-1]
+
+    def _rows(self, record: Mapping[str, Any], steps: list[int], rank: int | None) -> Iterator[dict[str, Any]]:
+        grid = RankGrid(record["mesh"])
+        if rank is not None and not 0 <= rank < grid.size:
+            raise UsageError(f"--rank: step {steps[0]} has ranks 0 to {grid.size - 1}, and no rank {rank}")
+        sharing: dict[int, list[int]] = {}
+        for each in range(grid.size):
+            sharing.setdefault(grid.coordinates(each)[DATA], []).append(each)
+        data, loader = self._loader(record)
+        taken = loader.samples_after(*(step - record["step"] - 1 for step in steps))
+        rows: list[dict[str, Any]] = [
+            {"step": step, "epoch": epoch, "ranks": sharing[part], "micro_batch": micro_batch, "sample": sample}
+            for step, (epoch, parts) in zip(steps, taken, strict=True)
+            for part, micro_batches in enumerate(parts)
+            for micro_batch, samples in enumerate(micro_batches)
+            for sample in samples
+            if rank is None or rank in sharing[part]
+        ]
+        if data is None:
+            return iter(rows)
+        recipe, tokenizer, _ = self._of_recipe
+        indices = {row["sample"] for row in rows}
+        known = describe_samples(recipe.data, data.train, indices, tokenizer)
+        return ({**row, **known[row["sample"]]} for row in rows)
+
+    def _loader(self, record: Mapping[str, Any]) -> tuple[Prepared | None, DataLoader]:
+        """The data, where they are those that were trained on, and a loader at the record's position."""
+        position, order, lengths = record["loader"], record["loader"]["order"], None
+        if "batch_size" not in position:
+            raise UsageError(
+                f"--step: the samples after step {record['step']} come from an iterable dataset or a loader of the "
+                f"program's own ({order}), whose order only the program knows"
+            )
+        data, in_data = self._data(record["data"]), "mixture" in order or "lengths" in position
+        if data is None and in_data:
+            raise UsageError(f"--step: the order of the samples ({order}) depends on the data; {self.missing}")
+        samples = range(position["dataset_size"]) if data is None else data.train
+        if "lengths" in position:
+            recipe, tokenizer, _ = self._of_recipe
+            lengths = sample_lengths(samples, recipe.training.length_column_name, tokenizer.model_input_names[0])
+        return data, DataLoader.of_record(position, samples, lengths)
+
+    def _data(self, fingerprint: Any) -> Prepared | None:
+        """The data of the run's recipe, if they have this fingerprint."""
+        try:
+            data = self._of_recipe[2]
+        except (DataError, UsageError) as error:
+            self.missing = f"texts and origins are not known: {error}"
+            return None
+        if data.fingerprint == fingerprint:
+            return data
+        self.missing = f"texts and origins are not known: the data of {self._folder / USED_RECIPE} have changed since"
+        return None
+
+    @functools.cached_property
+    def _of_recipe(self) -> tuple[Recipe, Any, Prepared]:
+        """The recipe, its tokenizer and its data."""
+        recipe = read_used_recipe(self._folder)
+        if recipe is None:
+            raise DataError(f"the run was started from Python, and {self._folder} has no {USED_RECIPE}")
+        tokenizer = build_tokenizer(recipe.model)
+        return recipe, tokenizer, prepare(replace(recipe.data, overwrite_cache=False), tokenizer)
