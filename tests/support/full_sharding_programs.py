@@ -16,6 +16,7 @@ from stepmark import Mesh, Trainer, TrainingArguments, parallelize
 from stepmark.config.full_sharding import FullSharding
 from stepmark.errors import UsageError
 from stepmark.runtime.context import start
+from stepmark.sharding.dtensor import is_dtensor
 from tests.support.models import build, training
 from tests.support.programs import LENGTH, VOCABULARY, Blocks, logged, tiny_model
 
@@ -31,6 +32,37 @@ class OwnLoss(Trainer):
         logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         loss = nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
         return (loss, outputs) if return_outputs else loss
+
+
+class LossOfParameters(Trainer):
+    """Of sharded ones as they are, or complete."""
+
+    complete = False
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        parameters: list[Any] = list(model.parameters())
+        found = [each.full_tensor() if self.complete and is_dtensor(each) else each for each in parameters]
+        return model(**inputs).loss + 0.1 * sum(each.square().sum() for each in found)
+
+
+class LossOfCompleteParameters(LossOfParameters):
+    complete = True
+
+
+def losses_of_parameters(folder: str) -> list[str]:
+    """The errors of trainings whose losses read the model's parameters."""
+    found = []
+    for kind in (LossOfParameters, LossOfCompleteParameters):
+        args = TrainingArguments(
+            f"{folder}/{kind.__name__}", device="cpu", disable_tqdm=True, max_steps=1, fsdp=True, save_strategy="no"
+        )
+        try:
+            kind(tiny_model(0.0, layers=2), args, train_dataset=Blocks(60)).train()
+        except UsageError as error:
+            found.append(str(error))
+    return found
 
 
 class OwnOptimizer(Trainer):

@@ -23,6 +23,7 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.dtensor import is_dtensor, local_of
 
 _ATTRIBUTE = "_stepmark_layer"  # of a sharded parameter: its LayerGradients
+LOSS = "fsdp: the loss uses the model's parameters, which are shards; compute it from its outputs, or use zero_1"
 HOOKS = "which would see none, or a shard; change gradients in on_pre_optimizer_step"
 _replaced: Any = WeakTensorKeyDictionary()  # parameters before they were sharded, to those that took their place
 
@@ -74,7 +75,8 @@ class LayerGradients(LayerParameters):
     def take(self, parameter: Any) -> Tensor:
         """The reduced gradient of a parameter of the last call, in float32, of its local shape. torch has made its
         `grad` of the result: a view at the same place, in the parameter's dtype."""
-        assert self._output is not None
+        if self._output is None:  # another gradient than that of a layer's pass
+            raise UsageError(LOSS)
         shown, rows = local_of(parameter.grad), -(-parameter.shape[0] // self._axis.size)
         begin = shown.storage_offset()
         found = self._output[begin : begin + shown.numel()].view(shown.shape)

@@ -161,8 +161,8 @@ class TrainingLoop:
         parts, folder = self._parts, Path(self._args.output_dir)
         goes_on = resumes or set_aside_finished_run(folder, parts.context.host)
         check_start(folder, parts.saved, self._args, parts.context, resumes=goes_on)
+        self._checkpointer.claim()
         if self._args.save_strategy != "no":
-            self._checkpointer.claim()
             self._withdraw_stop_request()
 
     def restore(self, resume: bool | str | None) -> Path | None:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
+from stepmark.errors import UsageError
 from stepmark.liveness.progress import PASSES, entering
+from stepmark.parallel.full_sharding import LOSS
 from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.runtime.base import Runtime
@@ -132,7 +134,15 @@ class SequentialSchedule:
 
     def _forward(self, micro_batch: MicroBatch, weight: Weight) -> Tensor:
         with autocast(self._runtime, self._autocast), self._loads.counting(micro_batch):
-            return self._loss(self._model, micro_batch.inputs, weight)[0]
+            try:
+                loss = self._loss(self._model, micro_batch.inputs, weight)[0]
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" in str(error):
+                    raise UsageError(LOSS) from error
+                raise
+            if is_dtensor(loss):
+                raise UsageError(LOSS)
+            return loss
 
 
 def seed_micro_batch(runtime: Runtime, seed: int) -> None:

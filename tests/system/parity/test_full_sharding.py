@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from stepmark.parallel.full_sharding import LOSS
 from tests.support.full_sharding_programs import CASES
 from tests.support.mesh_parity import MODELS, compare, trained
 from tests.support.ranks import Ranks
@@ -91,6 +92,11 @@ def test_ranks_with_gradients_of_different_parameters_are_told(ranks: Ranks) -> 
 def test_hooks_of_gradients_are_refused_since_they_would_see_none(ranks: Ranks) -> None:
     found = ranks.run("tests.support.full_sharding_programs:hooked_later", nproc=2).check()
     assert all("has a hook of its gradient" in each for each in found), found
+
+
+def test_losses_of_parameters_are_refused_since_each_rank_has_a_shard(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run("tests.support.full_sharding_programs:losses_of_parameters", str(tmp_path), nproc=2).check()
+    assert found == [[LOSS] * 2] * 2
 
 
 def test_what_cannot_be_sharded_is_refused_before_anything_changes(ranks: Ranks) -> None:
