@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from stepmark.data.loader.batch import MicroBatch, StepBatch
+from stepmark.data.loader.batch import StepBatch
 from stepmark.liveness.progress import PASSES, entering
 from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.optimizer.arrivals import Arrivals
@@ -48,6 +48,16 @@ class TokenCounts:
         return cls(total, divisor, each, zero)
 
 
+Passes = Callable[[Any], Tensor]
+"""Runs the forward and backward pass of the given inputs, and returns their share of the step's loss."""
+AroundPasses = Callable[[Any, Tensor, Passes], Tensor]
+"""Is called with a micro-batch's inputs and number of targets, and with what runs its passes."""
+
+
+def _run_passes(inputs: Any, count: Tensor, passes: Passes) -> Tensor:
+    return passes(inputs)
+
+
 class MicroBatchSchedule(Protocol):
     """Runs the forward and backward passes of a step."""
 
@@ -82,8 +92,10 @@ class SequentialSchedule:
         arrivals: Arrivals | None = None,
         autocast: torch.dtype | None = None,
         scaler: LossScaler | None = None,
+        around: AroundPasses | None = None,
         seed: int = 42,
     ) -> None:
+        self._around = around or _run_passes
         self._model = model
         self._arrivals = arrivals or Arrivals()
         self._loss = loss
@@ -113,22 +125,26 @@ class SequentialSchedule:
                 entering(PASSES, index + 1)
             seed_micro_batch(self._runtime, derive_seed(self._seed, step, index, self._rank))
             weight = Weight(counts.each[index].reshape(()), counts.divisor.reshape(()))
-            with first() if index == 0 else nullcontext():
-                loss = self._forward(micro_batch, weight)
-            if index == last:
-                self._gradients.last_backward()
-            loss.backward(None if self._scaler is None else self._scaler.of(loss))
-            self._gradients.collect()
-            total = total + loss.detach()
+
+            def passes(inputs: Any, index: int = index, weight: Weight = weight) -> Tensor:
+                with first() if index == 0 else nullcontext():
+                    loss = self._forward(inputs, weight)
+                if index == last:
+                    self._gradients.last_backward()
+                loss.backward(None if self._scaler is None else self._scaler.of(loss))
+                self._gradients.collect()
+                return loss.detach()
+
+            total = total + self._around(micro_batch.inputs, weight.count, passes)
             if index < last:
                 after_micro_batch()
             if last:  # micro-batches share one graph, the update has its own
                 self._runtime.step_boundary()
         return total.reshape(()), counts.total.reshape(())
 
-    def _forward(self, micro_batch: MicroBatch, weight: Weight) -> Tensor:
+    def _forward(self, inputs: Any, weight: Weight) -> Tensor:
         with autocast(self._runtime, self._autocast):
-            return self._loss(self._model, micro_batch.inputs, weight)[0]
+            return self._loss(self._model, inputs, weight)[0]
 
 
 def seed_micro_batch(runtime: Runtime, seed: int) -> None:
