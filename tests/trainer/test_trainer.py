@@ -371,12 +371,14 @@ def test_memory_is_in_the_results_where_it_is_asked_for(tmp_path: Path) -> None:
         assert ("test_mem_cpu_alloc_delta" in predicted) != skips
 
 
-def test_what_asks_for_accelerate_says_what_to_use(tmp_path: Path) -> None:
+def test_what_asks_for_accelerate_gets_the_ranks_and_the_device(tmp_path: Path) -> None:
     made, _ = trainer(tmp_path)
-    assert not hasattr(made, "accelerator")
-    with pytest.raises(
-        AttributeError, match=r"accelerator.prepare\(loader\).*trainer.model instead of .*unwrap_model\(model\)"
-    ):
-        made.accelerator.unwrap_model(made.model)
+    accelerator, loader = made.accelerator, made.get_train_dataloader()
+    assert accelerator.unwrap_model(made.model) is made.model
+    assert (accelerator.num_processes, accelerator.device.type, accelerator.state.deepspeed_plugin) == (1, "cpu", None)
+    assert accelerator.gather(torch.tensor(3)).item() == 3
+    assert made._loaders.steps_of(accelerator.prepare(loader)) is loader.loader
+    with pytest.raises(AttributeError, match="no attribute 'accumulate': Stepmark does not use accelerate"):
+        accelerator.accumulate(made.model)
     made.accelerator = "of the script"
     assert made.accelerator == "of the script"

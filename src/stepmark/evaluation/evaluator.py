@@ -93,6 +93,7 @@ class Evaluator:
         prediction_step: `(inputs, loss_only, ignore_keys)` to the batch's mean loss, its predictions and labels, each
             None where there is none; default None: `predict_batch`.
         stages: runs batches through a pipeline, if the model is cut into stages; default None.
+        needs_no_labels: the loss can be computed for any batch; default: if the model's forward says so.
     """
 
     model: nn.Module
@@ -104,6 +105,7 @@ class Evaluator:
     reporting: Sequence[int] | None = None
     prediction_step: PredictionStep | None = None
     stages: PipelinedForward | None = None
+    needs_no_labels: bool = False
 
     @classmethod
     def on_mesh(
@@ -264,7 +266,7 @@ class Evaluator:
     def _has_loss(self, inputs: Any) -> bool:
         asked = isinstance(inputs, Mapping) and inputs.get("return_loss") is True
         known = bool(self.loss.labels.present(inputs)) or asked or self._loss_without_labels
-        return known or self._only_for_loss(inputs)
+        return known or self.needs_no_labels or self._only_for_loss(inputs)
 
     def _only_for_loss(self, inputs: Any) -> bool:
         """Whether only an overridden loss can use the batch: the model does not accept all of it."""

@@ -21,6 +21,7 @@ from stepmark.runtime.seeds import derive_seed
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.loaders import LoaderFactory
 from stepmark.trainer.training_arguments import TrainingArguments
+from stepmark.training.model_labels import evaluating
 from stepmark.training.pipelined_forward import EvaluationPaused
 
 Metrics = dict[str, float]
@@ -141,7 +142,8 @@ class TrainerEvaluation:
             if epoch is not None:
                 metrics["epoch"] = epoch
             pause.completed[key] = metrics
-            self.callbacks.evaluated(metrics, prefix)
+            with evaluating(self.evaluator.model):  # by which a subclass's `log` tells what is logged
+                self.callbacks.evaluated(metrics, prefix)
         return dict(pause.completed[key])
 
     def _run_if_it_fits(

@@ -37,6 +37,7 @@ class LoaderFactory:
     data_collator: CollateFn | PadTo | None
     processing_class: Any
     own_loss: bool  # a user's method computes the loss
+    signature: frozenset[str] | None = None  # the columns of a sample that are used; None: those of the model
 
     @property
     def data_seed(self) -> int:
@@ -116,6 +117,7 @@ class LoaderFactory:
 
     def steps_of(self, batches: Any, accumulation: int = 1) -> TrainLoader:
         """The steps of `batches`: of an own loader's, or of those that an overridden method has returned."""
+        batches = getattr(batches, "before_prepare", batches)
         if isinstance(batches, PlainBatches):
             return batches.loader
         return GivenLoader(
@@ -176,6 +178,8 @@ class LoaderFactory:
     def _columns(self) -> ModelColumns | None:
         if not self.args.remove_unused_columns:
             return None
+        if self.signature is not None:
+            return ModelColumns(self.model, self.signature, others_read=False)
         collator, others_read = self.data_collator, self.loss.override is not None
         if collator is not None and not isinstance(collator, PadTo):
             module = getattr(collator, "__module__", None) or type(collator).__module__

@@ -42,7 +42,7 @@ from stepmark.training.compiled_layers import check_compiler
 from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.loss_scaler import LossScaler
-from stepmark.training.micro_batches import autocast_dtype
+from stepmark.training.micro_batches import AroundPasses, autocast_dtype
 from stepmark.training.model_options import check_bf16, check_fp16, enable_gradient_checkpointing
 from stepmark.training.optimizer import build_optimizer, decays_by_default, parameter_kinds, wrap_optimizer
 from stepmark.training.packing_check import check_packing
@@ -233,14 +233,23 @@ def step_optimizer(
 
 
 class RunOptimizer:
-    """The optimizer of a Trainer's runs. What was made for the run before is made again; what a user gave stays."""
+    """The optimizer of a Trainer's runs. What was made for the run before is made again; what a user gave stays.
+    `given`: a class of optimizers and its arguments, in place of the one that the arguments name."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None) -> None:
+        self._given = given
         self.named: NamedOptimizer | None = None  # made last
         self._made: list[Any] = []  # the optimizer and the schedule that were made for the last run
 
     def create(self, model: nn.Module, args: TrainingFields, mesh: Mesh) -> torch.optim.Optimizer:
-        """The optimizer that the arguments name."""
+        """The optimizer of the given class, or the one that the arguments name."""
+        if self._given is not None:
+            kind, options = self._given
+            decays = decays_by_default(model)
+            trained = [(decays(name), each) for name, each in model.named_parameters() if each.requires_grad]
+            groups: list[dict[str, Any]] = [{"params": [each for decay, each in trained if decay]}]
+            groups.append({"params": [each for decay, each in trained if not decay], "weight_decay": 0.0})
+            return kind([group for group in groups if group["params"]], **options)
         self.named = step_optimizer(model, args, mesh)
         return self.named.inner
 
@@ -273,7 +282,12 @@ def _has_other_tensors(optimizer: NamedOptimizer) -> bool:
 
 
 def make_step(
-    model: nn.Module, optimizer: NamedOptimizer, loss: MicroBatchLoss, mesh: Mesh, args: TrainingFields
+    model: nn.Module,
+    optimizer: NamedOptimizer,
+    loss: MicroBatchLoss,
+    mesh: Mesh,
+    args: TrainingFields,
+    around: AroundPasses | None = None,
 ) -> TrainStep:
     """The step that the arguments describe."""
     return TrainStep(
@@ -286,6 +300,7 @@ def make_step(
         max_grad_norm=args.max_grad_norm,
         autocast=autocast_dtype(bf16=args.bf16, fp16=args.fp16),
         scaler=LossScaler() if args.fp16 else None,
+        around=around,
         reduce_dtype=getattr(torch, args.reduce_dtype),
         seed=args.seed,
         router_bias_update_rate=args.router_bias_update_rate,

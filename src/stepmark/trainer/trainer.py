@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,11 @@ from stepmark.liveness.silent_ranks import PeerWatch
 from stepmark.runtime.context import Context
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.callbacks import RunCallbacks
+from stepmark.trainer.compat.accelerator import Accelerator
 from stepmark.trainer.compat.given_loader import GivenLoader
 from stepmark.trainer.compat.model_factory import model_of
 from stepmark.trainer.compat.overrides import (
     NEED_COMPLETE_MODEL,
-    NoAccelerator,
     call_compute_loss,
     call_sampler,
     check_assignment,
@@ -48,6 +48,7 @@ from stepmark.trainer.compat.overrides import (
     sampler_of,
 )
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
+from stepmark.trainer.compat.used_columns import ModelColumns
 from stepmark.trainer.evaluation import (
     PausableEvaluation,
     TrainerEvaluation,
@@ -78,18 +79,20 @@ from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.compiled_layers import compile_layers
 from stepmark.training.loss import MicroBatchLoss
-from stepmark.training.micro_batches import autocast, autocast_dtype
+from stepmark.training.micro_batches import Passes, autocast, autocast_dtype
 from stepmark.training.model_options import attention_of
 from stepmark.training.model_wrappers import without_wrapper
+from stepmark.training.one_graph_per_step.deferred_reads import plain
 
 
 @explains_keywords
 class Trainer:
     """Trains, evaluates and saves a model on one rank or many, on any device; every rank makes the same calls.
 
-    A subclass may override `compute_loss`, `get_train_dataloader`, `get_eval_dataloader`, `create_optimizer`,
-    `create_scheduler`, `create_optimizer_and_scheduler`, `prediction_step`, `evaluate`, `log` and `save_model`, which
-    are called as transformers' Trainer calls them. A class that overrides another hook of transformers is an error.
+    A subclass may override `compute_loss`, `training_step`, `get_train_dataloader`, `get_eval_dataloader`,
+    `create_optimizer`, `create_scheduler`, `create_optimizer_and_scheduler`, `prediction_step`, `evaluate`, `log`,
+    `save_model`, `_save`, `_save_checkpoint` and `_set_signature_columns_if_needed`, which are called as transformers'
+    Trainer calls them. A class that overrides another hook of transformers is an error.
 
     Args:
         model: A module whose forward returns the mean loss of a batch, such as transformers' models. One that sums its
@@ -115,6 +118,8 @@ class Trainer:
             complete on disk, also with `async_save`; a callback may read it and add files.
         optimizers: (optimizer, schedule); each that is None is made from `args`.
         preprocess_logits_for_metrics: Maps `(logits, labels)` to what `compute_metrics` gets as predictions.
+        optimizer_cls_and_kwargs: The class of an optimizer and its arguments, in place of `optim`. Weight decay is that
+            of these arguments, where the model has it by default.
         run: An opened run to use. Default: `args` say which to open.
 
     Attributes:
@@ -123,6 +128,9 @@ class Trainer:
             `compute_loss`. Default: that of `compute_loss_func` or of the model, else `targets`.
         compute_loss_func: The argument of this name, which may be set.
         model_accepts_loss_kwargs: Ignored, since losses are always means. Some scripts set it.
+        can_return_loss: Whether an overridden `compute_loss` needs no labels, so that evaluations have a loss without
+            `label_names`.
+        accelerator: The ranks and the device under accelerate's names.
         optimizer: The run's `torch.optim` optimizer; None before `create_optimizer`.
         lr_scheduler: The run's schedule; None before `create_scheduler`.
         checkpoint_files: Functions that rank 0 calls with the folder of a new checkpoint. What they write there becomes
@@ -135,11 +143,17 @@ class Trainer:
 
     loss_averages_over: str | None = None
     model_accepts_loss_kwargs = False
+    loss_is_scaled_for_ga: bool | None = None
+    current_gradient_accumulation_steps = 1  # by which a loss is divided that is not a mean of its own
+    can_return_loss = False
     is_deepspeed_enabled = False
     is_fsdp_enabled = False
     is_model_parallel = False
     place_model_on_device = True
-    accelerator = NoAccelerator()
+    arguments_class: type[TrainingArguments] | None = None  # of a library's trainer
+    _signature_columns: list[str] | None = None
+    _passes: Passes | None = None  # of the micro-batch whose `training_step` is called
+    _pending_save: tuple[Callable[[], None], Callable[[], None]] | None = None  # what begins it, and waits for it
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Raises UsageError where the class overrides a method that would never be called."""
@@ -160,11 +174,12 @@ class Trainer:
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[..., torch.Tensor] | None = None,
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         *,
         run: Run | None = None,
     ) -> None:
         check_overrides(type(self), _OWN_HOOKS)
-        self.args: TrainingArguments = converted(args)
+        self.args: TrainingArguments = converted(args, self.arguments_class)
         self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
         self._memory_tracker.start()
         set_log_level(self.args)
@@ -191,7 +206,7 @@ class Trainer:
         self.processing_class = processing_class
         self.compute_metrics = compute_metrics
         self.optimizer, self.lr_scheduler = optimizers
-        self._optimizers = RunOptimizer()
+        self._optimizers = RunOptimizer(optimizer_cls_and_kwargs)
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.compute_loss_func = compute_loss_func
         self._set_loss()
@@ -291,7 +306,7 @@ class Trainer:
             logs: Plain numbers by name.
             start_time: Ignored; part of transformers' signature.
         """
-        self._callbacks.record(logs)
+        self._callbacks.record(plain(logs))
 
     # Parts
 
@@ -360,12 +375,27 @@ class Trainer:
         """Returns the batches of the data of `predict`, as `get_eval_dataloader` does."""
         return self._loaders.eval_batches(test_dataset)
 
+    @cached_property
+    def accelerator(self) -> Any:
+        """What accelerate's Accelerator is to transformers' Trainer: ranks, device, gathering. It may be set."""
+        return Accelerator(self)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Sets `_signature_columns`, the columns of a sample that `remove_unused_columns` keeps: those of the model. A
+        subclass may set others."""
+        if self._signature_columns is None:
+            columns = ModelColumns.of_model(self.model, self.loss.labels)
+            self._signature_columns = None if columns is None else sorted(columns.names)
+
     @property
     def _loaders(self) -> LoaderFactory:
         own = None if self.data_collator is self._default_collator else self.data_collator
         theirs = str(getattr(self.prediction_step, "__module__", "")).partition(".")[0] != "stepmark"
         own_loss = self.loss.override is not None or theirs
-        return LoaderFactory(self.args, self.model, self.mesh, self.loss, own, self.processing_class, own_loss)
+        if self._overridden("_set_signature_columns_if_needed"):
+            self._set_signature_columns_if_needed()
+        names = None if self._signature_columns is None else frozenset(self._signature_columns)
+        return LoaderFactory(self.args, self.model, self.mesh, self.loss, own, self.processing_class, own_loss, names)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Sets `optimizer` and `lr_scheduler`, those that are not set yet.
@@ -437,6 +467,40 @@ class Trainer:
 
     def _overridden_loss(self, model: nn.Module, inputs: Any, items: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return call_compute_loss(self.compute_loss, type(self).__name__, model, inputs, items)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Runs the forward and backward pass of a micro-batch. A subclass may override it to do something around them,
+        and has to call this method, once for each micro-batch.
+
+        Args:
+            model: The model.
+            inputs: A micro-batch on the device.
+            num_items_in_batch: Its number of targets, a 0-dim tensor.
+
+        Returns:
+            The micro-batch's share of the step's loss, a 0-dim tensor.
+
+        Raises:
+            UsageError: No micro-batch of `train` waits for it.
+        """
+        passes, self._passes = self._passes, None
+        if passes is None:
+            raise UsageError("training_step: runs a micro-batch of train(); call it from an override, once")
+        return passes(inputs)
+
+    def _around_passes(self, inputs: Any, items: torch.Tensor, passes: Passes) -> torch.Tensor:
+        """Calls a subclass's `training_step`."""
+        self._passes = passes
+        given = dict(inputs) if isinstance(inputs, Mapping) else inputs
+        loss = self.training_step(self.model, given, num_items_in_batch=items)
+        if self._passes is not None or not isinstance(loss, Tensor):
+            raise UsageError(
+                f"{type(self).__name__}.training_step: it has to call super().training_step, which runs the passes and "
+                "weights the loss, and to return what that returns; override compute_loss for a loss of your own"
+            )
+        return loss.detach().reshape(())
 
     def compute_loss_context_manager(self) -> torch.autocast:
         """Returns the context in which models are called: autocast, as `bf16` and `fp16` say."""
@@ -512,6 +576,9 @@ class Trainer:
                 evaluate=self._evaluate_in_training,
                 write_files=self._write_files,
                 before_save=self._collect_model_files,
+                around_save=self._around_save,
+                own_state=self.run_state,
+                load_own_state=self.load_run_state,
             )
             evaluates = self.args.eval_strategy != "no"
             if evaluates:
@@ -554,7 +621,14 @@ class Trainer:
             loader=loader,
             optimizer=optimizer,
             schedule=schedule,
-            step=make_step(self.model, optimizer, self.loss, self.mesh, self.args),
+            step=make_step(
+                self.model,
+                optimizer,
+                self.loss,
+                self.mesh,
+                self.args,
+                self._around_passes if self._overridden("training_step") else None,
+            ),
             total_steps=total_steps,
             identity=self.identity(),
             data=getattr(self.train_dataset, "description", None),
@@ -580,6 +654,7 @@ class Trainer:
             self._autocast_dtype,
             preprocess_logits=self.preprocess_logits_for_metrics,
             prediction_step=self._overridden_step if self._overridden("prediction_step") else None,
+            needs_no_labels=self.can_return_loss and not self.label_names,
         )
 
     @property
@@ -764,14 +839,68 @@ class Trainer:
         """
         folder = Path(output_dir or self.args.output_dir).absolute()
         self._saved.write(folder, self._saved_processing, self.args.save_timeout)
+        if self._overridden("_save") and self.context.host.rank == 0 and not extracting_graphs():
+            self._save(str(folder))
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Called on rank 0 when `save_model` or a checkpoint has written the model to a folder. A subclass may override
+        it to write more files there, which become part of the checkpoint.
+
+        Args:
+            output_dir: The folder.
+            state_dict: Ignored; part of transformers' signature.
+        """
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """Saves the run, as training does. A subclass may override it to do something before or after, and has to call
+        this method. Then the checkpoint is complete on disk when it returns. Collective.
+
+        Args:
+            model: The model.
+            trial: Ignored; part of transformers' signature.
+
+        Raises:
+            UsageError: Training is not about to save.
+        """
+        pending, self._pending_save = self._pending_save, None
+        if pending is None:
+            raise UsageError("_save_checkpoint: training calls it; set control.should_save in a callback to save")
+        save, wait = pending
+        save()
+        library = type(self).__dict__.get("_library")
+        if self._save_checkpoint.__func__.__module__.partition(".")[0] != library:  # type: ignore[attr-defined]
+            wait()
+
+    def _around_save(self, save: Callable[[], None], wait: Callable[[], None]) -> None:
+        """Calls a subclass's `_save_checkpoint`."""
+        if not self._overridden("_save_checkpoint"):
+            save()
+            return
+        self._pending_save = save, wait
+        self._save_checkpoint(self.model, None)
+        if self._pending_save is not None:
+            raise UsageError(f"{type(self).__name__}._save_checkpoint: it has to call super()._save_checkpoint")
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """The run's folder, for a subclass that asks for that of checkpoints."""
+        return self.args.output_dir
+
+    def run_state(self) -> dict[str, Any]:
+        """What a subclass adds to the state of the run that checkpoints hold, such as running sums: plain values. It is
+        asked after a step, on all ranks; that of rank 0 is saved."""
+        return {}
+
+    def load_run_state(self, state: dict[str, Any]) -> None:
+        """Gets what `run_state` has returned, on all ranks, when a run is resumed."""
 
     @property
     def _saved_processing(self) -> Any:
         return saved_processing(self.processing_class, self.data_collator)
 
     def _collect_model_files(self) -> None:
-        """Before a checkpoint: lets an overridden `save_model` write the files that the checkpoint gets. Collective."""
-        if self._overridden("save_model"):
+        """Before a checkpoint: lets an overridden `save_model` or `_save` write the files that the checkpoint gets.
+        Collective."""
+        if self._overridden("save_model") or self._overridden("_save"):
             self._saved.collect(self.save_model)
 
     def _write_files(self, folder: Path) -> None:

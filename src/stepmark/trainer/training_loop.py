@@ -64,7 +64,9 @@ class TrainingLoop:
     """Moves a run's state from step to step. All that a resumed run needs is in `sections`.
 
     `evaluate` evaluates the Trainer's own data and returns the metrics; `write_files` adds a run's files to the folder
-    of a checkpoint, on rank 0, and `before_save` is called on all ranks before that.
+    of a checkpoint, on rank 0, and `before_save` is called on all ranks before that. `around_save` is called with what
+    begins a save, and what waits until it is on disk. `own_state` and `load_own_state` are a subclass's part of the
+    run's state.
     """
 
     def __init__(
@@ -75,6 +77,9 @@ class TrainingLoop:
         evaluate: Callable[[PausableEvaluation], dict[str, float]],
         write_files: Callable[[Path], None],
         before_save: Callable[[], None],
+        around_save: Callable[[Callable[[], None], Callable[[], None]], None],
+        own_state: Callable[[], dict[str, Any]],
+        load_own_state: Callable[[dict[str, Any]], None],
     ) -> None:
         self._parts = parts
         self._args = parts.args
@@ -83,6 +88,8 @@ class TrainingLoop:
         self._evaluate_data = evaluate
         self._write_files = write_files
         self._before_save = before_save
+        self._around_save = around_save
+        self._own_state, self._load_own_state = own_state, load_own_state
         self._monitor = Monitor(parts, callbacks.run_log)
         self._flos = TotalFlos(parts.model)
         self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look, parts.step.experts)
@@ -115,8 +122,9 @@ class TrainingLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but tensors, as plain values."""
-        scaler = self._parts.step.scaler
+        scaler, own = self._parts.step.scaler, self._own_state()
         return {
+            **({"own": own} if own else {}),
             "step": self._step,
             "epoch": self._callbacks.state.epoch,
             "epoch_open": self._epoch_open,
@@ -148,6 +156,8 @@ class TrainingLoop:
         restore_schedule(self._parts.schedule, state["schedule"], rates)
         self._learning_rate = state.get("learning_rate", rates[0])  # older checkpoints have no rate of the last step
         self._parts.step.loss.guess = state.get("causal_shift", self._parts.step.loss.guess)
+        if state.get("own"):
+            self._load_own_state(state["own"])
         if self._parts.step.scaler is not None and state.get("loss_scaler") is not None:
             self._parts.step.scaler.load_state_dict(state["loss_scaler"])
         if self._spikes is not None and state.get("spikes") is not None:
@@ -560,7 +570,7 @@ class TrainingLoop:
         self._check_finite()
         self._check_targets()
         with self._monitor.within("save", self._step):
-            self._begin_save()
+            self._around_save(self._begin_save, self._checkpointer.wait)
             self._callbacks.progress.line(f"{'saving' if self._args.async_save else 'saved'} checkpoint-{self._step}")
             if self._callbacks.hears("on_save"):
                 self._checkpointer.wait()  # a callback may read the checkpoint, or add files to it

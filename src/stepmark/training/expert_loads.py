@@ -69,8 +69,8 @@ class ExpertLoads:
             raise UsageError(
                 "router_bias_update_rate and fsdp: the biases are parameters, which fsdp shards; use zero_1"
             )
-        for bias in found.values():
-            bias.data = bias.data.float()  # in bfloat16 small steps would be lost
+        for each in found.values():
+            each.data = each.data.float()  # in bfloat16 small steps would be lost
         return found
 
     def begin(self) -> None:

@@ -51,6 +51,16 @@ class TokenCounts:
         return cls(total, divisor, each, zero)
 
 
+Passes = Callable[[Any], Tensor]
+"""Runs the forward and backward pass of the given inputs, and returns their share of the step's loss."""
+AroundPasses = Callable[[Any, Tensor, Passes], Tensor]
+"""Is called with a micro-batch's inputs and number of targets, and with what runs its passes."""
+
+
+def _run_passes(inputs: Any, count: Tensor, passes: Passes) -> Tensor:
+    return passes(inputs)
+
+
 class MicroBatchSchedule(Protocol):
     """Runs the forward and backward passes of a step."""
 
@@ -85,9 +95,11 @@ class SequentialSchedule:
         arrivals: Arrivals | None = None,
         autocast: torch.dtype | None = None,
         scaler: LossScaler | None = None,
+        around: AroundPasses | None = None,
         seed: int = 42,
         loads: ExpertLoads | None = None,
     ) -> None:
+        self._around = around or _run_passes
         self._model = model
         self._arrivals = arrivals or Arrivals()
         self._loss = loss
@@ -119,23 +131,27 @@ class SequentialSchedule:
                 entering(PASSES, index + 1)
             seed_micro_batch(self._runtime, derive_seed(self._seed, step, index, self._rank))
             weight = Weight(counts.each[index].reshape(()), counts.divisor.reshape(()))
-            with first() if index == 0 else nullcontext():
-                loss = self._forward(micro_batch, weight)
-            if index == last:
-                self._gradients.last_backward()
-            loss.backward(None if self._scaler is None else self._scaler.of(loss))
-            self._gradients.collect()
-            total = total + loss.detach()
+
+            def passes(inputs: Any, index: int = index, weight: Weight = weight) -> Tensor:
+                with first() if index == 0 else nullcontext():
+                    loss = self._forward(batch.micro_batches[index], inputs, weight)
+                if index == last:
+                    self._gradients.last_backward()
+                loss.backward(None if self._scaler is None else self._scaler.of(loss))
+                self._gradients.collect()
+                return loss.detach()
+
+            total = total + self._around(micro_batch.inputs, weight.count, passes)
             if index < last:
                 after_micro_batch()
             if last:  # micro-batches share one graph, the update has its own
                 self._runtime.step_boundary()
         return total.reshape(()), counts.total.reshape(())
 
-    def _forward(self, micro_batch: MicroBatch, weight: Weight) -> Tensor:
+    def _forward(self, micro_batch: MicroBatch, inputs: Any, weight: Weight) -> Tensor:
         with autocast(self._runtime, self._autocast), self._loads.counting(micro_batch):
             try:
-                loss = self._loss(self._model, micro_batch.inputs, weight)[0]
+                loss = self._loss(self._model, inputs, weight)[0]
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
                     raise UsageError(LOSS) from error

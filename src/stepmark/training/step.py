@@ -26,7 +26,7 @@ from stepmark.runtime.seeds import kept_host_generators
 from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.loss_scaler import LossScaler
-from stepmark.training.micro_batches import MicroBatchSchedule, SequentialSchedule
+from stepmark.training.micro_batches import AroundPasses, MicroBatchSchedule, SequentialSchedule
 from stepmark.training.pipelined_micro_batches import PipelinedSchedule
 
 
@@ -85,6 +85,9 @@ class TrainStep:
         max_grad_norm: 2-norm to which larger gradients are scaled; 0 or less: never.
         autocast: Type of matrix products, such as `torch.bfloat16`; None: that of the parameters.
         scaler: Scales losses, for float16; None: they are as they are.
+        around: Is called with `(inputs, count, passes)` for each micro-batch: its inputs, its number of targets as a
+            0-dim tensor, and a function that runs its passes on given inputs and returns their share of the step's
+            loss, which it has to return. Not in a pipeline. Default: None.
         reduce_dtype: Type in which data parallel ranks send each other gradients: `torch.float32`, or `torch.bfloat16`
             on eager devices, for half the bytes. Sums are in float32 in either case.
         seed: Seed of dropout and other random numbers of the model.
@@ -112,6 +115,7 @@ class TrainStep:
         max_grad_norm: float = 1.0,
         autocast: torch.dtype | None = None,
         scaler: LossScaler | None = None,
+        around: AroundPasses | None = None,
         reduce_dtype: torch.dtype = torch.float32,
         seed: int = 42,
         router_bias_update_rate: float = 0.0,
@@ -134,8 +138,8 @@ class TrainStep:
         stages = staged(model)
         options: dict[str, Any] = {"autocast": autocast, "scaler": scaler, "seed": seed, "loads": self._loads}
         if stages is None:
-            arrivals = optimizer.arrivals
-            self._schedule = SequentialSchedule(model, loss, self._gradients, mesh, arrivals=arrivals, **options)
+            options |= {"arrivals": optimizer.arrivals, "around": around}
+            self._schedule = SequentialSchedule(model, loss, self._gradients, mesh, **options)
             return
         fields_of(TrainingFields)["pipeline_schedule"].checked(pipeline_schedule)
         refuse(schedule_contradictions(pipeline_schedule, accumulation, mesh.pipeline.size, len(stages.own)))

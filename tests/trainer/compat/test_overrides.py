@@ -718,7 +718,7 @@ def test_a_subclass_may_call_the_label_smoother(tmp_path: Path, factor: float) -
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-@pytest.mark.parametrize(("name", "remedy"), [("training_step", "override compute_loss"), ("model", "new Trainer")])
+@pytest.mark.parametrize(("name", "remedy"), [("get_batch_samples", "override compute_loss"), ("model", "new Trainer")])
 def test_what_would_have_no_effect_cannot_be_set(tmp_path: Path, name: str, remedy: str) -> None:
     with pytest.raises(UsageError, match=f"{name}.*{remedy}"):
         setattr(make(Trainer, tmp_path, max_steps=1), name, Classifier())
@@ -759,6 +759,83 @@ def test_what_save_model_writes_is_in_checkpoints(tmp_path: Path) -> None:
     assert not (tmp_path / ".save_model").exists()
 
 
+class Around(Trainer):
+    """Does something around each micro-batch and each save."""
+
+    calls = 0
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        self.calls += 1
+        assert num_items_in_batch == (inputs["labels"] != -100).sum()
+        return super().training_step(model, {**inputs, "features": 2 * inputs["features"]}, num_items_in_batch)
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        (Path(self.args.output_dir) / "before.txt").write_text(f"{self.state.global_step}")
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        (folder / "after.txt").write_text(f"{(folder / 'manifest.json').is_file()}")
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        (Path(output_dir or self.args.output_dir) / "head.txt").write_text("head")
+
+
+def test_micro_batches_and_saves_have_something_around_them(tmp_path: Path) -> None:
+    doubled = Points(22)
+    doubled.features *= 2
+    options = {"max_steps": 4, "gradient_accumulation_steps": 2, **steps("save", 2), "async_save": True}
+    plain = make(Trainer, tmp_path / "plain", train=doubled, **options)
+    plain.train()
+    around: Any = make(Around, tmp_path / "around", **options)
+    around.train(save_model=True)
+    assert logged(around, "loss") == logged(plain, "loss")
+    assert logged(around, "grad_norm") == logged(plain, "grad_norm")
+    assert (around.calls, (tmp_path / "around/before.txt").read_text()) == (8, "4")
+    for step in (2, 4):
+        folder = tmp_path / "around" / f"checkpoint-{step}"
+        assert [(folder / name).read_text() for name in ("after.txt", "head.txt")] == ["True", "head"]
+    assert (tmp_path / "around/head.txt").read_text() == "head"
+    assert (tmp_path / "around/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["training_step", "_save_checkpoint"])
+def test_an_override_that_leaves_out_what_it_is_around_is_an_error(tmp_path: Path, name: str) -> None:
+    kind = type("Mine", (Trainer,), {name: lambda *_, **__: torch.tensor(0.0)})
+    with pytest.raises(UsageError, match=f"^Mine.{name}: it has to call super"):
+        make(kind, tmp_path, **steps("save", 1)).train()
+    with pytest.raises(UsageError, match=f"^{name}: "):
+        getattr(make(Trainer, tmp_path / "none"), name)(None, {})
+
+
+def test_a_subclass_says_which_columns_are_used(tmp_path: Path) -> None:
+    class Named(Points):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {**super().__getitem__(index), "weight": torch.tensor(float(index)), "unused": index}
+
+    class Signed(Trainer):
+        def _set_signature_columns_if_needed(self) -> None:
+            super()._set_signature_columns_if_needed()
+            assert self._signature_columns is not None
+            self._signature_columns = [*self._signature_columns, "weight"]
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            assert set(inputs) == {"features", "labels", "weight"}
+            loss = model(features=inputs["features"], labels=inputs["labels"])["loss"]
+            return (loss, {}) if return_outputs else loss
+
+    make(Signed, tmp_path, train=Named(22), max_steps=1).train()
+
+
+def test_the_class_of_an_optimizer_can_be_given(tmp_path: Path) -> None:
+    plain = make(Trainer, tmp_path / "plain", optim="sgd", optim_args="momentum=0.5", learning_rate=0.1)
+    plain.train()
+    given = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5})
+    args = TrainingArguments(**{**plain.args._values(), "output_dir": str(tmp_path / "given"), "optim": "adamw_torch"})
+    trainer = Trainer(Classifier(), args, train_dataset=Points(22), optimizer_cls_and_kwargs=given)
+    trainer.train()
+    assert logged(trainer, "loss") == logged(plain, "loss")
+
+
 # What is never called
 
 
@@ -770,9 +847,9 @@ def test_a_method_that_would_never_be_called_is_rejected(name: str) -> None:
 
 def test_a_method_of_a_mixin_is_rejected_too() -> None:
     class Mixin:
-        def training_step(self) -> None: ...
+        def get_batch_samples(self) -> None: ...
 
-    with pytest.raises(UsageError, match="Mine: training_step is never called .* override compute_loss"):
+    with pytest.raises(UsageError, match="Mine: get_batch_samples is never called .* override compute_loss"):
         type("Mine", (Mixin, Trainer), {})
 
 
@@ -801,7 +878,7 @@ def test_a_patched_method_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert logged(patched, "loss")[0] == pytest.approx(3 * logged(plain, "loss")[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["training_step", "_save", "hyperparameter_search"])
+@pytest.mark.parametrize("name", ["get_batch_samples", "_save_scaler", "hyperparameter_search"])
 def test_a_patch_that_would_never_be_called_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

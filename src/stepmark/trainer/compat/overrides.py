@@ -17,10 +17,12 @@ from stepmark.errors import UsageError
 _CALLED = """
     compute_loss get_train_dataloader _get_train_sampler get_eval_dataloader get_test_dataloader create_optimizer
     create_scheduler create_optimizer_and_scheduler prediction_step evaluate predict log save_model train
-    is_world_process_zero add_callback remove_callback pop_callback create_model_card push_to_hub
+    is_world_process_zero add_callback remove_callback pop_callback create_model_card push_to_hub training_step
+    _save_checkpoint _save _set_signature_columns_if_needed
 """
 CALLED = tuple(_CALLED.split())
-NEED_COMPLETE_MODEL = ("compute_loss", "prediction_step")  # methods whose replacement calls the complete model
+# Methods whose replacement calls the complete model.
+NEED_COMPLETE_MODEL = ("compute_loss", "prediction_step", "training_step")
 
 
 def hooks_of(base: type) -> dict[str, Any]:
@@ -34,7 +36,8 @@ def check_overrides(cls: type, own: Mapping[str, Any]) -> None:
     """Raises UsageError where `cls` has, by definition or by a patch, a hook of transformers' Trainer that is never
     called here. `own` are Stepmark's methods, of `hooks_of`."""
     for name, instead in refusals("hook").items():
-        if inspect.getattr_static(cls, name, None) is not own.get(name):
+        found = inspect.getattr_static(cls, name, None)
+        if found is not own.get(name) and not isinstance(found, RefusedHook):
             raise UsageError(f"{cls.__name__}: {name} is never called by stepmark's Trainer; override {instead}")
 
 
@@ -61,15 +64,15 @@ def check_pipeline(name: str, stages: int) -> None:
         )
 
 
-class NoAccelerator:
-    """`Trainer.accelerator`, which says what to use instead where it is read; a script may set the attribute."""
+class RefusedHook:
+    """A method of transformers' Trainer that Stepmark lacks, in a class that is both: reading it says so."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __get__(self, trainer: Any, kind: type) -> Any:
-        raise AttributeError(
-            f"{kind.__name__!r} object has no attribute 'accelerator': Stepmark does not use accelerate; return a "
-            "loader as it is instead of accelerator.prepare(loader), and use trainer.model instead of "
-            "accelerator.unwrap_model(model); see also args.device and is_world_process_zero()"
-        )
+        instead = refusals("hook").get(self._name, "leave it out")
+        raise AttributeError(f"{kind.__name__}: stepmark's Trainer has no {self._name}; use {instead}")
 
 
 def overrides(trainer: Any, own: Mapping[str, Any], name: str) -> bool:

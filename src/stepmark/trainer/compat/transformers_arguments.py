@@ -21,15 +21,17 @@ _TRAINERS = ("trl", "optimum", "sentence_transformers", "setfit")  # libraries w
 _INSTEAD = "leave it out, and prepare train_dataset so; for chats use Conversations, or a recipe"
 
 
-def converted(args: Any) -> Any:
+def converted(args: Any, kind: Any = None) -> Any:
     """Returns `args` as Stepmark's TrainingArguments where they are transformers' or a recipe's, those by default for
-    None, and anything else as it is.
+    None, and anything else as it is. `kind`: the class of arguments of a library's trainer, with fields of its own.
 
     Raises:
         UsageError: Fields that Stepmark lacks do not have their default value; all are named.
     """
+    if kind is not None and isinstance(args, TrainingFields) and not isinstance(args, kind):
+        return kind(**{name: getattr(args, name) for name in known_fields(TrainingArguments) if hasattr(args, name)})
     if args is None:
-        return TrainingArguments()
+        return (kind or TrainingArguments)()
     if isinstance(args, TrainingFields):
         return TrainingArguments.of(args)
     if not hasattr(args, "output_dir"):
@@ -37,10 +39,10 @@ def converted(args: Any) -> Any:
     if not isinstance(args, transformers.TrainingArguments):
         return args
     others = _of_other_trainers(args)
-    if others:
+    if others and kind is None:
         raise UsageError("; ".join(f"{name}: only {whose}'s trainers read it; {_INSTEAD}" for name, whose in others))
     seq2seq = isinstance(args, transformers.Seq2SeqTrainingArguments)
-    kind = Seq2SeqTrainingArguments if seq2seq else TrainingArguments
+    kind = kind or (Seq2SeqTrainingArguments if seq2seq else TrainingArguments)
     values = {name: _plain(value) for name, value in _fields(args).items() if name != "local_rank"}  # the launcher's
     own = known_fields(kind)
     # What transformers makes of no arguments but the folder and the device.

@@ -22,11 +22,11 @@ _told: set[tuple[str, str]] = set()
 
 
 class ModelColumns:
-    """The columns of a sample that reach a model."""
+    """The columns of a sample that reach a model: `names`."""
 
     def __init__(self, model: nn.Module, names: frozenset[str], *, others_read: bool) -> None:
         self._model = type(model).__name__
-        self._names = names
+        self.names = names
         self._others_read = others_read
 
     @classmethod
@@ -50,10 +50,10 @@ class ModelColumns:
         Raises:
             DataError: No column is left.
         """
-        if not isinstance(sample, Mapping) or self._names.issuperset(sample):
+        if not isinstance(sample, Mapping) or self.names.issuperset(sample):
             return sample
-        used = {name: value for name, value in sample.items() if name in self._names}
-        ignored = ", ".join(str(name) for name in sample if name not in self._names)
+        used = {name: value for name, value in sample.items() if name in self.names}
+        ignored = ", ".join(str(name) for name in sample if name not in self.names)
         if not used:
             raise DataError(
                 f"the dataset's columns ({ignored}) are not among the arguments of {self._model}.forward; rename them, "

@@ -1,0 +1,163 @@
+"""`Trainer.accelerator`: what subclasses written for transformers ask of accelerate's Accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepmark.errors import UsageError
+from stepmark.runtime.base import map_tensors
+from stepmark.runtime.mesh import Mesh
+from stepmark.training.one_graph_per_step.deferred_reads import defer_reads
+
+
+class Accelerator:
+    """The ranks and the device under accelerate's names; Stepmark itself does not use accelerate.
+
+    Values are gathered over the data parallel ranks, which alone have different samples. On a lazy device they stay
+    there: `item()` of what was gathered returns a number that is read when it is used.
+
+    Attributes:
+        parallelism_config: None.
+        sync_gradients: True; ranks exchange gradients once for each step.
+    """
+
+    parallelism_config = None
+    sync_gradients = True
+    scaler = None
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._mesh: Mesh = trainer.mesh
+        self._prepared: PreparedLoader | None = None  # the one that is iterated
+        world = self._mesh.context.world
+        self.num_processes, self.process_index, self.local_process_index = world.size, world.rank, world.local_rank
+        self.is_main_process, self.is_local_main_process = world.rank == 0, world.local_rank == 0
+        self.is_last_process = world.rank == world.size - 1
+        self.device: torch.device = self._mesh.runtime.device
+        self.gradient_accumulation_steps: int = trainer.args.gradient_accumulation_steps
+        self.distributed_type = "NO" if world.size == 1 else f"MULTI_{'CPU' if self.device.type == 'cpu' else 'GPU'}"
+        self.state = SimpleNamespace(
+            **{name: value for name, value in vars(self).items() if not name.startswith("_")},
+            deepspeed_plugin=None,
+            fsdp_plugin=None,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"'accelerator' of stepmark's Trainer has no attribute {name!r}: Stepmark does not use accelerate; use "
+            "trainer.model, trainer.args and trainer.context, or the Trainer's methods"
+        )
+
+    def gather(self, tensor: Any) -> Any:
+        """Joins tensors of the data parallel ranks along their first dimension, in the order of the ranks; scalars make
+        a vector. On one rank they are returned as they are. Collective.
+
+        Args:
+            tensor: A tensor, or a nest of them, on the device. Ranks may have different numbers of rows.
+        """
+        return map_tensors(tensor, self._gathered)
+
+    def gather_for_metrics(self, tensor: Any) -> Any:
+        """As `gather`, without the rows of a prepared loader's last batches that fill them up."""
+        gathered = self.gather(tensor)
+        rows = None if self._prepared is None else self._prepared.rows
+        return gathered if rows is None else map_tensors(gathered, lambda each: each[:rows] if each.ndim else each)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        axis, runtime = self._mesh.data_parallel, self._mesh.runtime
+        found = tensor.detach().to(runtime.device)
+        if axis.size > 1:
+            rows = found.reshape(-1, *found.shape[1:]).contiguous()
+            kind = rows.dtype
+            rows = rows.to(torch.uint8) if kind is torch.bool else rows
+            found = (self._joined(rows) if tensor.ndim else axis.all_gather([rows])[0]).to(kind)
+        return defer_reads(found) if runtime.lazy else found
+
+    def _joined(self, rows: Tensor) -> Tensor:
+        """Rows of all ranks, which may have different numbers of them."""
+        axis = self._mesh.data_parallel
+        if self._mesh.runtime.lazy:  # batches have one shape
+            return axis.all_gather([rows])[0]
+        counts = [int(each) for each in axis.all_gather([torch.tensor([len(rows)], device=rows.device)])[0]]
+        padded = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])])
+        parts = axis.all_gather([padded])[0].split(max(counts))
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum of tensors over the data parallel ranks, or with `mean` their mean, times `scale`. Collective."""
+        axis = self._mesh.data_parallel
+        divisor = axis.size if reduction == "mean" else 1
+        return map_tensors(tensor, lambda each: axis.all_reduce([each.detach()])[0] * scale / divisor)
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, **_: Any) -> nn.Module:
+        """The model itself: nothing is wrapped around it."""
+        return model
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Moves another model, such as a reference model that is not trained, to the device; not sharded.
+
+        Raises:
+            UsageError: It would be trained too.
+        """
+        if not evaluation_mode and model is not self._trainer.model:
+            raise UsageError(
+                "accelerator.prepare_model: a Trainer trains one model; pass evaluation_mode=True for others"
+            )
+        return model.to(self.device)
+
+    def prepare(self, *given: Any, **_: Any) -> Any:
+        """Models as `prepare_model` returns them, and loaders whose batches the data parallel ranks take in turn, on
+        the device. Optimizers and schedules are returned as they are."""
+        found = [PreparedLoader(each, self) if hasattr(each, "__iter__") else each for each in given]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def autocast(self, *_: Any, **__: Any) -> Any:
+        """The context in which models are called."""
+        return self._trainer.compute_loss_context_manager()
+
+    def wait_for_everyone(self) -> None:
+        """Waits for all ranks. Collective."""
+        self._mesh.context.host.barrier()
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Prints on the first rank of each machine."""
+        if self.is_local_main_process:
+            print(*values, **options)
+
+
+class PreparedLoader:
+    """A loader whose batches the data parallel ranks take in turn, on the device. In the last turn the ranks without a
+    batch get the last one. A Trainer that trains on it takes the loader itself.
+
+    `rows`: the samples of all ranks in this turn, without those that fill it; None where all count.
+    """
+
+    def __init__(self, loader: Any, accelerator: Accelerator) -> None:
+        self.before_prepare = loader
+        self.dataset = getattr(loader, "dataset", None)
+        self.rows: int | None = None
+        self._accelerator = accelerator
+
+    def __len__(self) -> int:
+        return -(-len(self.before_prepare) // self._accelerator._mesh.data_parallel.size)
+
+    def __iter__(self) -> Iterator[Any]:
+        mesh, batches, taken = self._accelerator._mesh, iter(self.before_prepare), 0
+        axis = mesh.data_parallel
+        self._accelerator._prepared = self
+        try:
+            while turn := list(islice(batches, axis.size)):
+                if len(turn) < axis.size:
+                    self.rows = len(self.dataset) - taken * self.before_prepare.batch_size
+                taken += len(turn)
+                yield mesh.runtime.place(turn[min(axis.rank, len(turn) - 1)])
+        finally:
+            self.rows = self._accelerator._prepared = None

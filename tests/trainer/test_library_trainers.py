@@ -1,0 +1,141 @@
+"""TRL's trainers on Stepmark's Trainer, against TRL's own."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.errors import UsageError
+from tests.support.ranks import Ranks
+
+trl = pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated")
+
+
+from tests.support import trl_programs  # noqa: E402
+from tests.support.trl_programs import KINDS, logs, make  # noqa: E402
+
+TRAINED = "tests.support.trl_programs:trained"
+SPEED = "tokens_per_second"
+
+
+def same(found: list[dict[str, float]], expected: list[dict[str, float]], *names: str, within: float) -> None:
+    """The logs of all steps, in the values of these names or in all."""
+    assert [log["step"] for log in found] == [log["step"] for log in expected]
+    for mine, theirs in zip(found, expected, strict=True):
+        for name in names or sorted(mine.keys() - {SPEED}):
+            assert mine[name] == pytest.approx(theirs[name], rel=within, abs=within), (mine["step"], name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_metrics_are_those_of_plain_trl(tmp_path: Path, kind: str) -> None:
+    plain, ours = make(kind, tmp_path / "plain", plain=True), make(kind, tmp_path / "ours")
+    assert isinstance(ours, type(plain))
+    assert isinstance(ours.args, type(plain.args))
+    plain.train()
+    ours.train()
+    assert len(logs(ours)) == 20
+    same(logs(ours), logs(plain), within=1e-6)
+    assert logs(ours)[-1]["loss"] != logs(ours)[0]["loss"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, ranks: Ranks, kind: str) -> None:
+    """Logs are means of three steps, so that the kill is in the middle of one."""
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 3, "max_steps": 9}
+    options |= {"async_save": True, "lora": kind == "DPO"}
+    killed = ranks.run(TRAINED, kind, str(tmp_path / "killed"), {**options, "kill_at": 6})
+    assert killed.codes == [-9]
+    resumed = ranks.run(TRAINED, kind, str(tmp_path / "killed"), {**options, "resume": True}).check()[0]
+    complete = ranks.run(TRAINED, kind, str(tmp_path / "complete"), options).check()[0]
+    for log in (*resumed, *complete):
+        del log[SPEED]
+    assert resumed == complete
+    assert (tmp_path / "killed" / "run" / "README.md").is_file()
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("zero_1", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_are_as_one(tmp_path: Path, ranks: Ranks, kind: str, zero_1: bool) -> None:
+    """The losses are those of plain TRL with twice the batch."""
+    expected = ranks.run(
+        TRAINED, kind, str(tmp_path / "one"), {"plain": True, "per_device_train_batch_size": 8, "rows": 192}
+    )
+    options = {"zero_1": zero_1, "rows": 192}
+    found = ranks.run(TRAINED, kind, str(tmp_path / "two"), options, nproc=2).check()
+    names = ("loss",) if kind == "KTO" else ("loss", "grad_norm", "num_tokens")
+    for each in found:
+        same(each, expected.check()[0], *names, within=1e-5)
+
+
+def test_ranks_gather_what_each_has(ranks: Ranks) -> None:
+    for rank, found in enumerate(ranks.run("tests.support.trl_programs:gathered", nproc=2).check()):
+        vectors, scalars, truths, read, mean, first = found
+        assert (vectors, scalars, truths) == ([0.0, 10.0, 11.0], [0, 1], [False, False, True])
+        assert (read, mean, first) == (list(range(9)), [1.5], rank == 0)
+
+
+def test_sft_on_a_lazy_device_has_one_graph_a_micro_step(tmp_path: Path, ranks: Ranks) -> None:
+    pytest.importorskip("torch_xla")
+    counted = ranks.run("tests.support.trl_programs:graphs", str(tmp_path)).check()[0]
+    later = counted[-3:]
+    assert {compilations for compilations, _ in later} == {later[0][0]}
+    executions = [count for _, count in later]
+    assert [b - a for a, b in itertools.pairwise(executions)] == [1, 1]
+
+
+def test_evaluations_have_the_metrics_of_trl(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "logging_steps": 2}
+    trainer = make("SFT", tmp_path, **options, eval_rows=8)
+    trainer.train()
+    history = trainer.state.log_history
+    evaluated, trained = ([log for log in history if name in log] for name in ("eval_loss", "loss"))
+    assert len(evaluated) == 2
+    assert all("eval_entropy" in log and "entropy" not in log for log in evaluated)
+    assert [log["entropy"] > 0 for log in trained] == [True]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({"tensor_parallel_size": 2}, "parallelize_embedding"),
+        ({"sequence_parallel": True, "tensor_parallel_size": 1}, "sequence_parallel"),
+        ({"beta": 0.1}, "beta"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(tmp_path: Path, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        make("SFT", tmp_path, **options)
+
+
+def test_trainers_that_generate_are_refused_by_name() -> None:
+    with pytest.raises(ImportError, match="GRPOTrainer: generates while it trains"):
+        from stepmark.trl import GRPOTrainer  # noqa: F401
+
+
+def test_configs_of_trl_and_of_stepmark_are_converted(tmp_path: Path) -> None:
+    from stepmark import TrainingArguments
+    from stepmark.trl import SFTConfig, SFTTrainer
+
+    model = trl_programs.save_model(tmp_path / "model", "SFT")
+    options: dict[str, Any] = {"output_dir": str(tmp_path / "run"), "use_cpu": True, "learning_rate": 0.5}
+    theirs = trl.SFTConfig(**options, bf16=False, max_length=7)
+    for given, length in ((theirs, 7), (TrainingArguments(**options), 1024)):
+        made: Any = SFTTrainer(str(model), given, train_dataset=trl_programs.dataset("SFT", 8))
+        assert isinstance(made.args, SFTConfig)
+        assert (made.args.learning_rate, made.args.max_length) == (0.5, length)
+
+
+def test_without_trl_an_import_names_the_extra() -> None:
+    code = "import sys; sys.modules['trl'] = None\nfrom stepmark.trl import SFTTrainer"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (
+        told.stderr.splitlines()[-1] == "ImportError: stepmark.trl: trl is not installed; pip install 'stepmark[trl]'"
+    )
