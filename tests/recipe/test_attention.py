@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from stepmark import Trainer, TrainingArguments
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.cli.main import run as call
 from stepmark.config.recipe import read_recipe
@@ -17,7 +19,9 @@ from stepmark.evaluation.restored_model import ModelReader
 from stepmark.evaluation.run_options import RunOptions
 from stepmark.filesystem.json_files import read_lines
 from stepmark.preflight.plan.plan import plan_recipe
+from stepmark.runtime.eager import EagerRuntime
 from stepmark.training.model_options import attention_of, check_attention
+from tests.support.programs import Blocks
 from tests.support.recipes import TINY, write_recipe
 
 FIELDS: dict[str, Any] = {"max_steps": 3, "save_steps": 3, "logging_steps": 1, "disable_tqdm": True}
@@ -80,6 +84,18 @@ def test_runs_resumptions_and_evaluations_use_it(
     assert "attn_implementation was eager and is now sdpa" in caplog.text
     changed = [event for event in read_lines(runs["eager"] / "events.jsonl") if event["event"] == "attention"]
     assert [(event["step"], event["before"], event["now"]) for event in changed] == [(3, "eager", "sdpa")]
+
+
+def test_a_class_that_chooses_when_it_is_made_is_evaluated_as_trained(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("falcon", **FALCON, vocab_size=512)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    args = TrainingArguments(output_dir=str(tmp_path), device="cpu", max_steps=1, save_steps=1, disable_tqdm=True)
+    Trainer(model, args, train_dataset=Blocks(8)).train()
+    checkpoint = checkpoint_path(tmp_path, 1)
+    saved = RunOptions.of_checkpoint(checkpoint)
+    assert saved is not None
+    runtime = EagerRuntime(torch.device("cpu"))
+    assert attention_of(ModelReader(runtime, attention=saved.attn_implementation).read(checkpoint)) == "eager"
 
 
 def test_a_plan_counts_the_scores_of_eager_attention(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_predictions_that_do_not_fit_are_refused_after_the_first_batch(
 
 @pytest.mark.parametrize("remedy", [{}, {"preprocess": ids_alone}, {"batch_eval_metrics": True}])
 def test_a_run_whose_evaluations_do_not_fit_is_refused_before_it_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remedy: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], remedy: dict[str, Any]
 ) -> None:
     remedy = {**remedy}
     preprocess = remedy.pop("preprocess", None)
@@ -144,6 +144,8 @@ def test_a_run_whose_evaluations_do_not_fit_is_refused_before_it_trains(
     if preprocess or remedy:
         trainer.train()
         assert "eval_mean" in trainer.state.log_history[0]
+        foretold = "predictions of an evaluation take" in capfd.readouterr().err
+        assert foretold != bool(remedy)  # batch by batch there is nothing to foretell
         return
     with pytest.raises(PredictionsTooLarge):
         trainer.train()

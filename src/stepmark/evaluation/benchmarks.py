@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from torch import nn
 
 from stepmark.errors import MetricsError, UsageError
 from stepmark.evaluation.metric_functions import describe
-from stepmark.training.model_labels import unwrapped
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Benchmarks:
         content = b"".join(path.read_bytes() for path in files if path.suffix in (".yaml", ".py", ".json", ".jsonl"))
         return {**asdict(self), "include_path": xxhash.xxh3_64_hexdigest(content)}
 
-    def evaluate(self, model: nn.Module, tokenizer: Any, batch_size: int) -> dict[str, float]:
+    def evaluate(self, model: Any, tokenizer: Any, batch_size: int) -> dict[str, float]:
         """The numbers of all tasks and groups: `TASK_METRIC`, and for a filter `TASK_METRIC_FILTER`.
 
         Raises MetricsError where lm_eval fails.
@@ -62,8 +60,9 @@ class Benchmarks:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
-        manager = self.manager()
-        given: Any = unwrapped(model)
+        from stepmark.training.model_labels import unwrapped
+
+        manager, given = self.manager(), unwrapped(model)
         try:
             found = simple_evaluate(
                 HFLM(pretrained=given, tokenizer=tokenizer, batch_size=batch_size),

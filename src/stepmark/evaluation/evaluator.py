@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +28,6 @@ from stepmark.evaluation.predictions import (
     rows_on_host,
     with_last,
 )
-from stepmark.filesystem.sizes import size
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.progress import EVALUATION, entering, staying
 from stepmark.parallel.pipeline.staged_model import staged
@@ -44,8 +42,6 @@ from stepmark.training.pipelined_forward import PipelinedForward
 BatchResult = tuple[Tensor | None, Any, Any]
 PredictionStep = Callable[[Any, bool, Sequence[str] | None], tuple[Tensor | None, Any, Any]]
 BatchMetrics = Callable[[SampleRows, bool], Any]
-
-logger = logging.getLogger("stepmark")
 
 HELD_BATCHES = 16  # losses that stay on the device before they are fetched, and batches of predictions per gather
 
@@ -317,9 +313,10 @@ class Evaluator:
         values = self.host.all_gather(value if self.host.rank in reporting else None)
         return [values[rank] for rank in reporting]
 
-    def check_memory(self, rows: float, held: int = 0, *, joined: bool = True) -> None:
-        """Raises PredictionsTooLarge, on all ranks, where `rows` bytes of gathered rows do not fit into host memory, of
-        which this rank holds `held`. Each rank gets those of all, as parts and, `joined`, as one array."""
+    def check_memory(self, rows: float, held: int = 0, *, joined: bool = True) -> int:
+        """Bytes of host memory that `rows` bytes of gathered rows will take, of which this rank holds `held`: each rank
+        gets those of all, as parts and, `joined`, as one array. Raises PredictionsTooLarge, on all ranks, where they do
+        not fit. Collective."""
         reports = self.host.all_gather((held, free_host_memory()))
         needs = [int(rows * (2 if joined else 1) + has * (self.host.size > 1)) - has for has, _ in reports]
         short = shortage(needs, [free for _, free in reports], "predictions", "predictions on")
@@ -328,7 +325,7 @@ class Evaluator:
                 f"evaluating needs {short}; reduce predictions on the device with preprocess_logits_for_metrics (to "
                 "token ids, for example), or set batch_eval_metrics: true"
             )
-        logger.info("predictions of the evaluation take %s of host memory on each rank", size(max(needs)))
+        return max(needs)
 
     def _gather(self, kept: list[SampleRows], joined: bool) -> SampleRows:
         """All ranks' rows, in the order of the samples: batch by batch, and within a batch by rank. Only a few batches

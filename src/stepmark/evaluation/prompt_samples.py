@@ -103,16 +103,13 @@ class PromptSampler:
 def continuation(tokenizer: Any, before: Sequence[int], written: Sequence[int], *, special: bool = False) -> str:
     """The text of the ids `written` after those `before`: decoded together, since tokenizers write the space before a
     word only inside of a text. `special`: with special tokens."""
-    head, whole, alone = (
-        str(tokenizer.decode(list(ids), skip_special_tokens=not special))
-        for ids in (before, [*before, *written], written)
-    )
+    parts = (before, [*before, *written], written)
+    head, whole, alone = (str(tokenizer.decode(list(ids), skip_special_tokens=not special)) for ids in parts)
     return whole[len(head) :] if whole.startswith(head) else alone
 
 
 def visible(text: str) -> str:
-    """The text with ↵ at line ends, · for spaces before them, other
-    invisible characters escaped; ∅ if it is empty."""
+    """The text with ↵ at line ends, · for spaces before them, other invisible characters escaped; ∅ if it is empty."""
     lines = []
     for line in text.split("\n"):
         shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line.rstrip(" "))

@@ -79,6 +79,8 @@ class ModelReader:
         if not manifest.tensors.get(MODEL):
             raise CheckpointMismatch(f"{folder} has no section {MODEL!r}; it holds {', '.join(manifest.sections)}")
         config = read_config(folder, self._trust)
+        if self._attention in ("eager", "sdpa"):  # which some classes choose when they are made
+            config._attn_implementation = self._attention
         dtypes = {name: torch_dtype(entry.dtype) for name, entry in manifest.tensors[MODEL].items()}
         key = (config.to_dict(), dtypes)
         if self._cached is None or self._cached[0] != key:

@@ -17,6 +17,8 @@ from stepmark.evaluation.evaluate import named_sets
 from stepmark.evaluation.evaluator import Evaluation, Evaluator
 from stepmark.evaluation.metrics import by_batch, summarize
 from stepmark.evaluation.prompt_samples import PromptSampler
+from stepmark.filesystem.sizes import size
+from stepmark.liveness.process_exit import say
 from stepmark.runtime.seeds import derive_seed
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.loaders import LoaderFactory
@@ -210,7 +212,9 @@ class TrainerEvaluation:
                 attempt(dataset)
                 continue
             rows = found.rows.bytes * len(dataset) / max(found.samples, 1)
-            self.evaluator.check_memory(rows, joined=self.args.eval_do_concat_batches)
+            need = self.evaluator.check_memory(rows, joined=self.args.eval_do_concat_batches)
+            if self.callbacks.run_log.writes:
+                say(f"metrics  predictions of an evaluation take {size(need)} of host memory on each rank")
 
 
 def evaluation_sets(dataset: Any) -> dict[str, Any]:

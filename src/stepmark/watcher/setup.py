@@ -194,9 +194,7 @@ class EvaluationSetup:
 def _check_benchmarks(benchmarks: Benchmarks, mesh: Mesh) -> None:
     """Raises UsageError where lm_eval cannot run, or does not know a task."""
     if mesh.runtime.lazy or mesh.context.host.size > 1:
-        raise UsageError(
-            "--tasks: lm_eval runs in one process, on eager devices; add --device cpu, or leave --nproc out"
-        )
+        raise UsageError("--tasks: lm_eval runs in one process on an eager device; use --device cpu without --nproc")
     benchmarks.manager()
 
 

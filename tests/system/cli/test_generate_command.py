@@ -117,3 +117,24 @@ def test_what_cannot_be_generated(
 ) -> None:
     assert call(["generate", str(trained), *arguments]) in (1, 2)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.prove
+def test_of_shards_and_adapters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama = {**shape, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.5}
+    new = {"config_name": "llama", "config_overrides": llama, "attn_implementation": "eager"}
+    whole, merged = tmp_path / "whole", tmp_path / "merged"
+    adapted = {"config_name": None, "config_overrides": None, "model_name_or_path": str(whole), "peft": "lora"}
+    texts = []
+    for fields, model, more in ((new, whole, []), (adapted, merged, ["--merge-adapters"])):
+        run = tmp_path / f"run-{model.name}"
+        given = {**FIELDS, **fields, "tensor_parallel_size": 2, "output_dir": str(run)}
+        assert call(["train", str(write_recipe(tmp_path, **given)), "--nproc", "2"]) == 0
+        assert call(["consolidate", str(run / "checkpoint-2"), str(model), *more]) == 0
+        texts.append(written(capsys, run, "the cat", "--do_sample"))
+        assert texts[-1] == written(capsys, model, "the cat", "--do_sample")
+    assert texts[0] != texts[1]
