@@ -65,12 +65,12 @@ class ExpertLoads:
             )
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         found = {name: tensors[bias] for name in own if (bias := self.experts[name].bias) is not None}
-        if any(is_dtensor(bias) for bias in found.values()):
+        if any(map(is_dtensor, found.values())):
             raise UsageError(
                 "router_bias_update_rate and fsdp: the biases are parameters, which fsdp shards; use zero_1"
             )
-        for each in found.values():
-            each.data = each.data.float()  # in bfloat16 small steps would be lost
+        for tensor in found.values():
+            tensor.data = tensor.data.float()  # in bfloat16 small steps would be lost
         return found
 
     def begin(self) -> None:

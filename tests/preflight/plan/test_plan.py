@@ -298,3 +298,13 @@ def test_an_adapter_alone_has_gradients_and_is_saved(tmp_path: Path) -> None:
     staged = plan_with(recipe_in(tmp_path, **base, peft="lora"), 2, lambda args: args.pipeline_parallel_size > 1)
     (refused,) = [option for option in staged.options if option.args.pipeline_parallel_size > 1]
     assert refused.impossible is not None
+
+
+def test_of_experts_the_active_parameters_are_told(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "num_key_value_heads": 2}
+    recipe = recipe_in(tmp_path, config_name="mixtral", config_overrides={**sizes, **experts})
+    with mock.patch.object(planning, "neighbours", lambda args, ranks: [args]):
+        found = plan_recipe(recipe, 2)
+    assert found.parameters - found.active == 3 * 3 * 8 * 16
+    assert f"({found.active / found.parameters:.1%} active for a token)" in to_text(found)

@@ -272,10 +272,10 @@ def _watch(optimizer: NamedOptimizer, parameters: list[nn.Parameter], tracker: A
             assign()
             collect_all()
 
-        def reduce(loss: Tensor, tokens: Tensor) -> ReducedGradients:
+        def reduce(*numbers: Tensor) -> ReducedGradients:
             assign()
             tracker.enter("gradient reduction", COMMUNICATION)
-            return reduce_all(loss, tokens)
+            return reduce_all(*numbers)
 
         vars(reducer).update(collect=collect, reduce=reduce)
         return reducer
