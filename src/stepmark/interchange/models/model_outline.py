@@ -27,6 +27,8 @@ class ModelOutline:
         frozen: Parameters that the class makes without a gradient.
         optional: Patterns of names that old versions of the model stored, and that it does not need.
         saved: Names in the files that transformers writes to those in the model, where it changes only the name.
+        live: Of an adapter, whose `parameters` and `state` have the names in PEFT's file: those in the PeftModel.
+        identity: Of an adapter, what a run's identity has of it.
     """
 
     config: dict[str, Any]
@@ -38,6 +40,8 @@ class ModelOutline:
     optional: tuple[str, ...] = ()
     frozen: frozenset[str] = frozenset()
     saved: dict[str, str] = field(default_factory=dict)
+    live: dict[str, str] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """As text, for another process."""
