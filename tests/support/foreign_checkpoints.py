@@ -321,7 +321,117 @@ def _reference_class() -> Iterator[type]:
                 sys.modules[key] = module
 
 
+# DeepSpeed, Lightning, and FSDP's full optimizer
+
+
+@contextmanager
+def _made_class(module: str, name: str) -> Iterator[type]:
+    """A class of another program's, for as long as something of it is pickled."""
+    parts = module.split(".")
+    parents = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    before = {key: sys.modules.get(key) for key in parents}
+    made = type(name, (), {"__module__": module})
+    for key in parents:
+        sys.modules[key] = types.ModuleType(key)
+    setattr(sys.modules[module], name, made)
+    try:
+        yield made
+    finally:
+        for key, value in before.items():
+            sys.modules.pop(key) if value is None else sys.modules.__setitem__(key, value)
+
+
+def deepspeed_folder(
+    folder: Path, found: Truth, stage: int = 3, ranks: int = 3, *, frozen: str = "none", bf16: bool = False
+) -> Path:
+    """ZeRO: two groups, of which ZeRO-3 cuts the first into two sub-groups; parameters with `frozen` in their names are
+    not trained."""
+    step = folder / f"global_step{STEP}"
+    step.mkdir(parents=True)
+    write_config(folder)
+    (folder / "latest").write_text(step.name)
+    low = torch.bfloat16 if bf16 else torch.float32
+    groups = grouped([name for name in found.model if frozen not in name])
+    still = {name: tensor.to(low) for name, tensor in found.model.items() if frozen in name}
+    shapes = [{name: found.model[name].shape for name in names} for names in groups]
+    units = groups if stage < 3 else [groups[0][:5], groups[0][5:], groups[1]]
+
+    def value(name: str, key: str) -> Tensor:
+        return found.model[name] if key == "weight" else found.moments[name][key]
+
+    def part(tensor: Tensor, rank: int) -> Tensor:
+        size = -(-tensor.numel() // ranks)
+        return torch.nn.functional.pad(tensor.flatten(), (0, size * ranks - tensor.numel()))[rank * size :][
+            :size
+        ].clone()
+
+    def flat(names: list[str], key: str, rank: int) -> Tensor:
+        if stage == 3:
+            return torch.cat([part(value(name, key), rank) for name in names])
+        whole = torch.cat([value(name, key).flatten() for name in names])
+        size = -(-whole.numel() // (2 * ranks)) * 2
+        kept = whole.numel() if key == "weight" else size * ranks  # states are padded, weights are not
+        return torch.nn.functional.pad(whole, (0, size * ranks - whole.numel()))[:kept][rank * size :][:size].clone()
+
+    def mapping(names: list[str], rank: int, address: type) -> dict[str, Any]:
+        size, at, has = -(-sum(value(name, "weight").numel() for name in names) // (2 * ranks)) * 2, 0, {}
+        for name in names:
+            low_end, at = at, at + value(name, "weight").numel()
+            begin, end = max(low_end, rank * size), min(at, rank * size + size)
+            if begin < end:
+                has[name] = address()
+                has[name].__dict__.update(start=begin - rank * size, numel=end - begin)
+        return has
+
+    inner, weights = ("optimizer_state_dict", "fp32_flat_groups")
+    if stage < 3:
+        inner, weights = "base_optimizer_state", "single_partition_of_fp32_groups"
+    numbers = [list(range(len(units) - 1)), [len(units) - 1]]
+    step_tensor = {"step": torch.tensor(float(STEP))}
+    with _made_class("deepspeed.utils.tensor_fragment", "fragment_address") as address:
+        for rank in range(ranks):
+            flats = {key: [flat(names, key, rank) for names in units] for key in ("weight", "exp_avg", "exp_avg_sq")}
+            states = {n: {k: v[n] for k, v in flats.items() if k != "weight"} | step_tensor for n in range(len(units))}
+            base = {"state": states, "param_groups": [{**GROUP, "params": own} for own in numbers]}
+            optimizer = {"zero_stage": stage, inner: base, weights: flats["weight"], "partition_count": ranks}
+            if stage < 3:
+                optimizer["param_slice_mappings"] = [mapping(names, rank, address) for names in units]
+            torch.save({"optimizer_state_dict": optimizer}, step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+            empty = torch.empty(0, dtype=low)
+            module = {name: empty if stage == 3 else tensor.to(low) for name, tensor in found.model.items()}
+            model = {"module": module, "param_shapes": shapes, "global_steps": STEP, "dp_world_size": ranks}
+            model |= {"frozen_param_shapes": {name: tensor.shape for name, tensor in still.items()}, "mine": 5}
+            model["frozen_param_fragments"] = {n: part(t, rank) if stage == 3 else t for n, t in still.items()}
+            name = f"zero_pp_rank_{rank}_mp_rank_00" if stage == 3 else "mp_rank_00"
+            torch.save(model, step / f"{name}_model_states.pt")
+    return folder
+
+
+def lightning_folder(folder: Path, found: Truth) -> Path:
+    """Lightning, of a module that has the model as `self.model`: one group, with a schedule of steps."""
+    write_config(folder)
+    moments = dict(enumerate(found.moments.values()))
+    state = {f"model.{name}": tensor for name, tensor in found.model.items()} | {"metric.total": torch.tensor(3)}
+    optimizer = {"state": moments, "param_groups": [{**GROUP, "params": list(moments)}]}
+    saved = {"state_dict": state, "optimizer_states": [optimizer], "global_step": STEP, "epoch": 1}
+    saved |= {"lr_schedulers": [{"last_epoch": STEP, "lr_lambdas": [None], "_last_lr": [0.01]}], "loops": {"fit": 1}}
+    torch.save({**saved, "pytorch-lightning_version": "2.6.0"}, folder / "last.ckpt")
+    return folder
+
+
+def fsdp_folder(folder: Path, found: Truth) -> Path:
+    """torch.save of the complete model and optimizer by name, as FSDP.full_optim_state_dict gives it."""
+    write_config(folder)
+    groups = [{**GROUP, "params": names[::-1]} for names in grouped(list(found.model))]  # names, in any order
+    optimizer = {"state": dict(reversed(found.moments.items())), "param_groups": groups}
+    torch.save({"model": found.model, "optimizer": optimizer, "step": STEP}, folder / "full.pt")
+    return folder
+
+
 WRITERS = {
+    "DeepSpeed": deepspeed_folder,
+    "Lightning": lightning_folder,
+    "plain state dict": fsdp_folder,
     "transformers Trainer": trainer_folder,
     "dcp": dcp_folder,
     "torchtitan": titan_folder,

@@ -62,7 +62,7 @@ def run(parsed: argparse.Namespace) -> int:
 
     leave_out_torch_xla()
     found = open_foreign(parsed.source, options_of(parsed))
-    as_model = parsed.model_only or found.adapter
+    as_model = parsed.model_only or (found.adapter and found.optimizer is None)
     with BytesProgress("importing") as progress:
         write = write_model_folder if as_model else write_checkpoint
         size = write(found, parsed.out, WritingListener(progress.begin, progress.advance))
@@ -74,7 +74,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _written(found: ForeignCheckpoint, as_model: bool) -> str:
-    if found.adapter:
+    if as_model and found.adapter:
         return "adapter written to"
     if as_model:
         return "model folder written to"

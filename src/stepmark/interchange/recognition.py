@@ -8,7 +8,7 @@ from stepmark.checkpoint.format.checkpoint_folders import resolve_link
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.interchange.neuron import neuronx_distributed, optimum_neuron, optimum_neuron_lora, torch_xla_zero
-from stepmark.interchange.sources import dcp, hf_sharded, plain, transformers_trainer
+from stepmark.interchange.sources import dcp, deepspeed, hf_sharded, plain, transformers_trainer
 from stepmark.interchange.sources.foreign import CheckpointFormat, ForeignCheckpoint, ImportOptions
 
 # In this order: the folders of some tools contain files of others.
@@ -17,6 +17,7 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     optimum_neuron,
     neuronx_distributed,
     torch_xla_zero,
+    deepspeed,
     transformers_trainer,
     dcp,
     hf_sharded,

@@ -108,14 +108,19 @@ def _model_class(config: Mapping[str, Any], base: str, trust: bool) -> Any:
     """The class of transformers that the adapter was trained with."""
     import transformers
 
-    mapping = config.get("auto_mapping") or {}
-    name = _CLASSES.get(config.get("task_type") or "") or mapping.get("base_model_class")
+    name = class_of_task(config)
     if name is None:
         architectures = transformers.AutoConfig.from_pretrained(base, trust_remote_code=trust).architectures or [
             "AutoModel"
         ]
         name = architectures[0]
     return getattr(transformers, name)
+
+
+def class_of_task(config: Mapping[str, Any]) -> str | None:
+    """The class of transformers that an adapter's configuration names, if it names one."""
+    mapping = config.get("auto_mapping") or {}
+    return _CLASSES.get(config.get("task_type") or "") or mapping.get("base_model_class")
 
 
 def _digest(adapted: Any) -> str:

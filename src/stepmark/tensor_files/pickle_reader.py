@@ -56,6 +56,9 @@ _OBJECTS = {
     "pathlib": "PosixPath PurePosixPath",
     "pathlib._local": "PosixPath",
     "argparse": "Namespace",
+    "deepspeed.runtime.zero.config": "ZeroStageEnum",
+    "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment": "fragment_address",
     "torch": "device",
     "datetime": "timedelta",
 }

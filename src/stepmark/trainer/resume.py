@@ -56,7 +56,9 @@ def restore_run(
                 "model_name_or_path set to it"
             )
         saved = checkpointer.metadata(path)
-        if "imported" in saved:  # another tool does not say what a run's identity is
+        if "imported" in saved:  # another tool says no more of a run's identity than what an adapter is
+            known = {key: parts.identity.get(key) for key in saved.get("identity") or ()}
+            check_same_run(saved["identity"] if known else {}, known, str(path))
             return
         if saved.get("identity") is None:
             raise CheckpointMismatch(

@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ import stepmark
 from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.interchange.models.known_outlines import known_outline
 from stepmark.interchange.models.model_outline import ModelOutline, read_config
+from stepmark.model_folder.adapted_model import class_of_task, read_adapter_config
 from stepmark.sharding.layout import Shape
 
 _COUNTS = re.compile(r"(num|n)_.*(layer|expert|block)|depth|(layer|expert)s?$")
@@ -31,12 +33,13 @@ _MODULES = (20, 4000)  # that a class may make: so many for each tensor of the c
 _SECONDS = 600  # after which that process is taken to hang
 
 
-def outline_of(path: Path, tensors: int) -> ModelOutline:
-    """The model that a config.json describes.
+def outline_of(path: Path, tensors: int, adapter: Path | None = None) -> ModelOutline:
+    """The model that a config.json describes, or the adapter over it.
 
     Args:
         path: The file.
         tensors: How many tensors the checkpoint has: a config of many more layers is refused before it is built.
+        adapter: The folder of PEFT's adapter. Default: none.
 
     Returns:
         Its outline.
@@ -46,12 +49,13 @@ def outline_of(path: Path, tensors: int) -> ModelOutline:
     """
     config = read_config(path)
     _check_counts(path, config, tensors)
-    known = known_outline(config)
+    known = known_outline(config) if adapter is None else None
     if known is not None:
         return known
     try:
         here = {"torch", "transformers"} <= sys.modules.keys()
-        return _outline(config, tensors) if here else _from_process(config, tensors)
+        asked = (config, tensors, None if adapter is None else str(adapter))
+        return _outline(*asked) if here else _from_process(*asked)
     except CheckpointMismatch as error:
         raise CheckpointMismatch(f"{path}: {error}") from error
     except Exception as error:  # the constructors of models raise anything
@@ -74,14 +78,14 @@ def _check_counts(path: Path, config: dict[str, Any], tensors: int) -> None:
             raise CheckpointMismatch(f"{path} has {len(value)} values of {key}, more than there are tensors")
 
 
-def _from_process(config: dict[str, Any], tensors: int) -> ModelOutline:
+def _from_process(*asked: Any) -> ModelOutline:
     """The outline as another process of this Python finds it; -P: nothing is imported from the current folder."""
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); from stepmark.interchange.models.model_class import main; main()"
     )
     command = [sys.executable, "-P", "-c", program, str(Path(stepmark.__file__).parents[1])]
-    asked = json.dumps([config, tensors])
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    told = json.dumps(asked)
+    done = subprocess.run(command, input=told, capture_output=True, text=True, timeout=_SECONDS, check=False)
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         raise RuntimeError((done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1])
@@ -112,7 +116,7 @@ def _few_modules(tensors: int) -> Iterator[None]:
         handle.remove()
 
 
-def _outline(config: dict[str, Any], tensors: int) -> ModelOutline:
+def _outline(config: dict[str, Any], tensors: int, adapter: str | None) -> ModelOutline:
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -125,18 +129,16 @@ def _outline(config: dict[str, Any], tensors: int) -> ModelOutline:
     values = {key: _plain(value) for key, value in config.items() if key != "model_type"}
     made = transformers.AutoConfig.for_model(kind, **values)
     names = config.get("architectures") or []
-    found = getattr(transformers, str(names[0]), None) if names else None
+    task = None if adapter is None else class_of_task(read_adapter_config(Path(adapter)))
+    found = getattr(transformers, str(task or names[0]), None) if task or names else None
     with torch.device("meta"), _few_modules(tensors):
-        model: Any = found(made) if found is not None else transformers.AutoModelForCausalLM.from_config(made)
+        make: Any = getattr(found or transformers.AutoModelForCausalLM, "from_config", found)
+        model: Any = make(made)
     model.tie_weights()
+    if adapter is not None:
+        return _adapted(model, config, adapter)
     state = model.state_dict(keep_vars=True)
     kept = kept_names(model, state)
-    norms = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        if isinstance(module, torch.nn.LayerNorm)
-        for name, _ in module.named_parameters(recurse=False)
-    }
     own = {id(tensor): kept[name] for name, tensor in state.items()}
     written = revert_weight_conversion(model, dict(state))  # where it changes values too, tensors are new ones
     return ModelOutline(
@@ -145,7 +147,7 @@ def _outline(config: dict[str, Any], tensors: int) -> ModelOutline:
         parameters={kept.get(name, name): tuple(p.shape) for name, p in model.named_parameters()},
         state={name: tuple(state[name].shape) for name in state if kept[name] == name},
         tied={name: other for name, other in kept.items() if name != other},
-        layer_norms=frozenset(norms),
+        layer_norms=frozenset(_layer_norms(model)),
         frozen=frozenset(kept.get(name, name) for name, p in model.named_parameters() if not p.requires_grad),
         saved={name: own[id(tensor)] for name, tensor in written.items() if name not in state and id(tensor) in own},
         joined=_joined(model, written, state),
@@ -168,6 +170,59 @@ def _joined(model: Any, written: dict[str, Any], state: dict[str, Any]) -> dict[
         return {}
     joined = {own: source for own, source in named.items() if isinstance(source, JoinedSource)}
     return {part.name: (own, box.offsets) for own, source in joined.items() for part, box in source.pieces}
+
+
+def _layer_norms(model: Any) -> Iterator[str]:
+    """The parameters of torch's LayerNorm."""
+    import torch
+
+    for prefix, module in model.named_modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            yield from (f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False))
+
+
+def _adapted(model: Any, config: dict[str, Any], folder: str) -> ModelOutline:
+    """The outline of an adapter over a model: its tensors as PEFT saves them, in the order of the PeftModel."""
+    import peft
+    import torch
+
+    from stepmark.trainer.run_folder.adapters import adapter_identity
+    from stepmark.training.model_wrappers import adapter_tensors
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about what is unknown here
+        asked: Any = peft.PeftConfig.from_pretrained(folder)
+    given = read_adapter_config(Path(folder))
+    unknown = sorted(name for name, value in given.items() if value and not hasattr(asked, name))
+    if unknown:
+        raise CheckpointMismatch(f"the installed peft, {peft.__version__}, does not know {unknown[0]} of the adapter")
+    asked.inference_mode, asked.base_model_name_or_path = False, None
+    identity = adapter_identity(asked)
+    if hasattr(asked, "init_lora_weights"):
+        asked.init_lora_weights = False  # nothing is computed of weights that are not there
+    with torch.device("meta"):
+        adapted = peft.get_peft_model(model, asked)
+    saved = adapter_tensors(adapted, adapted.active_adapter)
+    names: dict[int, str] = {}
+    first = {name: names.setdefault(id(tensor), name) for name, (_, tensor) in saved.items()}
+    tied = {name: other for name, other in first.items() if name != other}
+    live = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    if not all(full for full, _ in saved.values()) or any(id(each) not in names for each in live.values()):
+        raise CheckpointMismatch(
+            f"peft does not save all that an adapter of type {given.get('peft_type')} trains, or saves what it computes"
+        )
+    shapes = {name: tuple(tensor.shape) for name, (_, tensor) in saved.items()}
+    norms = {names.get(id(live.get(name)), "") for name in _layer_norms(adapted)}
+    return ModelOutline(
+        config=config,
+        architecture="Adapter",
+        parameters={names[id(each)]: shapes[names[id(each)]] for each in live.values()},
+        state={name: shape for name, shape in shapes.items() if name not in tied},
+        tied=tied,
+        layer_norms=frozenset(norms),
+        live={names[id(each)]: name for name, each in live.items()},
+        identity={"adapter": identity},
+    )
 
 
 def _plain(value: Any) -> Any:

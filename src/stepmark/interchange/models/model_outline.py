@@ -29,6 +29,8 @@ class ModelOutline:
         saved: Names in the files that transformers writes to those in the model, where it changes only the name.
         joined: Names in those files of tensors that are parts of one in the model, such as the weights of one expert:
             its name, and where the part begins in it.
+        live: Of an adapter, whose `parameters` and `state` have the names in PEFT's file: those in the PeftModel.
+        identity: Of an adapter, what a run's identity has of it.
     """
 
     config: dict[str, Any]
@@ -41,6 +43,8 @@ class ModelOutline:
     frozen: frozenset[str] = frozenset()
     saved: dict[str, str] = field(default_factory=dict)
     joined: dict[str, tuple[str, Shape]] = field(default_factory=dict)
+    live: dict[str, str] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """As text, for another process."""

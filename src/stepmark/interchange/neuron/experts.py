@@ -18,7 +18,7 @@ from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.neuron.optimizer import add_optimizer
 from stepmark.interchange.neuron.rank_files import Place
 from stepmark.interchange.neuron.stages import Stage, fill_from_masters
-from stepmark.interchange.neuron.unsharding import shared_value
+from stepmark.interchange.sources.torch_optimizer import shared_value
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, moved
 from stepmark.tensor_files.records import Record
 from stepmark.tensor_files.torch_file import Missing, read_rank_file

@@ -10,9 +10,9 @@ from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.neuron.rank_files import Place
 from stepmark.interchange.neuron.stages import Stage
-from stepmark.interchange.neuron.unsharding import row_chunks, shared_value
+from stepmark.interchange.neuron.unsharding import row_chunks
 from stepmark.interchange.sources.optimizer_names import NAMES, numbered_names
-from stepmark.interchange.sources.torch_optimizer import as_tensor, plain, state_shape
+from stepmark.interchange.sources.torch_optimizer import as_tensor, plain, shared_value, state_shape
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.pickle_reader import natural

@@ -12,8 +12,9 @@ from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.neuron.key_value_layout import BLOCKED, NATURAL, TILED, WIDE, HeadLayout, moves_of
-from stepmark.interchange.neuron.unsharding import shared_value, unsharded
+from stepmark.interchange.neuron.unsharding import unsharded
 from stepmark.interchange.sources.foreign import ForeignOptimizer
+from stepmark.interchange.sources.torch_optimizer import shared_value
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.array_reader import ArrayReader, Part
 from stepmark.tensor_files.global_tensor import GlobalTensor

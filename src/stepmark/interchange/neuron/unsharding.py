@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.neuron.key_value_layout import Move
@@ -36,20 +34,6 @@ def unsharded(locals_: Sequence[GlobalTensor], moves: Sequence[Move]) -> dict[st
         again += [piece for move in own for piece in _moved(locals_[move.rank].replicas, local, move)]
         found[name] = GlobalTensor(local.name, local.dtype, shape, tuple(taken), tuple(again), local.rounds)
     return found
-
-
-def shared_value(values: Sequence[Any], where: str) -> Any:
-    """What every rank has in full, such as a step; a tensor's replicas are compared when it is written.
-
-    Raises CheckpointDamaged where the ranks have different values: their files are of several saves.
-    """
-    first = values[0]
-    if all(isinstance(value, GlobalTensor) for value in values):
-        replicas = [piece for value in values[1:] if value is not first for piece in (*value.pieces, *value.replicas)]
-        return replace(first, replicas=(*first.replicas, *replicas))
-    if any(isinstance(value, GlobalTensor) or value != first for value in values):
-        raise CheckpointDamaged(f"{where} differs from rank to rank; the files are of several saves")
-    return first
 
 
 def _moved(pieces: Sequence[Piece], local: GlobalTensor, move: Move) -> list[Piece]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.checkpoint.format.rows import MASTER
+from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.sinks.export_plan import ExportOptions, ExportPlan, optimizer_of
 from stepmark.interchange.sources import torchtitan
 from stepmark.interchange.sources.dcp_store import METADATA
@@ -157,6 +158,8 @@ def _chunks(tensor: GlobalTensor, shape: Shape) -> Iterator[tuple[int, int, Glob
 
 def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
     """The files of the folder."""
+    if source.adapter:
+        raise CheckpointMismatch(f"{source.folder} is of an adapter, which --to dcp does not write; use hf-trainer")
     optimizer = optimizer_of(source)
     writer = _Writer()
     if options.titan:

@@ -12,6 +12,8 @@ from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models.model_class import outline_of
 from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
+from stepmark.interchange.sources.peft_adapter import adapter_outline
+from stepmark.model_folder.adapted_model import ADAPTER_CONFIG
 from stepmark.model_folder.output_files import OutputFile
 from stepmark.tensor_files.global_tensor import GlobalTensor
 
@@ -53,6 +55,8 @@ def outline_for(source: ForeignCheckpoint, options: ExportOptions) -> ModelOutli
 
     Raises CheckpointMismatch where there is no config, or it is of another model.
     """
+    if source.adapter:
+        return _adapter_outline(source, options)
     path = options.config or source.files.get(CONFIG)
     if path is None:
         raise CheckpointMismatch(
@@ -60,6 +64,23 @@ def outline_for(source: ForeignCheckpoint, options: ExportOptions) -> ModelOutli
             "numbers; give the model's with --config"
         )
     outline = outline_of(path, len(source.model))
+    _compare(source, outline, path)
+    source.files[CONFIG] = path
+    return outline
+
+
+def _adapter_outline(source: ForeignCheckpoint, options: ExportOptions) -> ModelOutline:
+    """That of an adapter; its optimizer gets the names of the tensors."""
+    outline = adapter_outline(source.folder, options.config, len(source.model))
+    _compare(source, outline, source.folder / ADAPTER_CONFIG)
+    names, optimizer = {live: name for name, live in outline.live.items()}, optimizer_of(source)
+    optimizer.states = {names.get(name, name): state for name, state in optimizer.states.items()}
+    for group in optimizer.groups:
+        group["params"] = [names.get(name, name) for name in group["params"]]
+    return outline
+
+
+def _compare(source: ForeignCheckpoint, outline: ModelOutline, path: Path) -> None:
     for name, shape in outline.parameters.items():
         tensor = source.model.get(name)
         if tensor is None or tensor.shape != shape:
@@ -68,8 +89,6 @@ def outline_for(source: ForeignCheckpoint, options: ExportOptions) -> ModelOutli
                 f"{source.folder}: tensor {name!r} is {found}, and {list(shape)} in the {outline.architecture} of "
                 f"{path}"
             )
-    source.files[CONFIG] = path
-    return outline
 
 
 def in_order(names: Sequence[str], order: dict[str, Any], source: ForeignCheckpoint) -> list[str]:

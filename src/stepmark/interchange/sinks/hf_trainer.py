@@ -23,7 +23,16 @@ from stepmark.interchange.sinks.export_plan import (
 from stepmark.interchange.sinks.imported_state import trainer_state_bytes
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.interchange.sources.optimizer_names import NAMES
-from stepmark.model_folder.output_files import MAX_SHARD, DataFile, OutputFile, copied_files, model_files, torch_file
+from stepmark.model_folder.adapted_model import ADAPTER_WEIGHTS
+from stepmark.model_folder.output_files import (
+    MAX_SHARD,
+    DataFile,
+    OutputFile,
+    copied_files,
+    model_files,
+    tensor_file,
+    torch_file,
+)
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 
 _MASTERS = (
@@ -39,9 +48,10 @@ def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
     optimizer_of(source)
     outline = outline_for(source, options)
     weights, masters = weights_in_full_precision(source)
-    found = ExportPlan(model_files(weights, MAX_SHARD), notes=[_MASTERS] if masters else [])
+    files = [tensor_file(ADAPTER_WEIGHTS, weights)] if source.adapter else model_files(weights, MAX_SHARD)
+    found = ExportPlan(files, notes=[_MASTERS] if masters else [])
     found.files += copied_files(source.files, without=(CONFIG,))
-    found.files.append(_config(source, masters))
+    found.files += [] if source.adapter else [_config(source, masters)]
     found.files.append(torch_file("optimizer.pt", numbered(source, outline)))
     if source.schedule is not None:
         found.files.append(torch_file("scheduler.pt", dict(source.schedule)))

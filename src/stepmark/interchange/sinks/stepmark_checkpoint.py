@@ -17,7 +17,7 @@ from typing import Any
 from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum, bytes_checksum, checksum_blocks
 from stepmark.checkpoint.format.json_values import encode_plain
-from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, Manifest
+from stepmark.checkpoint.format.manifest import ADAPTER, MODEL, OPTIMIZER, Manifest
 from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.save.commit import Commit, values_to_bytes
 from stepmark.checkpoint.save.plan import Holding, PlannedFile, plan_save
@@ -123,12 +123,12 @@ def _add_checksums(found: dict[int, str], origin: int, begin: int, data: memoryv
 
 def _tensors(source: ForeignCheckpoint) -> dict[tuple[str, str], GlobalTensor]:
     """All tensors by group and name."""
-    found = {(MODEL, name): tensor for name, tensor in source.model.items()}
+    found = {(ADAPTER if source.adapter else MODEL, name): tensor for name, tensor in source.model.items()}
     if source.optimizer is not None:
         for parameter, state in source.optimizer.states.items():
             for key, value in state.items():
                 if isinstance(value, GlobalTensor):
-                    found[GROUP, f"{parameter}/{key}"] = value
+                    found[GROUP, f"{source.live.get(parameter, parameter)}/{key}"] = value
     return found
 
 
@@ -155,12 +155,12 @@ def _optimizer_values(source: ForeignCheckpoint) -> dict[str, Any]:
     for index, group in enumerate(optimizer.groups):
         plain = {key: value for key, value in group.items() if key != "params"}
         groups[str(index)] = encode_plain(plain, f"param_groups[{index}]")
-        members.update(dict.fromkeys(group["params"], index))
+        members.update({source.live.get(name, name): index for name in group["params"]})
     state = {}
     for name, values in optimizer.states.items():
         rest = {key: value for key, value in values.items() if not isinstance(value, GlobalTensor)}
         if rest:
-            state[name] = encode_plain(rest, name)
+            state[source.live.get(name, name)] = encode_plain(rest, name)
     return {"state": state, "groups": groups, "members": members}
 
 
@@ -170,6 +170,7 @@ def _manifest(source: ForeignCheckpoint, save: str) -> Manifest:
     software: dict[str, str] = {name: versions[name] for name in ("stepmark", "torch", "python") if name in versions}
     model_only = source.optimizer is None
     imported = {"kind": source.kind, "mesh": dict(source.mesh), "assumed": source.assumed, "lost": source.lost}
+    said = {"imported": imported, "identity": source.identity, "model_only": model_only}
     sections = {MODEL: "module", **({} if model_only else {SECTION: "named", "run": "object"})}
     return Manifest(
         step=source.step or 0,
@@ -182,7 +183,7 @@ def _manifest(source: ForeignCheckpoint, save: str) -> Manifest:
         sections=sections,
         files=(),
         tensors={},
-        metadata=encode_plain({"imported": imported, "identity": {}, "model_only": model_only}, "metadata"),
+        metadata=encode_plain(said, "metadata"),
     )
 
 

@@ -108,7 +108,7 @@ def finish(found: ForeignCheckpoint, options: ImportOptions, outline: ModelOutli
     beside = found.folder if found.folder.is_dir() else found.folder.parent
     left = [name for name in TAKEN if name not in found.files and (beside / name).is_symlink()]
     found.lost += [f"{name}: a link that leads nowhere, or out of {beside}; copy the file" for name in left]
-    if options.config is not None:
+    if options.config is not None and not found.adapter:
         found.files[CONFIG] = options.config
     if options.model_only:
         found.optimizer = None
@@ -138,6 +138,7 @@ def fit_model(found: ForeignCheckpoint, outline: ModelOutline) -> None:
     config = found.files.get(CONFIG, CONFIG)
     take_own_names(found, outline)
     found.architecture, found.tied = outline.architecture, dict(outline.tied)
+    found.live, found.identity = dict(outline.live), dict(outline.identity)
     for name in [name for name in found.model if name not in outline.state]:
         tensor = found.model[name]
         if name in outline.tied:

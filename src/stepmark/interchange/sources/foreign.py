@@ -46,6 +46,8 @@ class ForeignCheckpoint:
         assumed: What the files do not prove, in sentences.
         lost: What is not taken along and why, in sentences.
         adapter: Whether it is a PEFT adapter and not a model.
+        live: Of an adapter with an optimizer: its names to those in the PeftModel, which our optimizers have.
+        identity: What a run's identity has of it.
         architecture: The model's class, if the config names it.
         tied: Names of tied tensors to the names they are stored under.
     """
@@ -66,6 +68,8 @@ class ForeignCheckpoint:
     adapter: bool = False
     architecture: str | None = None
     tied: dict[str, str] = field(default_factory=dict)
+    live: dict[str, str] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> Iterable[GlobalTensor]:
         """Those of the model and of the optimizer."""

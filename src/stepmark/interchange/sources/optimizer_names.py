@@ -55,6 +55,14 @@ def rules(layer_norms: frozenset[str] = frozenset()) -> dict[str, Decays]:
     }
 
 
+def own_names(groups: Sequence[Mapping[str, Any]], changed: Mapping[str, str] = NONE_RENAMED) -> dict[Any, str] | None:
+    """The names that an optimizer has in place of numbers, with new ones; None where it has numbers."""
+    keys = [key for group in groups for key in group.get("params") or ()]
+    if not keys or not all(type(key) is str for key in keys):
+        return None
+    return {key: changed.get(name := clean_name(key), name) for key in keys}
+
+
 def numbered_names(
     groups: Sequence[Mapping[str, Any]],
     shapes: Mapping[int, Shape],

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
+from stepmark.interchange.models.model_outline import ModelOutline
 from stepmark.interchange.sources.finish import files_beside, finish, outline_for, take_own_names
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.sources.name_map import new_names, renamed
-from stepmark.interchange.sources.optimizer_names import agreed_names
+from stepmark.interchange.sources.optimizer_names import agreed_names, own_names
 from stepmark.interchange.sources.state_dict_files import clean_name, without_prefix
 from stepmark.interchange.sources.torch_optimizer import split_state_dict, state_shape, whole_optimizer
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
@@ -23,6 +24,7 @@ from stepmark.tensor_files.torch_file import arrays_in, read_saved
 MODELS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
 STEPS = ("step", "global_step", "iteration", "iter")
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_LIGHTNING = "pytorch-lightning_version"
 _MAGIC = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 
 
@@ -49,8 +51,10 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     value = value_of(path, found)
     _check_alone(value, path)
     tensors = model_in(value, path, found.lost)
+    outline = outline_for(found.files, options, len(tensors))
+    if outline is not None and not options.names:
+        tensors = _without_holder(tensors, outline, found.lost)
     found.model = renamed(tensors, options.names)
-    outline = outline_for(found.files, options, len(found.model))
     take_own_names(found, outline)
     optimizers = _optimizers_in(value)
     if not optimizers:
@@ -59,10 +63,45 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         states, groups = split_state_dict(_only(optimizers, path), str(path))
         shapes = {key: shape for key, one in states.items() if (shape := state_shape(one))}
         saved = {name: tensor.shape for name, tensor in found.model.items()}
-        names = agreed_names(found, groups, shapes, path, outline, saved, new_names(tensors, options.names))
+        changed = new_names(tensors, options.names)
+        names = own_names(groups, changed) or agreed_names(found, groups, shapes, path, outline, saved, changed)
         found.optimizer = whole_optimizer(states, groups, names, path)
     found.step = next((value[name] for name in STEPS if type(value.get(name)) is int), None)
+    if _LIGHTNING in value:
+        _take_schedule(value, found)
     return finish(found, options, outline)
+
+
+def _take_schedule(value: dict[str, Any], found: ForeignCheckpoint) -> None:
+    """Takes Lightning's schedule, if it counts steps, and names what else the file has."""
+    found.kind = "Lightning"
+    schedules = value.get("lr_schedulers") or []
+    if len(schedules) == 1 and isinstance(schedules[0], dict) and schedules[0].get("last_epoch") == found.step:
+        found.schedule = schedules[0]
+    elif schedules:
+        found.lost.append("lr_schedulers: they count epochs, or are several; name a schedule")
+    taken = {"state_dict", "optimizer_states", "lr_schedulers", "global_step", _LIGHTNING}
+    others = [str(key)[:80] for key, item in value.items() if key not in taken and item]
+    found.lost += [f"{', '.join(others)}: other values of the file"] if others else []
+
+
+def _without_holder(
+    tensors: dict[str, GlobalTensor], outline: ModelOutline, lost: list[str]
+) -> dict[str, GlobalTensor]:
+    """The tensors of the config's model, without the name of a module that holds it, such as Lightning's `model.`."""
+    known = outline.state.keys() | outline.tied.keys() | outline.saved.keys()
+    sample = next(iter(outline.parameters))
+    holders = [name.removesuffix(sample) for name in tensors if name.endswith(f".{sample}")]
+    if not holders or not known.isdisjoint(tensors):
+        return tensors
+    holder = "model." if "model." in holders else holders[0]
+    if len(holders) > 1 and holder != "model.":
+        raise CheckpointMismatch(f"the file has the model as {' and '.join(holders)}; leave one out with --map")
+    others = [name for name in tensors if not name.startswith(holder)]
+    lost += (
+        [f"{others[0]}{f' and {len(others) - 1} more' if others[1:] else ''}: no part of {holder}"] if others else []
+    )
+    return {name.removeprefix(holder): tensor for name, tensor in tensors.items() if name not in others}
 
 
 def _check_alone(value: dict[str, Any], path: Path) -> None:

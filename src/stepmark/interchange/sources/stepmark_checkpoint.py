@@ -13,10 +13,11 @@ from typing import Any
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
 from stepmark.checkpoint.format.integrity import check_integrity, read_values
 from stepmark.checkpoint.format.json_values import decode, decode_plain
-from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, OPTIMIZER, Manifest, read_manifest
+from stepmark.checkpoint.format.manifest import ADAPTER, MANIFEST, MODEL, OPTIMIZER, Manifest, read_manifest
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.interchange.sources.finish import files_beside
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
+from stepmark.model_folder.adapted_model import ADAPTER_CONFIG
 from stepmark.model_folder.checkpoint_tensors import CheckpointTensors
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.source_files import read_json
@@ -63,12 +64,15 @@ def open_stepmark(folder: Path) -> ForeignCheckpoint:
     """
     manifest = read_manifest(folder)
     check_integrity(folder, manifest)
-    if not manifest.tensors.get(MODEL):
+    group = next((group for group in (MODEL, ADAPTER) if manifest.tensors.get(group)), None)
+    if group is None:
         held = ", ".join(manifest.sections) or "nothing"
         raise CheckpointMismatch(f"{folder} has no section {MODEL!r} with tensors; it holds {held}")
     sections = read_values(folder, manifest)
     tensors = CheckpointTensors(folder, manifest)
-    found = ForeignCheckpoint(KIND, folder, tensors.group(MODEL), step=manifest.step, files=files_beside(folder))
+    found = ForeignCheckpoint(KIND, folder, tensors.group(group), step=manifest.step, files=files_beside(folder))
+    if group == ADAPTER:
+        found.adapter, found.files[ADAPTER_CONFIG] = True, folder / ADAPTER_CONFIG
     found.mesh = dict(manifest.mesh)
     model = sections.get(MODEL) or {}
     found.tied = dict(model.get("tied") or {})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,17 @@ def whole_optimizer(
 def as_tensor(name: str, value: Any) -> Any:
     """A state's value: arrays become tensors."""
     return GlobalTensor.whole(name, value) if isinstance(value, StoredArray) else value
+
+
+def shared_value(values: Sequence[Any], where: str) -> Any:
+    """What every rank has in full, such as a step; a tensor's replicas are compared when it is written.
+
+    Raises CheckpointDamaged where the ranks have different values: their files are of several saves.
+    """
+    first = values[0]
+    if all(isinstance(value, GlobalTensor) for value in values):
+        replicas = [piece for value in values[1:] if value is not first for piece in (*value.pieces, *value.replicas)]
+        return replace(first, replicas=(*first.replicas, *replicas))
+    if any(isinstance(value, GlobalTensor) or value != first for value in values):
+        raise CheckpointDamaged(f"{where} differs from rank to rank; the files are of several saves")
+    return first

@@ -17,9 +17,11 @@ from stepmark.interchange.sources import dcp
 from stepmark.interchange.sources.dcp_store import is_store, read_store
 from stepmark.interchange.sources.finish import files_beside, finish, fit_model, outline_for, steps_of
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
-from stepmark.interchange.sources.optimizer_names import numbered_names
-from stepmark.interchange.sources.state_dict_files import clean_name, read_files, read_weights, without_prefix
+from stepmark.interchange.sources.optimizer_names import numbered_names, own_names
+from stepmark.interchange.sources.peft_adapter import adapter_file, adapter_outline
+from stepmark.interchange.sources.state_dict_files import read_files, read_weights, without_prefix
 from stepmark.interchange.sources.torch_optimizer import split_state_dict, state_shape, whole_optimizer
+from stepmark.model_folder.adapted_model import ADAPTER_CONFIG
 from stepmark.model_folder.model_files import has_weights
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.source_files import read_json
@@ -35,26 +37,30 @@ _FSDP_OPTIMIZER = "optimizer_0"
 
 def recognize(folder: Path) -> bool:
     """Whether the folder has the files of a Trainer's checkpoint, or of accelerate's save_state."""
-    weights = has_weights(folder) or any((folder / name).exists() for name in _FSDP_MODELS)
+    weights = has_weights(folder) or any((folder / name).exists() for name in _FSDP_MODELS) or adapter_file(folder)
     beside = (STATE, *_OPTIMIZERS, _FSDP_OPTIMIZER, "random_states_0.pkl")
-    return weights and any((folder / name).exists() for name in beside)
+    return bool(weights) and any((folder / name).exists() for name in beside)
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     """What the folder holds."""
     found = ForeignCheckpoint(_kind(folder), folder, {}, files=files_beside(folder))
     found.model = _weights(folder, found)
-    outline = outline_for(found.files, options, len(found.model))
     read_trainer_state(found)
-    if outline is not None:
+    if found.adapter:
+        found.files = {ADAPTER_CONFIG: folder / ADAPTER_CONFIG} | {k: v for k, v in found.files.items() if k != CONFIG}
+        outline = None if options.model_only else adapter_outline(folder, options.config, len(found.model))
+    else:
+        outline = outline_for(found.files, options, len(found.model))
         found.files |= {CONFIG: options.config} if options.config is not None else {}
+    if outline is not None:
         fit_model(found, outline)  # before the optimizer, whose message would say less
     if not options.model_only:
         found.optimizer = _optimizer(folder, found, outline)
         found.schedule = _schedule_of_step(
             found, next(filter(None, (read_dict(folder / name) for name in _SCHEDULERS)), None)
         )
-    found.lost += _left(folder)
+    found.lost += left_behind(folder)
     return finish(found, options, outline)
 
 
@@ -71,6 +77,12 @@ def _weights(folder: Path, found: ForeignCheckpoint) -> dict[str, GlobalTensor]:
         store = read_store(sharded)
         found.records += store.records
         return dcp.model_of(store, None, found.lost)
+    adapter = adapter_file(folder)
+    if adapter is not None and not has_weights(folder):
+        found.adapter, found.kind = True, f"{found.kind} with PEFT"
+        others = sorted(path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}"))
+        found.lost += [f"{name}: another adapter; only the folder's own is taken" for name in others]
+        return read_files([adapter], found.records)
     if (folder / "model_1.safetensors").exists():
         found.lost.append(
             "model_1.safetensors and later ones: accelerate saved several models; only the first is taken"
@@ -114,9 +126,8 @@ def _names(
     path: Path,
 ) -> dict[Any, str]:
     """Each key of a parameter in the groups to its name."""
-    keys = [key for group in groups for key in group.get("params") or ()]
-    if keys and all(type(key) is str for key in keys):
-        return {key: clean_name(key) for key in keys}
+    if (named := own_names(groups)) is not None:
+        return named
     if outline is None:
         raise CheckpointMismatch(
             f"{path} numbers the parameters, and their order follows from the model's {CONFIG}, which is not in the "
@@ -161,7 +172,7 @@ def _schedule_of_step(found: ForeignCheckpoint, schedule: dict[str, Any] | None)
     return schedule
 
 
-def _left(folder: Path) -> list[str]:
+def left_behind(folder: Path) -> list[str]:
     """What is never taken along, as far as it is there."""
     lost = []
     if any(folder.glob("rng_state*.pth")) or any(folder.glob("random_states_*.pkl")):

@@ -72,8 +72,13 @@ class Adapter(nn.Module):
     def identity(self, mesh: Mesh) -> dict[str, Any]:
         """The base model's checksum, equal on any mesh, and the adapter's configuration. Collective."""
         digest = mesh_digest(base_tensors(self.model, set(self._names.values())), mesh)
-        config = {name: value for name, value in self.config.to_dict().items() if name not in MAY_DIFFER}
-        return {BASE_DIGEST: digest, "adapter": _plain(config)}
+        return {BASE_DIGEST: digest, "adapter": adapter_identity(self.config)}
+
+
+def adapter_identity(config: Any) -> dict[str, Any]:
+    """An adapter's configuration as plain values, without what may change when a run is resumed."""
+    found: dict[str, Any] = _plain({k: value for k, value in config.to_dict().items() if k not in MAY_DIFFER})
+    return found
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
