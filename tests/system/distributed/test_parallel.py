@@ -57,6 +57,11 @@ def test_a_model_on_the_meta_device(ranks: Ranks) -> None:
             "model.layers.0.mlp.gate_proj.weight",
         ),
         ({"kind": "llama"}, {"sequence_parallel": True, "length": 7}, "7 tokens"),
+        (
+            {"kind": "llama", "output_hidden_states": True},
+            {"sequence_parallel": True},
+            "output_hidden_states: with seq",
+        ),
     ],
 )
 def test_unsupported_requests_fail(ranks: Ranks, model: dict[str, Any], options: dict[str, Any], words: str) -> None:

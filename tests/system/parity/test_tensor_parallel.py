@@ -45,7 +45,8 @@ def test_bf16(ranks: Ranks, sequence: bool) -> None:
 
 
 def of_families(kinds: tuple[str, ...], steps: int) -> list[dict[str, Any]]:
-    return [{"model": {"kind": kind}, "steps": steps, "tp": 2, "sequence": True, "accumulation": 2} for kind in kinds]
+    models = [{"kind": kind, "pad_token_id": 0} for kind in kinds]
+    return [{"model": model, "steps": steps, "tp": 2, "sequence": True, "accumulation": 2} for model in models]
 
 
 def test_a_sequence_along_other_families(ranks: Ranks) -> None:
