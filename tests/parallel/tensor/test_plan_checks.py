@@ -11,17 +11,19 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scripts.tables import read_rows
+from stepmark import TrainingArguments
 from stepmark.errors import UsageError
 from stepmark.launch.world import World
 from stepmark.liveness.host_group import HostGroup
 from stepmark.parallel.architectures import SEQUENCE_PARALLEL, TENSOR_PARALLEL
+from stepmark.parallel.optimizer.whole_parameters import WholeParameters
 from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.tensor.plans import ADDED, PLANS, check_plan, plan_of
 from stepmark.parallel.tensor.sequence import REFUSED, sequence_stacks
 from stepmark.runtime.collectives import NoCollectives
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.mesh import Mesh, check_sizes
 from stepmark.runtime.rank_grid import RankGrid
 from tests.support.models import SHAPE, build
 
@@ -35,6 +37,17 @@ def two_ranks() -> Mesh:
     context = Context(World(0, 2, 0, 2), EagerRuntime(torch.device("cpu")), HostGroup(0, 2))
     axes: Any = {"dp": NoCollectives(), "tp": SimpleNamespace(rank=0, size=2)}
     return Mesh(context, RankGrid({"dp": 1, "tp": 2}), axes)
+
+
+def four_ranks(experts: int, tensor: int = 1) -> Mesh:
+    """The first of four ranks that divide experts, some of them along the data parallel axis."""
+    context = Context(World(0, 4, 0, 4), EagerRuntime(torch.device("cpu")), HostGroup(0, 4))
+    axes: Any = {"dp": NoCollectives(), "tp": NoCollectives()}
+    axes["dp"].size, axes["tp"].size = 4 // tensor, tensor
+    others = NoCollectives(), NoCollectives()
+    others[0].size = experts // tensor
+    grid = RankGrid({"dp": 4 // tensor, "tp": tensor})
+    return Mesh(context, grid, axes, expert_parallel_size=experts, experts=others)
 
 
 def of_type(model_type: str, **changes: Any) -> Any:
@@ -178,3 +191,55 @@ def test_what_mixes_tokens_gets_all_of_them() -> None:
     whole = {"0.post_attention_layernorm": (False, False)}
     assert blocks == whole | {f"{layer}.{name}": (True, True) for layer in (0, 1) for name in ("self_attn", "mlp")}
     assert stack.last is model.model.norm
+
+
+EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "dense": ("llama", {}, "llama has no experts"),
+    "other experts": ("llama4_text", {"head_dim": 8, "intermediate_size_mlp": 48}, "llama4_text has no experts that"),
+    "number": ("mixtral", {"num_local_experts": 6}, r"mlp\.experts has 6 experts, which 4 ranks"),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_that_cannot_be_divided(case: str) -> None:
+    kind, changes, why = EXPERTS[case]
+    model = of_type(kind, **changes)
+    shapes = [each.shape for each in model.parameters()]
+    with pytest.raises(UsageError, match=f"^expert_parallel_size: .*{why}"):
+        parallelize(model, four_ranks(4))
+    assert [each.shape for each in model.parameters()] == shapes
+
+
+def test_experts_of_types_that_were_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A custom plan says that the user has compared them."""
+    monkeypatch.setattr("stepmark.parallel.tensor.expert_parallel.EXPERT_PARALLEL", frozenset())
+    with pytest.raises(UsageError, match="mixtral was not compared with one rank"):
+        parallelize(of_type("mixtral"), four_ranks(4))
+    assert parallelize(of_type("mixtral"), four_ranks(4), plan={}).model.layers[0].mlp.experts.num_experts == 2
+
+
+def test_experts_with_more_parameters_than_their_own() -> None:
+    model = of_type("mixtral")
+    model.model.layers[1].mlp.experts.norm = nn.LayerNorm(32)
+    with pytest.raises(UsageError, match=r"layers\.1\.mlp\.experts\.norm\.weight is not divided by experts"):
+        parallelize(model, four_ranks(4))
+    with pytest.raises(UsageError, match="^fsdp and expert_parallel_size: "):
+        parallelize(of_type("mixtral"), four_ranks(4), fsdp=True)
+
+
+def test_optimizers_that_use_whole_parameters_and_divided_experts() -> None:
+    mesh = four_ranks(4)
+    model = parallelize(of_type("mixtral"), mesh)
+    with pytest.raises(UsageError, match="^expert_parallel_size: data parallel ranks hold different experts of"):
+        WholeParameters([{"params": list(model.named_parameters())}], mesh)
+    with pytest.raises(UsageError, match="^expert_parallel_size and optim: adafactor"):
+        TrainingArguments(optim="adafactor", expert_parallel_size=4, tensor_parallel_size=2)
+    TrainingArguments(optim="adafactor", expert_parallel_size=2, tensor_parallel_size=2)
+    with pytest.raises(UsageError, match="^fsdp and expert_parallel_size: "):
+        TrainingArguments(fsdp=True, expert_parallel_size=2)
+
+
+@pytest.mark.parametrize(("ranks", "tensor", "pipeline", "experts"), [(4, 1, 1, 3), (4, 2, 2, 4), (6, 2, 1, 4)])
+def test_expert_parallel_sizes_that_do_not_divide(ranks: int, tensor: int, pipeline: int, experts: int) -> None:
+    with pytest.raises(UsageError, match=f"^expert_parallel_size: {experts} does not divide the"):
+        check_sizes(ranks, tensor, pipeline, experts)

@@ -21,6 +21,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2 over dp2, tp2, SP": (4, {"tp": 2, "dp": 2, "ep": 2, "sequence": True, "zero_1": True}),
     "ep2 in tp2, dp2": (4, {"tp": 2, "dp": 2, "ep": 2}),
     "ep4 over tp2, dp2": (4, {"tp": 2, "dp": 2, "ep": 4}),
+    "ep2 over dp4": (4, {"dp": 4, "ep": 2}),
     "ep2 in tp4": (4, {"tp": 4, "ep": 2}),
     "ep2, pp2, ZeRO-1": (4, {"pp": 2, "dp": 2, "ep": 2, "zero_1": True}),
     "tp2, sequence": (2, {"tp": 2, "sequence": True}),
@@ -51,12 +52,16 @@ def test_expert_parallel(ranks: Ranks) -> None:
     """Experts have fewer copies than other parameters, and a token counts once, wherever its experts are."""
     over_tensor, sequence, over_data = (MESHES[name][1] for name in ("ep2 in tp2", "ep2 in tp2, SP", "ep2 over dp2"))
     cases = [options("mixtral", 3, over_tensor), *(options(kind, 3, over_data) for kind in EXPERTS)]
+    cases[1]["model"] |= {"lora": {"target_modules": ["q_proj", "v_proj"]}}
     cases += [options("deepseek_v3", 3, over_data, checkpointing=True, zero_1=True, clip=0.1)]
     cases += [options("qwen3_moe", 3, sequence)]
     mesh_parity.compare(ranks, "cpu", 2, cases, cut=True)
 
 
-@pytest.mark.parametrize("mesh", ["ep2 in tp4", "ep4 over tp2, dp2", "ep2, pp2, ZeRO-1", "ep2 over dp2, tp2, SP"])
+OTHER_AXES = ["ep2 over dp4", "ep2 in tp4", "ep4 over tp2, dp2", "ep2, pp2, ZeRO-1", "ep2 over dp2, tp2, SP"]
+
+
+@pytest.mark.parametrize("mesh", OTHER_AXES)
 def test_expert_parallel_with_other_axes(ranks: Ranks, mesh: str) -> None:
     count, axes = MESHES[mesh]
     mesh_parity.compare(ranks, "cpu", count, [options("gpt_oss", 3, axes)], cut=True)

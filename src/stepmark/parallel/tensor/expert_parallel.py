@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,8 @@ class TokenShares:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._axis = mesh.experts
+        self._axis = ref(mesh.experts)  # whose it is
+        self._size = mesh.experts.size
         self._lazy = mesh.runtime.lazy
         self._tokens: Tensor | None = None
         self._total: Tensor | None = None
@@ -54,21 +55,23 @@ class TokenShares:
     def begin(self, tokens: Tensor) -> Tensor:
         """Announces a step's target tokens (0-dim float32) before its first backward pass; without it all ranks count
         alike. Returns those of the group, on eager devices."""
-        if self._axis.size == 1:
+        if self._size == 1:
             return tokens
         self._tokens, self._total = tokens, None
         return tokens if self._lazy else self.total()
 
     def total(self) -> Tensor:
         """The target tokens of the group."""
+        axis = self._axis()
         assert self._tokens is not None
+        assert axis is not None
         if self._total is None:
-            (self._total,) = self._axis.all_reduce([self._tokens.clone()])
+            (self._total,) = axis.all_reduce([self._tokens.clone()])
         return self._total
 
     def own(self) -> Tensor | float:
         """This rank's share."""
-        return 1 / self._axis.size if self._tokens is None else self._tokens / self.total().clamp(min=1)
+        return 1 / self._size if self._tokens is None else self._tokens / self.total().clamp(min=1)
 
     def end_micro_batch(self) -> None:
         """On a lazy device each micro-batch adds up the tokens anew, so that all of them have one graph."""
