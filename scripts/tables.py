@@ -15,10 +15,16 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "data"
 Row = dict[str, Any]
 
 
+def read_table(name: str) -> dict[str, Any]:
+    """A table; an empty one if it does not exist yet."""
+    path = FOLDER / f"{name}.json"
+    found: dict[str, Any] = {"title": "", "made_by": "", "rows": []}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else found
+
+
 def read_rows(name: str) -> list[Row]:
     """The rows of a table; none if it does not exist yet."""
-    path = FOLDER / f"{name}.json"
-    rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    rows: list[Row] = read_table(name)["rows"]
     return rows
 
 

@@ -4,6 +4,9 @@ make prove
 make prove WHAT="tests/system/fault/test_kills.py tests/system/fault/test_stopped.py"
 make fault SAMPLE=6    # every sixth fault; records nothing
 
+On a native device, in the environment without torch_xla, whose rows say so:
+    .venv-newest/bin/python -m tests.prove tests/runtime/test_native_models.py
+
 A file with tests marked `prove` is a matrix. Each has a row with its own date and commit; rows of files that are not
 run stay as they are. A row that failed, skipped tests or was never run needs a reason in its `note`: it is written by
 hand, and tests/test_tables.py demands it.
@@ -21,14 +24,16 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
-from scripts.tables import Row, read_rows, write_table
+from scripts.tables import Row, read_rows, read_table, write_table
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "build" / f"prove-{os.getpid()}.xml"  # two files may be run at a time
 COLUMNS = ("matrix", "what it shows", "tests", "tried", "minutes", "date", "commit", "note")
 NOT_RUN = "not run"
+HAS_XLA = find_spec("torch_xla") is not None
 SAMPLE_VARIABLE = "STEPMARK_FAULT_SAMPLE"  # read by tests/system/fault/test_faults.py
 
 
@@ -64,7 +69,8 @@ def prove(file: str, files: list[str], *, record: bool) -> int:
     minutes = f"{(time.time() - started) / 60:.0f}"
     print(f"{file}: {tests}; {tried or 'nothing counted'}; {minutes} minutes", flush=True)
     if record:
-        values = (file, shows(file), tests, tried, minutes, time.strftime("%Y-%m-%d"), commit, "")
+        note = "" if HAS_XLA else f"on torch {version('torch')}, without torch_xla"
+        values = (file, shows(file), tests, tried, minutes, time.strftime("%Y-%m-%d"), commit, note)
         write_rows(files, dict(zip(COLUMNS, values, strict=True)))
     return code
 
@@ -103,8 +109,10 @@ def write_rows(files: list[str], new: Row) -> None:
     known = {Path(row["matrix"]).name: row for row in [*read_rows("proof"), new]}
     blank = {**dict.fromkeys(COLUMNS, ""), "tests": NOT_RUN}
     rows = [{**blank, "what it shows": shows(file), **known.get(Path(file).name, {}), "matrix": file} for file in files]
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "torch_xla", "transformers"))
-    made_by = f"`make prove` on Python {platform.python_version()}, {versions} and {os.cpu_count()} CPU cores"
+    made_by = read_table("proof")["made_by"]
+    if HAS_XLA:
+        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "torch_xla", "transformers"))
+        made_by = f"`make prove` on Python {platform.python_version()}, {versions} and {os.cpu_count()} CPU cores"
     write_table("proof", "Large test matrices", made_by, rows)
 
 

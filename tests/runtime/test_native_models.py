@@ -17,7 +17,13 @@ PROGRAM = "tests.support.native_programs:train_model"
 MODELS = ("llama", "bert, masked tokens", "t5", "vit")
 PRECISIONS: dict[str, dict[str, Any]] = {"float32": {}, "autocast": {"bf16": True}, "bfloat16": {"dtype": "bfloat16"}}
 LOSS = {"float32": 1e-6, "autocast": 1e-2, "bfloat16": 1e-2}  # relative
-MESHES: dict[str, dict[str, Any]] = {"data": {}, "zero_1": {"zero_1": True}, "tensor": {"tensor_parallel_size": 2}}
+MESHES: dict[str, dict[str, Any]] = {
+    "data": {},
+    "zero_1": {"zero_1": True},
+    "fsdp": {"fsdp": True},
+    "tensor": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2},
+}
 
 
 def cases() -> list[Any]:

@@ -11,7 +11,8 @@ import pytest
 from transformers import TrainerCallback
 
 from stepmark import Trainer, TrainingArguments, read_metrics
-from stepmark.errors import PeerFailed, StepmarkError
+from stepmark.checkpoint import Checkpointer
+from stepmark.errors import CheckpointBusy, PeerFailed, StepmarkError
 from stepmark.filesystem.json_files import append_line
 from stepmark.liveness.host_group import HostGroup
 from stepmark.report.figures import marks
@@ -103,6 +104,16 @@ def test_without_resuming_a_killed_attempt_is_another_run(tmp_path: Path) -> Non
     train(tmp_path, save_strategy="no")
     assert losses(tmp_path / "earlier-run-1") == before
     assert losses(tmp_path / "earlier-run-2") == losses(tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["no", "steps"])
+def test_the_folder_of_a_live_run_is_refused_before_anything_is_written(tmp_path: Path, strategy: str) -> None:
+    with Checkpointer(tmp_path) as live:
+        live.claim()
+        with pytest.raises(CheckpointBusy):
+            train(tmp_path, save_strategy=strategy)
+        assert not losses(tmp_path)
+    train(tmp_path, save_strategy=strategy)
 
 
 def test_a_supervisor_goes_on_with_the_same_run(tmp_path: Path) -> None:
