@@ -246,7 +246,7 @@ def test_a_checkpoint_to_start_from_that_is_deleted_ends_no_watcher(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
     """Somebody removes it by hand when the watcher has chosen it: another one will do."""
-    tokenizer, deleted = setup._tokenizer, []
+    tokenizer, deleted = setup.tokenizer_of, []
 
     def delete_first(recipe: Any, checkpoint: Path, trust: bool) -> Any:
         if not deleted:
@@ -254,7 +254,7 @@ def test_a_checkpoint_to_start_from_that_is_deleted_ends_no_watcher(
             shutil.rmtree(checkpoint)
         return tokenizer(recipe, checkpoint, trust)
 
-    monkeypatch.setattr(setup, "_tokenizer", delete_first)
+    monkeypatch.setattr(setup, "tokenizer_of", delete_first)
     assert run(["evaluate", str(folder), *flags]) == 0
     assert deleted == ["checkpoint-6"]
     evaluated = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
@@ -265,7 +265,7 @@ def test_a_checkpoint_to_start_from_that_is_deleted_ends_no_watcher(
 def test_a_single_checkpoint_that_is_deleted_is_an_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(setup, "_tokenizer", lambda recipe, checkpoint, trust: shutil.rmtree(checkpoint))
+    monkeypatch.setattr(setup, "tokenizer_of", lambda recipe, checkpoint, trust: shutil.rmtree(checkpoint))
     assert run(["evaluate", str(folder / "checkpoint-4")]) == 2
     assert "checkpoint-4 was deleted before it was evaluated" in capsys.readouterr().err
 
