@@ -31,11 +31,11 @@ def test_any_stage_and_number_of_ranks(stage: int, ranks: int, tmp_path: Path) -
     assert open_foreign(source, ImportOptions()).mesh == {"dp": ranks}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_frozen_parameters_of_a_model_in_bf16(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 3), (3, 3), (3, 1)])
+def test_frozen_parameters_of_a_model_in_bf16(stage: int, ranks: int, tmp_path: Path) -> None:
     drawn = truth()
     trained = {name: moments for name, moments in drawn.moments.items() if "layers.0" not in name}
-    source = deepspeed_folder(tmp_path / "source", drawn, stage, 3, frozen="layers.0", bf16=True)
+    source = deepspeed_folder(tmp_path / "source", drawn, stage, ranks, frozen="layers.0", bf16=True)
     masters = {name: {**moments, "master": drawn.model[name]} for name, moments in trained.items()}
     low = {name: tensor.bfloat16() for name, tensor in drawn.model.items()}
     check(take(source, tmp_path / "out"), Truth(low, masters))
@@ -80,6 +80,13 @@ def test_files_that_do_not_fit(keys: tuple[Any, ...], value: Any, said: str, tmp
     change(path, "optimizer_state_dict", *keys, value=value)
     with pytest.raises((CheckpointDamaged, CheckpointMismatch), match=said):
         open_foreign(source, ImportOptions())
+
+
+def test_values_that_are_in_no_file(tmp_path: Path) -> None:
+    """ZeRO-3 leaves empty tensors in the module, which stand for nothing without the frozen parameters' shapes."""
+    source = deepspeed_folder(tmp_path / "source", truth(), frozen="layers.0")
+    change(source / STEP_FOLDER / "zero_pp_rank_0_mp_rank_00_model_states.pt", "frozen_param_shapes", value=None)
+    refused(source, tmp_path, CheckpointDamaged, "are not there", "layers.0")
 
 
 def test_what_zero_does_not_divide_alone(tmp_path: Path) -> None:

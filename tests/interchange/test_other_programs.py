@@ -349,3 +349,27 @@ def test_torch_xla_file_of_a_later_save(tmp_path: Path) -> None:
     other = foreign_checkpoints.torch_xla_folder(tmp_path / "other", drawn, form="state dict")
     shutil.copy(other / "optimizer_1.pt", source / "optimizer_1.pt")
     refused(source, tmp_path, CheckpointDamaged, "step", "differs from its replica")
+
+
+@pytest.mark.parametrize(("count", "taken"), [(STEP, True), (1, False)])
+def test_lightnings_schedule(count: int, taken: bool, tmp_path: Path) -> None:
+    """One that counts epochs is not taken for one of steps; whatever else is in the file is named."""
+    path = foreign_checkpoints.lightning_folder(tmp_path / "source", truth()) / "last.ckpt"
+    content = torch.load(path, weights_only=True)
+    content["lr_schedulers"][0]["last_epoch"] = count
+    torch.save(content, path)
+    found = opened(path)
+    assert (found.schedule is not None) == taken
+    assert any("they count epochs" in text for text in found.lost) != taken
+    assert "metric.total: no part of model." in found.lost
+    assert "epoch, loops: other values of the file" in found.lost
+    assert not any("optimizer" in text for text in found.lost)
+
+
+def test_two_models_in_a_module(tmp_path: Path) -> None:
+    """Neither is `model.`, so nothing says which one is meant; a map does."""
+    path = foreign_checkpoints.lightning_folder(tmp_path / "source", truth()) / "last.ckpt"
+    tensors = {f"{key}.{name}": tensor for key in ("student", "teacher") for name, tensor in truth().model.items()}
+    torch.save({"state_dict": tensors}, path)
+    with pytest.raises(CheckpointMismatch, match=r"the model as student\. and teacher\."):
+        opened(path, model_only=True)

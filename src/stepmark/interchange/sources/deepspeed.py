@@ -81,7 +81,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     if isinstance(own, dict) and "last_epoch" not in own:
         found.lost.append(f"lr_scheduler: DeepSpeed's own, at {own.get('last_batch_iteration')}; name a schedule")
     found.schedule = own if isinstance(own, dict) and "last_epoch" in own else read_dict(root / "scheduler.pt")
-    units, groups = _units(first, optimizers, options, found, str(step))
+    units, groups = _units(first, optimizers, found, str(step))
     states = {name: state for unit in units for name, state in _states(unit, str(step)).items()}
     for group in groups:
         taken = group.pop(STEP, None)  # as FusedAdam counts
@@ -110,9 +110,7 @@ def _read(step: Path, found: ForeignCheckpoint) -> tuple[list[dict[str, Any]], l
     models, optimizers = read.values()
     ranks = models.get(0, {}).get("dp_world_size", len(optimizers))
     if models and not optimizers and not models.get(0, {}).get("param_shapes"):
-        raise CheckpointMismatch(
-            f"{step} was saved without ZeRO, which is not read; import the file's module with --map"
-        )
+        raise CheckpointMismatch(f"{step} was saved without ZeRO: import its file mp_rank_00_model_states.pt itself")
     wanted = {"model": (models, ranks if len(models) > 1 else 1), "optim": (optimizers, ranks)}
     for kind, (files, count) in wanted.items():
         if sorted(files) != [*range(count)]:
@@ -125,7 +123,7 @@ def _read(step: Path, found: ForeignCheckpoint) -> tuple[list[dict[str, Any]], l
 
 
 def _units(
-    first: Mapping[str, Any], ranks: list[dict[str, Any]], options: ImportOptions, found: ForeignCheckpoint, where: str
+    first: Mapping[str, Any], ranks: list[dict[str, Any]], found: ForeignCheckpoint, where: str
 ) -> tuple[list[_Flat], list[dict[str, Any]]]:
     """What is flattened together, and the optimizer's groups with names."""
     stage: set[Any] = {getattr(one.get("zero_stage"), "args", (one.get("zero_stage"),))[0] for one in ranks}
@@ -134,9 +132,7 @@ def _units(
     found.kind += f" ZeRO-{(number := stage.pop())}"
     inner, weights = _NAMES.get(number, _SMALLER)
     if any(isinstance(one.get(inner), list) for one in ranks):
-        if not options.model_only:
-            raise CheckpointMismatch(f"{where} has no learning rates or decays (elastic_checkpoint); use --model-only")
-        ranks = [{**one, inner: _bare(one[inner])} for one in ranks]
+        raise CheckpointMismatch(f"{where} has no learning rates or decays (elastic_checkpoint); use zero_to_fp32.py")
     states, listed = zip(*(split_state_dict(one.get(inner), where) for one in ranks), strict=True)
     groups: list[dict[str, Any]] = listed[0]
     numbers = [each for group in groups for each in group["params"]]
@@ -159,11 +155,6 @@ def _units(
         raise CheckpointDamaged(f"{where}: the weights of {len(names)} of the parameters in param_shapes are there")
     members = dict(zip(numbers, units, strict=True))
     return units, [{**one, "params": [name for n in one["params"] for name in members[n].shapes]} for one in groups]
-
-
-def _bare(states: list[Any]) -> dict[str, Any]:
-    numbers = list(range(len(states)))
-    return {"state": dict(zip(numbers, states, strict=True)), "param_groups": [{"params": numbers}]}
 
 
 def _shapes(value: Any, where: str) -> dict[str, Shape]:
@@ -264,12 +255,13 @@ def _model(
         if source in states:
             dtype = "BF16" if getattr(item, "dtype", "") == "BF16" and not options.model_only else "F32"
             model[name] = replace(states[source][MASTER], name=name, dtype=dtype, rounds=True)
-        elif source in frozen and len(models) > 1:  # of ZeRO-3, cut like the others
+        elif source in frozen and getattr(item, "shape", None) != frozen[source]:  # of ZeRO-3, cut like the others
             arrays = [{MASTER: one.get(source)} for one in fragments]
             model[name] = _states(_equal_parts([(source, frozen[source])], arrays, where), where)[source][MASTER]
         elif isinstance(item, StoredArray):
             model[name] = GlobalTensor.whole(name, item)
-    missing = next((name for name in states if name not in model), None)
+    empty = (name for name, tensor in model.items() if 0 in tensor.shape)  # ZeRO-3's, of what is in no list of shapes
+    missing = next((name for name in (*states, *empty) if name not in model or 0 in model[name].shape), None)
     if missing is not None:
-        raise CheckpointDamaged(f"{where}: the module has no tensor {missing!r}, which param_shapes has")
+        raise CheckpointDamaged(f"{where}: the values of the module's {missing!r} are not there")
     return model

@@ -158,7 +158,9 @@ def model_in(value: dict[str, Any], path: Path, lost: list[str]) -> dict[str, Gl
     key = next((key for key in MODELS if isinstance(value.get(key), dict)), None)
     if key is not None:
         others = [name for name, item in value.items() if name != key and next(arrays_in(item), None) is not None]
-        lost += [f"{str(name)[:80]}: other tensors of the file" for name in others if not is_optimizer(value[name])]
+        lost += [
+            f"{str(name)[:80]}: other tensors of the file" for name in others if not _optimizers_in({name: value[name]})
+        ]
     arrays = _flat(value if key is None else value[key], path, lost)
     return without_prefix({clean_name(name): GlobalTensor.whole(name, array) for name, array in arrays.items()})
 
