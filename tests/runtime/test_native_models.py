@@ -30,10 +30,10 @@ def cases() -> list[Any]:
     """Llama always, the others with `make prove`."""
     alone = [(name, precision, "data", 1) for name in MODELS for precision in PRECISIONS]
     among_two = [(name, precision, mesh, 2) for name in MODELS for precision in PRECISIONS for mesh in MESHES]
-    tensor = [case for case in among_two if case[2] != "tensor" or case[0] == "llama"]
+    of_llama = [case for case in among_two if case[2] not in ("tensor", "pipeline") or case[0] == "llama"]
     return [
         pytest.param(*case, marks=[] if case[:2] == ("llama", "float32") else [pytest.mark.prove])
-        for case in alone + tensor
+        for case in alone + of_llama
     ]
 
 

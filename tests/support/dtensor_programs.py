@@ -24,6 +24,7 @@ from stepmark import Checkpointer
 from stepmark.checkpoint.format.dtypes import dtype_name
 from stepmark.errors import StepmarkError
 from stepmark.sharding.dtensor import is_dtensor, local_of
+from stepmark.sharding.views import host_array
 from tests.support.faults import Faults
 from tests.support.gate import CopyGate
 
@@ -231,7 +232,9 @@ def write_late(how: str, model: nn.Module, kinds: dict[str, torch.optim.Optimize
         model.load_state_dict(before)
     for parameter in model.parameters():
         assert is_dtensor(parameter)
-        if how == "in place":
+        if how == "array":
+            host_array(local_of(parameter), write=True).fill(7)
+        elif how == "in place":
             parameter.mul_(3)
         elif how == "local":
             parameter.to_local().add_(1)
@@ -248,7 +251,7 @@ def saved_late(folder: str, kind: str) -> list[tuple[str, int, bool, bool]]:
     with job(f"{folder}.store"), Checkpointer(folder) as checkpointer:
         model = sharded(kind)
         kinds = optimizers(model, "foreach")
-        for step, how in enumerate(("passes", "in place", "local", "data", "load", "states", "update")):
+        for step, how in enumerate(("passes", "array", "in place", "local", "data", "load", "states", "update")):
             before = {name: value.detach().clone() for name, value in model.state_dict().items()}
             train(model, kinds, 2)
             saved = complete(model, kinds)

@@ -16,6 +16,7 @@ import xxhash
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
+from stepmark.sharding.dtensor import local_of
 from stepmark.trainer.run_folder.run_log import read_metrics
 
 VOCABULARY, LENGTH = 67, 16
@@ -190,9 +191,9 @@ def logged(folder: Path) -> dict[str, Any]:
 
 
 def checksum(trainer: Trainer) -> str:
-    """Of every bit of the weights."""
+    """Of every bit of the weights, or of this rank's shards."""
     hashed = xxhash.xxh3_128()
-    for tensor in trainer.context.runtime.to_host(list(trainer.model.state_dict().values())):
+    for tensor in trainer.context.runtime.to_host([*map(local_of, trainer.model.state_dict().values())]):
         hashed.update(np.asarray(tensor.contiguous().reshape(-1).view(torch.uint8)))
     return hashed.hexdigest()
 

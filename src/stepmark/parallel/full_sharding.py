@@ -20,6 +20,7 @@ from stepmark.config.full_sharding import LAYERS, FullSharding
 from stepmark.errors import UsageError
 from stepmark.runtime.collectives import GroupCollectives, Shares
 from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.module_placement import place_module
 from stepmark.sharding.dtensor import is_dtensor, local_of
 
 _ATTRIBUTE = "_stepmark_layer"  # of a sharded parameter: its LayerGradients
@@ -128,6 +129,8 @@ def shard_fully(model: nn.Module, mesh: Mesh, sharding: FullSharding) -> None:
         parameter.data = parameter.data.contiguous()
     sharded: list[FSDPModule] = []
     for module in [*layers, model]:
+        if not any(each.is_meta for each in module.parameters()):
+            place_module(module, mesh.runtime)  # a layer at a time; torch cannot move Parameters to a native device
         kind, policy = type(module), MixedPrecisionPolicy(reduce_dtype=torch.float32)
         reshard: Any = sharding.reshard_after_forward
         if module is model:  # the first that the backward pass needs

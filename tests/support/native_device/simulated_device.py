@@ -61,6 +61,10 @@ module.get_rng_state = lambda device=NAME: _generator(device).get_state()
 module.set_rng_state = lambda state, device=NAME: _generator(device).set_state(state)
 module.manual_seed = lambda seed: c.generator(c.current_device()).manual_seed(seed)
 module.manual_seed_all = _manual_seed_all
+module.Event = torch.Event
+module.Stream = lambda priority=0: torch.Stream(device=torch.device(NAME, c.current_device()), priority=priority)
+module.current_stream = torch.accelerator.current_stream
+module.stream = lambda stream: stream  # which is a context
 module.initial_seed = lambda: c.generator(c.current_device()).initial_seed()
 
 torch.utils.rename_privateuse1_backend(NAME)

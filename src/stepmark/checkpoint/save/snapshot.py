@@ -138,13 +138,14 @@ def split_copies(
     if runtime.lazy or not (runtime.host_memory and _FREEZES):
         return list(copies), []
     trained = written_by_optimizers(sections)
+    aliased = {(section.group, name) for section in sections for name in section.dtensors}  # by `fully_shard`
     now: list[Copy] = []
     later: list[Copy] = []
     for _, found in groupby(copies, key=lambda copy: id(copy.entry.tensor)):
         group = list(found)
         entry = group[0].entry
         usual = type(entry.tensor) in (Tensor, nn.Parameter) and (entry.group, entry.name) in trained
-        frozen = _frozen(entry.tensor) if usual else None
+        frozen = _frozen(entry.tensor, aliased=(entry.group, entry.name) in aliased) if usual else None
         if frozen is None:
             now += group
         else:
@@ -170,11 +171,13 @@ def written_by_optimizers(sections: Sequence[Section]) -> set[tuple[str, str]]:
     return found
 
 
-def _frozen(tensor: Tensor) -> Tensor | None:
+def _frozen(tensor: Tensor, *, aliased: bool) -> Tensor | None:
     """A tensor that keeps these values, without a copy as long as nobody writes, through whichever tensor. None where
-    others may write, whom torch's copy-on-write does not see: numpy arrays, for which torch fixes the storage's size
-    and of which a reference may be left; or where the memory is that of a file or shared between processes."""
-    if not tensor.untyped_storage().resizable() and _references(tensor) > _references(torch.empty(1)):
+    the memory is not torch's own, such as that of a file or shared between processes, or where others may write to it,
+    which torch's copy-on-write does not see. They hold a reference. Where torch has such `aliased` tensors itself, only
+    numpy arrays are told from them: torch fixes the size of their storage."""
+    alone = _references(tensor) <= _references(torch.empty(1))
+    if not alone and not (aliased and tensor.untyped_storage().resizable()):
         return None
     try:
         return torch._lazy_clone(tensor.detach())
