@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import Subset
@@ -111,6 +111,8 @@ class TrainerEvaluation:
     def metrics(self, evaluation: Evaluation, prefix: str) -> Metrics:
         """The metrics. Where `compute_metrics` fails on one rank, all ranks raise an error."""
         error, metrics, causal = None, {}, self.evaluator.loss.has_perplexity
+        if self.evaluator.needs_no_labels and evaluation.labels is None:
+            evaluation = replace(evaluation, rows=evaluation.rows._replace(labels=()))
         try:
             metrics = summarize(evaluation, prefix, causal=causal, compute_metrics=self.compute_metrics)
         except Exception as raised:

@@ -42,6 +42,11 @@ class Base(Trainer, _Refused, transformers.Trainer):
 
     def load_run_state(self, state: dict[str, Any]) -> None:
         own: Any = self
+        if getattr(self.args, "sync_ref_model", False):
+            raise UsageError(
+                "sync_ref_model: checkpoints do not hold the reference model, which follows the trained one, so the "
+                "run cannot be resumed; set it to false, or start again from the checkpoint's model"
+            )
         own._metrics["train"].update(state["metrics"])
         own._total_train_tokens = state["tokens"]
 
@@ -129,10 +134,10 @@ def _of_transformers(kind: type) -> bool:
 
 
 def _show_ranks_to_accelerate(*, cpu: bool) -> None:
-    """Makes accelerate's PartialState of the ranks that have joined: libraries log, and let rank 0 go first, by it."""
-    from accelerate import PartialState
+    """Makes accelerate's state of the ranks that have joined: libraries log, and let rank 0 go first, by it."""
+    from accelerate import Accelerator
 
-    PartialState(cpu=cpu)
+    Accelerator(cpu=cpu)
 
 
 def _check_mesh(kind: type, args: Any) -> None:

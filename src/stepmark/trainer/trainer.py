@@ -23,7 +23,7 @@ from transformers.trainer_utils import (
 from stepmark.config.refusals import explains_keywords
 from stepmark.config.training_fields import TrainingFields, set_log_level
 from stepmark.data.loader.loader import DataLoader
-from stepmark.data.loader.stream_loader import check_readable_again
+from stepmark.data.loader.stream_loader import check_readable_again, is_stream
 from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import check_by_batch
@@ -343,7 +343,7 @@ class Trainer:
         Raises:
             UsageError: There is no training data.
         """
-        if self._overridden("_get_train_sampler"):
+        if self._overridden("_get_train_sampler") and not is_stream(self.train_dataset):
             return self._loaders.sampled_batches(self.train_dataset, partial(call_sampler, self))
         return self._loaders.train_batches(self.train_dataset)
 

@@ -29,7 +29,6 @@ class Accelerator:
 
     parallelism_config = None
     sync_gradients = True
-    scaler = None
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -38,7 +37,6 @@ class Accelerator:
         world = self._mesh.context.world
         self.num_processes, self.process_index, self.local_process_index = world.size, world.rank, world.local_rank
         self.is_main_process, self.is_local_main_process = world.rank == 0, world.local_rank == 0
-        self.is_last_process = world.rank == world.size - 1
         self.device: torch.device = self._mesh.runtime.device
         self.gradient_accumulation_steps: int = trainer.args.gradient_accumulation_steps
         self.distributed_type = "NO" if world.size == 1 else f"MULTI_{'CPU' if self.device.type == 'cpu' else 'GPU'}"
@@ -89,12 +87,6 @@ class Accelerator:
         parts = axis.all_gather([padded])[0].split(max(counts))
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum of tensors over the data parallel ranks, or with `mean` their mean, times `scale`. Collective."""
-        axis = self._mesh.data_parallel
-        divisor = axis.size if reduction == "mean" else 1
-        return map_tensors(tensor, lambda each: axis.all_reduce([each.detach()])[0] * scale / divisor)
-
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, **_: Any) -> nn.Module:
         """The model itself: nothing is wrapped around it."""
         return model
@@ -127,11 +119,6 @@ class Accelerator:
         """Waits for all ranks. Collective."""
         self._mesh.context.host.barrier()
 
-    def print(self, *values: Any, **options: Any) -> None:
-        """Prints on the first rank of each machine."""
-        if self.is_local_main_process:
-            print(*values, **options)
-
 
 class PreparedLoader:
     """A loader whose batches the data parallel ranks take in turn, on the device. In the last turn the ranks without a
@@ -156,7 +143,7 @@ class PreparedLoader:
         try:
             while turn := list(islice(batches, axis.size)):
                 if len(turn) < axis.size:
-                    self.rows = len(self.dataset) - taken * self.before_prepare.batch_size
+                    self.rows = len(self.before_prepare.dataset) - taken * self.before_prepare.batch_size
                 taken += len(turn)
                 yield mesh.runtime.place(turn[min(axis.rank, len(turn) - 1)])
         finally:

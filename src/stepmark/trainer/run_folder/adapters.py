@@ -24,23 +24,30 @@ MAY_DIFFER = ("inference_mode", "base_model_name_or_path", "revision", "peft_ver
 class Adapter(nn.Module):
     """The adapter of a PeftModel as a module of its own: a section of checkpoints in `adapter_model.safetensors`.
 
-    Its state dict has the live tensors, under the names that `peft.PeftModel.save_pretrained` gives them.
+    Its state dict has the live tensors, under the names that `peft.PeftModel.save_pretrained` gives them. Of several
+    adapters it is the active one; the others, such as a reference, are not trained and belong to the run's identity.
 
     Raises:
-        UsageError: The model trains parameters that peft would not save, or has several adapters.
+        UsageError: The model trains parameters that peft would not save, or several adapters.
     """
 
     tensor_group = ADAPTER  # of the files in a checkpoint
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        if len(model.peft_config) != 1:
-            names = ", ".join(model.peft_config)
-            raise UsageError(f"the model has several adapters ({names}), and checkpoints hold one; delete the others")
-        ((self.adapter_name, self.config),) = model.peft_config.items()
         self._model = [model]  # in a list, so that it is not a submodule
-        saved = adapter_tensors(model, self.adapter_name)
+        by_name = {name: adapter_tensors(model, name) for name in model.peft_config}
+        active = model.active_adapter if len(by_name) > 1 else next(iter(by_name))
+        others = {name: found for name, found in by_name.items() if name != active}
+        trained = [name for name, found in others.items() if any(each.requires_grad for _, each in found.values())]
+        if trained or active not in list(by_name):
+            raise UsageError(
+                f"the model has several adapters ({', '.join(by_name)}), and checkpoints hold one; delete the others, "
+                "or freeze them"
+            )
+        self.adapter_name, self.config, saved = active, model.peft_config[active], by_name[active]
         self._names = {name: full for name, (full, _) in saved.items()}
+        self._others = {full for found in others.values() for full, _ in found.values()}
         _check_complete(model, saved)
 
     @property
@@ -71,8 +78,13 @@ class Adapter(nn.Module):
 
     def identity(self, mesh: Mesh) -> dict[str, Any]:
         """The base model's checksum, equal on any mesh, and the adapter's configuration. Collective."""
-        digest = mesh_digest(base_tensors(self.model, set(self._names.values())), mesh)
-        return {BASE_DIGEST: digest, "adapter": adapter_identity(self.config)}
+        own = set(self._names.values())
+        digest = mesh_digest(base_tensors(self.model, own | self._others), mesh)
+        found = {BASE_DIGEST: digest, "adapter": adapter_identity(self.config)}
+        if self._others:
+            frozen = (each for each in base_tensors(self.model, own) if each[0] in self._others)
+            found["frozen_adapters"] = mesh_digest(frozen, mesh)
+        return found
 
 
 def adapter_identity(config: Any) -> dict[str, Any]:

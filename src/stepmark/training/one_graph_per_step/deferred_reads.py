@@ -34,23 +34,6 @@ class DeferredNumber:
             self._value, self._read = self._read(), None
         return self._value
 
-    def __float__(self) -> float:
-        return float(self.value)
-
-    def __int__(self) -> int:
-        return int(self.value)
-
-    def __bool__(self) -> bool:
-        return bool(self.value)
-
-    def __repr__(self) -> str:
-        return repr(self.value)
-
-    def __format__(self, form: str) -> str:
-        return format(self.value, form)
-
-    __hash__ = None  # type: ignore[assignment]
-
 
 def plain(value: Any) -> Any:
     """A nest of numbers, with those read that are unread, as plain values."""
@@ -61,24 +44,21 @@ def plain(value: Any) -> Any:
     return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def _arithmetic(operation: Callable[[Any, Any], Any], *, swapped: bool) -> Callable[[Any, Any], DeferredNumber]:
-    def apply(self: DeferredNumber, other: Any) -> DeferredNumber:
-        if swapped:
-            return DeferredNumber(lambda: operation(plain(other), self.value))
-        return DeferredNumber(lambda: operation(self.value, plain(other)))
+def _method(operation: Callable[..., Any], *, deferred: bool, swapped: bool = False) -> Callable[..., Any]:
+    def apply(*values: Any) -> Any:
+        ordered = values[::-1] if swapped else values
+        return DeferredNumber(lambda: operation(*plain(ordered))) if deferred else operation(*plain(ordered))
 
     return apply
 
 
-def _comparison(operation: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    return lambda self, other: operation(self.value, plain(other))
-
-
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(DeferredNumber, f"__{_name}__", _arithmetic(getattr(operator, _name), swapped=False))
-    setattr(DeferredNumber, f"__r{_name}__", _arithmetic(getattr(operator, _name), swapped=True))
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(DeferredNumber, f"__{_name}__", _comparison(getattr(operator, _name)))
+    _operation = getattr(operator, _name)
+    setattr(DeferredNumber, f"__{_name}__", _method(_operation, deferred=True))
+    setattr(DeferredNumber, f"__r{_name}__", _method(_operation, deferred=True, swapped=True))
+for _operation in (*(getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")), float, int, bool, repr):
+    setattr(DeferredNumber, f"__{_operation.__name__}__", _method(_operation, deferred=False))
+DeferredNumber.__format__ = _method(format, deferred=False)  # type: ignore[method-assign]
 
 
 class DeferredTensor(Tensor):
