@@ -82,6 +82,7 @@ def figures(histories: Sequence[History], *, points: int = POINTS) -> list[Figur
     curves = [_of_logs(histories, key, figure, points) for key, figure in CURVES.items()]
     time = [_time(histories[0])] if len(histories) == 1 else []
     loss, others = _loss(histories, points), _other_metrics(histories)
+    others += _own(histories, points)
     every = [loss, _bits(loss, histories), *others, *curves, *time, _memory(histories, points)]
     return [figure for figure in every if figure.series]
 
@@ -149,6 +150,19 @@ def _other_metrics(histories: Sequence[History]) -> list[Figure]:
             title = name.removeprefix("eval_").replace("_", " ").capitalize()
             series = [each for run, history in enumerate(histories) for each in _points(history, run, name)]
             found.append(Figure(name, title, "evaluation", series))
+    return found
+
+
+def _own(histories: Sequence[History], points: int) -> list[Figure]:
+    """What a program has logged beside training and evaluations."""
+    logged = {name for each in histories for line in each.own for name in line if _finite(line[name]) is not None}
+    found = []
+    for name in sorted(logged - {"step", "epoch", "time"}):
+        runs = ((run, each, [line for line in each.own if name in line]) for run, each in enumerate(histories))
+        series = [
+            line_of(own, name, "line", run, name, origin_of(each), points=points) for run, each, own in runs if own
+        ]
+        found.append(Figure(name, name, "logged by the program", series))
     return found
 
 

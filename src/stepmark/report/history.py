@@ -81,8 +81,8 @@ class BestEvaluation:
 class History:
     """Everything read from a run's folder. `logs`: the valid training lines, by step; `lost`: lines whose steps were
     trained again, one list per resumption; `closing`: the lines at the ends of processes that reached the run's last
-    step; `failures`: each rank's last one by its file, with its traceback, where the status is not newer; `liveness`:
-    read only while the status is "running"."""
+    step; `own`: lines of values that a program has logged; `failures`: each rank's last one by its file, with its
+    traceback, where the status is not newer; `liveness`: read only while the status is "running"."""
 
     folder: Path
     name: str
@@ -91,6 +91,7 @@ class History:
     logs: list[Line] = field(default_factory=list)
     lost: list[list[Line]] = field(default_factory=list)
     closing: list[Line] = field(default_factory=list)
+    own: list[Line] = field(default_factory=list)
     evaluations: list[EvaluationPoint] = field(default_factory=list)
     unevaluated: list[Line] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
@@ -261,6 +262,7 @@ def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
             last = max(logs, default=None)
             resumptions.append((line, last, logs[last].get("time") if last is not None else None))
             _discard(history, logs, evaluations, closing, after=number(line["resumed"]) or 0)
+            history.own = [own for own in history.own if own["step"] <= (number(line["resumed"]) or 0)]
         elif step is not None and "loss" in line:
             if step in logs:
                 _discard(history, logs, evaluations, closing, after=step - 1)
@@ -269,6 +271,8 @@ def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
             closing[step] = line
         elif step is not None and (values := _metrics_of(line)):
             evaluations[step] = {**evaluations.get(step, {}), "time": line.get("time"), **values}
+        elif step is not None:
+            history.own.append(line)
     history.logs = [logs[step] for step in sorted(logs)]
     history.closing = [closing[step] for step in sorted(closing)]
     history.evaluations = [

@@ -7,6 +7,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.liveness import console
 from stepmark.runtime.xla_environment import extracting_graphs
-from stepmark.trainer.run_folder.run_log import RunLog
+from stepmark.trainer.run_folder.run_log import RunLog, read_metrics
 from stepmark.trainer.run_folder.status import DONE, RUNNING, RunStatus
+from stepmark.trainer.run_folder.trackers import same_runs
 from stepmark.trainer.setup import RunParts, count_epochs
 from stepmark.trainer.telemetry.progress import ProgressDisplay
 from stepmark.trainer.training_arguments import TrainingArguments
@@ -83,6 +85,7 @@ class RunCallbacks:
         self.control = TrainerControl()
         self.progress = ProgressDisplay(shows=False, total=0, done=0)
         self.begun = self.training = False
+        self._sent: dict[str, int] = {}  # up to which step trackers have each value, from before a resumption
         self.best_step: int | None = None  # where the model has the weights of the best one
 
     def model_position(self) -> tuple[int, Any]:
@@ -128,6 +131,35 @@ class RunCallbacks:
         self.progress.close()
 
     # Events
+
+    def train_begins(self) -> None:
+        """Calls `on_train_begin`, for which trackers continue the runs of this folder."""
+        trackers = [each for each in self.handler.callbacks if _is_reporter(type(each))]
+        joins = bool(trackers) and self.run_log.writes
+        with same_runs(self.run_log.folder, self.args, trackers) if joins else nullcontext():
+            self.event("on_train_begin")
+
+    def resumed(self) -> None:
+        """Steps that were logged before appear again; trackers have them."""
+        for line in read_metrics(self.run_log.folder) if self.run_log.writes else ():
+            if isinstance(line.get("step"), int):
+                self._sent |= {name: max(line["step"], self._sent.get(name, -1)) for name in line}
+
+    def _log_event(self, step: int, logs: Metrics) -> None:
+        """Calls `on_log`, of trackers with the values that they do not have yet."""
+        new = {name: value for name, value in logs.items() if self._sent.get(name, -1) < step}
+        every = self.handler.callbacks
+        trackers = [each for each in every if _is_reporter(type(each))]
+        if not trackers or len(new) == len(logs):
+            self.event("on_log", logs)
+            return
+        try:
+            self.handler.callbacks = [each for each in every if each not in trackers]
+            self.event("on_log", logs)
+            self.handler.callbacks = trackers if new else []
+            self.event("on_log", new)
+        finally:
+            self.handler.callbacks = every
 
     def event(self, name: str, *values: Any) -> None:
         """Calls the method `name` of every callback; they may set flags of the control, and use the model."""
@@ -177,7 +209,9 @@ class RunCallbacks:
             best = {} if self.state.best_metric is None else {"best_metric": self.state.best_metric}
             self.run_log.describe(eta_seconds=self.progress.seconds_left(step), **best)
             self.run_log.status(RUNNING, step)
-        self.event("on_log", {**logs, "epoch": epoch})
+        due = self.control.should_log  # which transformers' handler unsets, also for values that a program logs itself
+        self._log_event(step, {**logs, "epoch": epoch})
+        self.control.should_log |= due
 
     # State
 
@@ -227,8 +261,11 @@ def reporters(args: TrainingFields) -> list[type[TrainerCallback]]:
 def takes_part(callback: TrainerCallback | type[TrainerCallback]) -> bool:
     """Whether a callback is called. Reporters of transformers, such as TensorBoard's, and what is derived from one are
     not while the values are placeholders."""
-    kind = callback if isinstance(callback, type) else type(callback)
-    return not (extracting_graphs() and any(each.__module__.startswith(_INTEGRATIONS) for each in kind.__mro__))
+    return not (extracting_graphs() and _is_reporter(callback if isinstance(callback, type) else type(callback)))
+
+
+def _is_reporter(kind: type) -> bool:
+    return any(each.__module__.startswith(_INTEGRATIONS) for each in kind.__mro__)
 
 
 class StrategyCallback(DefaultFlowCallback):

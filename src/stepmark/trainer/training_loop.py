@@ -206,7 +206,7 @@ class TrainingLoop:
         parts, callbacks, first, evaluating = self._parts, self._callbacks, self._step, self._unfinished is not None
         self._begin(restored)
         began = time.perf_counter()
-        callbacks.event("on_train_begin")
+        callbacks.train_begins()
         with noisy_embeddings(parts.model, self._args.neftune_noise_alpha):
             self._run(restored)
         seconds, steps = time.perf_counter() - began, self._step - first
@@ -332,6 +332,7 @@ class TrainingLoop:
         attempt = run_log.attempts() + 1
         if restored is not None:
             run_log.event("resumed", self._step, checkpoint=restored.name, attempt=attempt)
+        self._callbacks.resumed()
         run_log.metrics({"resumed": self._step, "attempt": attempt, "mesh": self._parts.mesh.shape})
 
     def _finish_step_of_earlier_process(self) -> None:
@@ -466,6 +467,7 @@ class TrainingLoop:
             log |= {"graph_cache_hits": cache.hits, "graph_cache_misses": cache.misses}
         self._callbacks.progress.logged(self._step, log)
         self._callbacks.log(log, machine)
+        self._callbacks.control.should_log = False
         self._check_finite()
 
     def _check_finite(self) -> None:

@@ -29,6 +29,7 @@ from stepmark.model_folder.hints import import_hint
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, RESTARTING, SYSTEM
 from stepmark.trainer.run_folder.status import STATUS, RunStatus
+from stepmark.trainer.run_folder.trackers import TRACKERS
 
 if TYPE_CHECKING:
     from stepmark.liveness.host_group import HostGroup
@@ -48,6 +49,7 @@ RECORDS = (  # of a run, in its folder
     FAILURES,
     CONSOLE,
     "trainer_state.json",
+    TRACKERS,
     "train_results.json",
     "eval_results.json",
     "all_results.json",
