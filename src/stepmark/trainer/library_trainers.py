@@ -30,7 +30,7 @@ _lacking = [name for name in vars(transformers.Trainer) if not hasattr(Trainer, 
 _Refused: Any = type("_Refused", (), {name: RefusedHook(name) for name in _lacking})
 
 
-class Base(Trainer, _Refused, transformers.Trainer):
+class Base(Trainer, _Refused, transformers.Trainer):  # type: ignore[misc, override]
     """Stepmark's Trainer, and transformers' behind it, of which only the name is left."""
 
     def run_state(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Base(Trainer, _Refused, transformers.Trainer):
         own._total_train_tokens = state["tokens"]
 
 
-class BaseArguments(TrainingArguments, transformers.TrainingArguments):  # type: ignore[misc]
+class BaseArguments(TrainingArguments, transformers.TrainingArguments):  # type: ignore[misc, override]
     """Stepmark's TrainingArguments, and transformers' behind them, of which only the name is left."""
 
     deepspeed_plugin = None
@@ -66,10 +66,10 @@ class BaseArguments(TrainingArguments, transformers.TrainingArguments):  # type:
     def __post_init__(self) -> None:
         super().__post_init__()
         # Read by libraries whose loaders accelerate would prepare.
-        vars(self)["accelerator_config"] = SimpleNamespace(dispatch_batches=None, split_batches=False)
+        self.__dict__["accelerator_config"] = SimpleNamespace(dispatch_batches=None, split_batches=False)
 
 
-def arguments_on_stepmark(kind: type, module: str) -> type:
+def arguments_on_stepmark(kind: type, module: str) -> Any:
     """A library's class of arguments, whose fields that transformers has are Stepmark's, with the library's defaults.
 
     Args:
@@ -90,13 +90,14 @@ def arguments_on_stepmark(kind: type, module: str) -> type:
         "__module__": module,
         "__doc__": kind.__doc__,
     }
-    made = dataclasses.dataclass(repr=False)(type(TrainingArguments)(kind.__name__, (kind, BaseArguments), namespace))
+    metaclass: Any = type(TrainingArguments)
+    made: Any = dataclasses.dataclass(repr=False)(metaclass(kind.__name__, (kind, BaseArguments), namespace))
     for field in fields:  # the same objects as in TrainingArguments
         field.type = types[field.name]
     return made
 
 
-def trainer_on_stepmark(kind: type, arguments: type, module: str) -> type:
+def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
     """A library's trainer with Stepmark's as base.
 
     Args:
@@ -126,7 +127,9 @@ def trainer_on_stepmark(kind: type, arguments: type, module: str) -> type:
         "arguments_class": arguments,
         "_library": library,
     }
-    return type(Base)(kind.__name__, (kind, Base), namespace)
+    metaclass: Any = type(Base)
+    made: type = metaclass(kind.__name__, (kind, Base), namespace)
+    return made
 
 
 def _of_transformers(kind: type) -> bool:
