@@ -146,10 +146,11 @@ def test_deepspeeds_own_checkpoints(stage: int, dtype: str, tied: str, tmp_path:
     given = ["--input_folder", str(source / STEP_FOLDER), "--output_folder", str(tmp_path / "universal")]
     convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *given, "--inject_missing_state"]
     subprocess.run(convert, env=environment, check=True)
-    fp32 = [str(source / "zero_to_fp32.py"), str(source), str(tmp_path / "fp32"), "--safe_serialization"]
+    fp32 = [str(source / "zero_to_fp32.py"), str(source), str(tmp_path / "fp32")]
     subprocess.run([sys.executable, *fp32], env=environment, check=True)
     write_model_folder(open_foreign(source, ImportOptions(model_only=True)), tmp_path / "model", SILENT)
-    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("fp32", "model"))
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    expected = torch.load(tmp_path / "fp32" / "pytorch_model.bin", weights_only=True)
     assert found
     assert all(torch.equal(tensor.float(), expected[name].float()) for name, tensor in found.items())
     states = load_file(take(source, tmp_path / "out") / "optimizer" / "optimizer.safetensors")
