@@ -68,6 +68,19 @@ def test_complete_matrix(ranks: Ranks, name: str, count: int) -> None:
 
 
 @pytest.mark.prove
+def test_a_sequence_along_other_families(ranks: Ranks) -> None:
+    """Columns that are gathered, latents that all ranks compute, biases of rows, norms that are trained copies."""
+    fused = {"target_modules": ["query_key_value", "dense", "dense_4h_to_h"], "bias": "all"}
+    packed = {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
+    latent = {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}
+    saved = {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["input_layernorm"]}
+    adapters = {"gpt_neox": fused, "phi3": packed, "deepseek_v3": latent, "mixtral": saved}
+    models = [{"kind": kind, "pad_token_id": 0, "lora": adapter} for kind, adapter in adapters.items()]
+    common = {"steps": 3, "tp": 2, "sequence": True, "accumulation": 2, "batch": 8}
+    compare(ranks, "cpu", 2, [{"model": model, **common} for model in models], cut=True)
+
+
+@pytest.mark.prove
 @pytest.mark.xla
 def test_in_the_graph(ranks: Ranks) -> None:
     """Of each model, whose graphs are examined as well: see fit_for_a_compiler."""
