@@ -397,6 +397,8 @@ def _contradictions(args: TrainingFields) -> Iterator[str]:
         yield "warmup_steps and warmup_ratio: both give the length of the warmup; set one of them"
     if args.full_sharding is not None:
         yield from _not_with_fsdp(args)
+    if args.torch_compile and args.expert_parallel_size > 1:
+        yield "torch_compile and expert_parallel_size: what experts exchange was not compiled yet; set one of them"
     if args.optim in WHOLE_PARAMETERS and args.tensor_parallel_size % args.expert_parallel_size:
         yield (
             f"expert_parallel_size and optim: {args.optim} uses complete parameters, of which data parallel ranks have "

@@ -235,8 +235,9 @@ def test_optimizers_that_use_whole_parameters_and_divided_experts() -> None:
     with pytest.raises(UsageError, match="^expert_parallel_size and optim: adafactor"):
         TrainingArguments(optim="adafactor", expert_parallel_size=4, tensor_parallel_size=2)
     TrainingArguments(optim="adafactor", expert_parallel_size=2, tensor_parallel_size=2)
-    with pytest.raises(UsageError, match="^fsdp and expert_parallel_size: "):
-        TrainingArguments(fsdp=True, expert_parallel_size=2)
+    for option in ({"fsdp": True}, {"torch_compile": True}, {"sample_prompts": ["a"], "eval_strategy": "epoch"}):
+        with pytest.raises(UsageError, match=f"^{next(iter(option))} and expert_parallel_size: "):
+            TrainingArguments(**option, expert_parallel_size=2)
 
 
 @pytest.mark.parametrize(("ranks", "tensor", "pipeline", "experts"), [(4, 1, 1, 3), (4, 2, 2, 4), (6, 2, 1, 4)])
