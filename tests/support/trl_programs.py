@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from stepmark.runtime.context import start
 from tests.support.programs import CountGraphs, KillAt
 
 WORDS = [f"w{number}" for number in range(60)]
@@ -74,6 +75,8 @@ def make(kind: str, folder: Path, **options: Any) -> Any:
 
     os.environ["TQDM_DISABLE"] = "1"
     library: Any = trl if options.pop("plain", False) else on_stepmark
+    if library is trl and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        start("cpu")  # accelerate takes the group that is there
     more: dict[str, Any] = {"callbacks": options.pop("callbacks", None)}
     if options.pop("lora", False):
         from peft import LoraConfig
