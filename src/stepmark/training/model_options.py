@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.config.activation_checkpointing import for_device
+from stepmark.config.activation_checkpointing import REENTRANT, for_device
 from stepmark.errors import DeviceError, UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import computes_in
 from stepmark.training.model_labels import unwrapped
-from stepmark.training.one_graph_per_step.transformers_forward import recorded_checkpoint
+from stepmark.training.one_graph_per_step.transformers_forward import capturing_checkpoint, recorded_checkpoint
 
 # transformers' method and its argument; the second is older, deprecated, and the one that models of others have.
 CHECKPOINTING = {
@@ -49,14 +49,18 @@ def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime, options: M
         enable(**{CHECKPOINTING[method]: chosen})
     except ValueError as error:
         raise UsageError(f"gradient_checkpointing: {error}") from error
-    if runtime.lazy:
-        from stepmark.runtime.xla import checkpoint_function
+    if not chosen[REENTRANT]:
+        return
+    for module in model.modules():
+        function: Any = getattr(module, "_gradient_checkpointing_func", None)
+        if function is None:
+            continue
+        if runtime.lazy:
+            from stepmark.runtime.xla import checkpoint_function
 
-        function = functools.partial(checkpoint_function(), **chosen)
-        for module in model.modules():
-            if hasattr(module, "_gradient_checkpointing_func"):
-                recorded: Any = recorded_checkpoint(function, functools.partial(_trains, module))
-                module._gradient_checkpointing_func = recorded
+            own = functools.partial(checkpoint_function(), **chosen)
+            function = recorded_checkpoint(own, functools.partial(_trains, module))
+        module._gradient_checkpointing_func = capturing_checkpoint(function)  # type: ignore[assignment]
 
 
 def _trains(module: nn.Module) -> bool:

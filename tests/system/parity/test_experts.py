@@ -70,7 +70,7 @@ def test_expert_parallel_with_other_axes(ranks: Ranks, mesh: str) -> None:
 @pytest.mark.xla
 def test_on_lazy_devices(ranks: Ranks) -> None:
     """Also, no graph has what a compiler for accelerators rejects."""
-    meshes = MESHES["tp2, sequence"][1], {"dp": 2, "ep": 2, "zero_1": True}
+    meshes = MESHES["tp2, sequence"][1], {"dp": 2, "ep": 2, "zero_1": True, "checkpointing": True}
     mesh_parity.compare(ranks, "xla", 2, [options("gpt_oss", 2, mesh) for mesh in meshes], cut=True)
 
 
@@ -78,7 +78,7 @@ def test_on_lazy_devices(ranks: Ranks) -> None:
 @pytest.mark.xla
 @pytest.mark.parametrize("where", ["xla", "threads"])
 def test_expert_parallel_on_lazy_devices(ranks: Ranks, where: str, record_property: Any) -> None:
-    meshes = {"tp": 2, "ep": 2}, {"dp": 2, "ep": 2}, {"dp": 2, "ep": 2, "zero_1": True}
+    meshes = {"tp": 2, "ep": 2}, {"dp": 2, "ep": 2}, {"dp": 2, "ep": 2, "zero_1": True, "checkpointing": True}
     cases = [options(kind, 3, mesh) for kind in EXPERTS for mesh in (*meshes, {"tp": 2})]
     mesh_parity.compare(ranks, where, 2, cases, cut=True)
     record_property("trainings", len(cases))

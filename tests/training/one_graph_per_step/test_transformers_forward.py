@@ -128,3 +128,32 @@ def test_layers_behind_frozen_embeddings_get_their_gradients(ranks: Ranks) -> No
     (eager,) = ranks.run(f"{HERE}:gradients_behind_frozen_embeddings", "cpu").check()
     assert lazy == pytest.approx(eager, rel=1e-4)
     assert lazy[0] == 0.0 < min(lazy[1:])
+
+
+@pytest.mark.parametrize("more", [{}, {"output_hidden_states": True}, {"output_attentions": True}])
+def test_what_a_recomputed_layer_captures_has_gradients(more: dict[str, bool]) -> None:
+    """A reentrant function, as on lazy devices, and the losses of routers and of hidden states."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from stepmark.runtime.eager import EagerRuntime
+    from stepmark.training.model_options import enable_gradient_checkpointing
+
+    sizes = {"vocab_size": 17, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = MixtralConfig(**sizes, **heads, output_router_logits=True, router_aux_loss_coef=0.5, use_cache=False)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config).train()
+    tokens = torch.randint(3, 17, (2, 8))
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        output = model(input_ids=tokens, labels=tokens, **more)
+        captured = [each for name in ("hidden_states", "attentions") for each in getattr(output, name) or ()]
+        assert len(captured) == (3 if "output_hidden_states" in more else 2 if more else 0)
+        (output.loss + sum(each.square().mean() for each in captured)).backward()
+        return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+    expected = gradients()
+    enable_gradient_checkpointing(model, EagerRuntime(torch.device("cpu")), {"use_reentrant": True})
+    torch.testing.assert_close(gradients(), expected)

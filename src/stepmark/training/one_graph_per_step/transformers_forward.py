@@ -140,6 +140,63 @@ def recorded_checkpoint(
     return checkpoint_recorded
 
 
+def capturing_checkpoint(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """A reentrant activation checkpointing function, `checkpoint(function, *args)`, through which losses of what
+    transformers captures inside of `function`, such as router logits, have gradients.
+
+    Hooks capture it in the first pass, which has no gradients, and nobody looks at what they find in the second. So
+    what is captured is given back by the function, too.
+    """
+
+    def checkpoint_captured(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        captured = _captured()
+        if not captured or not torch.is_grad_enabled():
+            return checkpoint(function, *args, **options)
+        before = {name: len(values) if isinstance(values, list) else values for name, values in captured.items()}
+        names: list[str] = []
+        several = False
+
+        def with_captured(*inputs: Any, **more: Any) -> tuple[Any, ...]:
+            nonlocal several
+            own = {name: [None] * each if isinstance(each, int) else each for name, each in before.items()}
+            with _capturing(own):
+                output = function(*inputs, **more)
+            several = isinstance(output, tuple)
+            found = list(output) if isinstance(output, tuple) else [output]
+            names.clear()
+            for name, length in before.items():
+                for each in own[name][length:] if isinstance(length, int) else ():
+                    same = any(each is other for other in (*inputs, *found))
+                    found.append(each.clone() if same and isinstance(each, Tensor) else each)
+                    names.append(name)
+            return tuple(found)
+
+        (*outputs,) = checkpoint(with_captured, *args, **options)
+        for name, each in zip(names, outputs[len(outputs) - len(names) :], strict=True):
+            captured[name].append(each)
+        outputs = outputs[: len(outputs) - len(names)]
+        return tuple(outputs) if several else outputs[0]
+
+    return checkpoint_captured
+
+
+def _captured() -> dict[str, Any] | None:
+    """What the model that is called has captured so far: lists of outputs, by name."""
+    module = sys.modules.get("transformers.utils.output_capturing")  # which early versions of transformers 5 lack
+    return None if module is None else module._active_collector.get()
+
+
+@contextlib.contextmanager
+def _capturing(into: dict[str, Any]) -> Iterator[None]:
+    from transformers.utils.output_capturing import _active_collector
+
+    token = _active_collector.set(into)
+    try:
+        yield
+    finally:
+        _active_collector.reset(token)
+
+
 def _with_gradient(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The inputs, of which one has a gradient if any can."""
     tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
