@@ -124,7 +124,7 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
         if self.use_cpu:
             self.dataloader_pin_memory = False
         # A step's loss is the mean over all ranks in any case: a subclass must not multiply by their number.
-        vars(self)["average_tokens_across_devices"] = False
+        self.__dict__["average_tokens_across_devices"] = False
 
     def _take_variables(self) -> None:
         """What `accelerate launch` asks for, where the arguments do not say otherwise."""
