@@ -1,4 +1,4 @@
-"""Examples and documentation use public names only: of `stepmark`, `stepmark.checkpoint` and `stepmark.errors`."""
+"""Examples and documentation use public names only: of `stepmark`, `stepmark.checkpoint`, `.errors` and `.trl`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import pytest
 import stepmark
 import stepmark.checkpoint
 import stepmark.errors
+import stepmark.trl
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {
     "stepmark": set(stepmark.__all__),
     "stepmark.checkpoint": set(stepmark.checkpoint.__all__),
+    "stepmark.trl": set(stepmark.trl.__all__),
     "stepmark.errors": {name for name in vars(stepmark.errors) if name[0].isupper()},
 }
-KNOWN = {*PUBLIC["stepmark"], "checkpoint", "errors"}
+KNOWN = {*PUBLIC["stepmark"], "checkpoint", "errors", "trl"}
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)

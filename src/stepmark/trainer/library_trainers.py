@@ -65,6 +65,8 @@ class BaseArguments(TrainingArguments, transformers.TrainingArguments):  # type:
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # A step's loss is the mean over all ranks in any case: a library must not multiply by their number.
+        self.__dict__["average_tokens_across_devices"] = False
         # Read by libraries whose loaders accelerate would prepare.
         self.__dict__["accelerator_config"] = SimpleNamespace(dispatch_batches=None, split_batches=False)
 

@@ -123,8 +123,6 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
             raise UsageError("dataloader_prefetch_factor: needs workers; set dataloader_num_workers, or leave it out")
         if self.use_cpu:
             self.dataloader_pin_memory = False
-        # A step's loss is the mean over all ranks in any case: a subclass must not multiply by their number.
-        self.__dict__["average_tokens_across_devices"] = False
 
     def _take_variables(self) -> None:
         """What `accelerate launch` asks for, where the arguments do not say otherwise."""
