@@ -19,6 +19,7 @@ _PLACES = (
     "model/*",
     "*/model/*",
     "*/shards/*",
+    "global_step*/*",
 )
 
 

@@ -116,7 +116,7 @@ def _few_modules(tensors: int) -> Iterator[None]:
         handle.remove()
 
 
-def _outline(config: dict[str, Any], tensors: int, adapter: str | None) -> ModelOutline:
+def _outline(config: dict[str, Any], tensors: int, adapter: str | None = None) -> ModelOutline:
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
