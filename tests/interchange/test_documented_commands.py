@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stepmark.cli.main import run
+from tests.interchange import test_peft as program
 from tests.support import foreign_checkpoints as foreign
 from tests.support.foreign_checkpoints import CONFIG, Truth, truth
 
@@ -94,13 +95,9 @@ def plain(path: Path, found: Truth) -> Path:
 
 def peft_checkpoint(folder: Path, _: Truth) -> Path:
     """Of a short run of transformers' Trainer."""
-    import transformers
-
-    from tests.interchange.test_peft import PLAIN, STEP, base, losses
-
-    base(folder.parent.parent / "base")
-    losses(transformers, folder.parent, PLAIN, max_steps=STEP)
-    return (folder.parent / f"checkpoint-{STEP}").rename(folder)
+    program.base(folder.parent.parent / "base")
+    program.losses(program.transformers, folder.parent, program.PLAIN, max_steps=program.STEP)
+    return (folder.parent / f"checkpoint-{program.STEP}").rename(folder)
 
 
 SOURCES: dict[str, Callable[[Path, Truth], Path]] = {
