@@ -137,13 +137,18 @@ def fit_for_a_compiler(context: Context) -> Iterator[None]:
     assert [problem for graph in graphs for problem in graph.problems] == []
 
 
+def unshifted_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A mean over all labels, the first of each row included."""
+    return torch.nn.functional.cross_entropy(outputs.logits.float().flatten(0, 1), labels.flatten())
+
+
 def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any, Iterator[Any]]:
     """The step and its batches, epoch after epoch. `options`: tp, sequence, embedding, accumulation, bf16 (parameters),
     autocast, rounded (gradients sent in bf16),
     checkpointing, zero_1, fsdp (2: on so many replicas), smoothing, clip, batch (samples of a step, 4 by
     default); pp, schedule, chunks, layers; frozen (a pattern of names); unlabelled (steps in which no sample has a
-    target); optim (adamw_torch by default; "lamb" is no name of a recipe's), rate; bias_rate (of routers);
-    ep (experts)."""
+    target), silent (samples without any); own_loss (of labels that are not shifted); optim (adamw_torch by default;
+    "lamb" is no name of a recipe's), rate; bias_rate (of routers); ep (experts)."""
     from stepmark.data.loader.loader import DataLoader
     from stepmark.data.loader.prefetcher import DevicePrefetcher
     from stepmark.parallel.optimizer.whole_parameters import whole_parameters
@@ -176,7 +181,9 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     if options.get("checkpointing"):
         enable_gradient_checkpointing(model, runtime)
     place_module(model, runtime)
-    loss = MicroBatchLoss(model, lazy=runtime.lazy, label_smoothing=options.get("smoothing", 0.0))
+    own = unshifted_loss if options.get("own_loss") else None
+    smoothing = options.get("smoothing", 0.0)
+    loss = MicroBatchLoss(model, lazy=runtime.lazy, label_smoothing=smoothing, compute_loss_func=own)
     optimizer: Any
     if options.get("optim") == "lamb":
         named = [pair for pair in model.named_parameters() if pair[1].requires_grad]
@@ -211,10 +218,12 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     data, size = Blocks(30), options.get("batch", 4)
     for number in options.get("unlabelled", ()):
         data.labels[number * size : (number + 1) * size] = -100
+    for sample in options.get("silent", ()):
+        data.labels[sample] = -100
     loader = DataLoader(
         data,
         size // axis.size // accumulation,
-        shuffle="unlabelled" not in options,
+        shuffle=not {"unlabelled", "silent"} & set(options),
         rank=axis.rank,
         world_size=axis.size,
         accumulation=accumulation,

@@ -281,9 +281,18 @@ class MicroBatchLoss:
         if self.undecided(inputs):
             self._held = inputs, self._decided(model, inputs, self._result)
 
-    def shown_by(self, model: nn.Module, inputs: Any) -> bool:
-        """Whether a call with this batch, of which nothing else is kept, shows that labels are shifted."""
-        self.call_first(model, inputs)
+    def call_along(self, model: nn.Module, inputs: Any, count: Tensor) -> None:
+        """Makes the call of a batch with `count` targets before it is due, as other ranks do with theirs, of which a
+        call shows which labels are targets."""
+        self._held = inputs, self._result(model, inputs, count)
+
+    def shown_by(self, model: nn.Module, inputs: Any, along: Tensor | None = None) -> bool:
+        """Whether a call with this batch, of which nothing else is kept, shows that labels are shifted. `along`: the
+        targets of one that shows nothing; see `call_along`."""
+        if along is None:
+            self.call_first(model, inputs)
+        else:
+            self.call_along(model, inputs, along)
         self._held = None
         return self.causal_shift
 

@@ -23,6 +23,7 @@ from stepmark.sharding.dtensor import is_dtensor
 from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.loss_scaler import LossScaler
+from stepmark.training.shared_decision import SharedDecision
 
 
 @dataclass(frozen=True)
@@ -111,17 +112,24 @@ class SequentialSchedule:
         self._seed = seed
         self._loads = loads or ExpertLoads(model, mesh)
         # Whether all ranks call the model in the same order.
-        self._together = mesh.experts.size > 1 or any(map(is_dtensor, model.parameters()))
+        together = mesh.experts.size > 1 or any(map(is_dtensor, model.parameters()))
+        self._decision = SharedDecision(loss, mesh, together=together)
 
     def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
         """See `MicroBatchSchedule`."""
         first: Callable[[], AbstractContextManager[None]] = self._arrivals.first_use
-        for index, micro_batch in enumerate(batch.micro_batches[:1] if self._together else batch.micro_batches):
-            if micro_batch.targets and self._loss.undecided(micro_batch.inputs):
-                seed_micro_batch(self._runtime, derive_seed(self._seed, step, index, self._rank))
-                with first(), autocast(self._runtime, self._autocast), self._loads.counting(micro_batch):
+        index = None if self._decision.made else self._decision.first(batch.micro_batches)
+        if index is not None:
+            micro_batch = batch.micro_batches[index]
+            seed_micro_batch(self._runtime, derive_seed(self._seed, step, index, self._rank))
+            with first(), autocast(self._runtime, self._autocast), self._loads.counting(micro_batch):
+                if self._decision.asks(micro_batch):
                     self._loss.call_first(self._model, micro_batch.inputs)
-                first = nullcontext  # that call was the step's first forward pass
+                else:
+                    count = self._runtime.numbers([self._loss.count(micro_batch)])
+                    self._loss.call_along(self._model, micro_batch.inputs, count.reshape(()))
+            self._decision.conclude()
+            first = nullcontext  # that call was the step's first forward pass
         targets = [self._loss.count(micro_batch) for micro_batch in batch.micro_batches]
         counts = TokenCounts.of(targets, self._runtime)
         self._gradients.begin(counts.total.reshape(()))

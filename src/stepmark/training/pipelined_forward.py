@@ -18,6 +18,7 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating
+from stepmark.training.shared_decision import SharedDecision
 
 
 class EvaluationPaused(Exception):
@@ -67,6 +68,7 @@ class PipelinedForward:
         self._autocast = autocast_dtype
         self._call = StageCalls(stages, loss)
         self._transfers = Transfers(mesh, draws=False)
+        self._decision = SharedDecision(loss, mesh, together=mesh.experts.size > 1)
 
     def __call__(
         self, batches: Iterable[MicroBatch], compute: Callable[[MicroBatch], Result]
@@ -101,14 +103,19 @@ class PipelinedForward:
 
     def decide_labels(self, batch: MicroBatch) -> None:
         """Finds out which labels are targets, where only a call of the loss shows it: an additional one of the last
-        stage, which tells the others. Collective among the ranks of a pipeline, before the loss counts the batch."""
-        if not batch.targets or not self._loss.undecided(batch.inputs):
+        stage, which tells the others. Collective among the ranks of a pipeline, before the loss counts the batch, and
+        among all ranks where experts are divided over them."""
+        if self._decision.made or self._decision.first([batch]) is None:
             return
-        model = self._stages.model
+        model, asks = self._stages.model, self._decision.asks(batch)
+        along = None if asks else self._runtime.numbers([self._loss.count(batch)]).reshape(())
         with evaluating(model), kept_generators():
-            ((_, found),) = self._run([batch], lambda each: self._loss.shown_by(model, each.inputs))
+            ((_, found),) = self._run([batch], lambda each: self._loss.shown_by(model, each.inputs, along))
         self._transfers.settle()
-        self._loss.decide(bool(self._from_last(None if found is None else torch.tensor([int(found)]))))
+        told = bool(self._from_last(None if found is None else torch.tensor([int(found)])))
+        if asks:
+            self._loss.decide(told)
+        self._decision.conclude()
 
     def _from_last(self, value: Tensor | None) -> Tensor:
         """The value of the last stage, on all ranks; `value` is None on the others."""

@@ -58,6 +58,23 @@ def test_expert_parallel(ranks: Ranks) -> None:
     mesh_parity.compare(ranks, "cpu", 2, cases, cut=True)
 
 
+SILENT: tuple[dict[str, Any], ...] = ({"silent": [0]}, {"silent": [0, 1]}, {"silent": [0, 2]})
+
+
+def test_ranks_that_call_the_model_together_decide_together_which_labels_are_targets(ranks: Ranks) -> None:
+    """A call of a user's loss shows it, but not on a rank without targets; nor may that rank leave the call out."""
+    cases = [options("qwen3_moe", 2, {"dp": 2, "ep": 2}, batch=4, own_loss=True, **each) for each in SILENT]
+    cases += [options("llama", 2, {"dp": 2, "fsdp": True}, batch=4, own_loss=True, **each) for each in SILENT]
+    mesh_parity.compare(ranks, "cpu", 2, cases, cut=True)
+
+
+@pytest.mark.prove
+def test_pipelines_decide_together_which_labels_are_targets(ranks: Ranks) -> None:
+    mesh = MESHES["ep2, pp2, ZeRO-1"][1]
+    cases = [options("qwen3_moe", 2, mesh, batch=4, own_loss=True, **each) for each in SILENT]
+    mesh_parity.compare(ranks, "cpu", 4, cases, cut=True)
+
+
 OTHER_AXES = ["ep2 over dp4", "ep2 in tp4", "ep4 over tp2, dp2", "ep2, pp2, ZeRO-1", "ep2 over dp2, tp2, SP"]
 
 
