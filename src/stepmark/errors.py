@@ -100,7 +100,9 @@ class CheckpointDamaged(CheckpointError):
 
 
 class CheckpointMismatch(CheckpointError):
-    """A checkpoint is valid, but of another model, or lacks what was requested."""
+    """A checkpoint is valid, but of another model, or lacks what was requested; `section`: where, if it is in one."""
+
+    section: str | None = None
 
 
 class CheckpointBusy(CheckpointError):

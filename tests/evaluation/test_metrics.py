@@ -66,6 +66,23 @@ def test_custom_metrics_are_added_to_the_built_in_ones() -> None:
     assert "eval_perplexity" in summarize(evaluation, "eval", causal=True)
 
 
+def test_a_preference_loss_has_no_perplexity(tmp_path: Path) -> None:
+    """Batches without labels, as of DPO: the loss is a mean over samples."""
+
+    class Preferences(Trainer):
+        can_return_loss = True
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(**inputs)
+            return (outputs.logits.mean(), outputs) if return_outputs else outputs.logits.mean()
+
+    data = [{"input_ids": torch.arange(4)}] * 3
+    args = TrainingArguments(str(tmp_path), use_cpu=True, label_names=[], report_to="none")
+    found = Preferences(tiny_model(), args, eval_dataset=data).evaluate()
+    assert "eval_loss" in found
+    assert "eval_perplexity" not in found
+
+
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "users_own.py").write_text(

@@ -46,7 +46,7 @@ def test_a_change_on_purpose(
     recipe: str, flags: list[str], name: str, told: str, position: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert again(recipe, *flags) == 1
-    assert name == "optim" or f"pass --accept-changes {name} if it should change" in capsys.readouterr().err
+    assert f"pass --accept-changes {name} " in capsys.readouterr().err
     other = "seed" if name == "data" else "data"
     assert again(recipe, *flags, "--accept-changes", other) == 1
     assert again(recipe, *flags, "--accept-changes", f"{other}, {name}") == 0
@@ -61,6 +61,12 @@ def test_a_change_on_purpose(
     assert used.training.accept_changes is None
     assert again(recipe, *flags, steps=6) == 0  # it has been accepted
     assert again(recipe, steps=7) == 1
+
+
+def test_an_accepted_model_has_the_same_tensors(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    two = "{n_layer: 2, n_embd: 16, n_head: 2, n_positions: 32}"
+    assert again(recipe, "--config_overrides", two, "--accept-changes", "model") == 1
+    assert "start a new run, with model_name_or_path for these weights" in capsys.readouterr().err
 
 
 def test_what_is_accepted_has_a_name(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from stepmark import Trainer
 from stepmark.errors import UsageError
 from tests.support.ranks import Ranks
 
@@ -109,6 +110,20 @@ def test_evaluations_have_the_metrics_of_trl(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused_by_name(tmp_path: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=named):
         make("SFT", tmp_path, **options)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_only_a_save_of_the_users_own_waits_for_the_disk(own: bool) -> None:
+    """A subclass that overrides anything else keeps `async_save`."""
+    from stepmark.trl import SFTTrainer
+
+    body = {"_save_checkpoint": lambda self, model, trial: Trainer._save_checkpoint(self, model, trial)} if own else {}
+    kind = type("Own", (SFTTrainer,), {**body, "__module__": __name__})
+    calls: list[str] = []
+    made = kind.__new__(kind)
+    vars(made)["_pending_save"] = (lambda: calls.append("save"), lambda: calls.append("wait"))
+    Trainer._save_checkpoint(made, None)  # type: ignore[arg-type]
+    assert calls == (["save", "wait"] if own else ["save"])
 
 
 def test_trainers_that_generate_are_refused_by_name() -> None:

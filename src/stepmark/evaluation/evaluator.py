@@ -52,7 +52,7 @@ class Evaluation:
 
     `loss` is the mean over `tokens` targets of `samples` samples, None without targets. `rows` are numpy arrays of all
     samples in their order, if they were gathered; nests of arrays if the model has several. `computed` is what the last
-    call of `batch_metrics` returned.
+    call of `batch_metrics` returned. `of_targets`: batches had labels to count; otherwise `tokens` counts samples.
     """
 
     loss: float | None
@@ -62,6 +62,7 @@ class Evaluation:
     seconds: float
     rows: SampleRows = NO_ROWS
     computed: Any = None
+    of_targets: bool = True
 
     @property
     def predictions(self) -> Any:
@@ -140,7 +141,7 @@ class Evaluator:
         Raises PredictionsTooLarge, after the first batch, where what is gathered would not fit into host memory."""
         started = time.perf_counter()
         pending: list[Tensor] = []
-        sums = [0.0, 0, 0, 0, 0]  # loss, target tokens, samples, batches, batches with a loss
+        sums = [0.0, 0, 0, 0, 0, 0]  # loss, target tokens, samples, batches, those with a loss, and with known labels
         kept: list[SampleRows] = []
         held = 0  # bytes of those
         computed: Any = None
@@ -153,6 +154,7 @@ class Evaluator:
                 sums[1] += self.loss.count(micro_batch)
                 sums[2] += micro_batch.rows
                 sums[3] += 1
+                sums[5] += micro_batch.targets is not None
                 if loss is not None:
                     pending.append(loss)
                     sums[4] += 1
@@ -180,6 +182,7 @@ class Evaluator:
             seconds=time.perf_counter() - started,
             rows=self._gather(kept, joined) if gather else NO_ROWS,
             computed=computed,
+            of_targets=totals[5] > 0,
         )
 
     def _results(

@@ -26,10 +26,10 @@ def summarize(
 ) -> dict[str, float]:
     """All numbers of an evaluation, under names that begin with `prefix` and "_".
 
-    `causal`: the model is a causal language model, so perplexity is reported. `compute_metrics` is called where
-    predictions were gathered and the dataset has labels, as in transformers; where there is a loss, but no input is
-    recognized as a label, a warning says that it is skipped. It may return text, lists and mappings too, which are
-    recorded but never compared. Raises MetricsError for other values.
+    `causal`: the model is a causal language model, so perplexity is reported where labels were counted.
+    `compute_metrics` is called where predictions were gathered and the dataset has labels, as in transformers; where
+    there is a loss, but no input is recognized as a label, a warning says that it is skipped. It may return text, lists
+    and mappings too, which are recorded but never compared. Raises MetricsError for other values.
     """
     unlabelled = evaluation.predictions is not None and evaluation.labels is None
     if compute_metrics is not None and unlabelled and evaluation.loss is not None:
@@ -40,7 +40,7 @@ def summarize(
     found: dict[str, float] = {}
     if evaluation.loss is not None:
         found["loss"] = evaluation.loss
-        if causal:
+        if causal and evaluation.of_targets:
             found["perplexity"] = perplexity(evaluation.loss)
     if evaluation.computed is not None:
         found |= plain_values(evaluation.computed, f"compute_metrics ({name_of(compute_metrics)})")

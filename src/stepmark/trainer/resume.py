@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,10 @@ def restore_run(
             step = checkpointer.restore(sections, checkpoint, accept=accept)
         except CheckpointMismatch as error:
             if "optim" not in parts.args.accepted_changes:
-                raise
+                remedy = _remedy(error.section, parts.args.accepted_changes)
+                if remedy is None:
+                    raise
+                raise CheckpointMismatch(f"{error}; {remedy}") from error
             others = {name: section for name, section in sections.items() if name != "optimizer"}
             step = checkpointer.restore(others, checkpoint, accept=accept)
             changes["optim"] = f"optimizer begins without states: {error}"
@@ -92,6 +95,15 @@ def restore_run(
         _warn_of_another_batch(saved.get("samples_per_step"), parts)
         _tell_of_another_attention(saved.get(EVALUATION) or {}, parts, callbacks, step)
     return path
+
+
+def _remedy(section: str | None, accepted: Collection[str]) -> str | None:
+    """What to do about a checkpoint whose section does not fit."""
+    if section == "optimizer":
+        return "resume with the run's optim and optim_args, or pass --accept-changes optim to begin without its states"
+    if section == "model" and "model" in accepted:
+        return "an accepted model has the same tensors: start a new run, with model_name_or_path for these weights"
+    return None
 
 
 def _locate_best(state: TrainerState, restored: Path, host: HostGroup) -> None:

@@ -867,7 +867,7 @@ class Trainer:
             raise UsageError("_save_checkpoint: training calls it; set control.should_save in a callback to save")
         save, wait = pending
         save()
-        library = type(self).__dict__.get("_library")
+        library = getattr(type(self), "_library", None)
         if self._save_checkpoint.__func__.__module__.partition(".")[0] != library:  # type: ignore[attr-defined]
             wait()
 

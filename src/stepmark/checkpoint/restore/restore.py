@@ -191,10 +191,12 @@ class Restorer:
         for rank, other in enumerate(outcomes):
             if other.mismatch:
                 raise CheckpointMismatch(f"rank {rank}: {other.problem}")
-        for _, name in sorted(frozenset.intersection(*(other.unexpected for other in outcomes))):
-            raise CheckpointMismatch(
+        for section, name in sorted(frozenset.intersection(*(other.unexpected for other in outcomes))):
+            error = CheckpointMismatch(
                 f"unexpected tensor {name!r} in {path}: the state passed to restore() does not contain it"
             )
+            error.section = section
+            raise error
         return None
 
     def _damage(self, outcomes: Sequence[RestoreOutcome], path: Path) -> str | None:

@@ -46,6 +46,9 @@ class StateRestoration(ReadPlan):
             self._groups.add(section.group)
             try:
                 self._compare_section(section, state, modules)
+            except CheckpointMismatch as error:
+                error.section = section.name
+                raise
             except StepmarkError:
                 raise
             except (LookupError, TypeError, AttributeError, ValueError) as error:
