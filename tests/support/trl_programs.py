@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from stepmark.runtime.context import start
@@ -131,8 +132,12 @@ def trained(kind: str, folder: str, options: dict[str, Any]) -> list[dict[str, f
     trainer = make(kind, Path(folder), callbacks=callbacks, **options)
     trainer.train(resume_from_checkpoint=resume)
     weights = {name: each.detach() for name, each in trainer.model.named_parameters() if each.requires_grad}
-    logs(trainer)[-1]["weights"] = zlib.crc32(save(weights))
+    logs(trainer)[-1]["weights"] = zlib.crc32(save({name: whole(each) for name, each in weights.items()}))
     return logs(trainer)
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def graphs(folder: str) -> list[list[int]]:

@@ -60,6 +60,25 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, ranks: Ranks, kind: st
     assert (tmp_path / "killed" / "run" / "README.md").is_file()
 
 
+SHARDED: list[dict[str, Any]] = [
+    {"tensor_parallel_size": 2, "parallelize_embedding": False},
+    {"fsdp": True, "per_device_train_batch_size": 2},
+]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("sharded", SHARDED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_that_share_a_model_have_the_losses_of_one(
+    tmp_path: Path, ranks: Ranks, kind: str, sharded: dict[str, Any]
+) -> None:
+    """KTO's estimate of the divergence depends on the samples of a rank's micro-batch."""
+    expected = trained(kind, str(tmp_path / "one"), {"max_steps": 4})
+    found = ranks.run(TRAINED, kind, str(tmp_path / "ours"), {"max_steps": 4, **sharded}, nproc=2).check()
+    for each in found:
+        same(each, expected, "loss", "grad_norm", within=1e-5)
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("zero_1", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,6 +129,15 @@ def test_evaluations_have_the_metrics_of_trl(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused_by_name(tmp_path: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=named):
         make("SFT", tmp_path, **options)
+
+
+@pytest.mark.parametrize("sharded", [{"fsdp": True}, {"tensor_parallel_size": 2, "parallelize_embedding": False}])
+def test_what_needs_complete_weights_is_refused_where_they_are_sharded(tmp_path: Path, sharded: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="^sync_ref_model"):
+        make("DPO", tmp_path, sync_ref_model=True, **sharded)
+    if "fsdp" in sharded:
+        with pytest.raises(UsageError, match="^precompute_ref_log_probs"):
+            make("DPO", tmp_path, precompute_ref_log_probs=True, **sharded)
 
 
 def test_trainers_that_generate_are_refused_by_name() -> None:

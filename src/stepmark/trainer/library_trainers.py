@@ -173,3 +173,10 @@ def _check_mesh(kind: type, args: Any) -> None:
         )
     if args.sequence_parallel:
         raise UsageError(f"sequence_parallel: {kind.__name__} computes its loss from complete sequences; leave it out")
+    sharded = args.full_sharding is not None
+    if getattr(args, "sync_ref_model", False) and (sharded or args.tensor_parallel_size > 1):
+        raise UsageError(
+            "sync_ref_model: needs the complete weights, of which fsdp and tensor_parallel_size leave a rank a part"
+        )
+    if getattr(args, "precompute_ref_log_probs", False) and sharded:
+        raise UsageError("precompute_ref_log_probs: hashes the complete weights, of which fsdp leaves a rank a part")
