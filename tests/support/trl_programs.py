@@ -6,10 +6,13 @@ import os
 import random
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from stepmark.runtime.context import start
@@ -121,13 +124,20 @@ def logs(trainer: Any) -> list[dict[str, float]]:
 
 
 def trained(kind: str, folder: str, options: dict[str, Any]) -> list[dict[str, float]]:
-    """The logs of a run. `options` are those of `make`, `resume` and `kill_at`, a step."""
+    """The logs of a run, the last with a number that depends on every bit of the trained weights. `options` are those
+    of `make`, `resume` and `kill_at`, a step."""
     options = dict(options)
     resume, kill_at = options.pop("resume", False), options.pop("kill_at", None)
     callbacks = [] if kill_at is None else [KillAt(kill_at, None)]
     trainer = make(kind, Path(folder), callbacks=callbacks, **options)
     trainer.train(resume_from_checkpoint=resume)
+    weights = {name: each.detach() for name, each in trainer.model.named_parameters() if each.requires_grad}
+    logs(trainer)[-1]["weights"] = zlib.crc32(save({name: whole(each) for name, each in weights.items()}))
     return logs(trainer)
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def graphs(folder: str) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.(is_)?gradient_checkpointing. i
 
 
 from tests.support import trl_programs  # noqa: E402
-from tests.support.trl_programs import KINDS, logs, make  # noqa: E402
+from tests.support.trl_programs import KINDS, logs, make, trained  # noqa: E402
 
 TRAINED = "tests.support.trl_programs:trained"
 SPEED = "tokens_per_second"
@@ -29,7 +30,7 @@ def same(found: list[dict[str, float]], expected: list[dict[str, float]], *names
     """The logs of all steps, in the values of these names or in all."""
     assert [log["step"] for log in found] == [log["step"] for log in expected]
     for mine, theirs in zip(found, expected, strict=True):
-        for name in names or sorted(mine.keys() - {SPEED}):
+        for name in names or sorted(mine.keys() - {SPEED, "weights"}):
             assert mine[name] == pytest.approx(theirs[name], rel=within, abs=within), (mine["step"], name)
 
 
@@ -45,19 +46,38 @@ def test_losses_and_metrics_are_those_of_plain_trl(tmp_path: Path, kind: str) ->
     assert logs(ours)[-1]["loss"] != logs(ours)[0]["loss"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.prove] * (kind != "DPO")) for kind in KINDS])
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, ranks: Ranks, kind: str) -> None:
     """Logs are means of three steps, so that the kill is in the middle of one."""
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 3, "max_steps": 9}
     options |= {"async_save": True, "lora": kind == "DPO"}
     killed = ranks.run(TRAINED, kind, str(tmp_path / "killed"), {**options, "kill_at": 6})
     assert killed.codes == [-9]
-    resumed = ranks.run(TRAINED, kind, str(tmp_path / "killed"), {**options, "resume": True}).check()[0]
-    complete = ranks.run(TRAINED, kind, str(tmp_path / "complete"), options).check()[0]
+    resumed = trained(kind, str(tmp_path / "killed"), {**options, "resume": True})
+    complete = trained(kind, str(tmp_path / "complete"), options)
     for log in (*resumed, *complete):
-        del log[SPEED]
+        log.pop(SPEED, None)
     assert resumed == complete
     assert (tmp_path / "killed" / "run" / "README.md").is_file()
+
+
+SHARDED: list[dict[str, Any]] = [
+    {"tensor_parallel_size": 2, "parallelize_embedding": False},
+    {"fsdp": True, "per_device_train_batch_size": 2},
+]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("sharded", SHARDED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_that_share_a_model_have_the_losses_of_one(
+    tmp_path: Path, ranks: Ranks, kind: str, sharded: dict[str, Any]
+) -> None:
+    """KTO's estimate of the divergence depends on the samples of a rank's micro-batch."""
+    expected = trained(kind, str(tmp_path / "one"), {"max_steps": 4})
+    found = ranks.run(TRAINED, kind, str(tmp_path / "ours"), {"max_steps": 4, **sharded}, nproc=2).check()
+    for each in found:
+        same(each, expected, "loss", "grad_norm", within=1e-5)
 
 
 @pytest.mark.prove
@@ -126,6 +146,15 @@ def test_only_a_save_of_the_users_own_waits_for_the_disk(own: bool) -> None:
     assert calls == (["save", "wait"] if own else ["save"])
 
 
+@pytest.mark.parametrize("sharded", [{"fsdp": True}, {"tensor_parallel_size": 2, "parallelize_embedding": False}])
+def test_what_needs_complete_weights_is_refused_where_they_are_sharded(tmp_path: Path, sharded: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="^sync_ref_model"):
+        make("DPO", tmp_path, sync_ref_model=True, **sharded)
+    if "fsdp" in sharded:
+        with pytest.raises(UsageError, match="^precompute_ref_log_probs"):
+            make("DPO", tmp_path, precompute_ref_log_probs=True, **sharded)
+
+
 def test_trainers_that_generate_are_refused_by_name() -> None:
     with pytest.raises(ImportError, match="GRPOTrainer: generates while it trains"):
         from stepmark.trl import GRPOTrainer  # noqa: F401
@@ -142,6 +171,22 @@ def test_configs_of_trl_and_of_stepmark_are_converted(tmp_path: Path) -> None:
         made: Any = SFTTrainer(str(model), given, train_dataset=trl_programs.dataset("SFT", 8))
         assert isinstance(made.args, SFTConfig)
         assert (made.args.learning_rate, made.args.max_length) == (0.5, length)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_is_replaced(tmp_path: Path, kind: str) -> None:
+    import stepmark.trl
+
+    fields: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+    config = getattr(stepmark.trl, f"{kind}Config")(**fields, learning_rate=0.5)
+    replaced = dataclasses.replace(config, max_length=7)
+    assert (type(replaced), replaced.learning_rate, replaced.max_length) == (type(config), 0.5, 7)
+    assert replaced.average_tokens_across_devices is False
+    assert repr(dataclasses.replace(replaced, max_length=config.max_length)) == repr(config)
+    with pytest.raises(UsageError, match="average_tokens_across_devices"):
+        type(config)(**fields, average_tokens_across_devices=False)
+    with pytest.raises(UsageError, match="tf32"):
+        dataclasses.replace(config, tf32=True)
 
 
 def test_without_trl_an_import_names_the_extra() -> None:

@@ -51,7 +51,17 @@ class Base(Trainer, _Refused, transformers.Trainer):  # type: ignore[misc, overr
         own._total_train_tokens = state["tokens"]
 
 
-class BaseArguments(TrainingArguments, transformers.TrainingArguments):  # type: ignore[misc, override]
+class _PassingOn(type(TrainingArguments)):  # type: ignore[misc]
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        """Leaves out what was read of an instance, as `dataclasses.replace` passes it on with `accelerator_config`."""
+        if isinstance(options.get("accelerator_config"), SimpleNamespace):
+            options = {name: value for name, value in options.items() if name not in cls.read()}
+        return super().__call__(*args, **options)
+
+
+class BaseArguments(  # type: ignore[misc, override]
+    TrainingArguments, transformers.TrainingArguments, metaclass=_PassingOn
+):
     """Stepmark's TrainingArguments, and transformers' behind them, of which only the name is left."""
 
     deepspeed_plugin = None
@@ -65,10 +75,16 @@ class BaseArguments(TrainingArguments, transformers.TrainingArguments):  # type:
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A step's loss is the mean over all ranks in any case: a library must not multiply by their number.
-        self.__dict__["average_tokens_across_devices"] = False
-        # Read by libraries whose loaders accelerate would prepare.
-        self.__dict__["accelerator_config"] = SimpleNamespace(dispatch_batches=None, split_batches=False)
+        self.__dict__.update(self.read())
+
+    @staticmethod
+    def read() -> dict[str, Any]:
+        """What libraries read of every instance. A step's loss is the mean over all ranks in any case, so that they
+        must not multiply by their number, and accelerate prepares no loader."""
+        return {
+            "average_tokens_across_devices": False,
+            "accelerator_config": SimpleNamespace(dispatch_batches=None, split_batches=False),
+        }
 
 
 def arguments_on_stepmark(kind: type, module: str) -> Any:
@@ -92,7 +108,7 @@ def arguments_on_stepmark(kind: type, module: str) -> Any:
         "__module__": module,
         "__doc__": kind.__doc__,
     }
-    metaclass: Any = type(TrainingArguments)
+    metaclass: Any = type(BaseArguments)
     made: Any = dataclasses.dataclass(repr=False)(metaclass(kind.__name__, (kind, BaseArguments), namespace))
     for field in fields:  # the same objects as in TrainingArguments
         field.type = types[field.name]
@@ -157,3 +173,10 @@ def _check_mesh(kind: type, args: Any) -> None:
         )
     if args.sequence_parallel:
         raise UsageError(f"sequence_parallel: {kind.__name__} computes its loss from complete sequences; leave it out")
+    sharded = args.full_sharding is not None
+    if getattr(args, "sync_ref_model", False) and (sharded or args.tensor_parallel_size > 1):
+        raise UsageError(
+            "sync_ref_model: needs the complete weights, of which fsdp and tensor_parallel_size leave a rank a part"
+        )
+    if getattr(args, "precompute_ref_log_probs", False) and sharded:
+        raise UsageError("precompute_ref_log_probs: hashes the complete weights, of which fsdp leaves a rank a part")
