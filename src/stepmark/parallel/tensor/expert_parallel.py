@@ -172,8 +172,11 @@ class _Dispatch:
         self._shares = shares_of_tokens(mesh)
         self._placed: tuple[Tensor, Tensor] | None = None
         self._rows = 0
-        module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        module.register_forward_hook(self._leave)
+        enter, leave = self._enter, self._leave
+        if mesh.experts.size > 1:  # a compiled backward pass would keep the shares of the step in which it was traced
+            enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave)
 
     def _enter(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         hidden, index, weights = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
