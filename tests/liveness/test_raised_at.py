@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import DataError, MetricsError, UsageError
 from stepmark.evaluation.metric_functions import load_function
+from stepmark.filesystem.error_advice import causes
 from stepmark.filesystem.json_files import read_lines
 from stepmark.liveness.failure_report import MOST_KEPT, FailureReport, keep_failure
 from stepmark.liveness.raised_at import raised_at
@@ -145,3 +146,10 @@ def test_what_dataclasses_generate_is_no_line_of_the_user() -> None:
     with pytest.raises(UsageError) as caught:
         TrainingFields(step_timeout="soon")
     assert "<string>" not in str(raised_at(caught.value, known=True))
+
+
+def test_an_error_that_is_its_own_cause_ends() -> None:
+    error = ValueError("no")
+    error.__cause__ = error
+    assert causes(error) == [error]
+    assert raised_at(error, known=True) is None

@@ -25,11 +25,17 @@ _ALSO_TEMPORARY = {
 def is_trouble(error: BaseException | None) -> bool:
     """Whether the error comes from the state of a machine, disk or network, and not from what was asked of it: the same
     call may succeed later."""
-    while error is not None:
-        if isinstance(error, OSError) and (error.errno in _ADVICE or error.errno in _ALSO_TEMPORARY):
-            return True
+    found = (each.errno for each in causes(error) if isinstance(each, OSError))
+    return any(errno in _ADVICE or errno in _ALSO_TEMPORARY for errno in found)
+
+
+def causes(error: BaseException | None) -> list[BaseException]:
+    """The error and its causes, each once: `raise error from error` makes one its own cause."""
+    found: list[BaseException] = []
+    while error is not None and not any(error is each for each in found):
+        found.append(error)
         error = error.__cause__
-    return False
+    return found
 
 
 def with_advice(message: str, error: BaseException) -> str:

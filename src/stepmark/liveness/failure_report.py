@@ -27,7 +27,7 @@ from stepmark.errors import (
     TrainingDiverged,
     UsageError,
 )
-from stepmark.filesystem.error_advice import is_trouble, with_advice
+from stepmark.filesystem.error_advice import causes, is_trouble, with_advice
 from stepmark.liveness.console import keep_console
 from stepmark.liveness.raised_at import raised_at
 
@@ -164,11 +164,8 @@ def describe_lost_peer(text: str, who: str = "another rank") -> str:
 
 def is_lost_peer(error: BaseException | None) -> bool:
     """Whether the error, or one of its causes, is a lost connection to another rank."""
-    while error is not None:
-        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in PEER_LOST):
-            return True
-        error = error.__cause__
-    return False
+    texts = [str(each) for each in causes(error) if isinstance(each, RuntimeError)]
+    return any(sign in text for text in texts for sign in PEER_LOST)
 
 
 def read_failure_reports(folder: str | os.PathLike[str]) -> list[FailureReport]:

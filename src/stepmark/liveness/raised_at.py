@@ -8,6 +8,8 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
+from stepmark.filesystem.error_advice import causes
+
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _SITE = re.compile(r".*/(?:site|dist)-packages/")
@@ -47,8 +49,7 @@ def raised_at(error: BaseException, *, known: bool) -> Line | None:
     """The line that the error came from: the last line of the user's code that this package has called, directly or
     through a library. If there is none: None for errors whose message is meant for users (`known`); for others the last
     line outside of this package and torch, or outside of this package, or in it."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    error = causes(error)[-1]
     lines = _told(error) or [Line(*frame[:3]) for frame in traceback.extract_tb(error.__traceback__)]
     first = next((index for index, line in enumerate(lines) if line.of_package), 0)
     called = [line for line in lines[first:] if not line.of_package]
