@@ -15,6 +15,7 @@ from safetensors.torch import save
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from stepmark.data.loader.batch import MicroBatch, computing
 from stepmark.runtime.context import start
 from tests.support.programs import CountGraphs, KillAt
 
@@ -136,6 +137,14 @@ def trained(kind: str, folder: str, options: dict[str, Any]) -> list[dict[str, f
     return logs(trainer)
 
 
+def evaluated(kind: str, folder: str, options: dict[str, Any]) -> dict[str, float]:
+    """What a run's evaluation logs, without times."""
+    trainer = make(kind, Path(folder), **options)
+    trainer.train()
+    (found,) = (log for log in trainer.state.log_history if "eval_loss" in log)
+    return {name: value for name, value in found.items() if "second" not in name and "runtime" not in name}
+
+
 def whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -159,6 +168,9 @@ def gathered() -> list[Any]:
     accelerator = trainer.accelerator
     rows = torch.arange(rank + 1.0) + 10 * rank
     found = [accelerator.gather(rows), accelerator.gather(torch.tensor(rank)), accelerator.gather(rows > 10)]
+    for filled in (1, 2):  # ranks without samples: the others' values, or all if nobody has any
+        with computing(MicroBatch({}, int(rank < 2 - filled), None)):
+            found.append(accelerator.gather(torch.tensor(float(rank))))
     loader = accelerator.prepare(torch.utils.data.DataLoader(range(9), batch_size=2))  # type: ignore[arg-type]
     read = [value for batch in loader for value in accelerator.gather_for_metrics(batch).tolist()]
     return [*(each.tolist() for each in found), read, accelerator.is_main_process]

@@ -23,14 +23,14 @@ from tests.support import trl_programs  # noqa: E402
 from tests.support.trl_programs import KINDS, logs, make, trained  # noqa: E402
 
 TRAINED = "tests.support.trl_programs:trained"
-SPEED = "tokens_per_second"
+OWN = {"tokens_per_second", "weights", "graph_compilations", "graph_executions"}
 
 
 def same(found: list[dict[str, float]], expected: list[dict[str, float]], *names: str, within: float) -> None:
     """The logs of all steps, in the values of these names or in all."""
     assert [log["step"] for log in found] == [log["step"] for log in expected]
     for mine, theirs in zip(found, expected, strict=True):
-        for name in names or sorted(mine.keys() - {SPEED, "weights"}):
+        for name in names or sorted(mine.keys() - OWN):
             assert mine[name] == pytest.approx(theirs[name], rel=within, abs=within), (mine["step"], name)
 
 
@@ -83,9 +83,22 @@ def test_two_ranks_have_the_losses_of_plain_trl(
         same(each, expected, within=1e-5)
 
 
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "KTO"])  # whose `kl` is of each rank's own batch
+def test_two_ranks_evaluate_like_one(tmp_path: Path, ranks: Ranks, kind: str) -> None:
+    """Of eight samples in batches of eight, the second rank has none."""
+    options = {"max_steps": 1, "eval_rows": 8, "eval_strategy": "steps", "eval_steps": 1}
+    program = "tests.support.trl_programs:evaluated"
+    (expected,) = ranks.run(program, kind, str(tmp_path / "one"), options).check()
+    halves = {**options, "per_device_train_batch_size": 2}
+    for found in ranks.run(program, kind, str(tmp_path / "two"), halves, nproc=2).check():
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
 def test_ranks_gather_what_each_has(ranks: Ranks) -> None:
     for rank, found in enumerate(ranks.run("tests.support.trl_programs:gathered", nproc=2).check()):
-        vectors, scalars, truths, read, first = found
+        vectors, scalars, truths, *filled, read, first = found
+        assert filled == [[0.0], [0.0, 1.0]]
         assert (vectors, scalars, truths) == ([0.0, 10.0, 11.0], [0, 1], [False, False, True])
         assert (read, first) == (list(range(9)), rank == 0)
 

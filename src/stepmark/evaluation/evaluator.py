@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.checkpoint.host_memory import free_host_memory, shortage
-from stepmark.data.loader.batch import MicroBatch, StepBatch, StepLoader, rows_of
+from stepmark.data.loader.batch import MicroBatch, StepBatch, StepLoader, computing, rows_of
 from stepmark.data.loader.prefetcher import DevicePrefetcher
 from stepmark.errors import PredictionsTooLarge
 from stepmark.evaluation.predictions import (
@@ -210,7 +210,8 @@ class Evaluator:
     def _forward(self, micro_batch: MicroBatch, loss_only: bool, ignore_keys: Sequence[str] | None) -> BatchResult:
         """The sum of the losses over the batch's targets (None where it has no labels), its predictions and labels."""
         inputs = micro_batch.inputs
-        with torch.no_grad(), autocast(self.runtime, self.autocast_dtype), self._on_device(inputs):
+        precision = autocast(self.runtime, self.autocast_dtype)
+        with torch.no_grad(), precision, self._on_device(inputs), computing(micro_batch):
             if self.prediction_step is None:
                 if micro_batch.targets:
                     self.loss.call_first(self.model, inputs)

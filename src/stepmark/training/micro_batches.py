@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from stepmark.data.loader.batch import MicroBatch, StepBatch
+from stepmark.data.loader.batch import MicroBatch, StepBatch, computing
 from stepmark.errors import UsageError
 from stepmark.liveness.progress import PASSES, entering
 from stepmark.parallel.full_sharding import LOSS
@@ -107,6 +107,8 @@ class SequentialSchedule:
         self._gradients = gradients
         self._runtime = mesh.runtime
         self._rank = mesh.data_parallel.rank
+        # Whether what no rank has samples for, at the end of an epoch, can be left out.
+        self._alone = mesh.data_parallel.size == 1 and not mesh.runtime.lazy
         self._autocast = autocast
         self._scaler = scaler
         self._seed = seed
@@ -133,8 +135,10 @@ class SequentialSchedule:
         targets = [self._loss.count(micro_batch) for micro_batch in batch.micro_batches]
         counts = TokenCounts.of(targets, self._runtime)
         self._gradients.begin(counts.total.reshape(()))
-        total, last = counts.zero, len(batch.micro_batches) - 1
-        for index, micro_batch in enumerate(batch.micro_batches):
+        total, several = counts.zero, len(batch.micro_batches) > 1
+        rows = [each.rows or not self._alone for each in batch.micro_batches]
+        last = max((index for index, present in enumerate(rows) if present), default=len(rows) - 1)
+        for index, micro_batch in enumerate(batch.micro_batches[: last + 1]):
             if index:
                 entering(PASSES, index + 1)
             seed_micro_batch(self._runtime, derive_seed(self._seed, step, index, self._rank))
@@ -149,10 +153,11 @@ class SequentialSchedule:
                 self._gradients.collect()
                 return loss.detach()
 
-            total = total + self._around(micro_batch.inputs, weight.count, passes)
+            with computing(micro_batch):
+                total = total + self._around(micro_batch.inputs, weight.count, passes)
             if index < last:
                 after_micro_batch()
-            if last:  # micro-batches share one graph, the update has its own
+            if several:  # micro-batches share one graph, the update has its own
                 self._runtime.step_boundary()
         return total.reshape(()), counts.total.reshape(())
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +29,25 @@ class MicroBatch:
     targets: int | None
     first_targets: int = 0
     filled: bool = False
+
+
+_computed: ContextVar[MicroBatch | None] = ContextVar("computed", default=None)
+
+
+@contextmanager
+def computing(micro_batch: MicroBatch) -> Iterator[None]:
+    """Inside the block, the model is called with this micro-batch."""
+    token = _computed.set(micro_batch)
+    try:
+        yield
+    finally:
+        _computed.reset(token)
+
+
+def is_filler() -> bool:
+    """Whether the model is called with a micro-batch that has no samples of this rank."""
+    micro_batch = _computed.get()
+    return micro_batch is not None and not micro_batch.rows
 
 
 @dataclass(frozen=True)

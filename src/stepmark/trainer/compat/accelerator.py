@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepmark.data.loader.batch import is_filler
 from stepmark.errors import UsageError
 from stepmark.runtime.base import map_tensors
 from stepmark.runtime.mesh import Mesh
@@ -74,17 +75,19 @@ class Accelerator:
             rows = found.reshape(-1, *found.shape[1:]).contiguous()
             kind = rows.dtype
             rows = rows.to(torch.uint8) if kind is torch.bool else rows
-            found = (self._joined(rows) if tensor.ndim else axis.all_gather([rows])[0]).to(kind)
+            found = self._joined(rows).to(kind)
         return defer_reads(found) if runtime.lazy else found
 
     def _joined(self, rows: Tensor) -> Tensor:
-        """Rows of all ranks, which may have different numbers of them."""
+        """Rows of all ranks, which may have different numbers of them, and none where a rank has no samples."""
         axis = self._mesh.data_parallel
         if self._mesh.runtime.lazy:  # batches have one shape
             return axis.all_gather([rows])[0]
-        counts = [int(each) for each in axis.all_gather([torch.tensor([len(rows)], device=rows.device)])[0]]
-        padded = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])])
-        parts = axis.all_gather([padded])[0].split(max(counts))
+        own = torch.tensor([len(rows), 0 if is_filler() else len(rows)], device=rows.device)
+        lengths, counts = axis.all_gather([own])[0].reshape(-1, 2).T.tolist()
+        padded = torch.cat([rows, rows.new_zeros(max(lengths) - len(rows), *rows.shape[1:])])
+        parts = axis.all_gather([padded])[0].split(max(lengths))
+        counts = counts if any(counts) else lengths
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, **_: Any) -> nn.Module:
