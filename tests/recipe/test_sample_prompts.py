@@ -123,6 +123,7 @@ def test_texts_end_where_the_model_ends_them_and_training_goes_on_as_before() ->
         ("a\t\u200bb", r"a\t\u200bb"),
         ("é x", "é x"),
     ],
+    ids=["nothing", "lines", "spaces", "both", "no width", "letters"],
 )
 def test_what_is_invisible_is_shown(text: str, shown: str) -> None:
     assert visible(text) == shown
