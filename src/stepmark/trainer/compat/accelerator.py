@@ -50,7 +50,8 @@ class Accelerator:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"'accelerator' of stepmark's Trainer has no attribute {name!r}: Stepmark does not use accelerate; use "
-            "trainer.model, trainer.args and trainer.context, or the Trainer's methods"
+            "trainer.model, trainer.args and trainer.context, or the Trainer's methods (super().training_step runs the "
+            "backward pass)"
         )
 
     def gather(self, tensor: Any) -> Any:
