@@ -371,12 +371,18 @@ def test_memory_is_in_the_results_where_it_is_asked_for(tmp_path: Path) -> None:
         assert ("test_mem_cpu_alloc_delta" in predicted) != skips
 
 
-def test_what_asks_for_accelerate_gets_the_ranks_and_the_device(tmp_path: Path) -> None:
+def test_what_asks_for_accelerate_gets_the_ranks_and_the_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made, _ = trainer(tmp_path)
     accelerator, loader = made.accelerator, made.get_train_dataloader()
     assert accelerator.unwrap_model(made.model) is made.model
     assert (accelerator.num_processes, accelerator.device.type, accelerator.state.deepspeed_plugin) == (1, "cpu", None)
     assert accelerator.gather(torch.tensor(3)).item() == 3
+    accelerator.print("completed", 1, sep=": ")
+    accelerator.is_local_main_process = False
+    accelerator.print("of another rank")
+    assert capsys.readouterr().out == "completed: 1\n"
     assert made._loaders.steps_of(accelerator.prepare(loader)) is loader.loader
     with pytest.raises(AttributeError, match="no attribute 'accumulate': Stepmark does not use accelerate"):
         accelerator.accumulate(made.model)

@@ -80,6 +80,17 @@ def test_options_are_read_from_text_and_checked() -> None:
         TrainingFields(**REENTRANT, pipeline_parallel_size=2, gradient_accumulation_steps=2)
 
 
+def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, **heads)).save_pretrained(tmp_path / "model")
+    quantization = transformers.Mxfp4Config(dequantize=True)
+    model = transformers.GptOssForCausalLM.from_pretrained(tmp_path / "model", quantization_config=quantization)
+    args = TrainingArguments(output_dir=str(tmp_path / "run"), device="cpu", disable_tqdm=True)
+    with pytest.raises(UsageError, match=r"^model: it is quantized"):
+        Trainer(model, args, train_dataset=Blocks(4)).train()
+
+
 def test_the_newer_names_of_transformers_are_the_same_fields() -> None:
     options = {"use_reentrant": False}
     made = TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs=options)  # type: ignore[call-arg]

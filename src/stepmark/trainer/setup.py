@@ -43,7 +43,12 @@ from stepmark.training.learning_rate_schedule import build_schedule, warmup_leng
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import AroundPasses, autocast_dtype
-from stepmark.training.model_options import check_bf16, check_fp16, enable_gradient_checkpointing
+from stepmark.training.model_options import (
+    check_bf16,
+    check_fp16,
+    check_not_quantized,
+    enable_gradient_checkpointing,
+)
 from stepmark.training.optimizer import build_optimizer, decays_by_default, parameter_kinds, wrap_optimizer
 from stepmark.training.packing_check import check_packing
 from stepmark.training.step import TrainStep
@@ -89,6 +94,7 @@ def count_epochs(args: TrainingFields, loader: TrainLoader) -> int:
 def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> Mesh:
     """Moves the model to the device with rank 0's weights, sharded as `args` says. Returns its mesh. Collective."""
     applied = parallelized(model)
+    check_not_quantized(model)
     if applied is None:
         check_not_added_to(model)
         check_adapters(model, args.tensor_parallel_size, args.pipeline_parallel_size)

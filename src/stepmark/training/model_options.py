@@ -67,6 +67,16 @@ def _trains(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
+def check_not_quantized(model: nn.Module) -> None:
+    """Raises UsageError for a model with quantized weights, which take no gradients and are in no checkpoint."""
+    inner: Any = unwrapped(model)
+    if getattr(inner, "is_quantized", False) and not getattr(inner.hf_quantizer, "is_qat_trainable", False):
+        raise UsageError(
+            "model: it is quantized, and Stepmark trains no quantized weights, nor adapters on them; load it without "
+            "quantization_config, in bfloat16"
+        )
+
+
 def check_attention(name: str | None, device: str, *, half: bool) -> None:
     """Raises UsageError where a device, by its type, cannot compute the attention of this name of transformers. `half`:
     matrix products are in bfloat16 or float16, the only types that flash attention has."""

@@ -119,6 +119,11 @@ class Accelerator:
         """The context in which models are called."""
         return self._trainer.compute_loss_context_manager()
 
+    def print(self, *given: Any, **options: Any) -> None:
+        """Prints once: on the main process of the machine, as accelerate does."""
+        if self.is_local_main_process:
+            print(*given, **options)
+
     def wait_for_everyone(self) -> None:
         """Waits for all ranks. Collective."""
         self._mesh.context.host.barrier()
