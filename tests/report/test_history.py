@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stepmark.cli.inspect_run import summarize
+from stepmark.cli.inspect import summarize
 from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.liveness.failure_report import FailureReport

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepmark.liveness.collection import without_collection
+from stepmark.trainer.telemetry.progress import aligned
 
 if TYPE_CHECKING:
     from stepmark.interchange.sources.foreign import ForeignCheckpoint
@@ -64,8 +65,7 @@ def show_foreign(path: Path, config: Path | None, as_json: bool) -> int:
         (name, each.dtype, str(list(each.shape)), f"{len(each.pieces)} pieces" if len(each.pieces) > 1 else "1 file")
         for name, each in found.model.items()
     ]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-    listed = ["  " + "  ".join([*(f"{row[i]:{widths[i]}}" for i in range(3)), row[3]]) for row in rows]
+    listed = [f"  {line}" for line in aligned(rows)]
     print("\n".join([*lines(found), "", "model:", *listed]))
     return 0
 

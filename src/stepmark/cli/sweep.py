@@ -28,6 +28,7 @@ from stepmark.liveness.process_exit import INTERRUPTED, end_by_signal
 from stepmark.recipe.used_recipe import read_used_recipe, used_values
 from stepmark.trainer.run_folder.run_log import METRICS
 from stepmark.trainer.run_folder.status import DONE, RunStatus
+from stepmark.trainer.telemetry.progress import aligned
 
 HELP = "train a recipe with every combination of the given values"
 LONGEST = 200  # characters of a folder's name
@@ -249,7 +250,4 @@ def _results(runs: Sequence[Run], failed: Sequence[Run]) -> str:
         order = float("inf") if best is None else best.order
         rows.append((order, [one.name, history.state, f"{history.last_step or 0:,}", shown, told]))
     cells = [["run", "state", "step", "loss", "best"], *(row for _, row in sorted(rows, key=lambda row: row[0]))]
-    widths = [max(len(row[column]) for row in cells) for column in range(5)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
-    )
+    return "\n".join(aligned(cells))

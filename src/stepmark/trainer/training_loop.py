@@ -34,8 +34,7 @@ from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.status import INTERRUPTED
 from stepmark.trainer.setup import RunParts, check_start
 from stepmark.trainer.telemetry.banner import banner
-from stepmark.trainer.telemetry.expert_loads import load_fields
-from stepmark.trainer.telemetry.loss_meter import LossMeter
+from stepmark.trainer.telemetry.loss_meter import LossMeter, load_fields
 from stepmark.trainer.telemetry.monitor import Monitor
 from stepmark.trainer.telemetry.throughput import TotalFlos
 from stepmark.training.learning_rate_schedule import (

@@ -19,7 +19,7 @@ from stepmark.evaluation.run_options import RunOptions
 from stepmark.liveness.collection import quick_imports
 from stepmark.recipe.used_recipe import USED_RECIPE, read_used_recipe, recipe_file_of
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment, warn_not_saved
-from stepmark.trainer.telemetry.progress import QUIET
+from stepmark.trainer.telemetry.progress import QUIET, aligned
 from stepmark.watcher.evaluation_data import Request
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, TABLE, finite
 
@@ -211,7 +211,7 @@ def _table_of_model(path: Path, samples: Mapping[str, int], metrics: Mapping[str
     """All numbers of one model; `samples` are those of each set."""
     count = ", ".join(f"{count} samples" + (f" of {name}" if name else "") for name, count in samples.items())
     head = f"{path}: {count}" if count else str(path)
-    return f"{head}\n{_table([(name, _number(value)) for name, value in metrics.items()])}"
+    return "\n".join([head, *aligned([(name, _number(value)) for name, value in metrics.items()], right=(1,))])
 
 
 def _table_of_run(run: Path, lines: Lines, best: int | None) -> str:
@@ -227,17 +227,7 @@ def _table_of_run(run: Path, lines: Lines, best: int | None) -> str:
     for line in evaluated:
         step = f"{line['step']} (best)" if line["step"] == best else str(line["step"])
         rows.append([step, *(_number(line.get(name)) for name in names)])
-    return f"{_table(rows)}\n{last}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text in columns; the first is left-aligned, the others right-aligned."""
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join([*aligned(rows, right=range(1, len(names) + 1)), last])
 
 
 def _metrics(evaluated: Lines) -> list[str]:

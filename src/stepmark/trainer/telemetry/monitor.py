@@ -32,9 +32,8 @@ from stepmark.runtime.versions import software_versions
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.setup import RunParts
-from stepmark.trainer.telemetry.anomalies import Anomaly, AnomalyDetector
+from stepmark.trainer.telemetry.anomalies import Anomaly, AnomalyDetector, SpikeDetector
 from stepmark.trainer.telemetry.lazy_device import Compilation, DeviceReadMonitor, RecompilationMonitor
-from stepmark.trainer.telemetry.loss_spikes import SpikeDetector
 from stepmark.trainer.telemetry.save_history import SaveHistory
 from stepmark.trainer.telemetry.system_samples import SystemSampler
 from stepmark.trainer.telemetry.throughput import RunTimers, Throughput, device_model, memory_fields
