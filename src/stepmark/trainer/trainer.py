@@ -594,7 +594,7 @@ class Trainer:
                     metrics, steps = loop.train(loop.restore(resume))
                     self._hub.wait()
                     metrics = run.write_training(metrics, steps, self.train_dataset)
-                    self._save_state()
+                    Trainer.save_state(self)
                 if save_model:
                     self.save_model()
                     if evaluates:
@@ -647,7 +647,7 @@ class Trainer:
     @property
     def evaluator(self) -> Evaluator:
         """Evaluates with the loss and the functions that the Trainer has now."""
-        return Evaluator.on_mesh(
+        return Evaluator(
             self.model,
             self.loss,
             self.mesh,
@@ -1053,9 +1053,6 @@ class Trainer:
         Raises:
             StepmarkError: The folder cannot be written to.
         """
-        self._save_state()
-
-    def _save_state(self) -> None:
         if self._run.log.writes:
             with self._run.writing():
                 self._callbacks.write_state(Path(self.args.output_dir))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -10,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.coordination.leases import Lease
+from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
@@ -73,15 +74,11 @@ def _of_one(request: Request, mesh: Any) -> int:
 
     leads = mesh.context.host.rank == 0
     path = mesh.context.host.broadcast(newest(request))
-    lease = try_lease(path) if leads else None
-    try:
+    with reading(path, "once") if leads else contextlib.nullcontext():
         setup = EvaluationSetup.prepare(request, mesh, _recipe_of(path), path)
         if leads:
             _say(setup.summary(_origin(request, recipe_file_of(path), path, RunOptions.of_checkpoint(path))))
         metrics = setup.evaluate(path)
-    finally:
-        if lease is not None:
-            lease.release()
     if extracting_graphs():
         warn_not_saved(f"the evaluation of {path}")
     elif leads:
@@ -89,19 +86,6 @@ def _of_one(request: Request, mesh: Any) -> int:
         content = {"path": str(path), "step": step_of(path), "samples": samples, **finite(metrics)}
         print(json.dumps(content) if request.as_json else _table_of_model(path, samples, metrics))
     return 0
-
-
-def try_lease(path: Path) -> Lease | None:
-    """A lease on the checkpoint, so that a live run does not delete it; None where the folder is read-only."""
-    if step_of(path) is None:
-        return None
-    try:
-        lease = Lease.take(path, "once")
-    except OSError:
-        return None
-    if lease is None:
-        raise CheckpointNotFound(f"there is no checkpoint {path}")
-    return lease
 
 
 def _recipe_of(path: Path) -> Recipe | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from stepmark.checkpoint.coordination.leases import reading
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.data.tokenize.encoding import TextEncoder
 from stepmark.errors import CheckpointNotFound, UsageError
@@ -21,7 +22,7 @@ from stepmark.recipe.used_recipe import read_used_recipe, recipe_file_of
 from stepmark.runtime.device import choose_device, create_runtime
 from stepmark.training.model_labels import unwrapped
 from stepmark.training.model_options import check_attention
-from stepmark.watcher.command import newest, try_lease
+from stepmark.watcher.command import newest
 from stepmark.watcher.evaluation_data import Request
 from stepmark.watcher.setup import options_of, tokenizer_of
 
@@ -98,8 +99,7 @@ def open_generator(given: Any, options: Mapping[str, Any], chat: bool | None) ->
     if not given.path.is_dir():
         raise CheckpointNotFound(f"there is no folder {given.path}")
     path = newest(Request(given.path))
-    lease = try_lease(path)
-    try:
+    with reading(path, "generate"):
         file, trust = recipe_file_of(path), given.trust_remote_code
         recipe = None if file is None else read_used_recipe(file.parent)
         run, tokenizer = options_of(recipe, path), tokenizer_of(recipe, path, trust)
@@ -110,9 +110,6 @@ def open_generator(given: Any, options: Mapping[str, Any], chat: bool | None) ->
         named: dict[str, Any] = {"base_model": given.base_model, "attention": attention}
         reader = ModelReader(create_runtime(device), trust_remote_code=trust, **named)
         model: Any = unwrapped(reader.read(path)).eval()
-    finally:
-        if lease is not None:
-            lease.release()
     print(f"{path}, on {device}", file=sys.stderr, flush=True)
     chats = getattr(tokenizer, "chat_template", None) is not None
     if run.columns is not None:

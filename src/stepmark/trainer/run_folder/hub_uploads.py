@@ -87,7 +87,9 @@ class HubUploads:
         if self.name is None or (not args.hub_always_push and any(not each.done() for each in self._uploads)):
             return
         folder = checkpoint_path(Path(args.output_dir), step)
-        staged = _linked(folder, Path(args.output_dir) / f".hub-{step}")
+        staged = Path(args.output_dir) / f".hub-{step}"  # outlives the checkpoint; in hard links where it can
+        shutil.rmtree(staged, ignore_errors=True)
+        shutil.copytree(folder, staged, copy_function=_link)
         complete = {"checkpoint": LAST_CHECKPOINT, "all_checkpoints": folder.name}.get(args.hub_strategy)
         message = f"Training in progress, step {step}"
 
@@ -147,13 +149,6 @@ class HubCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._uploads.push_checkpoint(args, state.global_step)
-
-
-def _linked(folder: Path, copied: Path) -> Path:
-    """A copy of a checkpoint, in hard links where the file system has them, that outlives the checkpoint."""
-    shutil.rmtree(copied, ignore_errors=True)
-    shutil.copytree(folder, copied, copy_function=_link)
-    return copied
 
 
 def _link(source: str, target: str) -> None:
