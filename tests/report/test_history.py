@@ -19,7 +19,7 @@ from stepmark.liveness.failure_report import FailureReport
 from stepmark.report.checkpoints import read_checkpoints
 from stepmark.report.figures import axes, figures, interpolated, marks, means, thin, total_seconds
 from stepmark.report.history import KILLED, find_runs, names, read_history, short_names
-from stepmark.report.write import write_report
+from stepmark.report.page import write_report
 
 
 def write(path: Path, lines: Sequence[dict[str, Any]], half: str = "") -> None:

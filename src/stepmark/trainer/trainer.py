@@ -35,7 +35,6 @@ from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.compat.accelerator import Accelerator
 from stepmark.trainer.compat.given_loader import GivenLoader
-from stepmark.trainer.compat.model_factory import model_of
 from stepmark.trainer.compat.overrides import (
     NEED_COMPLETE_MODEL,
     call_compute_loss,
@@ -48,7 +47,6 @@ from stepmark.trainer.compat.overrides import (
     sampler_of,
 )
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
-from stepmark.trainer.compat.used_columns import ModelColumns
 from stepmark.trainer.evaluation import (
     PausableEvaluation,
     TrainerEvaluation,
@@ -56,7 +54,7 @@ from stepmark.trainer.evaluation import (
     logged_evaluation,
 )
 from stepmark.trainer.interruption.peer_watch import PeerWatches
-from stepmark.trainer.loaders import LoaderFactory, default_collator
+from stepmark.trainer.loaders import LoaderFactory, ModelColumns, default_collator
 from stepmark.trainer.run import Run
 from stepmark.trainer.run_folder.adapters import Adapter
 from stepmark.trainer.run_folder.hub_uploads import HubCallback, HubUploads, check_hub, write_model_card
@@ -72,6 +70,7 @@ from stepmark.trainer.setup import (
     make_checkpointer,
     make_schedule,
     make_step,
+    model_of,
     prepare_model,
 )
 from stepmark.trainer.telemetry.progress import metric_lines
