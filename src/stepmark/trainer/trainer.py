@@ -57,7 +57,7 @@ from stepmark.trainer.interruption.peer_watch import PeerWatches
 from stepmark.trainer.loaders import LoaderFactory, ModelColumns, default_collator
 from stepmark.trainer.run import Run
 from stepmark.trainer.run_folder.adapters import Adapter
-from stepmark.trainer.run_folder.hub_uploads import HubCallback, HubUploads, check_hub, write_model_card
+from stepmark.trainer.run_folder.hub_uploads import HubUploads, check_hub, write_model_card
 from stepmark.trainer.run_folder.model_export import SavedModel, saved_processing
 from stepmark.trainer.run_folder.run_identity import identity
 from stepmark.trainer.setup import (
@@ -226,7 +226,7 @@ class Trainer:
             check_hub(self.args, divided * shared)
             self.init_hf_repo()
             if self.args.hub_strategy != "end":
-                self.add_callback(HubCallback(self._hub))
+                self.add_callback(self._hub)
         self._watches = PeerWatches(self.mesh, self._callbacks)
         self._callbacks.event("on_init_end")
         self._memory_tracker.stop_and_update_metrics()

@@ -245,7 +245,7 @@ class TrainingLoop:
         while not self._trains_to_the_end():
             self._roll_back()
         self._checkpointer.wait()
-        self._monitor.close()
+        self._monitor.saves.close()
         if self._preemption is not None:  # another rank may still wait for an answer of this one's thread
             self._parts.context.host.barrier()
         entering(END)
@@ -479,7 +479,7 @@ class TrainingLoop:
         error = self._monitor.anomalies.diverged(ended=at_end and not loads_best)
         if error is not None:
             self._checkpointer.wait()
-            self._monitor.close()
+            self._monitor.saves.close()
             raise TrainingDiverged(self._parts.context.host.broadcast(error))
 
     def _check_spikes(self) -> None:
@@ -661,7 +661,7 @@ class TrainingLoop:
         if saves and in_time:
             self._save()
         self._checkpointer.wait()
-        self._monitor.close()
+        self._monitor.saves.close()
         if not in_time:
             raise RunInterrupted(f"{preemption.signal_name}: there was no time for a save; the last checkpoint stands")
         saved = f"checkpoint-{self._step} is saved" if self._step else "nothing was trained yet"

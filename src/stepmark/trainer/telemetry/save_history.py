@@ -27,7 +27,8 @@ class _Begun:
 
 
 class SaveHistory:
-    """Tracks the saves of a run, on the rank that writes its log. `poll` is cheap and is called at every step."""
+    """Tracks the saves of a run on the rank that writes its log; elsewhere calls do nothing. `poll` is cheap and
+    is called at every step."""
 
     def __init__(self, run_log: RunLog, folder: Path, anomalies: AnomalyDetector) -> None:
         self._run_log = run_log
@@ -38,6 +39,8 @@ class SaveHistory:
 
     def begun(self, handle: SaveHandle, stall: float) -> None:
         """A save has begun; training waited `stall` seconds for it."""
+        if not self._run_log.writes:
+            return
         self._anomalies.marked(handle.step)
         self._pending.append(_Begun(handle, stall, self._anomalies.moved()))
         self._run_log.event("save_begun", handle.step, stall_seconds=stall)
@@ -45,6 +48,8 @@ class SaveHistory:
 
     def restored(self, checkpoint: Path, step: int) -> None:
         """The run continues from this checkpoint."""
+        if not self._run_log.writes:
+            return
         self._run_log.describe(newest_checkpoint=checkpoint.name)
         self._anomalies.marked(step)
         self._compare_weights(checkpoint, step, moved=0)
