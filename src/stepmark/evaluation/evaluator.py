@@ -204,7 +204,7 @@ class Evaluator:
         """The sum of the losses over the batch's targets (None where it has no labels), its predictions and labels."""
         inputs = micro_batch.inputs
         precision = autocast(self.runtime, self.autocast_dtype)
-        with torch.no_grad(), precision, self._on_device(inputs), computing(micro_batch):
+        with torch.no_grad(), precision, forward_without_reads(inputs, lazy=self.runtime.lazy), computing(micro_batch):
             if self.prediction_step is None:
                 if micro_batch.targets:
                     self.loss.call_first(self.model, inputs)
@@ -227,7 +227,7 @@ class Evaluator:
 
     def predict_batch(self, inputs: Any, ignore_keys: Sequence[str] | None = None) -> tuple[Tensor | None, Any, Any]:
         """The mean loss of a batch on the device (None where it has no labels), its predictions and labels."""
-        with torch.no_grad(), self._on_device(inputs):
+        with torch.no_grad(), forward_without_reads(inputs, lazy=self.runtime.lazy):
             self.loss.call_first(self.model, inputs)
             items = self.loss.targets(inputs) if self._has_loss(inputs) else None
             loss, logits = self._call(inputs, None if items is None else Weight(items, items), ignore_keys)
@@ -252,9 +252,6 @@ class Evaluator:
         count = float(self.loss.count(micro_batch))
         targets, one = self.runtime.numbers([count]), self.runtime.numbers([1.0])
         return Weight(targets.reshape(()), one.reshape(()))
-
-    def _on_device(self, inputs: Any) -> contextlib.AbstractContextManager[None]:
-        return forward_without_reads(inputs, lazy=self.runtime.lazy)
 
     def _has_loss(self, inputs: Any) -> bool:
         asked = isinstance(inputs, Mapping) and inputs.get("return_loss") is True

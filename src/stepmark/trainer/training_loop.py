@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -591,7 +592,7 @@ class TrainingLoop:
             metadata={
                 "identity": self._parts.identity,
                 "data": self._parts.data,
-                EVALUATION: None if self._parts.evaluation is None else self._parts.evaluation.to_metadata(),
+                EVALUATION: None if self._parts.evaluation is None else asdict(self._parts.evaluation),
                 "model_only": model_only,
                 "samples_per_step": self._parts.loader.layout.global_batch,
             },
