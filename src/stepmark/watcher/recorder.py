@@ -10,7 +10,7 @@ from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, point_best
 from stepmark.errors import UsageError
-from stepmark.trainer.interruption.stop_request import ask_to_stop
+from stepmark.trainer.interruption.run_end import ask_to_stop
 from stepmark.watcher.evaluation_data import Request
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, EvaluationRecord, EvaluationRecords
 from stepmark.watcher.scheduler import RunState
