@@ -97,8 +97,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_functions_are_found_by_name(module: str) -> None:
     loaded = load_metrics(f"{module}:good", "--metrics")
-    assert loaded.compute_metrics(None) == {"n": 1}
-    assert loaded.preprocess_logits_for_metrics is not None
+    assert loaded["compute_metrics"](None) == {"n": 1}
+    assert loaded["preprocess_logits_for_metrics"] is not None
     with pytest.raises(MetricsError, match="users_own:bad raised ValueError: no$"):
         load_function(f"{module}:bad", "--metrics")(None)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints
-from stepmark.cli.recipe_fields import add_recipe_arguments, add_run_arguments, explain_unknown_argument
+from stepmark.cli.recipe_fields import add_recipe_arguments, add_run_arguments
 from stepmark.config.recipe import Recipe, all_fields, kept_text, read_recipe
 from stepmark.errors import UsageError
 from stepmark.launch.supervisor import POLL_SECONDS, SUPERVISOR, forwarded_signals
@@ -44,9 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--print", action="store_true", help="only print the command of each run that is not done")
     add_recipe_arguments(parser, several=True)
-
-
-explain_unknown = explain_unknown_argument
 
 
 @dataclass(frozen=True)

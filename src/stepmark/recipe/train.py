@@ -12,6 +12,7 @@ from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import DataError, UsageError
+from stepmark.evaluation.metric_functions import load_metrics
 from stepmark.liveness.collection import quick_imports
 from stepmark.recipe.early_checks import check_early, check_metrics, work_offline_without_hub
 from stepmark.runtime.device import choose_device
@@ -20,7 +21,6 @@ from stepmark.trainer.run import Run
 from stepmark.training.compiled_layers import check_compiler
 
 if TYPE_CHECKING:
-    from stepmark.evaluation.metric_functions import MetricsFunctions
     from stepmark.runtime.context import Context
     from stepmark.trainer.trainer import Trainer
 
@@ -106,7 +106,7 @@ def build_trainer(
         from stepmark.recipe.model import build_tokenizer, check_block_size, check_config, check_sharding
         from stepmark.trainer.trainer import Trainer
 
-    args, functions = recipe.training, _load_metrics(recipe)
+    args, functions = recipe.training, load_metrics(recipe.evaluation.metrics, "metrics")
     tokenizer = build_tokenizer(recipe.model)
     check_config(recipe, tokenizer)
     # An adapter is made over the complete model, and sharded with it.
@@ -129,18 +129,10 @@ def build_trainer(
         train_dataset=data.train,
         eval_dataset=data.validation,
         processing_class=tokenizer,
-        compute_metrics=functions.compute_metrics if functions is not None else None,
-        preprocess_logits_for_metrics=functions.preprocess_logits_for_metrics if functions is not None else None,
         callbacks=callbacks,
         run=run,
+        **functions,
     )
-
-
-def _load_metrics(recipe: Recipe) -> MetricsFunctions | None:
-    from stepmark.evaluation.metric_functions import load_metrics
-
-    name = recipe.evaluation.metrics
-    return None if name is None else load_metrics(name, "metrics")
 
 
 def _model_factory(args: TrainingFields, context: Context) -> Any:
@@ -185,7 +177,7 @@ def _check_choices(recipe: Recipe, device: str) -> None:
     check_schedule(args.lr_scheduler_type)
     reporters(args)
     check_metrics(recipe)
-    _load_metrics(recipe)
+    load_metrics(recipe.evaluation.metrics, "metrics")
     check_compiler(args, device)
     check_device_has_attention(recipe, device)
 

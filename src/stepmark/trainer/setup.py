@@ -77,67 +77,44 @@ class RunParts:
     evaluation: RunOptions | None = None
 
 
-class ModelFactory:
-    """Makes a Trainer's model with `model_init`, seeded as in transformers: every call gives the same weights. Global
-    random generators are not advanced.
+def made_model(make: Callable[..., nn.Module], seed: int) -> nn.Module:
+    """A new model of a `model_init`, seeded as in transformers: every call gives the same weights. Global generators do
+    not advance. The function may have one parameter, a trial of a hyperparameter search, which is None.
 
-    Args:
-        make: `model_init() -> nn.Module`; it may have one parameter, a trial of a hyperparameter search, which is None.
-        seed: `seed` of the arguments.
+    Raises UsageError where the function returns something else.
     """
-
-    def __init__(self, make: Callable[..., nn.Module], seed: int) -> None:
-        self._make = make
-        self._seed = seed
-        self._runs = 0
-
-    def first(self) -> nn.Module:
-        """A new model. Raises UsageError where the function returns something else."""
-        arguments = [None] if inspect.signature(self._make).parameters else []
-        with kept_host_generators(), kept_generators():
-            set_seed(self._seed)
-            made = self._make(*arguments)
-        if not isinstance(made, nn.Module):
-            raise UsageError(f"model_init: should return an nn.Module, and returned a {type(made).__name__}")
-        return made
-
-    def begin_run(self, model: nn.Module, mesh: Mesh) -> None:
-        """Gives `model` its first weights again, unless it has not been trained yet.
-
-        Raises:
-            UsageError: The model is sharded, so it cannot be made again.
-        """
-        self._runs += 1
-        if self._runs == 1:
-            return
-        sizes = mesh.tensor_parallel.size, mesh.pipeline.size, mesh.expert_parallel_size
-        for name, size in zip(("tensor", "pipeline", "expert"), sizes, strict=True):
-            if size > 1:
-                raise UsageError(
-                    f"model_init: with {name}_parallel_size, train() can be called once; make a new Trainer"
-                )
-        with torch.no_grad():
-            model.load_state_dict(self.first().state_dict())
+    arguments = [None] if inspect.signature(make).parameters else []
+    with kept_host_generators(), kept_generators():
+        set_seed(seed)
+        made = make(*arguments)
+    if not isinstance(made, nn.Module):
+        raise UsageError(f"model_init: should return an nn.Module, and returned a {type(made).__name__}")
+    return made
 
 
-def model_of(model: nn.Module | None, make: Callable[..., nn.Module] | None, seed: int) -> tuple[Any, Any]:
-    """The given model, or the one that `make` makes and its factory.
+def make_again(model: nn.Module, make: Callable[..., nn.Module], seed: int, mesh: Mesh) -> None:
+    """Gives `model` the first weights of its `model_init` again. Raises UsageError where it is sharded."""
+    sizes = mesh.tensor_parallel.size, mesh.pipeline.size, mesh.expert_parallel_size
+    for name, size in zip(("tensor", "pipeline", "expert"), sizes, strict=True):
+        if size > 1:
+            raise UsageError(f"model_init: with {name}_parallel_size, train() can be called once; make a new Trainer")
+    with torch.no_grad():
+        model.load_state_dict(made_model(make, seed).state_dict())
 
-    Raises:
-        UsageError: Both or neither was given.
-    """
+
+def model_of(model: nn.Module | None, make: Callable[..., nn.Module] | None, seed: int) -> nn.Module:
+    """The given model, or the one that `make` makes. Raises UsageError where both or neither was given."""
     if (model is None) == (make is None):
         raise UsageError("model, model_init: a Trainer needs one of them; pass a model, or a function that makes it")
-    if make is None and not isinstance(model, nn.Module):
+    if make is not None:
+        return made_model(make, seed)
+    if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"{model!r:.40}"
         raise UsageError(
             f"model: should be a torch.nn.Module, such as what AutoModelForCausalLM.from_pretrained(…) returns, and is "
             f"{given}"
         )
-    if make is None:
-        return model, None
-    factory = ModelFactory(make, seed)
-    return factory.first(), factory
+    return model
 
 
 def count_steps(args: TrainingFields, loader: TrainLoader) -> int:

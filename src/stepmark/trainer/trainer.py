@@ -67,6 +67,7 @@ from stepmark.trainer.setup import (
     check_packed,
     count_steps,
     debug_as_asked,
+    make_again,
     make_checkpointer,
     make_schedule,
     make_step,
@@ -151,6 +152,7 @@ class Trainer:
     place_model_on_device = True
     arguments_class: type[TrainingArguments] | None = None  # of a library's trainer
     _signature_columns: list[str] | None = None
+    _trained = False  # by a call of `train`
     _passes: Passes | None = None  # of the micro-batch whose `training_step` is called
     _pending_save: tuple[Callable[[], None], Callable[[], None]] | None = None  # what begins it, and waits for it
 
@@ -183,8 +185,8 @@ class Trainer:
         self._memory_tracker.start()
         set_log_level(self.args)
         check_restarts(self.args.max_restarts)
-        model, self._factory = model_of(model, model_init, self.args.seed)
-        model = without_wrapper(model)
+        model = without_wrapper(model_of(model, model_init, self.args.seed))
+        self.model_init = model_init
         check_kinds(data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset)
         check_kinds(callbacks=callbacks, optimizers=optimizers)
         check_packed(model, train_dataset, eval_dataset)
@@ -563,8 +565,9 @@ class Trainer:
         folder, run = Path(self.args.output_dir), self._run
         run.begin_training(folder)
         self._callbacks.reset()
-        if self._factory is not None:
-            self._factory.begin_run(self.model, self.mesh)
+        if self.model_init is not None and self._trained:
+            make_again(self.model, self.model_init, self.args.seed, self.mesh)
+        self._trained = True
         align_special_tokens(self.model, self.processing_class)
         with make_checkpointer(folder, self.args, self.mesh) as checkpointer:
             parts = self.make_parts()

@@ -174,7 +174,6 @@ class EvaluationSetup:
         return {f"{PREFIX}_{name}": value for name, value in found.items()}
 
     def _standard(self, model: nn.Module) -> dict[str, float]:
-        metrics = None if self.metrics is None else load_metrics(self.metrics, "--metrics")
         sets = {name: each.blocks for name, each in self.sets.items()}
         check_packing(model, sets.values(), whole=False)
         return evaluate(
@@ -185,9 +184,8 @@ class EvaluationSetup:
             bf16=self.options.bf16,
             fp16=self.options.fp16,
             label_smoothing_factor=self.options.label_smoothing_factor,
-            compute_metrics=metrics.compute_metrics if metrics is not None else None,
-            preprocess_logits_for_metrics=metrics.preprocess_logits_for_metrics if metrics is not None else None,
             metric_key_prefix=PREFIX,
+            **load_metrics(self.metrics, "--metrics"),
         )
 
 

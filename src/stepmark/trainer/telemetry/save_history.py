@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -19,13 +18,6 @@ from stepmark.trainer.telemetry.anomalies import AnomalyDetector
 MODEL = "model"  # the group of tensors, and the section, that holds the weights
 
 
-@dataclass(frozen=True)
-class _Begun:
-    handle: SaveHandle
-    stall: float
-    moved: int
-
-
 class SaveHistory:
     """Tracks the saves of a run on the rank that writes its log; elsewhere calls do nothing. `poll` is cheap and
     is called at every step."""
@@ -34,7 +26,7 @@ class SaveHistory:
         self._run_log = run_log
         self._folder = folder
         self._anomalies = anomalies
-        self._pending: list[_Begun] = []
+        self._pending: list[tuple[SaveHandle, float, int]] = []  # with the stall, and the steps that moved the weights
         self._reading: threading.Thread | None = None
 
     def begun(self, handle: SaveHandle, stall: float) -> None:
@@ -42,7 +34,7 @@ class SaveHistory:
         if not self._run_log.writes:
             return
         self._anomalies.marked(handle.step)
-        self._pending.append(_Begun(handle, stall, self._anomalies.moved()))
+        self._pending.append((handle, stall, self._anomalies.moved()))
         self._run_log.event("save_begun", handle.step, stall_seconds=stall)
         self.poll()
 
@@ -56,22 +48,17 @@ class SaveHistory:
 
     def poll(self) -> None:
         """Reports the saves that have ended since the last call."""
-        for save in [save for save in self._pending if save.handle.done()]:
+        for save in [save for save in self._pending if save[0].done()]:
             self._pending.remove(save)
-            step = save.handle.step
-            path = checkpoint_path(self._folder, step)
-            if save.handle.failed():  # the error that ends the run says why
-                self._run_log.event("save_failed", step, stall_seconds=save.stall)
+            handle, stall, moved = save
+            step, path = handle.step, checkpoint_path(self._folder, handle.step)
+            if handle.failed():  # the error that ends the run says why
+                self._run_log.event("save_failed", step, stall_seconds=stall)
                 continue
-            self._run_log.event(
-                "saved",
-                step,
-                stall_seconds=save.stall,
-                durable_seconds=save.handle.seconds,
-                bytes=save.handle.size,
-            )
+            sizes = {"durable_seconds": handle.seconds, "bytes": handle.size}
+            self._run_log.event("saved", step, stall_seconds=stall, **sizes)
             self._run_log.describe_now(newest_checkpoint=path.name)
-            self._compare_weights(path, step, save.moved)
+            self._compare_weights(path, step, moved)
 
     def close(self) -> None:
         """Returns when every save is reported."""
