@@ -25,6 +25,7 @@ from stepmark.errors import UsageError
 from stepmark.launch.supervisor import POLL_SECONDS, SUPERVISOR, forwarded_signals
 from stepmark.launch.world import World
 from stepmark.liveness.process_exit import INTERRUPTED, end_by_signal
+from stepmark.recipe.early_checks import check_early
 from stepmark.recipe.used_recipe import read_used_recipe, used_values
 from stepmark.trainer.run_folder.run_log import METRICS
 from stepmark.trainer.run_folder.status import DONE, RunStatus
@@ -103,7 +104,8 @@ def run(parsed: argparse.Namespace) -> int:
         for one in waiting:
             print(shlex.join(["stepmark", *one.command(parsed.recipe, parsed.nproc)]))
         return 0
-    _check(waiting)
+    for one in waiting:
+        check_early(one.recipe)
     with kept_text(parsed.recipe), forwarded_signals() as signals:
         jobs = _Jobs(parsed, len(runs))
         with signals.to(jobs):
@@ -153,13 +155,6 @@ def plan_runs(parsed: argparse.Namespace) -> list[Run]:
     if twice := {one.name for one in runs if sum(other.name == one.name for other in runs) > 1}:
         raise UsageError(f"{varied[0]}: two runs would have the folder {min(twice)}; give each value once")
     return runs
-
-
-def _check(runs: Sequence[Run]) -> None:
-    from stepmark.recipe.early_checks import check_early
-
-    for one in runs:
-        check_early(one.recipe)
 
 
 _Place = tuple[Run, subprocess.Popen[bytes], IO[bytes] | None]  # its output is kept where several train at a time

@@ -54,7 +54,7 @@ def _compile_cache(request: Request) -> bool | str | None:
     if request.is_run:
         recipe = _recipe_of_run(request.path)
     else:
-        recipe = read_used_recipe(request.path.absolute().parent) or _recipe_of(request.path)
+        recipe = read_used_recipe(request.path.absolute().parent) or recipe_of(request.path)
     return None if recipe is None else recipe.training.compile_cache
 
 
@@ -75,7 +75,7 @@ def _of_one(request: Request, mesh: Any) -> int:
     leads = mesh.context.host.rank == 0
     path = mesh.context.host.broadcast(newest(request))
     with reading(path, "once") if leads else contextlib.nullcontext():
-        setup = EvaluationSetup.prepare(request, mesh, _recipe_of(path), path)
+        setup = EvaluationSetup.prepare(request, mesh, recipe_of(path), path)
         if leads:
             _say(setup.summary(_origin(request, recipe_file_of(path), path, RunOptions.of_checkpoint(path))))
         metrics = setup.evaluate(path)
@@ -88,7 +88,7 @@ def _of_one(request: Request, mesh: Any) -> int:
     return 0
 
 
-def _recipe_of(path: Path) -> Recipe | None:
+def recipe_of(path: Path) -> Recipe | None:
     """The recipe of the run that saved this checkpoint or model."""
     found = recipe_file_of(path)
     return None if found is None else read_used_recipe(found.parent)

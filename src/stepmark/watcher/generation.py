@@ -18,11 +18,10 @@ from stepmark.data.tokenize.encoding import TextEncoder
 from stepmark.errors import CheckpointNotFound, UsageError
 from stepmark.evaluation.prompt_samples import continuation
 from stepmark.evaluation.restored_model import ModelReader
-from stepmark.recipe.used_recipe import read_used_recipe, recipe_file_of
 from stepmark.runtime.device import choose_device, create_runtime
 from stepmark.training.model_labels import unwrapped
 from stepmark.training.model_options import check_attention
-from stepmark.watcher.command import newest
+from stepmark.watcher.command import newest, recipe_of
 from stepmark.watcher.evaluation_data import Request
 from stepmark.watcher.setup import options_of, tokenizer_of
 
@@ -100,8 +99,7 @@ def open_generator(given: Any, options: Mapping[str, Any], chat: bool | None) ->
         raise CheckpointNotFound(f"there is no folder {given.path}")
     path = newest(Request(given.path))
     with reading(path, "generate"):
-        file, trust = recipe_file_of(path), given.trust_remote_code
-        recipe = None if file is None else read_used_recipe(file.parent)
+        recipe, trust = recipe_of(path), given.trust_remote_code
         run, tokenizer = options_of(recipe, path), tokenizer_of(recipe, path, trust)
         if tokenizer is None:
             raise UsageError(f"{path} has no tokenizer; a Trainer with processing_class saves it")
