@@ -173,7 +173,7 @@ def test_torch_xla_has_one_door() -> None:
         ("from stepmark.cli.main import build_parser; build_parser()", {"torch", "transformers", "datasets"}),
         ("import stepmark.launch.supervisor", {"torch", "transformers", "torch_xla"}),
         ("from stepmark.cli.main import run; run('precompile --learning_rat 1'.split())", {"torch", "transformers"}),
-        ("import stepmark.report.write", {"torch", "transformers", "numpy", "matplotlib"}),
+        ("import stepmark.report.page", {"torch", "transformers", "numpy", "matplotlib"}),
     ],
 )
 def test_what_is_quick_stays_quick(code: str, kept_out: set[str]) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from stepmark.cli.init import KINDS, starter_recipe
 from stepmark.cli.main import build_parser, run
 from stepmark.config.fields import fields_of
 from stepmark.config.recipe import all_fields, read_recipe, recipe_schema, sections
-from stepmark.config.starter_recipes import KINDS, starter_recipe
 from stepmark.config.training_fields import DEVICES, TrainingFields
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError

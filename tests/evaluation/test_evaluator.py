@@ -18,8 +18,7 @@ from stepmark import Trainer, TrainingArguments
 from stepmark.data.loader.loader import DataLoader
 from stepmark.evaluation.evaluator import Evaluator, perplexity
 from stepmark.evaluation.predictions import concatenate
-from stepmark.liveness.host_group import HostGroup
-from stepmark.runtime.eager import EagerRuntime
+from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
 from tests.support.label_models import make, mean_by_hand
 from tests.support.programs import VOCABULARY, Blocks, tiny_model
@@ -27,12 +26,10 @@ from tests.support.ranks import Ranks
 from tests.support.smaller_batches import OwnModule
 from tests.training.test_loss import ManyOutputs, classes
 
-CPU = EagerRuntime(torch.device("cpu"))
-
 
 def evaluator(model: nn.Module, **options: Any) -> Evaluator:
     smoothing = options.pop("label_smoothing", 0.0)
-    return Evaluator(model, MicroBatchLoss(model, label_smoothing=smoothing), CPU, HostGroup(), **options)
+    return Evaluator(model, MicroBatchLoss(model, label_smoothing=smoothing), Mesh.create(device="cpu"), **options)
 
 
 def loader(dataset: Any, batch_size: int, **options: Any) -> DataLoader:
@@ -77,12 +74,10 @@ def test_ranks_evaluate_every_sample_once_and_in_order(ranks: Ranks, nproc: int)
 
 
 def on_ranks() -> dict[str, Any]:
-    from stepmark.runtime.mesh import Mesh
-
     mesh = Mesh.create(device="cpu")
-    context, model, axis = mesh.context, tiny_model(), mesh.data_parallel
+    model, axis = tiny_model(), mesh.data_parallel
     batches = loader(Blocks(7, seed=3), 2, rank=axis.rank, world_size=axis.size)
-    found = Evaluator(model, MicroBatchLoss(model), context.runtime, context.host)(batches, gather=True)
+    found = Evaluator(model, MicroBatchLoss(model), mesh)(batches, gather=True)
     assert found.predictions.shape == (7, 16, VOCABULARY)
     return {
         "loss": found.loss,
@@ -227,7 +222,7 @@ def test_a_users_mean_does_not_depend_on_the_batch_size(batch_size: int) -> None
 
     rows = [{"features": torch.randn(4), "labels": torch.tensor(index % 3)} for index in range(7)]
     model = Classifier()
-    made = Evaluator(model, MicroBatchLoss(model, compute_loss_func=compute), CPU, HostGroup())
+    made = Evaluator(model, MicroBatchLoss(model, compute_loss_func=compute), Mesh.create(device="cpu"))
     features, labels = (torch.stack([row[name] for row in rows]) for name in ("features", "labels"))
     expected = F.cross_entropy(model.linear(features), labels).item()
     assert made(loader(rows, batch_size)).loss == pytest.approx(expected, rel=1e-6)

@@ -14,7 +14,7 @@ from stepmark import Trainer, TrainingArguments, evaluate
 from stepmark.errors import CheckpointDamaged, CheckpointNotFound, DataError, MetricsError, UsageError
 from stepmark.evaluation.evaluator import Evaluation
 from stepmark.evaluation.metric_functions import load_function, load_metrics
-from stepmark.evaluation.metrics import plain_numbers, plain_values, summarize
+from stepmark.evaluation.metrics import plain_values, summarize
 from stepmark.evaluation.predictions import SampleRows
 from stepmark.trainer.callbacks import is_better
 from tests.support.programs import VOCABULARY, Blocks, tiny_model
@@ -29,7 +29,7 @@ def test_scalars_of_any_kind_become_numbers() -> None:
         "tensor": torch.tensor(4.0),
         "nan": float("nan"),
     }
-    found = plain_numbers(given, "it")
+    found = plain_values(given, "it", only_numbers=True)
     assert {type(value) for value in found.values()} <= {int, float}
     assert (found["numpy"], found["counted"], found["array"], found["tensor"]) == (0.5, 3, 2.0, 4.0)
     json.dumps(found)
@@ -50,7 +50,7 @@ def test_scalars_of_any_kind_become_numbers() -> None:
 )
 def test_a_value_that_is_not_a_number_is_named(given: Any, named: str) -> None:
     with pytest.raises(MetricsError, match=f"my function .*{named}.*dict of names and numbers"):
-        plain_numbers(given, "my function")
+        plain_values(given, "my function", only_numbers=True)
 
 
 def test_custom_metrics_are_added_to_the_built_in_ones() -> None:
@@ -97,8 +97,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_functions_are_found_by_name(module: str) -> None:
     loaded = load_metrics(f"{module}:good", "--metrics")
-    assert loaded.compute_metrics(None) == {"n": 1}
-    assert loaded.preprocess_logits_for_metrics is not None
+    assert loaded["compute_metrics"](None) == {"n": 1}
+    assert loaded["preprocess_logits_for_metrics"] is not None
     with pytest.raises(MetricsError, match="users_own:bad raised ValueError: no$"):
         load_function(f"{module}:bad", "--metrics")(None)
 

@@ -17,7 +17,7 @@ from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import UsageError
 from stepmark.evaluation.prompt_samples import PromptSampler, visible
 from stepmark.filesystem.json_files import read_lines
-from stepmark.report.write import write_report
+from stepmark.report.page import write_report
 from stepmark.runtime.eager import EagerRuntime
 from tests.support.recipes import write_recipe
 

@@ -21,8 +21,8 @@ import pytest
 from stepmark.cli.main import run as main
 from stepmark.config.yaml_file import format_yaml
 from stepmark.report import serve
+from stepmark.report.page import write_report
 from stepmark.report.text import NOTHING
-from stepmark.report.write import write_report
 from tests.report.test_history import log, write
 from tests.support.browser import DARK, act, dump_dom
 

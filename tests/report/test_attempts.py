@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stepmark.report.attempts import AttemptRow, read_attempts
-from stepmark.report.history import KILLED, read_history
+from stepmark.report.history import KILLED, AttemptRow, read_attempts, read_history
 from stepmark.report.tables import attempt_table, event_table
 from tests.report.test_history import log, write
 

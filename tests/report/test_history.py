@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from stepmark.cli.inspect_run import summarize
+from stepmark.cli.inspect import summarize
 from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.liveness.failure_report import FailureReport
 from stepmark.report.checkpoints import read_checkpoints
 from stepmark.report.figures import axes, figures, interpolated, marks, means, thin, total_seconds
 from stepmark.report.history import KILLED, find_runs, names, read_history, short_names
-from stepmark.report.write import write_report
+from stepmark.report.page import write_report
 
 
 def write(path: Path, lines: Sequence[dict[str, Any]], half: str = "") -> None:

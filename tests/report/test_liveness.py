@@ -17,7 +17,7 @@ from stepmark.cli.main import run as call
 from stepmark.liveness.heartbeat import STALE
 from stepmark.report import liveness
 from stepmark.report.liveness import read_liveness
-from stepmark.report.write import write_report
+from stepmark.report.page import write_report
 
 OWNER = """
 import sys, time

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from stepmark.report.html_table import color
+from stepmark.report.page import write_report
 from stepmark.report.text import NOTHING
-from stepmark.report.write import write_report
 from tests.report.test_history import log, write
 from tests.support.browser import act, dump_dom
 

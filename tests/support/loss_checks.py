@@ -107,7 +107,7 @@ def training_losses(case: Case, batch: int, accumulation: int) -> list[list[floa
 def evaluation_loss(case: Case, batch: int) -> float | None:
     mesh = Mesh.create(device="cpu")
     loss = MicroBatchLoss(case.model)
-    return Evaluator(case.model, loss, mesh.runtime, mesh.context.host)(loader(case, loss, batch, 1)).loss
+    return Evaluator(case.model, loss, mesh)(loader(case, loss, batch, 1)).loss
 
 
 def loader(case: Case, loss: MicroBatchLoss, batch: int, accumulation: int) -> Any:

@@ -14,8 +14,12 @@ from transformers.integrations import CodeCarbonCallback
 
 from stepmark import Checkpointer, Trainer, TrainingArguments, save
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.trainer.interruption.run_end import record_interruption, record_supervised_end
-from stepmark.trainer.interruption.stop_request import ask_to_stop, reason_to_stop
+from stepmark.trainer.interruption.run_end import (
+    ask_to_stop,
+    reason_to_stop,
+    record_interruption,
+    record_supervised_end,
+)
 from tests.support.programs import Blocks, tiny_model
 
 VARIABLE = "NEURON_EXTRACT_GRAPHS_ONLY"

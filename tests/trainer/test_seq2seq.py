@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 
 from stepmark import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from stepmark.errors import UsageError
-from stepmark.evaluation.greedy_generation import greedy_tokens
 from stepmark.runtime.eager import EagerRuntime
+from stepmark.trainer.seq2seq import greedy_tokens
 from tests.support.ranks import Ranks
 from tests.support.seq2seq_programs import LENGTH, Sentences, generated, small_t5
 

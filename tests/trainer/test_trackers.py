@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.filesystem.json_files import read_lines
-from stepmark.report.write import write_report
+from stepmark.report.page import write_report
 from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
 

@@ -16,7 +16,7 @@ import pytest
 
 from stepmark.cli.main import run as call
 from stepmark.filesystem.json_files import read_lines
-from stepmark.report.write import write_report
+from stepmark.report.page import write_report
 from tests.support.recipes import TINY, WORDS, write_recipe
 
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs the extra lm-eval")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stepmark.errors import CheckpointError
+from stepmark.runtime.hardware import machine_memory
 
 Item = TypeVar("Item")
 
@@ -142,17 +143,8 @@ def host_memory(size: int) -> Tensor:
 def free_host_memory() -> dict[str, int]:
     """Bytes that can be allocated before each limit of this process is reached: under the key MACHINE, and under a key
     for each control group, which is the same for all of its processes and unique to it."""
-    available = _meminfo_available()
-    return _cgroups_left() | ({} if available is None else {MACHINE: available})
-
-
-def _meminfo_available() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
+    memory = machine_memory()
+    return _cgroups_left() | ({} if memory is None else {MACHINE: memory[1]})
 
 
 def _cgroups_left() -> dict[str, int]:

@@ -33,7 +33,6 @@ def run(parsed: argparse.Namespace) -> int:
     from stepmark.model_folder.adapted_model import Merge
     from stepmark.model_folder.consolidate import consolidate
     from stepmark.model_folder.model_files import parse_size
-    from stepmark.model_folder.new_folder import WritingListener
 
     if parsed.base_model is not None and not parsed.merge_adapters:
         raise UsageError("--base-model: it is only needed with --merge-adapters")
@@ -41,8 +40,7 @@ def run(parsed: argparse.Namespace) -> int:
     size = parse_size(parsed.max_shard_size)
     if is_foreign(parsed.source):
         return consolidate_foreign(parsed, size)
-    with BytesProgress("consolidating") as progress:
-        listener = WritingListener(progress.begin, progress.advance, progress.warn)
+    with BytesProgress("consolidating") as listener:
         done = consolidate(parsed.source, parsed.out, parsed.format, size, listener, merge)
     files = f"{len(done.shards)} file{'s' if len(done.shards) > 1 else ''}"
     print(f"{done.checkpoint} consolidated into {parsed.out}: {done.size / 1e6:,.1f} MB in {files}")

@@ -59,11 +59,9 @@ def run(parsed: argparse.Namespace) -> int:
     from stepmark.cli.progress import BytesProgress
     from stepmark.config.quiet_libraries import leave_out_torch_xla
     from stepmark.interchange.export_checkpoint import export_checkpoint
-    from stepmark.model_folder.new_folder import WritingListener
 
     leave_out_torch_xla()
-    with BytesProgress("exporting") as progress:
-        listener = WritingListener(progress.begin, progress.advance, progress.warn)
+    with BytesProgress("exporting") as listener:
         done = export_checkpoint(parsed.source, parsed.out, parsed.to, options_of(parsed), listener)
     if parsed.json:
         body = {"source": str(done.checkpoint), "to": parsed.to, "out": str(parsed.out), "step": done.step}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepmark.liveness.collection import without_collection
+from stepmark.trainer.telemetry.progress import aligned
 
 if TYPE_CHECKING:
     from stepmark.interchange.sources.foreign import ForeignCheckpoint
@@ -64,8 +65,7 @@ def show_foreign(path: Path, config: Path | None, as_json: bool) -> int:
         (name, each.dtype, str(list(each.shape)), f"{len(each.pieces)} pieces" if len(each.pieces) > 1 else "1 file")
         for name, each in found.model.items()
     ]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-    listed = ["  " + "  ".join([*(f"{row[i]:{widths[i]}}" for i in range(3)), row[3]]) for row in rows]
+    listed = [f"  {line}" for line in aligned(rows)]
     print("\n".join([*lines(found), "", "model:", *listed]))
     return 0
 
@@ -110,16 +110,15 @@ def consolidate_foreign(parsed: argparse.Namespace, max_shard: int) -> int:
     from stepmark.interchange.recognition import open_foreign
     from stepmark.interchange.sinks.hf_model import write_model_folder
     from stepmark.interchange.sources.foreign import ImportOptions
-    from stepmark.model_folder.new_folder import WritingListener
 
     given = "--merge-adapters" if parsed.merge_adapters else f"-f {parsed.format}"
     if given != "-f safetensors":
         raise UsageError(f"{given}: {parsed.source} is of another tool, and written as safetensors; leave it out")
     leave_out_torch_xla()
     try:
-        with BytesProgress("consolidating") as progress:
+        with BytesProgress("consolidating") as listener:
             found = open_foreign(parsed.source, ImportOptions(model_only=True))
-            size = write_model_folder(found, parsed.out, WritingListener(progress.begin, progress.advance), max_shard)
+            size = write_model_folder(found, parsed.out, listener, max_shard)
     except CheckpointMismatch as error:
         where = f" (of `stepmark import {parsed.source} {parsed.out} --model-only`)" if "--" in str(error) else ""
         raise CheckpointMismatch(f"{error}{where}") from error

@@ -58,14 +58,13 @@ def run(parsed: argparse.Namespace) -> int:
     from stepmark.interchange.recognition import open_foreign
     from stepmark.interchange.sinks.hf_model import write_model_folder
     from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
-    from stepmark.model_folder.new_folder import WritingListener
 
     leave_out_torch_xla()
     found = open_foreign(parsed.source, options_of(parsed))
     as_model = parsed.model_only or (found.adapter and found.optimizer is None)
-    with BytesProgress("importing") as progress:
+    with BytesProgress("importing") as listener:
         write = write_model_folder if as_model else write_checkpoint
-        size = write(found, parsed.out, WritingListener(progress.begin, progress.advance))
+        size = write(found, parsed.out, listener)
     if parsed.json:
         print(json.dumps({**summary(found), "out": str(parsed.out), "bytes": size}, indent=2))
     else:

@@ -1,4 +1,4 @@
-"""`stepmark init [RECIPE.yaml] [--kind scratch|model|chat]`"""
+"""`stepmark init [RECIPE.yaml] [--kind scratch|model|chat]`: recipes of `starters/`, with a line about each field."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ import argparse
 import json
 from pathlib import Path
 
-from stepmark.config.recipe import recipe_schema
-from stepmark.config.starter_recipes import KINDS, starter_recipe
+from stepmark.config.recipe import all_fields, recipe_schema
 from stepmark.errors import UsageError
 
 HELP = "write a commented starter recipe"
 SCHEMA = "recipe.schema.json"
+KINDS = ("scratch", "model", "chat")
+WIDTH = 58  # of a field with its value, after which its comment begins
+
+
+def starter_recipe(kind: str, schema: str) -> str:
+    """The text of a recipe of one of KINDS; its first line names the file of the JSON schema for editors."""
+    files = [Path(__file__).parent / "starters" / f"{name}.yaml" for name in (kind, "common")]
+    lines = [f"# yaml-language-server: $schema={schema}"]
+    for line in "".join(file.read_text(encoding="utf-8") for file in files).splitlines():
+        field = all_fields().get(line.partition(":")[0])
+        lines.append(f"{line:<{WIDTH}}# {field.help.text}" if field else line)
+    return "\n".join(lines) + "\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepmark.trainer.telemetry.progress import aligned
+
 if TYPE_CHECKING:
     from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
+    from stepmark.report.history import History
 
 HELP = "show what a checkpoint holds (step, mesh, tensors, files), or how a run is doing"
 RUN_FILES = ("status.json", "failures")  # a run that fails before it trains may have no status
@@ -32,7 +35,6 @@ def run(parsed: argparse.Namespace) -> int:
     from stepmark.checkpoint.format.checkpoint_folders import checkpoints
     from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
     from stepmark.cli.foreign_checkpoints import is_foreign, show_foreign
-    from stepmark.cli.inspect_run import print_run
     from stepmark.errors import CheckpointNotFound
 
     if is_foreign(parsed.checkpoint):
@@ -100,8 +102,7 @@ def _lines(manifest: Manifest) -> list[str]:
         total = sum(_bytes(tensor) for tensor in tensors.values())
         lines += ["", f"{group}: {len(tensors)} tensor{'s' if len(tensors) > 1 else ''}, {total / 1e6:.1f} MB"]
         rows = [(name, t.dtype, str(list(t.shape)), _place(manifest, t)) for name, t in tensors.items()]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines += ["  " + "  ".join([*(f"{row[i]:{widths[i]}}" for i in range(3)), row[3]]) for row in rows]
+        lines += [f"  {line}" for line in aligned(rows)]
     return lines
 
 
@@ -187,3 +188,65 @@ def _ranges(numbers: Iterable[int]) -> str:
     starts = [ordered[0], *(after for before, after in pairwise(ordered) if after > before + 1)]
     ends = [*(before for before, after in pairwise(ordered) if after > before + 1), ordered[-1]]
     return "+".join(f"{first}-{last}" if last > first else str(first) for first, last in zip(starts, ends, strict=True))
+
+
+def print_run(folder: Path, *, as_json: bool) -> None:
+    """Prints a summary of the run in `folder`. Raises UsageError if the folder is not a run's."""
+    from stepmark.report.history import read_history
+
+    summary = summarize(read_history(folder))
+    print(json.dumps(summary, indent=2) if as_json else "\n".join(_lines_of_run(summary)))
+
+
+def summarize(history: History) -> dict[str, Any]:
+    """The state, progress, newest log, best evaluation and checkpoints; None where something is unknown."""
+    from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
+    from stepmark.report.checkpoints import read_checkpoints
+    from stepmark.report.summary import end_of_run, recent_median, unit_of
+
+    status, started = history.status, history.started
+    last, best = (history.logs or [{}])[-1], history.best()
+    running = history.state == "running"
+    return {
+        "folder": str(history.folder),
+        "state": history.state,
+        "reason": status.get("reason"),
+        "step": history.last_step,
+        "total_steps": status.get("total_steps") or started.get("total_steps"),
+        "eta_seconds": status.get("eta_seconds") if running else None,
+        "updated": history.last_update,
+        "host": status.get("host"),
+        "process": status.get("process"),
+        "ranks": started.get("ranks"),
+        "device": started.get("device_model") or started.get("device"),
+        "loss": last.get("loss"),
+        "learning_rate": last.get("learning_rate"),
+        "tokens_per_second": recent_median(history, "tokens_per_second"),
+        "targets": unit_of(history),
+        "best": None if best is None else {"metric": best.metric, "step": best.step, "value": best.value},
+        "checkpoints": sorted(step for path in checkpoints(history.folder) if (step := step_of(path)) is not None),
+        "resumed": len(history.resumptions()),
+        "trouble": [told for kind, told in end_of_run(history, read_checkpoints(history)) if kind != "failed"],
+    }
+
+
+def _lines_of_run(summary: dict[str, Any]) -> list[str]:
+    from stepmark.report import text
+
+    total, eta, best = summary["total_steps"], summary["eta_seconds"], summary["best"]
+    speed = summary["tokens_per_second"]
+    step = text.NOTHING if summary["step"] is None else f"{summary['step']:,}"
+    step += f" of {total:,}" if total else ""
+    step += f", {text.seconds(eta)} left" if eta is not None else ""
+    rows = {
+        "state": summary["state"] + (f": {summary['reason']}" if summary["reason"] else ""),
+        "step": step + (f", resumed {text.plural(summary['resumed'], 'time')}" if summary["resumed"] else ""),
+        "updated": None if summary["updated"] is None else text.moment(summary["updated"]),
+        "process": None if summary["process"] is None else f"{summary['process']} on {summary['host']}",
+        "devices": None if not summary["device"] else f"{text.plural(summary['ranks'], 'rank')} on {summary['device']}",
+        "loss": None if summary["loss"] is None else text.value(summary["loss"]),
+        "speed": speed and f"{speed:,.0f} {summary['targets']}/s",
+        "best": best and f"{best['metric']} {text.value(best['value'])} at step {best['step']:,}",
+        "saved": ", ".join(f"checkpoint-{step}" for step in summary["checkpoints"]) or "no checkpoint",
+    }
+    return [*(f"{name:<9} {value}" for name, value in rows.items() if value), *summary["trouble"]]

@@ -88,7 +88,7 @@ def run(arguments: Sequence[str]) -> int:
         parsed, unknown = build_parser().parse_known_args(arguments)
         command = COMMANDS[parsed.command]
         if unknown:
-            explain = getattr(command, "explain_unknown", "{}: unrecognized argument; see --help".format)
+            explain = getattr(parsed, "explain_unknown", "{}: unrecognized argument; see --help".format)
             raise UsageError(explain(unknown[0]))
         parsed.arguments = list(arguments)
         if not getattr(command, "ENDS_AT_SIGNALS", False):

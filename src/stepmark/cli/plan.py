@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from stepmark.cli.recipe_fields import add_recipe_arguments, explain_unknown_argument, recipe_of
+from stepmark.cli.recipe_fields import add_recipe_arguments, recipe_of
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.errors import UsageError
 from stepmark.liveness.collection import quick_imports
@@ -22,9 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count-data", action="store_true", help=counting)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_recipe_arguments(parser)
-
-
-explain_unknown = explain_unknown_argument
 
 
 def run(parsed: argparse.Namespace) -> int:

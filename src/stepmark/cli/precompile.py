@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from stepmark.cli.recipe_fields import add_recipe_arguments, add_run_arguments, explain_unknown_argument, recipe_of
+from stepmark.cli.recipe_fields import add_recipe_arguments, add_run_arguments, recipe_of
 from stepmark.launch.supervisor import start_ranks
 from stepmark.liveness.collection import quick_imports
 
@@ -14,9 +14,6 @@ HELP = "compile every graph of a recipe's run ahead of time, without data or wei
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     add_recipe_arguments(parser)
-
-
-explain_unknown = explain_unknown_argument
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, Self
+from typing import Any
+
+from stepmark.model_folder.new_folder import WritingListener
 
 LINE_SECONDS = 10.0
 
 
 class BytesProgress:
-    """A bar on a terminal; elsewhere a plain line every LINE_SECONDS. On stderr."""
+    """A bar on a terminal; elsewhere a plain line every LINE_SECONDS. On stderr. Entered, it is a WritingListener."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -18,8 +20,8 @@ class BytesProgress:
         self._total = self._done = 0
         self._last = time.monotonic()
 
-    def __enter__(self) -> Self:
-        return self
+    def __enter__(self) -> WritingListener:
+        return WritingListener(self.begin, self.advance, self.warn)
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -21,6 +21,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, *, several: bool = Fal
     values, which are parsed as a list."""
     parser.add_argument("recipe", nargs="?", metavar="RECIPE.yaml", help="fields and their values; flags override it")
     values = "VALUE [VALUE ...]" if several else "VALUE"
+    parser.set_defaults(explain_unknown=_explain_unknown)
     parser.usage = f"%(prog)s [RECIPE.yaml] [--nproc N] [--FIELD {values} ...]"
     for title, fields in sections().items():
         group = parser.add_argument_group(f"recipe fields: {title}")
@@ -40,7 +41,7 @@ def _help(field: Field) -> str:
     return line.replace("%", "%%")
 
 
-def explain_unknown_argument(argument: str) -> str:
+def _explain_unknown(argument: str) -> str:
     """The error for an unknown field or a second positional argument."""
     if not argument.startswith("--"):
         return f"{argument}: unrecognized argument; pass one recipe, and fields as --FIELD VALUE"

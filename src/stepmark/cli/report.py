@@ -36,7 +36,7 @@ def run(parsed: argparse.Namespace) -> int:
 
         serve(folders, PORT if parsed.port is None else parsed.port)
         return 0
-    from stepmark.report.write import write_report
+    from stepmark.report.page import write_report
 
     print(write_report(first, more, parsed.out, parsed.csv))
     return 0

@@ -19,15 +19,17 @@ from pathlib import Path
 from typing import IO
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints
-from stepmark.cli.recipe_fields import add_recipe_arguments, add_run_arguments, explain_unknown_argument
+from stepmark.cli.recipe_fields import add_recipe_arguments, add_run_arguments
 from stepmark.config.recipe import Recipe, all_fields, kept_text, read_recipe
 from stepmark.errors import UsageError
 from stepmark.launch.supervisor import POLL_SECONDS, SUPERVISOR, forwarded_signals
 from stepmark.launch.world import World
 from stepmark.liveness.process_exit import INTERRUPTED, end_by_signal
+from stepmark.recipe.early_checks import check_early
 from stepmark.recipe.used_recipe import read_used_recipe, used_values
 from stepmark.trainer.run_folder.run_log import METRICS
 from stepmark.trainer.run_folder.status import DONE, RunStatus
+from stepmark.trainer.telemetry.progress import aligned
 
 HELP = "train a recipe with every combination of the given values"
 LONGEST = 200  # characters of a folder's name
@@ -43,9 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--print", action="store_true", help="only print the command of each run that is not done")
     add_recipe_arguments(parser, several=True)
-
-
-explain_unknown = explain_unknown_argument
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,8 @@ def run(parsed: argparse.Namespace) -> int:
         for one in waiting:
             print(shlex.join(["stepmark", *one.command(parsed.recipe, parsed.nproc)]))
         return 0
-    _check(waiting)
+    for one in waiting:
+        check_early(one.recipe)
     with kept_text(parsed.recipe), forwarded_signals() as signals:
         jobs = _Jobs(parsed, len(runs))
         with signals.to(jobs):
@@ -155,13 +155,6 @@ def plan_runs(parsed: argparse.Namespace) -> list[Run]:
     if twice := {one.name for one in runs if sum(other.name == one.name for other in runs) > 1}:
         raise UsageError(f"{varied[0]}: two runs would have the folder {min(twice)}; give each value once")
     return runs
-
-
-def _check(runs: Sequence[Run]) -> None:
-    from stepmark.recipe.early_checks import check_early
-
-    for one in runs:
-        check_early(one.recipe)
 
 
 _Place = tuple[Run, subprocess.Popen[bytes], IO[bytes] | None]  # its output is kept where several train at a time
@@ -249,7 +242,4 @@ def _results(runs: Sequence[Run], failed: Sequence[Run]) -> str:
         order = float("inf") if best is None else best.order
         rows.append((order, [one.name, history.state, f"{history.last_step or 0:,}", shown, told]))
     cells = [["run", "state", "step", "loss", "best"], *(row for _, row in sorted(rows, key=lambda row: row[0]))]
-    widths = [max(len(row[column]) for row in cells) for column in range(5)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
-    )
+    return "\n".join(aligned(cells))

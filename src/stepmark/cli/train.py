@@ -7,12 +7,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from stepmark.cli.recipe_fields import (
-    add_recipe_arguments,
-    add_run_arguments,
-    explain_unknown_argument,
-    recipe_of,
-)
+from stepmark.cli.recipe_fields import add_recipe_arguments, add_run_arguments, recipe_of
 from stepmark.config.recipe import Recipe, kept_text
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import CheckpointBusy, UsageError
@@ -30,9 +25,6 @@ ENDS_AT_SIGNALS = True  # with exit code 75, from its first instruction on
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     add_recipe_arguments(parser)
-
-
-explain_unknown = explain_unknown_argument
 
 
 def run(parsed: argparse.Namespace) -> int:

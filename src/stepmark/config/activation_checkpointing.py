@@ -25,7 +25,7 @@ def checkpointing_options(given: Mapping[str, Any] | str | None) -> dict[str, An
     Raises:
         UsageError: It is text that cannot be read, an option is unknown, or its value is.
     """
-    options = parse_options(FIELD, given) if isinstance(given, str) else dict(given or {})
+    options = parse_options(FIELD, given)
     for name, value in options.items():
         if name not in CHOICES:
             raise UsageError(f"{FIELD}: {name!r} is not supported; it has {', '.join(CHOICES)}")

@@ -77,8 +77,7 @@ def _options(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
             given = json.loads(Path(given).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UsageError(f"fsdp_config: {given} cannot be read: {error}; give a JSON object") from error
-    options = parse_options("fsdp_config", given) if isinstance(given, str) else dict(given or {})
-    options = {str(name).removeprefix("fsdp_"): value for name, value in options.items()}
+    options = {str(name).removeprefix("fsdp_"): each for name, each in parse_options("fsdp_config", given).items()}
     for name, value in options.items():
         if name in DONE_ANYWAY and value == DONE_ANYWAY[name]:
             continue

@@ -309,14 +309,12 @@ class TrainingFields(metaclass=AcceptingDefaults):
     @property
     def scheduler_options(self) -> dict[str, Any]:
         """`lr_scheduler_kwargs` as a mapping."""
-        options = self.lr_scheduler_kwargs
-        return parse_options("lr_scheduler_kwargs", options) if isinstance(options, str) else dict(options or {})
+        return parse_options("lr_scheduler_kwargs", self.lr_scheduler_kwargs)
 
     @property
     def sampling(self) -> dict[str, Any]:
         """`sample_options` as a mapping."""
-        options = self.sample_options
-        return parse_options("sample_options", options) if isinstance(options, str) else dict(options or {})
+        return parse_options("sample_options", self.sample_options)
 
     @property
     def checkpointing_options(self) -> dict[str, Any]:
@@ -331,7 +329,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     @property
     def optimizer_options(self) -> dict[str, Any]:
         """`optim_args` as a mapping."""
-        return parse_options("optim_args", self.optim_args or "")
+        return parse_options("optim_args", self.optim_args)
 
     @property
     def bucket_elements(self) -> int | None:

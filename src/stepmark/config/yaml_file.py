@@ -49,9 +49,11 @@ def _yaml() -> YAML:
     return yaml
 
 
-def parse_options(field: str, text: str) -> dict[str, Any]:
-    """Parses `"momentum=0.9,nesterov=true"`, whose values are YAML, or a JSON object into a mapping. `field` is for
-    error messages."""
+def parse_options(field: str, text: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """Parses `"momentum=0.9,nesterov=true"`, whose values are YAML, or a JSON object into a mapping; a mapping is
+    copied. `field` is for error messages."""
+    if not isinstance(text, str):
+        return dict(text or {})
     if text.lstrip().startswith("{"):
         try:
             return dict(json.loads(text))

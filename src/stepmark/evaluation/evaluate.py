@@ -86,7 +86,7 @@ def evaluate(
     loss = MicroBatchLoss(
         model, compute_loss_func=compute_loss_func, label_smoothing=label_smoothing_factor, lazy=runtime.lazy
     )
-    evaluator = Evaluator.on_mesh(model, loss, mesh, dtype, preprocess_logits=preprocess_logits_for_metrics)
+    evaluator = Evaluator(model, loss, mesh, dtype, preprocess_logits=preprocess_logits_for_metrics)
     metrics: dict[str, float] = {}
     for prefix, each in named_sets(dataset, metric_key_prefix).items():
         loader = DataLoader(

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,37 +81,29 @@ class Evaluator:
     Args:
         model: on the runtime's device.
         loss: calls the model and weights its loss; the same as in training.
-        runtime: the device.
-        host: all ranks, for sums and predictions.
+        mesh: the ranks and their device; the results of `Mesh.reporting_ranks` count.
         autocast_dtype: bfloat16 for autocast; default None: the parameters' own type.
         preprocess_logits: `(logits, labels) -> tensor`, applied on the device; only its result is gathered.
-        reporting: the ranks whose results count (`Mesh.reporting_ranks`); the others have the same samples as one of
-            them; default None: all.
         prediction_step: `(inputs, loss_only, ignore_keys)` to the batch's mean loss, its predictions and labels, each
             None where there is none; default None: `predict_batch`.
-        stages: runs batches through a pipeline, if the model is cut into stages; default None.
         needs_no_labels: the loss can be computed for any batch; default: if the model's forward says so.
     """
 
     model: nn.Module
     loss: MicroBatchLoss
-    runtime: Runtime
-    host: HostGroup
+    mesh: Mesh
     autocast_dtype: torch.dtype | None = None
     preprocess_logits: Callable[[Tensor, Tensor | None], Tensor] | None = None
-    reporting: Sequence[int] | None = None
     prediction_step: PredictionStep | None = None
-    stages: PipelinedForward | None = None
     needs_no_labels: bool = False
 
-    @classmethod
-    def on_mesh(
-        cls, model: nn.Module, loss: MicroBatchLoss, mesh: Mesh, dtype: torch.dtype | None, **others: Any
-    ) -> Self:
-        """The evaluator of a model on a mesh, with autocast to `dtype` and `others` of the arguments."""
-        stages = None if staged(model) is None else PipelinedForward(model, loss, mesh, dtype)
-        reporting = mesh.reporting_ranks
-        return cls(model, loss, mesh.runtime, mesh.context.host, dtype, reporting=reporting, stages=stages, **others)
+    @property
+    def runtime(self) -> Runtime:
+        return self.mesh.runtime
+
+    @property
+    def host(self) -> HostGroup:
+        return self.mesh.context.host
 
     def __call__(
         self,
@@ -200,18 +192,19 @@ class Evaluator:
                 before()
                 yield batch.micro_batches[0]
 
-        if self.stages is None:
+        if staged(self.model) is None:
             for each in source():
                 yield each, self._forward(each, loss_only, ignore_keys)
             return
-        for each, result in self.stages(source(), lambda each: self._forward(each, loss_only, ignore_keys)):
+        through_stages = PipelinedForward(self.model, self.loss, self.mesh, self.autocast_dtype)
+        for each, result in through_stages(source(), lambda each: self._forward(each, loss_only, ignore_keys)):
             yield each, (None, None, None) if result is None else result
 
     def _forward(self, micro_batch: MicroBatch, loss_only: bool, ignore_keys: Sequence[str] | None) -> BatchResult:
         """The sum of the losses over the batch's targets (None where it has no labels), its predictions and labels."""
         inputs = micro_batch.inputs
         precision = autocast(self.runtime, self.autocast_dtype)
-        with torch.no_grad(), precision, self._on_device(inputs), computing(micro_batch):
+        with torch.no_grad(), precision, forward_without_reads(inputs, lazy=self.runtime.lazy), computing(micro_batch):
             if self.prediction_step is None:
                 if micro_batch.targets:
                     self.loss.call_first(self.model, inputs)
@@ -234,7 +227,7 @@ class Evaluator:
 
     def predict_batch(self, inputs: Any, ignore_keys: Sequence[str] | None = None) -> tuple[Tensor | None, Any, Any]:
         """The mean loss of a batch on the device (None where it has no labels), its predictions and labels."""
-        with torch.no_grad(), self._on_device(inputs):
+        with torch.no_grad(), forward_without_reads(inputs, lazy=self.runtime.lazy):
             self.loss.call_first(self.model, inputs)
             items = self.loss.targets(inputs) if self._has_loss(inputs) else None
             loss, logits = self._call(inputs, None if items is None else Weight(items, items), ignore_keys)
@@ -259,9 +252,6 @@ class Evaluator:
         count = float(self.loss.count(micro_batch))
         targets, one = self.runtime.numbers([count]), self.runtime.numbers([1.0])
         return Weight(targets.reshape(()), one.reshape(()))
-
-    def _on_device(self, inputs: Any) -> contextlib.AbstractContextManager[None]:
-        return forward_without_reads(inputs, lazy=self.runtime.lazy)
 
     def _has_loss(self, inputs: Any) -> bool:
         asked = isinstance(inputs, Mapping) and inputs.get("return_loss") is True
@@ -313,7 +303,7 @@ class Evaluator:
 
     def _all_gather(self, value: Any) -> list[Any]:
         """The values of the reporting ranks."""
-        reporting = range(self.host.size) if self.reporting is None else self.reporting
+        reporting = self.mesh.reporting_ranks
         values = self.host.all_gather(value if self.host.rank in reporting else None)
         return [values[rank] for rank in reporting]
 

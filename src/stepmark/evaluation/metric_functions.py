@@ -7,7 +7,6 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from stepmark.errors import MetricsError, StepmarkError, UsageError
@@ -15,20 +14,14 @@ from stepmark.errors import MetricsError, StepmarkError, UsageError
 PREPROCESS = "preprocess_logits_for_metrics"
 
 
-@dataclass(frozen=True)
-class MetricsFunctions:
-    """`compute_metrics(EvalPrediction)`, and `preprocess_logits_for_metrics(logits, labels)` where its module has a
-    function of that name: only its result is copied to the host."""
-
-    compute_metrics: Callable[[Any], Any]
-    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
-
-
-def load_metrics(name: str, flag: str) -> MetricsFunctions:
-    """The metrics function `module:function`, given as `flag`. Raises UsageError if there is none."""
+def load_metrics(name: str | None, flag: str) -> dict[str, Any]:
+    """The metrics function `module:function`, given as `flag`, as arguments of `evaluate` and the Trainer:
+    `compute_metrics`, and `preprocess_logits_for_metrics` if its module has a function of that name, of which only the
+    result is copied to the host. None of them without a name. Raises UsageError if there is no such function."""
+    if name is None:
+        return {}
     function = load_function(name, flag)
-    preprocess = getattr(sys.modules[name.partition(":")[0]], PREPROCESS, None)
-    return MetricsFunctions(function, preprocess)
+    return {"compute_metrics": function, PREPROCESS: getattr(sys.modules[name.partition(":")[0]], PREPROCESS, None)}
 
 
 def load_function(name: str, flag: str) -> Callable[..., Any]:

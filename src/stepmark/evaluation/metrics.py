@@ -84,28 +84,20 @@ def with_prefix(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
     return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
 
 
-def plain_numbers(found: Any, source: str) -> dict[str, float]:
-    """The result of a user's function as Python numbers; scalars of numpy and torch are converted.
+def plain_values(found: Any, source: str, *, only_numbers: bool = False) -> dict[str, Any]:
+    """The result of a user's function as Python numbers, or with `only_numbers` unset as any values that JSON can hold.
+    Scalars of numpy and torch are converted; arrays become lists.
 
     Raises MetricsError, which begins with `source` and names the metric, for anything else.
     """
-    return _plain(found, source, "numbers", lambda value: False)
-
-
-def plain_values(found: Any, source: str) -> dict[str, Any]:
-    """As `plain_numbers`, but any value that JSON can hold is allowed; arrays become lists."""
-    return _plain(found, source, "numbers, text, lists or dicts", _is_json)
-
-
-def _plain(found: Any, source: str, kinds: str, allowed: Callable[[Any], bool]) -> dict[str, Any]:
-    remedy = f"it has to return a dict of names and {kinds}"
+    remedy = f"it has to return a dict of names and numbers{'' if only_numbers else ', text, lists or dicts'}"
     if not isinstance(found, Mapping):
         raise MetricsError(f"{source} returned {_shown(found)}; {remedy}")
     values: dict[str, Any] = {}
     for name, value in found.items():
         number = _number(value)
         plain = value.tolist() if number is None and hasattr(value, "tolist") else value
-        if not isinstance(name, str) or (number is None and not allowed(plain)):
+        if not isinstance(name, str) or (number is None and (only_numbers or not _is_json(plain))):
             raise MetricsError(f"{source} returned {_shown(value)} for {name!r}; {remedy}")
         values[name] = plain if number is None else number
     return values

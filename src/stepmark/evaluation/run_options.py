@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,6 @@ class RunOptions:
         """The flag that evaluates with the run's own metrics."""
         assert self.metrics is not None
         return f"--metrics {self.metrics if ':' in self.metrics else f'MODULE:FUNCTION (its {self.metrics})'}"
-
-    def to_metadata(self) -> dict[str, Any]:
-        """Plain values for a checkpoint; `of_checkpoint` reads them."""
-        return asdict(self)
 
 
 def function_name(function: Callable[..., Any] | None) -> str | None:

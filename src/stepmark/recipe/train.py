@@ -12,6 +12,7 @@ from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import DataError, UsageError
+from stepmark.evaluation.metric_functions import load_metrics
 from stepmark.liveness.collection import quick_imports
 from stepmark.recipe.early_checks import check_early, check_metrics, work_offline_without_hub
 from stepmark.runtime.device import choose_device
@@ -20,7 +21,6 @@ from stepmark.trainer.run import Run
 from stepmark.training.compiled_layers import check_compiler
 
 if TYPE_CHECKING:
-    from stepmark.evaluation.metric_functions import MetricsFunctions
     from stepmark.runtime.context import Context
     from stepmark.trainer.trainer import Trainer
 
@@ -55,15 +55,9 @@ def begin(recipe: Recipe) -> Run:
         leave_out_torch_xla()
     unreachable = work_offline_without_hub(recipe)
     with quick_imports():
-        from stepmark.recipe.model import check_device_has_attention
-
-        _check_names(args)
-    check_metrics(recipe)
-    _load_metrics(recipe)
+        _check_choices(recipe, device)
     run = Run.open(args)
     context = run.context
-    check_compiler(args, context.runtime.device.type)
-    check_device_has_attention(recipe, context.runtime.device.type)
     ranks = f"{context.world.size} rank{'s' if context.world.size > 1 else ''}"
     _say(context, f"device: {context.runtime.name}, {ranks}")
     if unreachable:
@@ -77,15 +71,11 @@ def check_recipe(recipe: Recipe) -> None:
     Raises:
         StepmarkError: A run of the recipe would be refused.
     """
-    from stepmark.recipe.model import build_tokenizer, check_config, check_device_has_attention
+    from stepmark.recipe.model import build_tokenizer, check_config
 
     check_early(recipe)
     work_offline_without_hub(recipe)
-    _check_names(recipe.training)
-    device = choose_device(recipe.training.device_name)
-    check_compiler(recipe.training, device)
-    check_device_has_attention(recipe, device)
-    _load_metrics(recipe)
+    _check_choices(recipe, choose_device(recipe.training.device_name))
     check_config(recipe, build_tokenizer(recipe.model), makes_model=True)
 
 
@@ -116,7 +106,7 @@ def build_trainer(
         from stepmark.recipe.model import build_tokenizer, check_block_size, check_config, check_sharding
         from stepmark.trainer.trainer import Trainer
 
-    args, functions = recipe.training, _load_metrics(recipe)
+    args, functions = recipe.training, load_metrics(recipe.evaluation.metrics, "metrics")
     tokenizer = build_tokenizer(recipe.model)
     check_config(recipe, tokenizer)
     # An adapter is made over the complete model, and sharded with it.
@@ -139,18 +129,10 @@ def build_trainer(
         train_dataset=data.train,
         eval_dataset=data.validation,
         processing_class=tokenizer,
-        compute_metrics=functions.compute_metrics if functions is not None else None,
-        preprocess_logits_for_metrics=functions.preprocess_logits_for_metrics if functions is not None else None,
         callbacks=callbacks,
         run=run,
+        **functions,
     )
-
-
-def _load_metrics(recipe: Recipe) -> MetricsFunctions | None:
-    from stepmark.evaluation.metric_functions import load_metrics
-
-    name = recipe.evaluation.metrics
-    return None if name is None else load_metrics(name, "metrics")
 
 
 def _model_factory(args: TrainingFields, context: Context) -> Any:
@@ -182,15 +164,22 @@ def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
         return prepare(config, tokenizer, progress=lambda text: _say(context, text))
 
 
-def _check_names(args: TrainingFields) -> None:
-    """Raises UsageError for an optimizer, schedule or reporter that does not exist, before anything is built."""
+def _check_choices(recipe: Recipe, device: str) -> None:
+    """Raises UsageError for an optimizer, schedule, reporter or metric that does not exist, and a compiler or attention
+    that is not for the device, before anything is built."""
     from stepmark.config.optimizers import check_optimizer
+    from stepmark.recipe.model import check_device_has_attention
     from stepmark.trainer.callbacks import reporters
     from stepmark.training.learning_rate_schedule import check_schedule
 
+    args = recipe.training
     check_optimizer(args.optim)
     check_schedule(args.lr_scheduler_type)
     reporters(args)
+    check_metrics(recipe)
+    load_metrics(recipe.evaluation.metrics, "metrics")
+    check_compiler(args, device)
+    check_device_has_attention(recipe, device)
 
 
 def _check_vocabulary(model: Any, tokenizer: Any, recipe: Recipe) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from stepmark.liveness.failure_report import FAILURES, kept_failures
 from stepmark.liveness.progress import FLOOR
 from stepmark.model_folder.hints import import_hint
 from stepmark.report.liveness import Liveness, read_liveness, read_process
-from stepmark.trainer.run_folder.run_log import EVENTS, METRICS
+from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, RESTARTING
 from stepmark.trainer.run_folder.status import ENDED, FAILED, INTERRUPTED, RUNNING, STATUS, STUCK, RunStatus
 
 EVALUATIONS = "evaluations.jsonl"
@@ -358,8 +358,13 @@ def _ending(history: History, began: float, until: float) -> str | None:
         asked = [event for event in history.of_kind("stopping") if began <= (time_of(event) or 0.0) <= until]
         told = history.status.get("state") == INTERRUPTED or math.isfinite(until)
         return f"interrupted: {asked[-1].get('reason')}, before it stopped by itself" if asked and told else None
-    reason = ends[-1].get("reason")
-    return str(ends[-1]["event"]) + (f": {reason}" if reason else "")
+    return _told(ends[-1])
+
+
+def _told(event: Line) -> str:
+    """An ending and its reason."""
+    kind = FAILED if event["event"] == RESTARTING else str(event["event"])
+    return f"{kind}: {event['reason']}" if event.get("reason") else kind
 
 
 def names(histories: Sequence[History]) -> list[str]:
@@ -389,3 +394,41 @@ def best_of(histories: Sequence[History]) -> int | None:
     found = [(best.order, index, best.metric) for index, each in enumerate(histories) if (best := each.best())]
     comparable = len(histories) > 1 and len({metric for *_, metric in found}) == 1
     return min(found)[1] if comparable else None
+
+
+@dataclass(frozen=True)
+class AttemptRow:
+    """One attempt; None: unknown. `began` is in seconds since 1970, `ranks` their number, `first` the step from which
+    it trained and `last` the one where it ended."""
+
+    began: float | None = None
+    ranks: int | None = None
+    first: int | None = None
+    last: int | None = None
+    ended: str | None = None
+
+
+def read_attempts(history: History) -> list[AttemptRow]:
+    """The attempts in order. One that did not get as far as training is known if it was the supervisor's."""
+    found: list[AttemptRow] = []
+    current: AttemptRow | None = None
+    for event in history.of_kind("started", RESTARTING, *ENDED):
+        if event["event"] == "started":
+            found += _closed(current)
+            current = AttemptRow(time_of(event), number(event.get("ranks")), number(event.get("step")))
+            continue
+        # The step 0 stands for none in what a supervisor writes.
+        current = replace(current or AttemptRow(), last=number(event.get("step")) or None, ended=_told(event))
+        if event["event"] == RESTARTING:
+            found.append(current)
+            current = None
+    if current is not None and current.ended is None:
+        current = replace(current, last=history.last_step, ended=None if history.state in (RUNNING, STUCK) else KILLED)
+    return [*found, *([current] if current is not None else [])]
+
+
+def _closed(attempt: AttemptRow | None) -> Sequence[AttemptRow]:
+    """An attempt that was followed by another."""
+    if attempt is None:
+        return []
+    return [attempt if attempt.ended is not None else replace(attempt, ended=KILLED)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
+from stepmark.checkpoint.coordination.folder_claim import heartbeat_files
 from stepmark.liveness.heartbeat import BEAT, STALE, host_of, lock_verdict
 
 WATCHED = 2 * BEAT  # seconds in which a live process on another machine changes its heartbeat
@@ -35,7 +35,7 @@ def read_liveness(folder: Path) -> Liveness | None:
     On the machine of the run the kernel's lock decides at once. From another machine a heartbeat that looks old is
     watched for ten seconds, because the two clocks may differ.
     """
-    beats = {path: beat for path in _heartbeats(folder) if (beat := _time_of(path)) is not None}
+    beats = {path: beat for path in heartbeat_files(folder) if (beat := _time_of(path)) is not None}
     if not beats:
         return None
     newest = max(beats, key=lambda path: beats[path])
@@ -61,10 +61,6 @@ def read_process(status: Mapping[str, Any]) -> Liveness | None:
     except OSError:
         pass  # another user's
     return None
-
-
-def _heartbeats(folder: Path) -> list[Path]:
-    return list((folder / COORDINATION).glob("[!.]*/alive.*"))
 
 
 def _beating(paths: list[Path]) -> bool:

@@ -1,23 +1,42 @@
-"""The page: a summary with trouble first, then curves, checkpoints and events."""
+"""The page: a summary with trouble first, then curves, checkpoints and events. It is written to a file, with tables."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shlex
+import sys
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import stepmark
+from stepmark.errors import StepmarkError
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint, read_checkpoints
-from stepmark.report.figures import Figure, Mark, Series, axes, origin_of, total_seconds
-from stepmark.report.history import History, best_of, names, short_names
+from stepmark.report.figures import (
+    AXES,
+    POINTS,
+    Figure,
+    Mark,
+    Series,
+    axes,
+    figures,
+    interpolated,
+    marks,
+    origin_of,
+    total_seconds,
+)
+from stepmark.report.history import History, best_of, find_runs, names, of_another_tool, read_history, short_names
 from stepmark.report.html_table import asset, color
 from stepmark.report.summary import commands, header, header_of_all, printed, tiles, trouble, trouble_of_all
+from stepmark.report.system_figures import system_figures
 from stepmark.report.tables import (
     attempt_table,
     checkpoint_table,
@@ -43,20 +62,14 @@ PARTS = {
 }
 
 
-def render(
-    histories: Sequence[History],
-    folders: Sequence[Path],
-    figures: Sequence[Figure],
-    marks: Sequence[Mark],
-    now: float,
-    live: Mapping[str, Any] | None = None,
-) -> str:
-    """The complete, self-contained HTML page; `now` is in seconds since 1970. `live`: the version of a page that loads
+def make_page(histories: Sequence[History], folders: Sequence[Path], live: Mapping[str, Any] | None = None) -> str:
+    """The complete, self-contained HTML page of the runs in these folders. `live`: the version of a page that loads
     itself again, and after how many seconds it asks for another."""
+    drawn, events = all_figures(histories), marks(histories)
     runs, checkpoints = names(histories), [read_checkpoints(history) for history in histories]
     several, short, place = len(histories) > 1, short_names(histories), _places(histories)
     where = Path(os.path.commonpath([history.folder.resolve() for history in histories]))
-    written = f"Written by stepmark {stepmark.__version__}, {text.moment(now)}, from {escape(str(where))}."
+    written = f"Written by stepmark {stepmark.__version__}, {text.moment(time.time())}, from {escape(str(where))}."
     top = [_top_of_one(histories[0], checkpoints[0])]
     if several:
         top = [header_of_all(where.name, histories), trouble_of_all(histories, checkpoints, short)]
@@ -64,7 +77,7 @@ def render(
     body = [
         *top,
         configuration_table(histories),
-        _curves(figures, marks, short),
+        _curves(drawn, events, short),
         sample_table(histories),
         _runs(histories, checkpoints, short) if several else _rest_of_one(histories[0], checkpoints[0]),
         f"<footer>{written}</footer>",
@@ -73,9 +86,9 @@ def render(
         "runs": short,
         "names": runs,
         "command": shlex.join(["stepmark", "report", *(str(folder.absolute()) for folder in folders)]),
-        "colors": [color(index) for index in place] if several else [color(index) for index in range(_most(figures))],
-        "figures": [asdict(figure) for figure in figures],
-        "marks": [asdict(mark) for mark in marks],
+        "colors": [color(index) for index in place] if several else [color(index) for index in range(_most(drawn))],
+        "figures": [asdict(figure) for figure in drawn],
+        "marks": [asdict(mark) for mark in events],
         "axes": [axes(history) for history in histories],
         "best": best_of(histories),
         "fields": differences(histories) if several else {},
@@ -198,3 +211,65 @@ def _told(series: Series, runs: Sequence[str]) -> str:
     (first, begin), (last, end) = known[0], known[-1]
     values = f"{text.value(first)} at step {begin:,.0f}, {text.value(last)} at step {end:,.0f}"
     return f"{name}: {values}, lowest {text.value(min(known)[0])}, highest {text.value(max(known)[0])}"
+
+
+PAGE = "report.html"
+
+
+def write_report(folder: Path, more: Sequence[Path] = (), out: Path | None = None, tables: Path | None = None) -> Path:
+    """Writes the page of a run, or of all runs in a folder and in `more` (default: FOLDER/report.html), and returns its
+    path. With `tables`, also every figure as a CSV file of that folder.
+
+    Raises UsageError if a folder is not a run's output_dir and contains none, StepmarkError if a file cannot be
+    written.
+    """
+    histories = read_histories(folder, more)
+    page = out if out is not None else folder / PAGE
+    content = make_page(histories, (folder, *more))
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise StepmarkError(f"cannot write {page}: {error.strerror}; choose another file with --out") from error
+    if tables is not None:
+        _write_tables(tables, histories)
+    return page
+
+
+def read_histories(folder: Path, more: Sequence[Path]) -> list[History]:
+    """The history of each run in these folders; of several, without those of another tool."""
+    found = [run for each in (folder, *more) for run in find_runs(each)]
+    runs = [run for run in found if len(found) == 1 or not of_another_tool(run)] or found
+    for run in found:
+        if run not in runs:
+            _say_left_out(run)
+    with ThreadPoolExecutor(len(runs)) as pool:  # a run that seems killed is watched for some seconds
+        return list(pool.map(read_history, runs))
+
+
+@cache  # a page that is served is made again and again
+def _say_left_out(run: Path) -> None:
+    print(f"left out {run}: its checkpoints are another tool's", file=sys.stderr)
+
+
+def all_figures(histories: Sequence[History], *, complete: bool = False) -> list[Figure]:
+    """The figures of training and of the machine; `complete`: with every value, not those alone that are drawn."""
+    points = sys.maxsize if complete else max(POINTS * 8 // max(len(histories), 8), 100)
+    return [*figures(histories, points=points), *system_figures(histories, points=points)]
+
+
+def _write_tables(folder: Path, histories: Sequence[History]) -> None:
+    runs, places = names(histories), [axes(history, sys.maxsize) for history in histories]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for figure in all_figures(histories, complete=True):
+            with (folder / f"{figure.name}.csv").open("w", encoding="utf-8", newline="") as file:
+                rows = csv.writer(file)
+                rows.writerow(("run", "series", "step", "seconds", "value", *AXES))
+                for each in figure.series:
+                    others = [[interpolated(places[each.run].get(axis), x) for x in each.x] for axis in AXES]
+                    xs = [f"{x:.0f}" for x in each.x]
+                    columns = ([runs[each.run]] * len(xs), [each.name] * len(xs), xs, each.times, each.y, *others)
+                    rows.writerows(zip(*columns, strict=True))
+    except OSError as error:
+        raise StepmarkError(f"cannot write {folder}: {error.strerror}; choose another folder with --csv") from error

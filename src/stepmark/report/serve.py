@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.report.history import find_runs
-from stepmark.report.write import make_page, read_histories
+from stepmark.report.page import make_page, read_histories
 from stepmark.trainer.run_folder.status import STATUS
 
 HOST = "127.0.0.1"

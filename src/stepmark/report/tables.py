@@ -13,10 +13,9 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.report import text
-from stepmark.report.attempts import read_attempts
 from stepmark.report.checkpoints import Checkpoint
 from stepmark.report.figures import total_seconds
-from stepmark.report.history import KILLED, History, best_of, names, short_names
+from stepmark.report.history import KILLED, History, best_of, names, read_attempts, short_names
 from stepmark.report.html_table import asset, color, sorted_by, table
 from stepmark.report.summary import STATES, number, recent_median, speed
 

@@ -35,6 +35,16 @@ def host_memory() -> tuple[int, int] | None:
         return None
 
 
+def machine_memory() -> tuple[int, int] | None:
+    """Bytes of this machine's memory, and of it what is available; None where the system does not report them."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return 1024 * int(lines["MemTotal"].split()[0]), 1024 * int(lines["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
 def check_device_name(wish: str) -> None:
     """Raises UsageError for an unknown name: one that is not well known, and not a type of devices of torch's. Names
     that are not well known load torch, with the backends of devices that are installed."""

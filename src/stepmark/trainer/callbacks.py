@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
+import secrets
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,12 @@ from transformers.trainer_callback import (
 
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
+from stepmark.filesystem.json_files import replace_json
 from stepmark.liveness import console
 from stepmark.runtime.xla_environment import extracting_graphs
+from stepmark.trainer.run_folder.output_folder import TRACKERS
 from stepmark.trainer.run_folder.run_log import RunLog, read_metrics
 from stepmark.trainer.run_folder.status import DONE, RUNNING, RunStatus
-from stepmark.trainer.run_folder.trackers import same_runs
 from stepmark.trainer.setup import RunParts, count_epochs
 from stepmark.trainer.telemetry.progress import ProgressDisplay
 from stepmark.trainer.training_arguments import TrainingArguments
@@ -320,3 +324,37 @@ def is_better(args: TrainingFields, value: float, best: float | None) -> bool:
     if best is None:
         return True
     return value > best if args.greater_is_better else value < best
+
+
+@contextmanager
+def same_runs(folder: Path, args: Any, callbacks: Sequence[Any]) -> Iterator[None]:
+    """Inside the block, in which they begin, the callbacks continue the tracker runs of this folder, or name new ones;
+    what a program has named itself stays. For rank 0.
+
+    W&B takes a run's id from the environment. MLflow gives it, so it is noted at the end, with the server that it is
+    of. trackio knows runs by their name, to which the id is added. TensorBoard's run is a folder.
+    """
+    path, kinds = folder / TRACKERS, {type(each).__name__: each for each in callbacks}
+    known = json.loads(path.read_text()) if path.is_file() else {"id": secrets.token_hex(4)}
+    variables = {"WANDB_RUN_ID": known["id"], "WANDB_RESUME": "allow"} if "WANDB_RUN_ID" not in os.environ else {}
+    mlflow, board = sys.modules.get("mlflow") if "MLflowCallback" in kinds else None, kinds.get("TensorBoardCallback")
+    if mlflow is not None and mlflow.active_run() is None and "MLFLOW_RUN_ID" not in os.environ:
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or mlflow.get_tracking_uri()
+        variables |= {"MLFLOW_RUN_ID": known["mlflow"]} if known.get("mlflow_uri") == uri else {}
+    if board is not None and board.logging_dir is None:
+        board.logging_dir = str(folder / "runs" / known["id"])
+    before, name = {each: os.environ.get(each) for each in variables}, args.run_name
+    os.environ.update(variables)
+    if "TrackioCallback" in kinds:
+        args.run_name = f"{name or folder.name}-{known['id']}"
+    try:
+        yield
+    finally:
+        args.run_name = name
+        for each, value in before.items():
+            os.environ.pop(each, None)
+            os.environ.update({} if value is None else {each: value})
+    if mlflow is not None and mlflow.active_run() is not None:
+        known |= {"mlflow": mlflow.active_run().info.run_id, "mlflow_uri": mlflow.get_tracking_uri()}
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_json(path, known)

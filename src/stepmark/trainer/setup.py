@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, set_seed
 from transformers.debug_utils import DebugUnderflowOverflow
 
 from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
@@ -24,6 +25,7 @@ from stepmark.parallel.parallelize import ParallelizedModel, check_not_added_to,
 from stepmark.parallel.pipeline.staged_model import complete_size, staged
 from stepmark.parallel.tensor.adapted_layers import check_adapters
 from stepmark.runtime.context import Context
+from stepmark.runtime.eager import kept_generators
 from stepmark.runtime.mesh import PIPELINE, Mesh
 from stepmark.runtime.module_placement import (
     agree_on_tensors,
@@ -32,6 +34,7 @@ from stepmark.runtime.module_placement import (
     fetch_module,
     place_module,
 )
+from stepmark.runtime.seeds import kept_host_generators
 from stepmark.sharding.replication import replication_of
 from stepmark.trainer.compat.given_loader import GivenLoader
 from stepmark.trainer.loaders import TrainLoader
@@ -77,6 +80,46 @@ class RunParts:
     identity: dict[str, Any]
     data: Mapping[str, Any] | None = None
     evaluation: RunOptions | None = None
+
+
+def made_model(make: Callable[..., nn.Module], seed: int) -> nn.Module:
+    """A new model of a `model_init`, seeded as in transformers: every call gives the same weights. Global generators do
+    not advance. The function may have one parameter, a trial of a hyperparameter search, which is None.
+
+    Raises UsageError where the function returns something else.
+    """
+    arguments = [None] if inspect.signature(make).parameters else []
+    with kept_host_generators(), kept_generators():
+        set_seed(seed)
+        made = make(*arguments)
+    if not isinstance(made, nn.Module):
+        raise UsageError(f"model_init: should return an nn.Module, and returned a {type(made).__name__}")
+    return made
+
+
+def make_again(model: nn.Module, make: Callable[..., nn.Module], seed: int, mesh: Mesh) -> None:
+    """Gives `model` the first weights of its `model_init` again. Raises UsageError where it is sharded."""
+    sizes = mesh.tensor_parallel.size, mesh.pipeline.size, mesh.expert_parallel_size
+    for name, size in zip(("tensor", "pipeline", "expert"), sizes, strict=True):
+        if size > 1:
+            raise UsageError(f"model_init: with {name}_parallel_size, train() can be called once; make a new Trainer")
+    with torch.no_grad():
+        model.load_state_dict(made_model(make, seed).state_dict())
+
+
+def model_of(model: nn.Module | None, make: Callable[..., nn.Module] | None, seed: int) -> nn.Module:
+    """The given model, or the one that `make` makes. Raises UsageError where both or neither was given."""
+    if (model is None) == (make is None):
+        raise UsageError("model, model_init: a Trainer needs one of them; pass a model, or a function that makes it")
+    if make is not None:
+        return made_model(make, seed)
+    if not isinstance(model, nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"{model!r:.40}"
+        raise UsageError(
+            f"model: should be a torch.nn.Module, such as what AutoModelForCausalLM.from_pretrained(…) returns, and is "
+            f"{given}"
+        )
+    return model
 
 
 def count_steps(args: TrainingFields, loader: TrainLoader) -> int:

@@ -35,7 +35,6 @@ from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.compat.accelerator import Accelerator
 from stepmark.trainer.compat.given_loader import GivenLoader
-from stepmark.trainer.compat.model_factory import model_of
 from stepmark.trainer.compat.overrides import (
     NEED_COMPLETE_MODEL,
     call_compute_loss,
@@ -48,7 +47,6 @@ from stepmark.trainer.compat.overrides import (
     sampler_of,
 )
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
-from stepmark.trainer.compat.used_columns import ModelColumns
 from stepmark.trainer.evaluation import (
     PausableEvaluation,
     TrainerEvaluation,
@@ -56,10 +54,10 @@ from stepmark.trainer.evaluation import (
     logged_evaluation,
 )
 from stepmark.trainer.interruption.peer_watch import PeerWatches
-from stepmark.trainer.loaders import LoaderFactory, default_collator
+from stepmark.trainer.loaders import LoaderFactory, ModelColumns, default_collator
 from stepmark.trainer.run import Run
 from stepmark.trainer.run_folder.adapters import Adapter
-from stepmark.trainer.run_folder.hub_uploads import HubCallback, HubUploads, check_hub, write_model_card
+from stepmark.trainer.run_folder.hub_uploads import HubUploads, check_hub, write_model_card
 from stepmark.trainer.run_folder.model_export import SavedModel, saved_processing
 from stepmark.trainer.run_folder.run_identity import identity
 from stepmark.trainer.setup import (
@@ -69,9 +67,11 @@ from stepmark.trainer.setup import (
     check_packed,
     count_steps,
     debug_as_asked,
+    make_again,
     make_checkpointer,
     make_schedule,
     make_step,
+    model_of,
     prepare_model,
 )
 from stepmark.trainer.telemetry.progress import metric_lines
@@ -152,6 +152,7 @@ class Trainer:
     place_model_on_device = True
     arguments_class: type[TrainingArguments] | None = None  # of a library's trainer
     _signature_columns: list[str] | None = None
+    _trained = False  # by a call of `train`
     _passes: Passes | None = None  # of the micro-batch whose `training_step` is called
     _pending_save: tuple[Callable[[], None], Callable[[], None]] | None = None  # what begins it, and waits for it
 
@@ -184,8 +185,8 @@ class Trainer:
         self._memory_tracker.start()
         set_log_level(self.args)
         check_restarts(self.args.max_restarts)
-        model, self._factory = model_of(model, model_init, self.args.seed)
-        model = without_wrapper(model)
+        model = without_wrapper(model_of(model, model_init, self.args.seed))
+        self.model_init = model_init
         check_kinds(data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset)
         check_kinds(callbacks=callbacks, optimizers=optimizers)
         check_packed(model, train_dataset, eval_dataset)
@@ -227,7 +228,7 @@ class Trainer:
             check_hub(self.args, divided * shared)
             self.init_hf_repo()
             if self.args.hub_strategy != "end":
-                self.add_callback(HubCallback(self._hub))
+                self.add_callback(self._hub)
         self._watches = PeerWatches(self.mesh, self._callbacks)
         self._callbacks.event("on_init_end")
         self._memory_tracker.stop_and_update_metrics()
@@ -564,8 +565,9 @@ class Trainer:
         folder, run = Path(self.args.output_dir), self._run
         run.begin_training(folder)
         self._callbacks.reset()
-        if self._factory is not None:
-            self._factory.begin_run(self.model, self.mesh)
+        if self.model_init is not None and self._trained:
+            make_again(self.model, self.model_init, self.args.seed, self.mesh)
+        self._trained = True
         align_special_tokens(self.model, self.processing_class)
         with make_checkpointer(folder, self.args, self.mesh) as checkpointer:
             parts = self.make_parts()
@@ -594,7 +596,7 @@ class Trainer:
                     metrics, steps = loop.train(loop.restore(resume))
                     self._hub.wait()
                     metrics = run.write_training(metrics, steps, self.train_dataset)
-                    self._save_state()
+                    Trainer.save_state(self)
                 if save_model:
                     self.save_model()
                     if evaluates:
@@ -647,7 +649,7 @@ class Trainer:
     @property
     def evaluator(self) -> Evaluator:
         """Evaluates with the loss and the functions that the Trainer has now."""
-        return Evaluator.on_mesh(
+        return Evaluator(
             self.model,
             self.loss,
             self.mesh,
@@ -1053,9 +1055,6 @@ class Trainer:
         Raises:
             StepmarkError: The folder cannot be written to.
         """
-        self._save_state()
-
-    def _save_state(self) -> None:
         if self._run.log.writes:
             with self._run.writing():
                 self._callbacks.write_state(Path(self.args.output_dir))

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,16 +27,14 @@ from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.callbacks import RunCallbacks, is_better
 from stepmark.trainer.evaluation import PausableEvaluation
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
-from stepmark.trainer.interruption.run_end import record_end
-from stepmark.trainer.interruption.stop_request import reason_to_stop, withdraw
+from stepmark.trainer.interruption.run_end import reason_to_stop, record_end, withdraw
 from stepmark.trainer.resume import restore_run
 from stepmark.trainer.run_folder.output_folder import set_aside_earlier_attempt, set_aside_finished_run
 from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.status import INTERRUPTED
 from stepmark.trainer.setup import RunParts, check_start
 from stepmark.trainer.telemetry.banner import banner
-from stepmark.trainer.telemetry.expert_loads import load_fields
-from stepmark.trainer.telemetry.loss_meter import LossMeter
+from stepmark.trainer.telemetry.loss_meter import LossMeter, load_fields
 from stepmark.trainer.telemetry.monitor import Monitor
 from stepmark.trainer.telemetry.throughput import TotalFlos
 from stepmark.training.learning_rate_schedule import (
@@ -246,7 +245,7 @@ class TrainingLoop:
         while not self._trains_to_the_end():
             self._roll_back()
         self._checkpointer.wait()
-        self._monitor.close()
+        self._monitor.saves.close()
         if self._preemption is not None:  # another rank may still wait for an answer of this one's thread
             self._parts.context.host.barrier()
         entering(END)
@@ -480,7 +479,7 @@ class TrainingLoop:
         error = self._monitor.anomalies.diverged(ended=at_end and not loads_best)
         if error is not None:
             self._checkpointer.wait()
-            self._monitor.close()
+            self._monitor.saves.close()
             raise TrainingDiverged(self._parts.context.host.broadcast(error))
 
     def _check_spikes(self) -> None:
@@ -592,7 +591,7 @@ class TrainingLoop:
             metadata={
                 "identity": self._parts.identity,
                 "data": self._parts.data,
-                EVALUATION: None if self._parts.evaluation is None else self._parts.evaluation.to_metadata(),
+                EVALUATION: None if self._parts.evaluation is None else asdict(self._parts.evaluation),
                 "model_only": model_only,
                 "samples_per_step": self._parts.loader.layout.global_batch,
             },
@@ -662,7 +661,7 @@ class TrainingLoop:
         if saves and in_time:
             self._save()
         self._checkpointer.wait()
-        self._monitor.close()
+        self._monitor.saves.close()
         if not in_time:
             raise RunInterrupted(f"{preemption.signal_name}: there was no time for a save; the last checkpoint stands")
         saved = f"checkpoint-{self._step} is saved" if self._step else "nothing was trained yet"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -10,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.coordination.leases import Lease
+from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
@@ -19,7 +20,7 @@ from stepmark.evaluation.run_options import RunOptions
 from stepmark.liveness.collection import quick_imports
 from stepmark.recipe.used_recipe import USED_RECIPE, read_used_recipe, recipe_file_of
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment, warn_not_saved
-from stepmark.trainer.telemetry.progress import QUIET
+from stepmark.trainer.telemetry.progress import QUIET, aligned
 from stepmark.watcher.evaluation_data import Request
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, TABLE, finite
 
@@ -53,7 +54,7 @@ def _compile_cache(request: Request) -> bool | str | None:
     if request.is_run:
         recipe = _recipe_of_run(request.path)
     else:
-        recipe = read_used_recipe(request.path.absolute().parent) or _recipe_of(request.path)
+        recipe = read_used_recipe(request.path.absolute().parent) or recipe_of(request.path)
     return None if recipe is None else recipe.training.compile_cache
 
 
@@ -73,15 +74,11 @@ def _of_one(request: Request, mesh: Any) -> int:
 
     leads = mesh.context.host.rank == 0
     path = mesh.context.host.broadcast(newest(request))
-    lease = try_lease(path) if leads else None
-    try:
-        setup = EvaluationSetup.prepare(request, mesh, _recipe_of(path), path)
+    with reading(path, "once") if leads else contextlib.nullcontext():
+        setup = EvaluationSetup.prepare(request, mesh, recipe_of(path), path)
         if leads:
             _say(setup.summary(_origin(request, recipe_file_of(path), path, RunOptions.of_checkpoint(path))))
         metrics = setup.evaluate(path)
-    finally:
-        if lease is not None:
-            lease.release()
     if extracting_graphs():
         warn_not_saved(f"the evaluation of {path}")
     elif leads:
@@ -91,20 +88,7 @@ def _of_one(request: Request, mesh: Any) -> int:
     return 0
 
 
-def try_lease(path: Path) -> Lease | None:
-    """A lease on the checkpoint, so that a live run does not delete it; None where the folder is read-only."""
-    if step_of(path) is None:
-        return None
-    try:
-        lease = Lease.take(path, "once")
-    except OSError:
-        return None
-    if lease is None:
-        raise CheckpointNotFound(f"there is no checkpoint {path}")
-    return lease
-
-
-def _recipe_of(path: Path) -> Recipe | None:
+def recipe_of(path: Path) -> Recipe | None:
     """The recipe of the run that saved this checkpoint or model."""
     found = recipe_file_of(path)
     return None if found is None else read_used_recipe(found.parent)
@@ -211,7 +195,7 @@ def _table_of_model(path: Path, samples: Mapping[str, int], metrics: Mapping[str
     """All numbers of one model; `samples` are those of each set."""
     count = ", ".join(f"{count} samples" + (f" of {name}" if name else "") for name, count in samples.items())
     head = f"{path}: {count}" if count else str(path)
-    return f"{head}\n{_table([(name, _number(value)) for name, value in metrics.items()])}"
+    return "\n".join([head, *aligned([(name, _number(value)) for name, value in metrics.items()], right=(1,))])
 
 
 def _table_of_run(run: Path, lines: Lines, best: int | None) -> str:
@@ -227,17 +211,7 @@ def _table_of_run(run: Path, lines: Lines, best: int | None) -> str:
     for line in evaluated:
         step = f"{line['step']} (best)" if line["step"] == best else str(line["step"])
         rows.append([step, *(_number(line.get(name)) for name in names)])
-    return f"{_table(rows)}\n{last}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text in columns; the first is left-aligned, the others right-aligned."""
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join([*aligned(rows, right=range(1, len(names) + 1)), last])
 
 
 def _metrics(evaluated: Lines) -> list[str]:

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
+from stepmark.checkpoint.coordination.leases import reading
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.data.tokenize.encoding import TextEncoder
 from stepmark.errors import CheckpointNotFound, UsageError
 from stepmark.evaluation.prompt_samples import continuation
 from stepmark.evaluation.restored_model import ModelReader
-from stepmark.recipe.used_recipe import read_used_recipe, recipe_file_of
 from stepmark.runtime.device import choose_device, create_runtime
 from stepmark.training.model_labels import unwrapped
 from stepmark.training.model_options import check_attention
-from stepmark.watcher.command import newest, try_lease
+from stepmark.watcher.command import newest, recipe_of
 from stepmark.watcher.evaluation_data import Request
 from stepmark.watcher.setup import options_of, tokenizer_of
 
@@ -98,10 +98,8 @@ def open_generator(given: Any, options: Mapping[str, Any], chat: bool | None) ->
     if not given.path.is_dir():
         raise CheckpointNotFound(f"there is no folder {given.path}")
     path = newest(Request(given.path))
-    lease = try_lease(path)
-    try:
-        file, trust = recipe_file_of(path), given.trust_remote_code
-        recipe = None if file is None else read_used_recipe(file.parent)
+    with reading(path, "generate"):
+        recipe, trust = recipe_of(path), given.trust_remote_code
         run, tokenizer = options_of(recipe, path), tokenizer_of(recipe, path, trust)
         if tokenizer is None:
             raise UsageError(f"{path} has no tokenizer; a Trainer with processing_class saves it")
@@ -110,9 +108,6 @@ def open_generator(given: Any, options: Mapping[str, Any], chat: bool | None) ->
         named: dict[str, Any] = {"base_model": given.base_model, "attention": attention}
         reader = ModelReader(create_runtime(device), trust_remote_code=trust, **named)
         model: Any = unwrapped(reader.read(path)).eval()
-    finally:
-        if lease is not None:
-            lease.release()
     print(f"{path}, on {device}", file=sys.stderr, flush=True)
     chats = getattr(tokenizer, "chat_template", None) is not None
     if run.columns is not None:

@@ -10,39 +10,13 @@ from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, point_best
 from stepmark.errors import UsageError
-from stepmark.trainer.interruption.stop_request import ask_to_stop
+from stepmark.trainer.interruption.run_end import ask_to_stop
 from stepmark.watcher.evaluation_data import Request
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, EvaluationRecord, EvaluationRecords
 from stepmark.watcher.scheduler import RunState
 
 FOLDER = Path("runs") / "evaluation"  # beside the folders of training
 _NO_SCALARS = ("step", "time", "world_size")
-
-
-class Scalars:
-    """Writes each evaluation once, under `eval/…`, the names that the callback in training uses."""
-
-    def __init__(self, run: Path) -> None:
-        self._folder = run / FOLDER
-        self._writer: Any = None
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        """A line of evaluations.jsonl."""
-        if line["status"] != EVALUATED or importlib.util.find_spec("tensorboard") is None:
-            return
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self._folder))
-        for name, value in line.items():
-            if name not in _NO_SCALARS and isinstance(value, (int, float)):
-                self._writer.add_scalar(name.replace("eval_", "eval/", 1), value, line["step"], line["time"])
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        if self._writer is not None:
-            self._writer.close()
 
 
 @dataclass(frozen=True)
@@ -107,7 +81,7 @@ class EvaluationRecorder:
         self._run = request.path
         self._request = request
         self._show, self._say = show, say
-        self._scalars = Scalars(self._run)
+        self._writer: Any = None  # for TensorBoard
         self._moves_best = moves_best
         self._best: BestTracker | None = None
         self.best: int | None = None
@@ -129,13 +103,27 @@ class EvaluationRecorder:
         if line is None:
             return
         self._show(line, best == found.step)
-        self._scalars.add(line)
         if status == EVALUATED:
+            self._write_scalars(line)
             self._check_patience()
+
+    def _write_scalars(self, line: Mapping[str, Any]) -> None:
+        """To TensorBoard under `eval/…`, the names that the callback in training uses."""
+        if importlib.util.find_spec("tensorboard") is None:
+            return
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._run / FOLDER))
+        for name, value in line.items():
+            if name not in _NO_SCALARS and isinstance(value, (int, float)):
+                self._writer.add_scalar(name.replace("eval_", "eval/", 1), value, line["step"], line["time"])
+        self._writer.flush()
 
     def close(self) -> None:
         """Closes the files."""
-        self._scalars.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def _find_best(self, values: Mapping[str, Any]) -> int | None:
         """The step of the best evaluated checkpoint that exists, which is linked as `best` where that is wanted."""

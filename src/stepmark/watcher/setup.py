@@ -21,7 +21,7 @@ from stepmark.errors import CheckpointNotFound, DataError, UsageError
 from stepmark.evaluation.benchmarks import Benchmarks
 from stepmark.evaluation.evaluate import evaluate
 from stepmark.evaluation.metric_functions import load_function, load_metrics
-from stepmark.evaluation.metrics import plain_numbers, with_prefix
+from stepmark.evaluation.metrics import plain_values, with_prefix
 from stepmark.evaluation.restored_model import ModelReader, is_adapter, needs_code, read_config
 from stepmark.evaluation.run_options import RunOptions
 from stepmark.recipe.used_recipe import USED_RECIPE
@@ -164,7 +164,7 @@ class EvaluationSetup:
         model.eval()
         with torch.no_grad():
             found = load_function(self.evaluator, "--evaluator")(model, self.tokenizer, context)
-        own = plain_numbers(found, f"--evaluator {self.evaluator}")
+        own = plain_values(found, f"--evaluator {self.evaluator}", only_numbers=True)
         return {**with_prefix(own, PREFIX), **self._benchmarked(model)}
 
     def _benchmarked(self, model: nn.Module) -> dict[str, float]:
@@ -174,7 +174,6 @@ class EvaluationSetup:
         return {f"{PREFIX}_{name}": value for name, value in found.items()}
 
     def _standard(self, model: nn.Module) -> dict[str, float]:
-        metrics = None if self.metrics is None else load_metrics(self.metrics, "--metrics")
         sets = {name: each.blocks for name, each in self.sets.items()}
         check_packing(model, sets.values(), whole=False)
         return evaluate(
@@ -185,9 +184,8 @@ class EvaluationSetup:
             bf16=self.options.bf16,
             fp16=self.options.fp16,
             label_smoothing_factor=self.options.label_smoothing_factor,
-            compute_metrics=metrics.compute_metrics if metrics is not None else None,
-            preprocess_logits_for_metrics=metrics.preprocess_logits_for_metrics if metrics is not None else None,
             metric_key_prefix=PREFIX,
+            **load_metrics(self.metrics, "--metrics"),
         )
 
 

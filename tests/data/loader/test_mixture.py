@@ -20,7 +20,7 @@ from stepmark.data.loader.order import Stream, generator
 from stepmark.data.prepared_data import Prepared, prepare
 from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import CheckpointMismatch, UsageError
-from stepmark.trainer.compat.used_columns import ModelColumns, UsedColumns
+from stepmark.trainer.loaders import ModelColumns, UsedColumns
 
 TOKENIZER = byte_tokenizer()
 

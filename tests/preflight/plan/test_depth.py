@@ -8,9 +8,9 @@ import pytest
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig
 
 from stepmark.config.training_fields import TrainingFields
-from stepmark.preflight.plan import depth
-from stepmark.preflight.plan.depth import trace_deep
+from stepmark.preflight.plan import stages
 from stepmark.preflight.plan.simulated_mesh import DEVICES
+from stepmark.preflight.plan.stages import trace_deep
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_trace import StepTrace, trace_step
 
@@ -35,7 +35,7 @@ def peak(trace: StepTrace) -> int:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CONFIGS])
 def test_two_shallow_models_say_what_a_deep_one_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(depth, "TRACED", 0)  # models of so few layers would be traced completely
+    monkeypatch.setattr(stages, "LAYERS", 0)  # models of so few layers would be traced completely
     args = TrainingFields(zero_1=True, gradient_checkpointing=True, dtype="bfloat16")
     setup = StepSetup(CONFIGS[name], args, 4, 64, DEVICES["cuda"])
     assert peak(trace_deep(setup)) == pytest.approx(peak(trace_step(setup)), rel=1e-3)

@@ -14,10 +14,9 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stepmark.config.recipe import read_recipe
-from stepmark.preflight.plan.depth import trace_deep
 from stepmark.preflight.plan.plan import plan_recipe
 from stepmark.preflight.plan.simulated_mesh import DEVICES
-from stepmark.preflight.plan.stages import trace_stages
+from stepmark.preflight.plan.stages import trace_deep, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.recipe.model import build_config, build_tokenizer
 from tests.support.ranks import Ranks

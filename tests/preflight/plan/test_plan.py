@@ -19,9 +19,9 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.preflight.plan import plan as planning
 from stepmark.preflight.plan.candidates import neighbours, smaller
-from stepmark.preflight.plan.depth import trace_deep
 from stepmark.preflight.plan.plan import Plan, RankMemory, plan_recipe
 from stepmark.preflight.plan.simulated_mesh import DEVICES
+from stepmark.preflight.plan.stages import trace_deep
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_trace import StepTrace, trace_step
 from stepmark.preflight.plan.text import flags, to_text

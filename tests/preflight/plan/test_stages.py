@@ -14,8 +14,8 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig
 from stepmark.config.recipe import read_recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
-from stepmark.preflight.plan import depth, stages
 from stepmark.preflight.plan import plan as planning
+from stepmark.preflight.plan import stages
 from stepmark.preflight.plan.candidates import neighbours
 from stepmark.preflight.plan.plan import plan_recipe
 from stepmark.preflight.plan.simulated_mesh import DEVICES
@@ -103,9 +103,9 @@ def test_micro_batches_of_gpipe_are_extrapolated(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("fields", [{}, {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}])
 def test_layers_of_deep_stages_are_extrapolated(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
     found = setup(LlamaConfig(num_hidden_layers=26, **SMALL), **fields)
-    monkeypatch.setattr(depth, "TRACED", 0)
+    monkeypatch.setattr(stages, "LAYERS", 0)
     extrapolated = peaks(found)
-    monkeypatch.setattr(depth, "TRACED", 100)
+    monkeypatch.setattr(stages, "LAYERS", 100)
     assert extrapolated == pytest.approx(peaks(found), rel=1e-3)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from stepmark.preflight.precompile.graph_text import NEW, Graph, GraphText
-from stepmark.preflight.precompile.table import describe
+from stepmark.preflight.precompile.graph_text import NEW, Graph, GraphText, describe
 
 STEP = Graph("step", GraphText(1200, 79), "a", 1.25, NEW)
 ODD = Graph("evaluation", GraphText(90, 25, ("a call to the host (f)",)), "b", 0.5, NEW)

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.filesystem.json_files import read_lines
-from stepmark.report.attempts import read_attempts
-from stepmark.report.history import read_history
+from stepmark.report.history import read_attempts, read_history
 from stepmark.trainer.run_folder.run_log import EVENTS, read_metrics
 from tests.support.processes import free_port
 from tests.support.recipes import write_recipe

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.report.history import read_history
-from stepmark.report.write import write_report
+from stepmark.report.page import write_report
 from tests.support import commands
 from tests.support.interference import install
 from tests.support.ranks import Ranks

@@ -13,8 +13,7 @@ import pytest
 
 from stepmark.filesystem.json_files import read_lines
 from stepmark.launch.supervisor import ForwardedSignals
-from stepmark.report.attempts import read_attempts
-from stepmark.report.history import read_history
+from stepmark.report.history import read_attempts, read_history
 from stepmark.trainer.run_folder.run_log import EVENTS, read_metrics
 from tests.support import commands
 from tests.support.interference import install

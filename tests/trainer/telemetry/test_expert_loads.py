@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from stepmark import read_metrics
 from stepmark.trainer.telemetry.anomalies import FEWEST_TOKENS, STARVED_LOGS, Anomaly, AnomalyDetector
-from stepmark.trainer.telemetry.expert_loads import ExpertLoadMeter, load_fields
+from stepmark.trainer.telemetry.loss_meter import ExpertLoadMeter, load_fields
 from tests.support.mesh_programs import make_trainer
 from tests.support.ranks import Ranks
 

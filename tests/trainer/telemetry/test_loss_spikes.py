@@ -16,7 +16,7 @@ from stepmark import Trainer, TrainingArguments
 from stepmark.cli.main import run as call
 from stepmark.errors import TrainingDiverged, UsageError
 from stepmark.filesystem.json_files import read_lines
-from stepmark.trainer.telemetry.loss_spikes import SpikeDetector
+from stepmark.trainer.telemetry.anomalies import SpikeDetector
 from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
 

@@ -24,7 +24,7 @@ from stepmark.runtime.compile_cache import NEURON_FLAGS, NEURON_URL, Setting, ne
 from stepmark.runtime.context import group_backend
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.eager import can_pin
-from stepmark.runtime.hardware import neuron_device_present, tpu_present
+from stepmark.runtime.hardware import machine_memory, neuron_device_present, tpu_present
 from stepmark.runtime.neuron.neuron_environment import CORES, core_of, visible_cores
 from stepmark.runtime.versions import installed_version
 from stepmark.runtime.xla_environment import TYPE_OVERRIDES, is_on
@@ -34,7 +34,6 @@ SHARED_MEMORY = Path("/dev/shm")
 LITTLE_SHARED_MEMORY = 1 << 30
 FEW_FILES = 4096
 TRIED_BYTES = 1 << 20
-MEMORY = Path("/proc/meminfo")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -50,11 +49,9 @@ def look_at_machine(workers: int) -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    try:
-        lines = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
-        total, free = (1024 * int(lines[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
-    except (OSError, KeyError, ValueError):
+    if (found := machine_memory()) is None:
         return
+    total, free = found
     text = f"{total / 1e9:.1f} GB, {free / 1e9:.1f} GB available"
     yield Finding(TOPIC, "memory", text, values={"total": total, "available": free})
 

@@ -24,9 +24,8 @@ from stepmark.parallel.pipeline.balance import active_experts
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.parallel.pipeline.staged_model import ModelSize
 from stepmark.preflight.plan.candidates import neighbours, smaller
-from stepmark.preflight.plan.depth import trace_deep
 from stepmark.preflight.plan.simulated_mesh import PlannedDevice, planned_device
-from stepmark.preflight.plan.stages import StageTrace, trace_stages
+from stepmark.preflight.plan.stages import StageTrace, trace_deep, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_trace import StepTrace, meta_model
 from stepmark.recipe.model import build_config, build_tokenizer, check_block_size, check_device_has_attention

@@ -7,8 +7,8 @@ tensors are fake and the other ranks are missing. So no formula has to know what
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from stepmark.preflight.plan.allocations import (
     PARAMETERS,
     AllocationTracker,
 )
-from stepmark.preflight.plan.simulated_mesh import PlannedDevice, SimulatedMesh, simulated_ranks
+from stepmark.preflight.plan.simulated_mesh import SimulatedMesh, simulated_ranks
 from stepmark.preflight.plan.step_setup import StepSetup, stage_inputs, watch_stage
 from stepmark.recipe.model import configured, make_model
 from stepmark.runtime.eager import EagerRuntime
@@ -111,15 +111,13 @@ def trace_step(setup: StepSetup) -> StepTrace:
 
 
 def _trace(setup: StepSetup) -> StepTrace:
-    tracker = AllocationTracker(setup.device.rounding)
-    if setup.args.full_sharding is None or setup.axes[DATA] == 1:
-        return _traced(setup, tracker)
-    with simulated_ranks(setup.ranks), tracker.resizing():
-        return _traced(setup, tracker)
-
-
-def _traced(setup: StepSetup, tracker: AllocationTracker) -> StepTrace:
-    with FakeTensorMode(allow_non_fake_inputs=True), tracker, _attention(setup.device):
+    tracker, contexts = AllocationTracker(setup.device.rounding), ExitStack()
+    if setup.args.full_sharding is not None and setup.axes[DATA] > 1:
+        contexts.enter_context(simulated_ranks(setup.ranks))
+        contexts.enter_context(tracker.resizing())
+    if setup.device.lazy:  # XLA has no fused attention: the scores are tensors of the graph
+        contexts.enter_context(sdpa_kernel(SDPBackend.MATH))
+    with contexts, FakeTensorMode(allow_non_fake_inputs=True), tracker:
         model, mesh = _make_model(setup, tracker)
         optimizer = step_optimizer(model, setup.args, mesh)
         optimizer.ensure_state()
@@ -133,16 +131,6 @@ def _traced(setup: StepSetup, tracker: AllocationTracker) -> StepTrace:
         updated = sum(tensor.numel() for group in optimizer.inner.param_groups for tensor in group["params"])
     masters = 0 if setup.args.dtype == "float32" else torch.float32.itemsize
     return StepTrace(tracker.peaks(), usage[OPTIMIZER] / max(updated, 1) + masters)
-
-
-@contextmanager
-def _attention(device: PlannedDevice) -> Iterator[None]:
-    """XLA has no fused attention: the scores are tensors of the graph."""
-    if not device.lazy:
-        yield
-        return
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
 
 
 def meta_model(setup: StepSetup) -> nn.Module:

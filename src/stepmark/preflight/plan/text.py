@@ -9,6 +9,7 @@ from stepmark.preflight.plan.allocations import CATEGORIES
 from stepmark.preflight.plan.plan import HEADROOM, Plan, RankMemory
 from stepmark.preflight.plan.stages import StageTrace
 from stepmark.preflight.plan.step_trace import StepTrace
+from stepmark.trainer.telemetry.progress import aligned
 
 GIGABYTE = 10**9
 COLUMNS = ("mesh", "zero_1", "sequence", "checkpointing", "rows x micro", *CATEGORIES, "peak")
@@ -91,10 +92,8 @@ def _table(plan: Plan) -> Iterator[str]:
             yield f"  {_mesh(plan, option)}: not possible: {option.impossible}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"  {line}" for line in aligned(rows, right=range(len(rows[0])))]
 
 
 def _row(plan: Plan, option: RankMemory, piped: bool) -> tuple[str, ...]:

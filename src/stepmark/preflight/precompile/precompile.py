@@ -23,8 +23,8 @@ from stepmark.data.prepared_data import Prepared, choose_block_size
 from stepmark.data.tokenize.packing import PackedBlocks
 from stepmark.data.tokenize.tokenized_rows import TokenizedRows
 from stepmark.errors import UsageError
+from stepmark.preflight.precompile.graph_text import describe
 from stepmark.preflight.precompile.neuron import check_kept
-from stepmark.preflight.precompile.table import describe
 from stepmark.recipe.train import begin, build_trainer
 from stepmark.runtime.compile_cache import INDUCTOR_FOLDER, kept_in, switched_on
 from stepmark.runtime.hardware import neuron_device_present

@@ -1,8 +1,13 @@
-"""Records how a run ended that did not reach its end: by an error, or by a signal, also one outside training."""
+"""How a run ends before its last step. It is recorded for an error, and for a signal, also one outside training.
+
+A request from outside is a file in the run's coordination folder, which rank 0 reads after every save. The run stops at
+that checkpoint, on all ranks after the same step, and can be resumed from there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -14,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepmark.checkpoint.coordination.folder_claim import held_by_another
+from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
 from stepmark.errors import StepmarkError
+from stepmark.filesystem import files
 from stepmark.launch.ending_at_signals import ending_at_signals
 from stepmark.launch.restarts import may_be_restarted
 from stepmark.launch.signal_listener import RunInterrupted, how_to_go_on
@@ -139,3 +146,28 @@ def record_end(callbacks: RunCallbacks, error: BaseException, host: HostGroup) -
             run_log.failed(step, reason, final=not may_be_restarted(callbacks.args.max_restarts, error))
     elif not isinstance(error, KeyboardInterrupt):
         keep_failure(Path(callbacks.args.output_dir), error, World.from_environment().rank)
+
+
+REQUEST = "stop.json"
+
+
+def ask_to_stop(run: Path, reason: str) -> None:
+    """Asks the run in this folder to stop after its next save. Raises OSError if the folder cannot be written to."""
+    folder = run / COORDINATION
+    files.make_folder(folder)
+    files.replace_file(folder / REQUEST, json.dumps({"reason": reason, "time": time.time()}).encode())
+
+
+def reason_to_stop(run: Path) -> str | None:
+    """The reason in the request; None without a request."""
+    try:
+        return str(json.loads((run / COORDINATION / REQUEST).read_bytes())["reason"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, KeyError, TypeError):
+        return "a stop was requested, but the reason cannot be read"
+
+
+def withdraw(run: Path) -> None:
+    """Removes a request."""
+    files.remove_file(run / COORDINATION / REQUEST)

@@ -38,9 +38,10 @@ NOT_MODEL = [
 NOT_OF_MODEL = ["optimizer/**", "manifest.json", "state.json", "trainer_state.json"]  # in a checkpoint
 
 
-class HubUploads:
+class HubUploads(TrainerCallback):
     """A Trainer's uploads to its repository on the hub. Rank 0 has one, once `create` was called; the other ranks have
-    none, and neither has a process that only extracts graphs: there `name` is None, and the calls do nothing."""
+    none, and neither has a process that only extracts graphs: there `name` is None, and the calls do nothing. As a
+    callback, of all ranks so that they wait for the same saves, it uploads each checkpoint that is complete on disk."""
 
     def __init__(self, host: HostGroup) -> None:
         self.name: str | None = None
@@ -81,13 +82,16 @@ class HubUploads:
 
         return upload() if blocking else self._in_background(upload)
 
-    def push_checkpoint(self, args: TrainingArguments, step: int) -> None:
-        """Uploads a copy of a checkpoint in the background, as `hub_strategy` says; nothing while another is uploading,
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Uploads a copy of the checkpoint in the background, as `hub_strategy` says; none while another is uploading,
         unless `hub_always_push` is set."""
+        step = state.global_step
         if self.name is None or (not args.hub_always_push and any(not each.done() for each in self._uploads)):
             return
         folder = checkpoint_path(Path(args.output_dir), step)
-        staged = _linked(folder, Path(args.output_dir) / f".hub-{step}")
+        staged = Path(args.output_dir) / f".hub-{step}"  # outlives the checkpoint; in hard links where it can
+        shutil.rmtree(staged, ignore_errors=True)
+        shutil.copytree(folder, staged, copy_function=_link)
         complete = {"checkpoint": LAST_CHECKPOINT, "all_checkpoints": folder.name}.get(args.hub_strategy)
         message = f"Training in progress, step {step}"
 
@@ -137,23 +141,6 @@ def _explained(what: str) -> Iterator[None]:
         raise StepmarkError(
             f"{what}: {first}; check the token (`hf auth login`, or hub_token) and the network"
         ) from error
-
-
-class HubCallback(TrainerCallback):
-    """Uploads each checkpoint of a run when it is complete on disk. All ranks have it, to wait for the same saves."""
-
-    def __init__(self, uploads: HubUploads) -> None:
-        self._uploads = uploads
-
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._uploads.push_checkpoint(args, state.global_step)
-
-
-def _linked(folder: Path, copied: Path) -> Path:
-    """A copy of a checkpoint, in hard links where the file system has them, that outlives the checkpoint."""
-    shutil.rmtree(copied, ignore_errors=True)
-    shutil.copytree(folder, copied, copy_function=_link)
-    return copied
 
 
 def _link(source: str, target: str) -> None:

@@ -29,7 +29,6 @@ from stepmark.model_folder.hints import import_hint
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, RESTARTING, SYSTEM
 from stepmark.trainer.run_folder.status import STATUS, RunStatus
-from stepmark.trainer.run_folder.trackers import TRACKERS
 
 if TYPE_CHECKING:
     from stepmark.liveness.host_group import HostGroup
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("stepmark")
 
 EARLIER = "earlier-run-"
+TRACKERS = "trackers.json"  # the runs of experiment trackers (callbacks.py)
 RECORDS = (  # of a run, in its folder
     "best",
     METRICS,

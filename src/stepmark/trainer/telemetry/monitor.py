@@ -32,9 +32,8 @@ from stepmark.runtime.versions import software_versions
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.setup import RunParts
-from stepmark.trainer.telemetry.anomalies import Anomaly, AnomalyDetector
+from stepmark.trainer.telemetry.anomalies import Anomaly, AnomalyDetector, SpikeDetector
 from stepmark.trainer.telemetry.lazy_device import Compilation, DeviceReadMonitor, RecompilationMonitor
-from stepmark.trainer.telemetry.loss_spikes import SpikeDetector
 from stepmark.trainer.telemetry.save_history import SaveHistory
 from stepmark.trainer.telemetry.system_samples import SystemSampler
 from stepmark.trainer.telemetry.throughput import RunTimers, Throughput, device_model, memory_fields
@@ -63,7 +62,7 @@ class Monitor:
         self._runtime = context.runtime
         self._throughput = Throughput(parts.model, context.runtime, context.world.size, dtype)
         self._system = SystemSampler(folder, context.world.rank, context.runtime, writes=not extracts)
-        self._saves = SaveHistory(run_log, folder, self.anomalies) if run_log.writes else None
+        self.saves = SaveHistory(run_log, folder, self.anomalies)
         self._recompilations: RecompilationMonitor | None = None
         self._device_reads: DeviceReadMonitor | None = None
         self._compilations = 0
@@ -121,8 +120,7 @@ class Monitor:
         self._throughput.add(batch)
         if self._recompilations is not None:
             self._recompilations.ended("step", step)
-        if self._saves is not None:
-            self._saves.poll()
+        self.saves.poll()
         self._system.poll(step)
 
     @contextmanager
@@ -155,21 +153,14 @@ class Monitor:
 
     def save_begun(self, handle: SaveHandle) -> None:
         """Within the part "save": the checkpoint no longer keeps training from continuing."""
-        if self._saves is not None:
-            self._saves.begun(handle, time.perf_counter() - self._part_began)
+        self.saves.begun(handle, time.perf_counter() - self._part_began)
 
     def restored(self, checkpoint: Path, step: int, quarantined: Sequence[tuple[Path, str]]) -> None:
         """The run continues from this checkpoint; those in `quarantined` were corrupted, each with the reason."""
         for path, reason in quarantined:
             reason = reason.removeprefix(f"{path}/")
             self._run_log.event("set_aside", step_of(path) or 0, checkpoint=path.name, reason=reason)
-        if self._saves is not None:
-            self._saves.restored(checkpoint, step)
-
-    def close(self) -> None:
-        """Reports what has not been reported yet."""
-        if self._saves is not None:
-            self._saves.close()
+        self.saves.restored(checkpoint, step)
 
     # Findings
 

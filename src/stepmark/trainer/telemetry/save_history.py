@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -19,54 +18,47 @@ from stepmark.trainer.telemetry.anomalies import AnomalyDetector
 MODEL = "model"  # the group of tensors, and the section, that holds the weights
 
 
-@dataclass(frozen=True)
-class _Begun:
-    handle: SaveHandle
-    stall: float
-    moved: int
-
-
 class SaveHistory:
-    """Tracks the saves of a run, on the rank that writes its log. `poll` is cheap and is called at every step."""
+    """Tracks the saves of a run on the rank that writes its log; elsewhere calls do nothing. `poll` is cheap and
+    is called at every step."""
 
     def __init__(self, run_log: RunLog, folder: Path, anomalies: AnomalyDetector) -> None:
         self._run_log = run_log
         self._folder = folder
         self._anomalies = anomalies
-        self._pending: list[_Begun] = []
+        self._pending: list[tuple[SaveHandle, float, int]] = []  # with the stall, and the steps that moved the weights
         self._reading: threading.Thread | None = None
 
     def begun(self, handle: SaveHandle, stall: float) -> None:
         """A save has begun; training waited `stall` seconds for it."""
+        if not self._run_log.writes:
+            return
         self._anomalies.marked(handle.step)
-        self._pending.append(_Begun(handle, stall, self._anomalies.moved()))
+        self._pending.append((handle, stall, self._anomalies.moved()))
         self._run_log.event("save_begun", handle.step, stall_seconds=stall)
         self.poll()
 
     def restored(self, checkpoint: Path, step: int) -> None:
         """The run continues from this checkpoint."""
+        if not self._run_log.writes:
+            return
         self._run_log.describe(newest_checkpoint=checkpoint.name)
         self._anomalies.marked(step)
         self._compare_weights(checkpoint, step, moved=0)
 
     def poll(self) -> None:
         """Reports the saves that have ended since the last call."""
-        for save in [save for save in self._pending if save.handle.done()]:
+        for save in [save for save in self._pending if save[0].done()]:
             self._pending.remove(save)
-            step = save.handle.step
-            path = checkpoint_path(self._folder, step)
-            if save.handle.failed():  # the error that ends the run says why
-                self._run_log.event("save_failed", step, stall_seconds=save.stall)
+            handle, stall, moved = save
+            step, path = handle.step, checkpoint_path(self._folder, handle.step)
+            if handle.failed():  # the error that ends the run says why
+                self._run_log.event("save_failed", step, stall_seconds=stall)
                 continue
-            self._run_log.event(
-                "saved",
-                step,
-                stall_seconds=save.stall,
-                durable_seconds=save.handle.seconds,
-                bytes=save.handle.size,
-            )
+            sizes = {"durable_seconds": handle.seconds, "bytes": handle.size}
+            self._run_log.event("saved", step, stall_seconds=stall, **sizes)
             self._run_log.describe_now(newest_checkpoint=path.name)
-            self._compare_weights(path, step, save.moved)
+            self._compare_weights(path, step, moved)
 
     def close(self) -> None:
         """Returns when every save is reported."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from stepmark.filesystem.json_files import append_line
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.hardware import host_memory
+from stepmark.runtime.hardware import host_memory, machine_memory
 from stepmark.trainer.run_folder.run_log import SYSTEM
 
 logger = logging.getLogger("stepmark")
@@ -57,10 +57,11 @@ class SystemSampler:
         append_line(self._path, {"step": step, "time": time.time(), **rates, **self._memory()})
 
     def _memory(self) -> dict[str, Any]:
-        host, device = host_memory(), None if self._runtime is None else self._runtime.memory()
+        host, machine = host_memory(), machine_memory()
+        device = None if self._runtime is None else self._runtime.memory()
         found = {
             "memory": None if host is None else host[0],
-            "host_memory_used": _memory_used(),
+            "host_memory_used": None if machine is None else 1 - machine[1] / machine[0],
             "device_memory": None if device is None else device.used,
         }
         return {name: value for name, value in found.items() if value is not None}
@@ -94,13 +95,3 @@ def _network() -> dict[str, float]:
     except (OSError, IndexError, ValueError):
         return {}
     return {"network_received": received, "network_sent": sent}
-
-
-def _memory_used() -> float | None:
-    """The share of the host's memory in use, from 0 to 1."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free, total = (float(lines[name].split()[0]) for name in ("MemAvailable", "MemTotal"))
-        return 1 - free / total
-    except (OSError, KeyError, ValueError, ZeroDivisionError):
-        return None
