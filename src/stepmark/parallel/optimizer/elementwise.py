@@ -39,16 +39,6 @@ _WITHOUT = {
 }
 
 
-def check_elementwise(kind: type[torch.optim.Optimizer]) -> None:
-    """Checks that an optimizer may work on flat shards of parameters.
-
-    Raises:
-        UsageError: The optimizer uses complete parameters (their norm or shape), or it is unknown whether it does.
-    """
-    if sharding_unit(kind) != "element":
-        raise UsageError(f"zero_1: {kind.__name__} uses complete parameters, and would see flat shards of them")
-
-
 def sharding_unit(kind: type[torch.optim.Optimizer], field: str = "zero_1") -> Unit:
     """By what ZeRO-1 divides this optimizer's work: elements, or whole parameters. `field`: what asks for it, for the
     message.

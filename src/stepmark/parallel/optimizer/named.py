@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import UsageError
-from stepmark.parallel.gradients.reducer import GradientReducer
+from stepmark.parallel.gradients.reducer import GradientReducer, mean_gradients
 from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.parallel.optimizer.wrapped import (
     load_hyperparameters,
@@ -66,8 +66,14 @@ class Held:
                 yield name, value
 
 
-class Distribution(Protocol):
+class Distribution:
     """Which tensors this rank updates, and how ranks share gradients and new values.
+
+    Args:
+        groups: The optimizer's groups.
+        order: The names in the model's order, which `parameters` follows, so that sums over all gradients do not depend
+            on the groups; None: that of the groups.
+        bucket_elements: How many gradients are sent at a time; None: by the device.
 
     Attributes:
         names: Of all parameters, in the model's order.
@@ -80,20 +86,30 @@ class Distribution(Protocol):
         place: What this rank's own state fits, in plain values.
     """
 
-    names: list[str]
-    parameters: list[nn.Parameter]
-    groups: list[list[str]]
     held: list[Held]
-    divided_by: str | None
-    separate: bool
-    arrivals: Arrivals
-    place: dict[str, Any]
+    divided_by: str | None = None
+    separate = True
+
+    def __init__(
+        self, groups: Groups, *, order: Sequence[str] | None = None, bucket_elements: int | None = None
+    ) -> None:
+        parameters = {name: parameter for group in groups for name, parameter in group["params"]}
+        self.groups = [[name for name, _ in group["params"]] for group in groups]
+        self.names = [name for name in order or parameters if name in parameters]
+        self.parameters: list[nn.Parameter] = [parameters[name] for name in self.names]
+        self.arrivals = Arrivals()
+        self.place: dict[str, Any] = {}
+        self._bucket_elements = bucket_elements
 
     def gradients(self, mesh: Mesh, **options: Any) -> GradientReducer:
         """Makes the reducer whose gradients `assigned` takes; see `mean_gradients` for the options."""
+        named = list(zip(self.names, self.parameters, strict=True))
+        return mean_gradients(named, mesh, bucket_elements=self._bucket_elements, **options)
 
     def assigned(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradient of each of `held`. Collective unless all are None."""
+        named = dict(zip(self.names, gradients, strict=True))
+        return [named[str(held.key)] for held in self.held]
 
     def follow(self) -> None:
         """Takes over what a script has written to parameters since the last update."""
@@ -307,32 +323,3 @@ class NamedOptimizer:
         """Bytes of optimizer state that this rank holds, master weights included."""
         values = [value for held in self._held for value in self._state_of(held).values()]
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
-
-
-def named_around(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[nn.Parameter, str],
-    distribute: Callable[[Groups], Distribution],
-    runtime: Runtime,
-) -> NamedOptimizer:
-    """An optimizer that the user created over the model's parameters, which gets the tensors of a distribution in their
-    place. `names` are the model's.
-
-    Raises:
-        UsageError: It holds a parameter that is not in the model.
-    """
-    groups = []
-    for group in optimizer.param_groups:
-        if any(parameter not in names for parameter in group["params"]):
-            raise UsageError(
-                "optimizers: the optimizer holds a parameter that is not in the model, so that no checkpoint would "
-                "have it; make its module part of the model (model.criterion = …), or leave it out"
-            )
-        groups.append({**group, "params": [(names[parameter], parameter) for parameter in group["params"]]})
-
-    def exchange(held: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        for own, group in zip(optimizer.param_groups, held, strict=True):
-            own["params"] = group["params"]
-        return optimizer
-
-    return NamedOptimizer(distribute(groups), groups, exchange, runtime, given=True)

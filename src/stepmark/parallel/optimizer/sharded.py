@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from stepmark.errors import UsageError
-from stepmark.parallel.full_sharding import now
 from stepmark.parallel.gradients.reducer import GradientReducer, gradients_of_shards
-from stepmark.parallel.optimizer.elementwise import sharding_unit
-from stepmark.parallel.optimizer.named import Groups, Make, NamedOptimizer, named_around
+from stepmark.parallel.optimizer.named import Groups
 from stepmark.parallel.optimizer.replicated import Replicated
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
@@ -26,7 +21,9 @@ class LocalShards(Replicated):
 
     divided_by: str | None = "fsdp"
 
-    def __init__(self, groups: Groups, runtime: Runtime, *, order: Sequence[str], master_weights: bool = True) -> None:
+    def __init__(
+        self, groups: Groups, runtime: Runtime, *, order: Sequence[str] | None = None, master_weights: bool = True
+    ) -> None:
         self._sharded = {name: parameter for group in groups for name, parameter in group["params"]}
         self._local = {name: _local(parameter) for name, parameter in self._sharded.items()}
         local = [{**group, "params": [(name, self._local[name]) for name, _ in group["params"]]} for group in groups]
@@ -50,37 +47,3 @@ def _local(parameter: Any) -> nn.Parameter:
     local = nn.Parameter(parameter._local_tensor.detach(), requires_grad=parameter.requires_grad)
     annotate(local, layout_of_dtensor(parameter))
     return local
-
-
-def local_shards(groups: Groups, make: Make, runtime: Runtime, *, order: Sequence[str]) -> NamedOptimizer:
-    """An elementwise optimizer over this rank's shards; for the arguments see `Replicated` and `NamedOptimizer`.
-
-    Raises:
-        UsageError: The optimizer uses complete parameters.
-    """
-    made = NamedOptimizer(LocalShards(groups, runtime, order=order), groups, make, runtime)
-    _check_kind(made.inner)
-    return made
-
-
-def local_shards_around(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], runtime: Runtime
-) -> NamedOptimizer:
-    """Gives an optimizer that the user created over the model's parameters, sharded or not yet, this rank's shards.
-
-    Raises:
-        UsageError: It holds a parameter that is not in the model, uses complete ones, or has taken a step.
-    """
-    _check_kind(optimizer)
-    if optimizer.state:
-        raise UsageError("fsdp and optimizers: the optimizer has a state already; pass one that has taken no step")
-    for group in optimizer.param_groups:
-        group["params"] = [now(parameter) for parameter in group["params"]]
-    distribute = partial(LocalShards, runtime=runtime, order=list(names.values()), master_weights=False)
-    return named_around(optimizer, names, distribute, runtime)
-
-
-def _check_kind(optimizer: torch.optim.Optimizer) -> None:
-    kind = type(optimizer)
-    if sharding_unit(kind, "fsdp") != "element":
-        raise UsageError(f"fsdp: {kind.__name__} uses complete parameters, and would see shards; use zero_1 instead")
