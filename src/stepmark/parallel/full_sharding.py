@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepmark.config.full_sharding import LAYERS, FullSharding
 from stepmark.errors import UsageError
-from stepmark.runtime.collectives import GroupCollectives, Shares
+from stepmark.runtime.collectives import GroupCollectives, RankWeights
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from stepmark.sharding.dtensor import is_dtensor, local_of
@@ -57,7 +57,7 @@ class LayerGradients(LayerParameters):
     def __init__(self, axis: GroupCollectives, copies: int) -> None:
         super().__init__(axis)
         self.copies = copies
-        self.shares: Shares | None = None
+        self.shares: RankWeights | None = None
         self.dtype = torch.float32
         self._output: Tensor | None = None
 

@@ -25,7 +25,7 @@ def place_module(module: nn.Module, runtime: Runtime) -> None:
     fetch_module(module, runtime)
     for tensor in _tensors(module):
         if tensor.device != runtime.device and runtime.device.type != "cpu":
-            _replace(tensor, runtime.place(tensor.detach()))
+            replace(tensor, runtime.place(tensor.detach()))
 
 
 def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
@@ -51,7 +51,7 @@ def fetch_module(module: nn.Module, runtime: Runtime) -> None:
     for device in {tensor.device for tensor in elsewhere}:
         runtime_for(device).step_boundary(wait=True)  # otherwise each pending tensor is computed by a graph of its own
     for tensor in elsewhere:
-        _replace(tensor, runtime_for(tensor.device).to_host([tensor])[0])
+        replace(tensor, runtime_for(tensor.device).to_host([tensor])[0])
 
 
 def _settled(runtime: Runtime) -> tuple[str, ...]:
@@ -59,11 +59,12 @@ def _settled(runtime: Runtime) -> tuple[str, ...]:
     return "cpu", "meta", runtime.device.type
 
 
-def _replace(tensor: Tensor, value: Tensor) -> None:
-    """Gives the tensor the value's device and memory. Raises UsageError if a reference from C++ prevents that."""
+def replace(tensor: Tensor, value: Tensor) -> None:
+    """Gives a tensor object another value, device and dtype; it stays a Parameter if it is one, and its attributes,
+    such as its layout, stay. Raises UsageError if a reference from C++ prevents that."""
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-        value.__dict__.update(tensor.__dict__)  # its layout and replication
+    value.__dict__.update(tensor.__dict__)
     try:
         torch.utils.swap_tensors(tensor, value)
     except RuntimeError as error:  # its memory cannot be exchanged under a reference from C++

@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 from stepmark.errors import UsageError
 from stepmark.parallel.full_sharding import HOOKS, has_hooks, layer_of
 from stepmark.parallel.gradients.hooks import GradientHooks
-from stepmark.parallel.gradients.overlap import RankWeights
-from stepmark.runtime.collectives import GroupCollectives
+from stepmark.runtime.collectives import GroupCollectives, RankWeights
 
 PIECES, BITS = 3, 12  # of a number that ranks compare: sums of pieces are exact in float32
 

@@ -16,7 +16,11 @@ from torch import Tensor, nn
 
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import UsageError
-from stepmark.parallel.gradients.reducer import GradientReducer, mean_gradients
+from stepmark.parallel.buckets import make_buckets
+from stepmark.parallel.gradients.exchange import AllReduce
+from stepmark.parallel.gradients.flat_sums import FlatSums
+from stepmark.parallel.gradients.reducer import GradientReducer
+from stepmark.parallel.gradients.tensor_sums import TensorSums
 from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.parallel.optimizer.wrapped import (
     load_hyperparameters,
@@ -26,6 +30,7 @@ from stepmark.parallel.optimizer.wrapped import (
     take_empty_step,
 )
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout, Shard
 
@@ -101,10 +106,20 @@ class Distribution:
         self.place: dict[str, Any] = {}
         self._bucket_elements = bucket_elements
 
-    def gradients(self, mesh: Mesh, **options: Any) -> GradientReducer:
-        """Makes the reducer whose gradients `assigned` takes; see `mean_gradients` for the options."""
-        named = list(zip(self.names, self.parameters, strict=True))
-        return mean_gradients(named, mesh, bucket_elements=self._bucket_elements, **options)
+    def gradients(
+        self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype | None, on_arrival: bool
+    ) -> GradientReducer:
+        """Makes the reducer whose gradients `assigned` takes, here of complete means: the same kind on all ranks, also
+        on those of a pipeline stage that has no parameter to train. For the arguments see `NamedOptimizer`."""
+        assert reduce_dtype is not None
+        elements = self._bucket_elements
+        exchange = AllReduce(self.parameters, mesh, reduce_dtype=reduce_dtype, bucket_elements=elements)
+        if isinstance(mesh.data_parallel, GroupCollectives):
+            named = list(zip(self.names, self.parameters, strict=True))
+            buckets = make_buckets([named], mesh, elements, reordered=False)
+            return GradientReducer(FlatSums(buckets, mesh.runtime), exchange, mesh)
+        sums = TensorSums(self.parameters, mesh.runtime, accumulation=accumulation, on_arrival=on_arrival)
+        return GradientReducer(sums, exchange, mesh)
 
     def assigned(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradient of each of `held`. Collective unless all are None."""
@@ -161,7 +176,8 @@ class NamedOptimizer:
     ) -> GradientReducer:
         """Makes the reducer of the gradients that `set_gradients` takes: only the optimizer knows which tensors it
         updates. `accumulation` is the number of micro-batches in a step, `reduce_dtype` the type in which data parallel
-        ranks of an eager device send each other gradients. `on_arrival`: see `mean_gradients`."""
+        ranks of an eager device send each other gradients; None: the parameters', with ZeRO-1 by elements.
+        `on_arrival`: add each gradient to the sums as soon as autograd has made it, as flat buckets do in any case."""
         return self.distribution.gradients(
             mesh, accumulation=accumulation, reduce_dtype=reduce_dtype, on_arrival=on_arrival
         )

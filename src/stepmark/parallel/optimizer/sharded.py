@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from stepmark.parallel.gradients.reducer import GradientReducer, gradients_of_shards
+from stepmark.parallel.gradients.exchange import ReducedShards
+from stepmark.parallel.gradients.reducer import GradientReducer
+from stepmark.parallel.gradients.shard_sums import ShardSums
 from stepmark.parallel.optimizer.named import Groups
 from stepmark.parallel.optimizer.replicated import Replicated
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.dtensor import layout_of_dtensor
 from stepmark.sharding.layout import annotate
@@ -30,8 +34,14 @@ class LocalShards(Replicated):
         super().__init__(local, runtime, order=order, master_weights=master_weights)
         self.parameters = [self._sharded[name] for name in self.names]
 
-    def gradients(self, mesh: Mesh, **options: Any) -> GradientReducer:
-        return gradients_of_shards(self.parameters, mesh, **options)
+    def gradients(
+        self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype | None, on_arrival: bool
+    ) -> GradientReducer:
+        """torch makes a gradient as soon as it arrives, whatever the accumulation is."""
+        axis = mesh.data_parallel
+        assert isinstance(axis, GroupCollectives)
+        sums = ShardSums(self.parameters, axis, reduce_dtype or torch.float32)
+        return GradientReducer(sums, ReducedShards(mesh), mesh)
 
     def follow(self) -> None:
         """torch gives an uneven shard new memory in the first forward pass and in `load_state_dict`."""

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import Bucket, complete_on_host, for_each_axis, make_buckets
-from stepmark.parallel.gradients.reducer import GradientReducer, sharded_gradients
+from stepmark.parallel.gradients.exchange import ReduceScatter
+from stepmark.parallel.gradients.flat_sums import FlatSums
+from stepmark.parallel.gradients.reducer import GradientReducer
+from stepmark.parallel.gradients.tensor_sums import TensorSums
 from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.parallel.optimizer.named import Distribution, Groups, Held
 from stepmark.parallel.optimizer.replicated import WrittenParameters, follow
@@ -83,8 +86,17 @@ class FlatShards(Distribution):
         members = tuple((m.name, here.get(id(m), Layout(tuple(m.parameter.shape), ()))) for m in bucket.members)
         return Held(nn.Parameter(shard), bucket.group, members, bucket.dtype != torch.float32, key=number)
 
-    def gradients(self, mesh: Mesh, **options: Any) -> GradientReducer:
-        return sharded_gradients(self.buckets, mesh, **options)
+    def gradients(
+        self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype | None, on_arrival: bool
+    ) -> GradientReducer:
+        sums: FlatSums | TensorSums
+        if mesh.runtime.lazy:
+            options: dict[str, Any] = {"accumulation": accumulation, "on_arrival": on_arrival, "watched": True}
+            sums = TensorSums(self.parameters, mesh.runtime, **options)
+        else:
+            sums = FlatSums(self.buckets, mesh.runtime)
+        sums.reset()
+        return GradientReducer(sums, ReduceScatter(self.buckets, mesh, reduce_dtype=reduce_dtype), mesh)
 
     def assigned(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """`gradients`: fp32, of each bucket's shard."""
