@@ -74,21 +74,10 @@ def replace(tensor: Tensor, value: Tensor) -> None:
         ) from error
 
 
-def agree_on_weights(
-    module: nn.Module, runtime: Runtime, host: HostGroup, groups: Sequence[Sequence[int]] | None = None
-) -> bool:
-    """Makes the module equal on all ranks, or on those of each group; see `agree_on_tensors`. Collective.
-
-    Args:
-        module: The module, on the host or on the device.
-        runtime: The device.
-        host: All ranks.
-        groups: The ranks in groups that hold the same parameters (`Mesh.same_parameters`). None: all ranks do.
-
-    Returns:
-        Whether any tensor differed.
-    """
-    return agree_on_tensors(list(_tensors(module)), groups or [range(host.size)], runtime, host)
+def agree_on_weights(module: nn.Module, runtime: Runtime, host: HostGroup) -> bool:
+    """Makes a module, on the host or on the device, equal on all ranks (`host`), and returns whether any tensor
+    differed; see `agree_on_tensors`. Collective."""
+    return agree_on_tensors(list(_tensors(module)), [range(host.size)], runtime, host)
 
 
 def agree_on_tensors(

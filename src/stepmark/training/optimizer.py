@@ -13,13 +13,18 @@ from stepmark.config.optimizers import ADAFACTOR, ADAMW, ADAMW_8BIT, MUON, WHOLE
 from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
 from stepmark.parallel.full_sharding import is_fully_sharded, now
-from stepmark.parallel.optimizer.distribute import distribute
-from stepmark.parallel.optimizer.eight_bit import EIGHT_BITS, FULL_PRECISION, adamw_8bit_class
-from stepmark.parallel.optimizer.elementwise import sharding_unit
-from stepmark.parallel.optimizer.lazy_optimizers import LazyAdamW, LazySGD
-from stepmark.parallel.optimizer.muon import MUON as BY_MUON
-from stepmark.parallel.optimizer.muon import NOT_MUON, MuonAdamW
+from stepmark.parallel.optimizer.distribute import distribute, sharding_unit
 from stepmark.parallel.optimizer.named import NamedOptimizer
+from stepmark.parallel.optimizer.own_classes import (
+    BY_ADAMW,
+    BY_MUON,
+    EIGHT_BITS,
+    FULL_PRECISION,
+    LazyAdamW,
+    LazySGD,
+    MuonAdamW,
+    adamw_8bit_class,
+)
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import has_fused_kernel
 from stepmark.runtime.mesh import Mesh
@@ -243,7 +248,7 @@ def _by_kind(
     own: dict[str, Any]
     others: dict[str, Any]
     if name == MUON and kinds is not None:
-        own, others, special = BY_MUON, NOT_MUON, kinds.hidden_matrices
+        own, others, special = BY_MUON, BY_ADAMW, kinds.hidden_matrices
     elif name in ADAMW_8BIT:
         own, others, special = FULL_PRECISION, EIGHT_BITS, kinds.embeddings if kinds is not None else frozenset()
     else:

@@ -7,8 +7,8 @@ import torch
 from transformers.optimization import Adafactor
 
 from stepmark.errors import UsageError
-from stepmark.parallel.optimizer.elementwise import sharding_unit, uses_complete_parameters
-from stepmark.parallel.optimizer.lazy_optimizers import LazyAdamW, LazySGD
+from stepmark.parallel.optimizer.distribute import sharding_unit, uses_complete_parameters
+from stepmark.parallel.optimizer.own_classes import LazyAdamW, LazySGD
 
 ACCEPTED = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 WHOLE = ["Adafactor", "Muon"]

@@ -23,10 +23,8 @@ from stepmark.parallel.gradients.arithmetic import (
     squares,
     totals,
 )
-from stepmark.parallel.gradients.flat_sums import FlatSums
 from stepmark.parallel.gradients.reduced import ReducedGradients, show, show_shards
-from stepmark.parallel.gradients.shard_sums import ShardSums
-from stepmark.parallel.gradients.tensor_sums import TensorSums
+from stepmark.parallel.gradients.sums import FlatSums, ShardSums, TensorSums
 from stepmark.runtime.collectives import Collectives, GroupCollectives, RankWeights, start_gather_in_place
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of

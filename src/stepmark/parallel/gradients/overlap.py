@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stepmark.errors import UsageError
-from stepmark.parallel.gradients.flat_sums import FlatSums
+from stepmark.parallel.gradients.sums import FlatSums
 from stepmark.runtime.collectives import Collectives, GroupCollectives, RankWeights, keep_abandoned
 
 Finish = Callable[[], Tensor]

@@ -24,11 +24,9 @@ import torch
 from torch import Tensor
 
 from stepmark.parallel.gradients.arithmetic import add_partial_of_buckets
-from stepmark.parallel.gradients.flat_sums import FlatSums
 from stepmark.parallel.gradients.overlap import OverlappedReduction
 from stepmark.parallel.gradients.reduced import ReducedGradients
-from stepmark.parallel.gradients.shard_sums import ShardSums
-from stepmark.parallel.gradients.tensor_sums import TensorSums
+from stepmark.parallel.gradients.sums import FlatSums, ShardSums, TensorSums
 from stepmark.parallel.tensor.expert_parallel import shares_of_tokens
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import Bucket, complete_on_host, for_each_axis, make_buckets
 from stepmark.parallel.gradients.exchange import ReduceScatter
-from stepmark.parallel.gradients.flat_sums import FlatSums
 from stepmark.parallel.gradients.reducer import GradientReducer
-from stepmark.parallel.gradients.tensor_sums import TensorSums
+from stepmark.parallel.gradients.sums import FlatSums, TensorSums
 from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.parallel.optimizer.named import Distribution, Groups, Held
 from stepmark.parallel.optimizer.replicated import WrittenParameters, follow

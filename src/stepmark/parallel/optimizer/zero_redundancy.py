@@ -12,10 +12,9 @@ from stepmark.config.training_fields import DEVICES
 from stepmark.errors import UsageError
 from stepmark.parallel.gradients.arithmetic import scale_to
 from stepmark.parallel.gradients.reducer import GradientReducer
-from stepmark.parallel.optimizer.distribute import distribute
-from stepmark.parallel.optimizer.elementwise import sharding_unit
-from stepmark.parallel.optimizer.lazy_optimizers import lazy_class
+from stepmark.parallel.optimizer.distribute import distribute, sharding_unit
 from stepmark.parallel.optimizer.named import NamedOptimizer
+from stepmark.parallel.optimizer.own_classes import lazy_class
 from stepmark.runtime.eager import has_fused_kernel
 from stepmark.runtime.mesh import DATA, TENSOR, Mesh
 
