@@ -16,8 +16,7 @@ from stepmark.errors import DataError, MetricsError, UsageError
 from stepmark.evaluation.metric_functions import load_function
 from stepmark.filesystem.error_advice import causes
 from stepmark.filesystem.json_files import read_lines
-from stepmark.liveness.failure_report import MOST_KEPT, FailureReport, keep_failure
-from stepmark.liveness.raised_at import raised_at
+from stepmark.liveness.failure_report import MOST_KEPT, FailureReport, keep_failure, raised_at
 
 HERE = Path(__file__).name
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from stepmark.data.loader.loader import DataLoader
 from stepmark.evaluation.evaluator import Evaluator
-from stepmark.parallel.optimizer.replicated import replicated_around
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.optimizer import wrap_optimizer
 from stepmark.training.step import TrainStep
 from tests.support.label_models import Case, NotMade, make, mean_by_hand, sample_losses, task_of
 
@@ -99,7 +99,7 @@ def training_losses(case: Case, batch: int, accumulation: int) -> list[list[floa
     loss = MicroBatchLoss(case.model)
     names = {parameter: name for name, parameter in case.model.named_parameters()}
     inner = torch.optim.SGD([parameter for parameter in names if parameter.requires_grad], lr=0.0)
-    optimizer = replicated_around(inner, names, mesh.runtime)
+    optimizer = wrap_optimizer(inner, names, mesh)
     step = TrainStep(case.model, optimizer, loss, mesh, accumulation=accumulation)
     return [step(number, each).values.tolist() for number, each in enumerate(loader(case, loss, batch, accumulation))]
 

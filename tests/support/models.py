@@ -151,7 +151,8 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     "lamb" is no name of a recipe's), rate; bias_rate (of routers); ep (experts)."""
     from stepmark.data.loader.loader import DataLoader
     from stepmark.data.loader.prefetcher import DevicePrefetcher
-    from stepmark.parallel.optimizer.whole_parameters import whole_parameters
+    from stepmark.parallel.optimizer.named import NamedOptimizer
+    from stepmark.parallel.optimizer.whole_parameters import WholeParameters
     from stepmark.training.loss import MicroBatchLoss
     from stepmark.training.model_options import enable_gradient_checkpointing
     from stepmark.training.optimizer import build_optimizer, parameter_kinds
@@ -187,7 +188,9 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     optimizer: Any
     if options.get("optim") == "lamb":
         named = [pair for pair in model.named_parameters() if pair[1].requires_grad]
-        optimizer = whole_parameters([{"params": named}], Lamb, mesh, zero_1=options.get("zero_1", False))
+        groups = [{"params": named}]
+        distribution = WholeParameters(groups, mesh, zero_1=options.get("zero_1", False))
+        optimizer = NamedOptimizer(distribution, groups, Lamb, runtime)
     else:
         optimizer = build_optimizer(
             options.get("optim", "adamw_torch"),

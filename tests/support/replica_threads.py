@@ -18,7 +18,7 @@ from torch import Tensor
 from stepmark.launch.world import World
 from stepmark.liveness.host_group import HostGroup
 from stepmark.runtime.context import Context
-from stepmark.runtime.links import ENCODED, Exchange, Form
+from stepmark.runtime.links import Exchange, Form
 
 POLL_SECONDS = 0.5  # how often a thread that waits for another looks whether one has failed
 
@@ -153,11 +153,6 @@ class ThreadLinks:
             self._threads.mail(self._rank, there).put(tensor.clone())
         mail = self._threads.mail(there, self._rank)
         return Exchange.done([self._take(mail) for _ in incoming])
-
-    def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
-        """Tells rank `other` the forms of `outgoing`, and receives those of `count` tensors, encoded."""
-        headers = [Form.of(tensor).encoded() for tensor in outgoing]
-        return self.exchange_on_host(other, headers, [ENCODED] * count)
 
     def _take(self, mail: SimpleQueue[Tensor]) -> Tensor:
         while True:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from stepmark.data.loader.loader import DataLoader
 from stepmark.errors import UsageError
-from stepmark.parallel.optimizer.replicated import replicated_around
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss, Weight, smoothed_cross_entropy
+from stepmark.training.optimizer import wrap_optimizer
 from stepmark.training.step import TrainStep
 from tests.support.label_models import batch_of, make, mean_by_hand
 from tests.support.programs import VOCABULARY, tiny_model
@@ -320,9 +320,7 @@ def train(
     mesh = Mesh.create(device="cpu")
     loss = MicroBatchLoss(model, compute_loss_func=compute, label_smoothing=label_smoothing)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    optimizer = replicated_around(
-        torch.optim.SGD([each for each in names if each.requires_grad], lr=0.0), names, mesh.runtime
-    )
+    optimizer = wrap_optimizer(torch.optim.SGD([each for each in names if each.requires_grad], lr=0.0), names, mesh)
     step = TrainStep(model, optimizer, loss, mesh, accumulation=4)
     (batch,) = DataLoader(samples, 2, accumulation=4, shuffle=False, labels=loss.labels)
     return float(step(0, batch).values[0])

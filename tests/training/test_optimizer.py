@@ -17,7 +17,7 @@ from stepmark import Checkpointer, Mesh, Trainer, TrainingArguments, ZeroRedunda
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import UsageError
 from stepmark.parallel.optimizer.named import NamedOptimizer
-from stepmark.parallel.optimizer.replicated import Replicated, replicated_around
+from stepmark.parallel.optimizer.replicated import Replicated
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.sharding.layout import Layout, annotate
 from stepmark.training.optimizer import build_optimizer, decays_by_default, wrap_optimizer
@@ -178,14 +178,14 @@ def test_around_an_optimizer_of_the_users() -> None:
     module = nn.Linear(2, 2)
     names = {parameter: name for name, parameter in module.named_parameters()}
     given = torch.optim.RMSprop([{"params": [module.bias]}, {"params": [module.weight], "lr": 0.5}])
-    optimizer = replicated_around(given, names, CPU)
+    optimizer = wrap_optimizer(given, names, Mesh.create(device="cpu"))
     assert optimizer.inner is given
     assert optimizer.names == ["weight", "bias"]  # the model's order, whatever the groups' is
     optimizer.set_gradients([torch.ones(2, 2), torch.ones(2)])
     optimizer.step()
     assert set(optimizer.named_state()["weight"]) == {"step", "square_avg"}
     with pytest.raises(UsageError, match="a parameter that is not in the model"):
-        replicated_around(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), names, CPU)
+        wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), names, Mesh.create(device="cpu"))
 
 
 def sharded_linear() -> tuple[nn.Module, dict[nn.Parameter, str]]:

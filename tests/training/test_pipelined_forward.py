@@ -41,8 +41,8 @@ class SlowLinks:
         self.sending.append(Sending())
         return Exchange([self.sending[-1]], outgoing, (), [])  # type: ignore[list-item]
 
-    def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
-        return self.exchange(other, outgoing, ())
+    def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
+        return self.exchange(other, outgoing, incoming)
 
 
 def stopped_after(count: int) -> Iterator[MicroBatch]:
@@ -87,8 +87,8 @@ class FullLinks(SlowLinks):
         self.received += [weakref.ref(tensor) for tensor in tensors]
         return Exchange((), outgoing, (), tensors)
 
-    def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
-        return Exchange.done([self.form.encoded()] * count)
+    def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
+        return Exchange.done([self.form.encoded()] * len(incoming))
 
 
 def test_the_last_stage_holds_the_hidden_states_of_one_batch_at_a_time() -> None:

@@ -50,7 +50,7 @@ def _supervise(parsed: argparse.Namespace, training: TrainingFields) -> int:
     follow_supervisor()  # that of a sweep
     return start_ranks(
         parsed,
-        training.signal_grace,
+        signal_grace=training.signal_grace,
         resumable=bool(training.save_on_signal),
         run=SupervisedRun(training, rank_command(parsed.arguments)),
         max_restarts=training.max_restarts,

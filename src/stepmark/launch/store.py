@@ -8,6 +8,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -42,7 +43,8 @@ def open_store(world: World, clock: JoinClock) -> StoreConnection:
         return StoreConnection(_serve(world))
     address, server = _wait_for_port(world, clock)
     try:
-        store = clock.call(lambda: _tcp_store(world, clock.left), lambda: _line(world, "no answer"))
+        left = timedelta(seconds=max(clock.left, 1.0))
+        store = clock.call(lambda: _tcp_store(world, left), lambda: _line(world, "no answer"))
     except (TimeoutError, RuntimeError) as error:
         raise LaunchError(unreachable(world, clock, str(error) or "no answer")) from None
     store.set_timeout(ANSWER)
@@ -52,15 +54,7 @@ def open_store(world: World, clock: JoinClock) -> StoreConnection:
 def _serve(world: World) -> dist.Store:
     descriptor = os.environ.get(STORE_FD)
     try:
-        return dist.TCPStore(
-            world.master_address,
-            world.master_port,
-            world.size,
-            is_master=True,
-            timeout=ANSWER,
-            wait_for_workers=False,
-            master_listen_fd=int(descriptor) if descriptor else None,
-        )
+        return _tcp_store(world, ANSWER, is_master=True, master_listen_fd=int(descriptor) if descriptor else None)
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error) and os.strerror(errno.EADDRINUSE).lower() not in str(error).lower():
             raise LaunchError(f"{world.here} cannot serve the ranks' store {world.place}: {error}") from error
@@ -70,15 +64,9 @@ def _serve(world: World) -> dist.Store:
         ) from None
 
 
-def _tcp_store(world: World, left: float) -> dist.Store:
-    return dist.TCPStore(
-        world.master_address,
-        world.master_port,
-        world.size,
-        is_master=False,
-        timeout=timedelta(seconds=max(left, 1.0)),
-        wait_for_workers=False,
-    )
+def _tcp_store(world: World, timeout: timedelta, **serving: Any) -> dist.Store:
+    place = world.master_address, world.master_port, world.size
+    return dist.TCPStore(*place, timeout=timeout, wait_for_workers=False, **serving)
 
 
 def _wait_for_port(world: World, clock: JoinClock) -> tuple[str, str]:

@@ -108,16 +108,9 @@ def supervise(
     return ended.failure.exit_code
 
 
-def start_ranks(
-    parsed: argparse.Namespace,
-    signal_grace: float,
-    *,
-    resumable: bool = False,
-    run: SupervisedRun | None = None,
-    max_restarts: int = 0,
-) -> int:
+def start_ranks(parsed: argparse.Namespace, **options: Any) -> int:
     """Starts `parsed.nproc` ranks of the command line `parsed.arguments`, and returns the job's exit code; see
-    `supervise`.
+    `supervise`, also for the options.
 
     Raises UsageError if `nproc` is below 1, or this process already is one of several ranks.
     """
@@ -125,16 +118,8 @@ def start_ranks(
         raise UsageError(f"--nproc: must be at least 1, but is {parsed.nproc}")
     if World.from_environment().size > 1:
         raise UsageError("--nproc: this process is already one of several ranks; omit --nproc under torchrun or srun")
-    return supervise(
-        rank_command(parsed.arguments),
-        parsed.nproc,
-        signal_grace=signal_grace,
-        resumable=resumable,
-        show_traceback=parsed.traceback,
-        unblocks_sigint=True,
-        run=run,
-        max_restarts=max_restarts,
-    )
+    command, show_traceback = rank_command(parsed.arguments), parsed.traceback
+    return supervise(command, parsed.nproc, show_traceback=show_traceback, unblocks_sigint=True, **options)
 
 
 def rank_command(arguments: Sequence[str]) -> list[str]:

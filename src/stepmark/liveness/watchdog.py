@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepmark.liveness.bounded_call import BoundedCall
 from stepmark.liveness.failure_report import REPORTS
 from stepmark.liveness.process_exit import STDERR, end_process
 from stepmark.liveness.running_time import running_time
@@ -204,8 +205,4 @@ def end_unless(collected: threading.Event, error: BaseException, rank: int) -> N
         if not collected.wait(GRACE):
             end_process(error, rank)
 
-    waiting = threading.Thread(target=wait_and_end, name="stepmark-ending", daemon=True)
-    try:
-        waiting.start()
-    except RuntimeError:  # the limit of threads
-        wait_and_end()
+    BoundedCall(wait_and_end)

@@ -2,7 +2,7 @@
 
 torch gathers a layer's parameters before its forward and its backward pass, and frees them afterwards. It calls
 `LayerGradients` to reduce the layer's gradients, so that weights, dtypes and sums are those of all other reducers:
-see gradients/shard_sums.py and docs/decisions/0019-sharded-parameters.md.
+see gradients/sums.py and docs/decisions/0019-sharded-parameters.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepmark.config.full_sharding import LAYERS, FullSharding
 from stepmark.errors import UsageError
-from stepmark.runtime.collectives import GroupCollectives, Shares
+from stepmark.runtime.collectives import GroupCollectives, RankWeights
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from stepmark.sharding.dtensor import is_dtensor, local_of
@@ -57,7 +57,7 @@ class LayerGradients(LayerParameters):
     def __init__(self, axis: GroupCollectives, copies: int) -> None:
         super().__init__(axis)
         self.copies = copies
-        self.shares: Shares | None = None
+        self.shares: RankWeights | None = None
         self.dtype = torch.float32
         self._output: Tensor | None = None
 

@@ -17,7 +17,7 @@ from stepmark.data.prepared_data import choose_block_size
 from stepmark.data.tokenize.tokenizer import check_own_code, load_tokenizer
 from stepmark.errors import DataError, StepmarkError, UsageError
 from stepmark.liveness.collection import quick_imports
-from stepmark.parallel.loading.load import ModelFactory, load_model, new_model
+from stepmark.parallel.loading.load import ModelFactory, patched_constructors
 from stepmark.recipe.early_checks import check_model_folder
 from stepmark.runtime.module_placement import cast_module
 from stepmark.trainer.run_folder.run_identity import SPECIAL
@@ -135,11 +135,9 @@ def build_model(
     name, trust = config.model_name_or_path, config.trust_remote_code
     if name is None:
         model = make_model(config, build_config(config, tokenizer), factory, dtype)
-    elif factory is not None:
-        with _explained(name, "loaded"):
-            model = load_model(factory, name, dtype=dtype, trust_remote_code=trust)
     else:
-        model = _load(name, dtype, trust)
+        with contextlib.nullcontext() if factory is None else patched_constructors(factory):
+            model = _load(name, dtype, trust)
     return configured(model, config)
 
 
@@ -172,7 +170,7 @@ def make_model(
     trust = config.trust_remote_code
     try:
         if factory is not None:
-            return new_model(factory, made, dtype=dtype, trust_remote_code=trust)
+            return factory.new(lambda: _from_config(made, trust), dtype)
         model = _from_config(made, trust)
     except StepmarkError:
         raise

@@ -13,12 +13,13 @@ operations is differentiable: parallel/tensor/autograd_collectives.py adds gradi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.liveness.host_group import Group
 from stepmark.runtime.base import Runtime
@@ -54,16 +55,6 @@ class Collectives(Protocol):
 
     def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """This rank's shard of a tensor: of equal shards along `dim`, one per rank. Sends nothing."""
-
-
-class Shares(Protocol):
-    """The weight of each rank's tensor in a sum."""
-
-    def own(self) -> Tensor:
-        """This rank's share: a 0-dim float32 tensor on the device."""
-
-    def on_host(self) -> list[float]:
-        """The shares of all ranks; waits for the device."""
 
 
 class NoCollectives:
@@ -144,7 +135,7 @@ class GroupCollectives:
         return [shard.movedim(0, dim) for shard in shards]
 
     def start_reduce_scatter(
-        self, tensor: Tensor, shares: Shares | None = None, dtype: torch.dtype | None = None
+        self, tensor: Tensor, shares: RankWeights | None = None, dtype: torch.dtype | None = None
     ) -> Callable[[], Tensor]:
         """Starts the reduce-scatter of one contiguous tensor along dim 0; calling the result waits for this rank's
         shard: the sum, or with `shares` the sum weighted by them, which between hosts is computed in float32. `dtype`:
@@ -172,7 +163,7 @@ class GroupCollectives:
         return lambda: _after([work], lambda: shard)
 
     def _start_exchange_of_shards(
-        self, tensor: Tensor, shares: Shares | None, dtype: torch.dtype | None
+        self, tensor: Tensor, shares: RankWeights | None, dtype: torch.dtype | None
     ) -> Callable[[], Tensor]:
         sent = tensor if dtype is None else tensor.to(dtype)
         parts = self._spare.take(sent, (self.size - 1, sent.shape[0] // self.size, *sent.shape[1:]))
@@ -187,7 +178,7 @@ class GroupCollectives:
 
         return finish
 
-    def _add(self, own: Tensor, received: Mapping[int, Tensor], shares: Shares | None) -> Tensor:
+    def _add(self, own: Tensor, received: Mapping[int, Tensor], shares: RankWeights | None) -> Tensor:
         """Adds the shards that other ranks have sent to this rank's own, in rank order."""
         if shares is None:
             for part in received.values():
@@ -273,6 +264,44 @@ class GroupCollectives:
         return tensor.narrow(dim, self.rank * length, length)
 
 
+class RankWeights:
+    """The ranks' shares of a step's target tokens. What they have to tell each other is on its way from the start.
+
+    Args:
+        tokens: This rank's target tokens, a 0-dim float32 tensor on the device.
+        axis: The data parallel axis, or that of the ranks that hold the same experts.
+    """
+
+    def __init__(self, tokens: Tensor, axis: Collectives) -> None:
+        self._rank = axis.rank
+        self._finish: Callable[[], Tensor] | None = None
+        if isinstance(axis, GroupCollectives):
+            self._finish = axis.start_all_gather(tokens.reshape(1))
+        self._tokens = tokens.reshape(1)
+        self._on_host: list[float] | None = None
+
+    def own(self) -> Tensor:
+        """This rank's share: a 0-dim float32 tensor on the device."""
+        return self._shares()[self._rank]
+
+    def factor(self) -> Tensor | float:
+        """This rank's share, as a number where that is known without waiting for the device."""
+        known = self._tokens.device.type == "cpu" and not is_fake(self._tokens)
+        return self.on_host()[self._rank] if known else self.own()
+
+    def on_host(self) -> list[float]:
+        """The share of each rank; waits for the device."""
+        if self._on_host is None:
+            self._on_host = [float(share) for share in self._shares().tolist()]
+        return self._on_host
+
+    def _shares(self) -> Tensor:
+        """Zeros in a step without any target."""
+        if self._finish is not None:
+            self._tokens, self._finish = self._finish(), None
+        return self._tokens / self._tokens.sum().clamp(min=1)
+
+
 class SpareBuffers:
     """Host memory for what is received, used again: to get new pages from the kernel costs as much as receiving."""
 
@@ -337,20 +366,24 @@ class GraphCollectives(LazyAxis):
         super().__init__(runtime, rank, size)
         self._groups = groups
 
+    def _recorded(self, operations: Iterator[Tensor]) -> list[Tensor]:
+        """Records operations, which are recorded as they are asked for."""
+        return list(operations)
+
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
         from stepmark.runtime.xla import all_reduce_in_graph
 
-        return [all_reduce_in_graph(tensor, op, self._groups) for tensor in tensors]
+        return self._recorded(all_reduce_in_graph(tensor, op, self._groups) for tensor in tensors)
 
     def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
         from stepmark.runtime.xla import all_gather_in_graph
 
-        return [all_gather_in_graph(tensor, dim, self._groups) for tensor in tensors]
+        return self._recorded(all_gather_in_graph(tensor, dim, self._groups) for tensor in tensors)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
         from stepmark.runtime.xla import reduce_scatter_in_graph
 
-        return [reduce_scatter_in_graph(tensor, dim, self.size, self._groups) for tensor in tensors]
+        return self._recorded(reduce_scatter_in_graph(tensor, dim, self.size, self._groups) for tensor in tensors)
 
 
 class BridgeCollectives(LazyAxis):

@@ -122,13 +122,9 @@ def kept_generators() -> Iterator[None]:
     """Inside the block, random numbers may be drawn on the host and on this process's accelerator; afterwards their
     generators are where they were."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    else:
-        here = [torch.accelerator.current_device_index()]
-        with torch.random.fork_rng(devices=here, device_type=accelerator.type):
-            yield
+    here, kind = ([], "cuda") if accelerator is None else ([torch.accelerator.current_device_index()], accelerator.type)
+    with torch.random.fork_rng(devices=here, device_type=kind):
+        yield
 
 
 @functools.cache

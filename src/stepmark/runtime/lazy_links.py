@@ -11,45 +11,32 @@ Where PJRT has no collectives (processes of XLA's CPU client), transfers go thro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from stepmark.runtime.collectives import GraphCollectives, Reduction
+from stepmark.runtime.collectives import GraphCollectives
 from stepmark.runtime.links import Exchange, Form, GroupLinks, HostLinks
 from stepmark.runtime.rank_grid import linked_groups, links_of_color
 from stepmark.runtime.xla import XlaRuntime, all_gather_in_graph, all_reduce_in_graph
 
 
-class SeparateGraphs:
-    """An axis among ranks that run different graphs: each collective is a graph of its own. See `Collectives`."""
+class SeparateGraphs(GraphCollectives):
+    """An axis among ranks that run different graphs: each collective is a graph of its own."""
 
     def __init__(self, runtime: XlaRuntime, rank: int, ranks: Sequence[int], groups: list[list[int]] | None) -> None:
         """`ranks`: this rank's group. `groups`: all groups; None: one group of all ranks."""
-        self.rank = list(ranks).index(rank)
-        self.size = len(ranks)
-        self._runtime = runtime
+        super().__init__(runtime, list(ranks).index(rank), len(ranks), groups)
         self._ranks = list(ranks)
-        self._inner = GraphCollectives(runtime, self.rank, self.size, groups)
 
-    def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
-        return self._alone(lambda: self._inner.all_reduce(tensors, op))
-
-    def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
-        return self._alone(lambda: self._inner.all_gather(tensors, dim))
-
-    def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
-        return self._alone(lambda: self._inner.reduce_scatter(tensors, dim))
-
-    def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        return self._inner.own_shard(tensor, dim)
-
-    def _alone(self, record: Callable[[], list[Tensor]]) -> list[Tensor]:
-        self._runtime.step_boundary()
-        results = record()
-        self._runtime.boundary_among(self._ranks)
+    def _recorded(self, operations: Iterator[Tensor]) -> list[Tensor]:
+        runtime = self._runtime
+        assert isinstance(runtime, XlaRuntime)
+        runtime.step_boundary()
+        results = list(operations)
+        runtime.boundary_among(self._ranks)
         return results
 
 
@@ -67,9 +54,6 @@ class GraphLinks:
 
     def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
         return self._on_host.exchange_on_host(other, outgoing, incoming)
-
-    def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
-        return self._on_host.exchange_forms(other, outgoing, count)
 
     def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
         """One graph for one tensor of each rank, where all are of one form; otherwise one for each tensor."""
@@ -136,9 +120,6 @@ class BridgeLinks:
 
     def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
         return self._on_host.exchange_on_host(other, outgoing, incoming)
-
-    def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
-        return self._on_host.exchange_forms(other, outgoing, count)
 
     def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
         self._runtime.step_boundary()

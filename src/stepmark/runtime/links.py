@@ -93,9 +93,6 @@ class HostLinks(Protocol):
     def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
         """Starts an exchange with rank `other`, which expects the forms of `outgoing`."""
 
-    def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
-        """Tells rank `other` the forms of `outgoing`, and receives those of `count` tensors, encoded."""
-
 
 class StageLinks(HostLinks, Protocol):
     """The same with tensors of the device as well."""
@@ -125,10 +122,6 @@ class GroupLinks:
     def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
         received = [torch.empty(form.shape, dtype=form.dtype) for form in incoming]
         return self._start(other, list(outgoing), received)
-
-    def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
-        headers = [Form.of(tensor).encoded() for tensor in outgoing]
-        return self.exchange_on_host(other, headers, [ENCODED] * count)
 
     def _start(self, other: int, sent: list[Tensor], received: list[Tensor]) -> Exchange:
         group = self._group.process_group

@@ -134,15 +134,10 @@ class Mesh:
         """Axis name to size, as checkpoints record it; "ep", which is part of the others, where it is not 1."""
         return {**self.grid.axes, **({"ep": self.expert_parallel_size} if self.expert_parallel_size > 1 else {})}
 
-    @property
-    def same_parameters(self) -> list[list[int]]:
-        """The ranks in groups, each of which holds the same parameters, besides experts."""
-        return self.grid.groups(DATA)
-
     def holders(self, experts: bool) -> list[list[int]]:
         """The ranks in groups, each of which holds the same slices: of experts, or of other parameters."""
         if not experts:
-            return self.same_parameters
+            return self.grid.groups(DATA)
         return self.grid.groups(DATA, self.same_experts.size, self.experts.size)
 
     def same(self, experts: bool) -> Collectives:

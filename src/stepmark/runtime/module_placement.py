@@ -25,7 +25,7 @@ def place_module(module: nn.Module, runtime: Runtime) -> None:
     fetch_module(module, runtime)
     for tensor in _tensors(module):
         if tensor.device != runtime.device and runtime.device.type != "cpu":
-            _replace(tensor, runtime.place(tensor.detach()))
+            replace(tensor, runtime.place(tensor.detach()))
 
 
 def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
@@ -51,7 +51,7 @@ def fetch_module(module: nn.Module, runtime: Runtime) -> None:
     for device in {tensor.device for tensor in elsewhere}:
         runtime_for(device).step_boundary(wait=True)  # otherwise each pending tensor is computed by a graph of its own
     for tensor in elsewhere:
-        _replace(tensor, runtime_for(tensor.device).to_host([tensor])[0])
+        replace(tensor, runtime_for(tensor.device).to_host([tensor])[0])
 
 
 def _settled(runtime: Runtime) -> tuple[str, ...]:
@@ -59,11 +59,12 @@ def _settled(runtime: Runtime) -> tuple[str, ...]:
     return "cpu", "meta", runtime.device.type
 
 
-def _replace(tensor: Tensor, value: Tensor) -> None:
-    """Gives the tensor the value's device and memory. Raises UsageError if a reference from C++ prevents that."""
+def replace(tensor: Tensor, value: Tensor) -> None:
+    """Gives a tensor object another value, device and dtype; it stays a Parameter if it is one, and its attributes,
+    such as its layout, stay. Raises UsageError if a reference from C++ prevents that."""
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-        value.__dict__.update(tensor.__dict__)  # its layout and replication
+    value.__dict__.update(tensor.__dict__)
     try:
         torch.utils.swap_tensors(tensor, value)
     except RuntimeError as error:  # its memory cannot be exchanged under a reference from C++
@@ -73,21 +74,10 @@ def _replace(tensor: Tensor, value: Tensor) -> None:
         ) from error
 
 
-def agree_on_weights(
-    module: nn.Module, runtime: Runtime, host: HostGroup, groups: Sequence[Sequence[int]] | None = None
-) -> bool:
-    """Makes the module equal on all ranks, or on those of each group; see `agree_on_tensors`. Collective.
-
-    Args:
-        module: The module, on the host or on the device.
-        runtime: The device.
-        host: All ranks.
-        groups: The ranks in groups that hold the same parameters (`Mesh.same_parameters`). None: all ranks do.
-
-    Returns:
-        Whether any tensor differed.
-    """
-    return agree_on_tensors(list(_tensors(module)), groups or [range(host.size)], runtime, host)
+def agree_on_weights(module: nn.Module, runtime: Runtime, host: HostGroup) -> bool:
+    """Makes a module, on the host or on the device, equal on all ranks (`host`), and returns whether any tensor
+    differed; see `agree_on_tensors`. Collective."""
+    return agree_on_tensors(list(_tensors(module)), [range(host.size)], runtime, host)
 
 
 def agree_on_tensors(

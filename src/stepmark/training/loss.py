@@ -275,24 +275,19 @@ class MicroBatchLoss:
         """Records whether position t predicts label t + 1."""
         self.labels = replace(self.labels, causal_shift=causal_shift)
 
-    def call_first(self, model: nn.Module, inputs: Any) -> None:
+    def call_first(self, model: nn.Module, inputs: Any, along: Tensor | None = None) -> None:
         """Where only a call shows which labels are targets: makes the call of this batch before it is counted. The next
-        call with the batch returns what this one has found, so that a user's code is called once for each batch."""
-        if self.undecided(inputs):
+        call with the batch returns what this one has found, so that a user's code is called once for each batch.
+        `along`: the targets of a batch that shows nothing, which is called as other ranks call theirs."""
+        if along is not None:
+            self._held = inputs, self._result(model, inputs, along)
+        elif self.undecided(inputs):
             self._held = inputs, self._decided(model, inputs, self._result)
 
-    def call_along(self, model: nn.Module, inputs: Any, count: Tensor) -> None:
-        """Makes the call of a batch with `count` targets before it is due, as other ranks do with theirs, of which a
-        call shows which labels are targets."""
-        self._held = inputs, self._result(model, inputs, count)
-
-    def shown_by(self, model: nn.Module, inputs: Any, along: Tensor | None = None) -> bool:
-        """Whether a call with this batch, of which nothing else is kept, shows that labels are shifted. `along`: the
-        targets of one that shows nothing; see `call_along`."""
-        if along is None:
-            self.call_first(model, inputs)
-        else:
-            self.call_along(model, inputs, along)
+    def shown_by(self, model: nn.Module, inputs: Any, along: Tensor | None) -> bool:
+        """Whether a call with this batch, of which nothing else is kept, shows that labels are shifted; see
+        `call_first`."""
+        self.call_first(model, inputs, along)
         self._held = None
         return self.causal_shift
 

@@ -125,11 +125,7 @@ class SequentialSchedule:
             micro_batch = batch.micro_batches[index]
             seed_micro_batch(self._runtime, derive_seed(self._seed, step, index, self._rank))
             with first(), autocast(self._runtime, self._autocast), self._loads.counting(micro_batch):
-                if self._decision.asks(micro_batch):
-                    self._loss.call_first(self._model, micro_batch.inputs)
-                else:
-                    count = self._runtime.numbers([self._loss.count(micro_batch)])
-                    self._loss.call_along(self._model, micro_batch.inputs, count.reshape(()))
+                self._loss.call_first(self._model, micro_batch.inputs, self._decision.along(micro_batch))
             self._decision.conclude()
             first = nullcontext  # that call was the step's first forward pass
         targets = [self._loss.count(micro_batch) for micro_batch in batch.micro_batches]

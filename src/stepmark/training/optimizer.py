@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,17 +12,19 @@ from torch import nn
 from stepmark.config.optimizers import ADAFACTOR, ADAMW, ADAMW_8BIT, MUON, WHOLE_PARAMETERS, check_optimizer
 from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
-from stepmark.parallel.full_sharding import is_fully_sharded
-from stepmark.parallel.optimizer.eight_bit import EIGHT_BITS, FULL_PRECISION, adamw_8bit_class
-from stepmark.parallel.optimizer.elementwise import sharding_unit, updates_elements
-from stepmark.parallel.optimizer.lazy_optimizers import LazyAdamW, LazySGD
-from stepmark.parallel.optimizer.muon import MUON as BY_MUON
-from stepmark.parallel.optimizer.muon import NOT_MUON, MuonAdamW
+from stepmark.parallel.full_sharding import is_fully_sharded, now
+from stepmark.parallel.optimizer.distribute import distribute, sharding_unit
 from stepmark.parallel.optimizer.named import NamedOptimizer
-from stepmark.parallel.optimizer.replicated import Replicated, replicated_around
-from stepmark.parallel.optimizer.sharded import local_shards, local_shards_around
-from stepmark.parallel.optimizer.whole_parameters import whole_parameters, whole_parameters_around
-from stepmark.parallel.optimizer.zero1_shards import flat_shards
+from stepmark.parallel.optimizer.own_classes import (
+    BY_ADAMW,
+    BY_MUON,
+    EIGHT_BITS,
+    FULL_PRECISION,
+    LazyAdamW,
+    LazySGD,
+    MuonAdamW,
+    adamw_8bit_class,
+)
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import has_fused_kernel
 from stepmark.runtime.mesh import Mesh
@@ -141,33 +142,22 @@ def build_optimizer(
         keywords = {"betas": betas, "eps": epsilon, **keywords}
     kind = _class_of(name, runtime, keywords)
     make = _maker(name, kind, keywords, options or {})
-    used, order = _used_groups(groups, stages), [key for key, _ in named_parameters]
-    sharded = sharded_over is not None or any(layout_of(parameter) is not None for _, parameter in named_parameters)
-    if any(is_fully_sharded(parameter) for _, parameter in named_parameters):
-        if sharded_over is not None:
-            raise UsageError("zero_1 and fsdp: sharded parameters have sharded states already; leave zero_1 out")
-        return local_shards(used, make, runtime, order=order)
-    if name in WHOLE_PARAMETERS and sharded:
-        mesh = mesh or sharded_over
-        if mesh is None:
-            raise UsageError(
-                f"mesh: {name} uses whole parameters, and tensor parallelism has sharded some; pass the mesh, "
-                "build_optimizer(…, mesh=mesh)"
-            )
-        zero_1, by_element = sharded_over is not None, partial(updates_elements, kind)
-        return whole_parameters(
-            used,
-            make,
-            mesh,
-            order=order,
-            zero_1=zero_1,
-            elementwise_group=by_element,
-            bucket_elements=bucket_elements,
+    used, mesh = _used_groups(groups, stages), mesh or sharded_over
+    if mesh is None and name in WHOLE_PARAMETERS and any(layout_of(each) is not None for _, each in named_parameters):
+        raise UsageError(
+            f"mesh: {name} uses whole parameters, and tensor parallelism has sharded some; pass the mesh, "
+            "build_optimizer(…, mesh=mesh)"
         )
-    if sharded_over is None:
-        distribution = Replicated(used, runtime, order=order, bucket_elements=bucket_elements)
-        return NamedOptimizer(distribution, used, make, runtime)
-    return flat_shards(used, make, sharded_over, bucket_elements=bucket_elements)
+    distribution = distribute(
+        used,
+        kind,
+        runtime,
+        sharded_over or mesh,
+        order=[key for key, _ in named_parameters],
+        zero_1=sharded_over is not None,
+        bucket_elements=bucket_elements,
+    )
+    return NamedOptimizer(distribution, used, make, runtime)
 
 
 def _maker(
@@ -206,18 +196,47 @@ def wrap_optimizer(
         UsageError: It holds a parameter that is not in the model; or tensor parallelism has sharded one, and the
             optimizer needs all parameters at once, it is unknown what it needs, or the device is lazy.
     """
+    kind, groups = type(given), []
+    for group in given.param_groups:
+        parameters = [now(parameter) for parameter in group["params"]]
+        if any(parameter not in names for parameter in parameters):
+            raise UsageError(
+                "optimizers: the optimizer holds a parameter that is not in the model, so that no checkpoint would "
+                "have it; make its module part of the model (model.criterion = …), or leave it out"
+            )
+        groups.append({**group, "params": [(names[parameter], parameter) for parameter in parameters]})
+    if given.state and any(map(is_fully_sharded, names)):
+        raise UsageError("fsdp and optimizers: the optimizer has a state already; pass one that has taken no step")
+    held = [(name, each) for group in groups for name, each in group["params"] if layout_of(each) is not None]
+    if held and sharding_unit(kind, "tensor_parallel_size") != "element":
+        _check_whole(given, held, mesh.runtime)
+
+    def exchange(own: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        for group, tensors in zip(given.param_groups, own, strict=True):
+            group["params"] = tensors["params"]
+        return given
+
+    order = list(names.values())
+    distribution = distribute(
+        groups, kind, mesh.runtime, mesh, order=order, master_weights=False, bucket_elements=bucket_elements
+    )
+    return NamedOptimizer(distribution, groups, exchange, mesh.runtime, given=True)
+
+
+def _check_whole(given: torch.optim.Optimizer, held: Sequence[tuple[str, nn.Parameter]], runtime: Runtime) -> None:
+    """Raises UsageError where an optimizer cannot get the whole parameters in place of the shards that it holds."""
     kind = type(given)
-    if any(map(is_fully_sharded, names)):
-        return local_shards_around(given, names, mesh.runtime)
-    held = [names[each] for group in given.param_groups for each in group["params"] if layout_of(each) is not None]
-    if not held or sharding_unit(kind, "tensor_parallel_size") == "element":
-        return replicated_around(given, names, mesh.runtime, bucket_elements=bucket_elements)
-    if mesh.runtime.lazy:
+    if runtime.lazy:
         raise UsageError(
-            f"optimizers: {kind.__name__} uses complete parameters, and tensor parallelism shards {held[0]}; on "
-            f"{mesh.runtime.name} set tensor_parallel_size to 1, or choose an elementwise optimizer such as AdamW"
+            f"optimizers: {kind.__name__} uses complete parameters, and tensor parallelism shards {held[0][0]}; on "
+            f"{runtime.name} set tensor_parallel_size to 1, or choose an elementwise optimizer such as AdamW"
         )
-    return whole_parameters_around(given, names, mesh, bucket_elements=bucket_elements)
+    stateful = next((name for name, each in held if given.state.get(each)), None)
+    if stateful is not None:
+        raise UsageError(
+            f"optimizers: {kind.__name__} has a state of {stateful} already, and tensor parallelism shards that; pass "
+            "an optimizer that has not taken a step"
+        )
 
 
 def _by_kind(
@@ -229,7 +248,7 @@ def _by_kind(
     own: dict[str, Any]
     others: dict[str, Any]
     if name == MUON and kinds is not None:
-        own, others, special = BY_MUON, NOT_MUON, kinds.hidden_matrices
+        own, others, special = BY_MUON, BY_ADAMW, kinds.hidden_matrices
     elif name in ADAMW_8BIT:
         own, others, special = FULL_PRECISION, EIGHT_BITS, kinds.embeddings if kinds is not None else frozenset()
     else:

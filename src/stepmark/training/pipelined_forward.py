@@ -107,13 +107,12 @@ class PipelinedForward:
         among all ranks where experts are divided over them."""
         if self._decision.made or self._decision.first([batch]) is None:
             return
-        model, asks = self._stages.model, self._decision.asks(batch)
-        along = None if asks else self._runtime.numbers([self._loss.count(batch)]).reshape(())
+        model, along = self._stages.model, self._decision.along(batch)
         with evaluating(model), kept_generators():
             ((_, found),) = self._run([batch], lambda each: self._loss.shown_by(model, each.inputs, along))
         self._transfers.settle()
         told = bool(self._from_last(None if found is None else torch.tensor([int(found)])))
-        if asks:
+        if along is None:
             self._loss.decide(told)
         self._decision.conclude()
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from stepmark.data.loader.batch import MicroBatch
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.loss import MicroBatchLoss
@@ -23,16 +25,23 @@ class SharedDecision:
 
     def __init__(self, loss: MicroBatchLoss, mesh: Mesh, *, together: bool) -> None:
         self._loss = loss
+        self._runtime = mesh.runtime
         self._host = mesh.context.host if together else None
         self.made = False
 
-    def asks(self, micro_batch: MicroBatch) -> bool:
+    def along(self, micro_batch: MicroBatch) -> Tensor | None:
+        """The targets of a batch of which a call shows nothing; see `MicroBatchLoss.call_first`."""
+        if self._asks(micro_batch):
+            return None
+        return self._runtime.numbers([self._loss.count(micro_batch)]).reshape(())
+
+    def _asks(self, micro_batch: MicroBatch) -> bool:
         """Whether only a call shows which labels of this batch are targets, and this one does."""
         return bool(micro_batch.targets) and self._loss.undecided(micro_batch.inputs)
 
     def first(self, micro_batches: Sequence[MicroBatch]) -> int | None:
         """The micro-batch that all ranks have to call before their targets are counted, by number; None for none."""
-        own = next((number for number, each in enumerate(micro_batches) if self.asks(each)), None)
+        own = next((number for number, each in enumerate(micro_batches) if self._asks(each)), None)
         if self._host is None:
             return own
         open_ = any(self._loss.undecided(each.inputs) for each in micro_batches)

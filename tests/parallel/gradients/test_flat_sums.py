@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stepmark import ZeroRedundancyOptimizer
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import make_buckets
-from stepmark.parallel.gradients.flat_sums import FlatSums
+from stepmark.parallel.gradients.sums import FlatSums
 from stepmark.runtime.mesh import Mesh
 
 

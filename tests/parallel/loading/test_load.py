@@ -27,15 +27,14 @@ from transformers import (
 
 from stepmark import Mesh
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StepmarkError, UsageError
-from stepmark.parallel.loading.deferred_init import DeferredInit, replace
+from stepmark.parallel.loading.deferred_init import DeferredInit
 from stepmark.parallel.loading.load import (
     ModelFactory,
     load_for_parallelism,
-    load_model,
-    new_model,
     patched_constructors,
 )
 from stepmark.runtime.eager import EagerRuntime
+from stepmark.runtime.module_placement import replace
 from stepmark.sharding.layout import Box, Layout, annotate, layout_of
 from tests.support.counted_reads import counted_reads
 
@@ -91,6 +90,11 @@ def cut(model: nn.Module, rank: int, size: int) -> None:
 
 def factory(rank: int = 0, size: int = 1, small: int = 0) -> ModelFactory:
     return ModelFactory(lambda model: cut(model, rank, size), RUNTIME, small)
+
+
+def load_model(factory: ModelFactory, folder: Path, model_class: Any = AutoModelForCausalLM) -> Any:
+    with patched_constructors(factory):
+        return model_class.from_pretrained(folder)
 
 
 def check_equal(local: nn.Module, whole: nn.Module) -> None:
@@ -177,7 +181,7 @@ def test_new_model_is_drawn_and_then_taken_to_a_dtype() -> None:
     torch.manual_seed(5)
     whole = AutoModelForCausalLM.from_config(config).float()
     torch.manual_seed(5)
-    check_equal(new_model(factory(1, 2), config, dtype=torch.float32), whole)
+    check_equal(factory(1, 2).new(lambda: AutoModelForCausalLM.from_config(config), torch.float32), whole)
 
 
 INITIALISERS = [nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.xavier_uniform_, nn.init.eye_]

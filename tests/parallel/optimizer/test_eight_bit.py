@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from stepmark import Checkpointer, Trainer, TrainingArguments
 from stepmark.errors import UsageError
-from stepmark.parallel.optimizer.eight_bit import adamw_8bit_class
-from stepmark.parallel.optimizer.elementwise import sharding_unit
+from stepmark.parallel.optimizer.distribute import sharding_unit
+from stepmark.parallel.optimizer.own_classes import adamw_8bit_class
 from stepmark.parallel.optimizer.replicated import Replicated
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.training.optimizer import ParameterKinds, build_optimizer, parameter_kinds

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepmark.parallel.optimizer.lazy_optimizers import LazyAdamW, LazySGD
+from stepmark.parallel.optimizer.own_classes import LazyAdamW, LazySGD
 
 STEPS = 50
 SHAPES = [(7, 5), (5,), (), (3, 2, 2)]

@@ -18,7 +18,7 @@ from transformers import (
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.errors import UsageError
-from stepmark.parallel.optimizer.muon import MuonAdamW
+from stepmark.parallel.optimizer.own_classes import MuonAdamW
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.training.optimizer import build_optimizer, decays_by_default, parameter_kinds
 from tests.support.programs import Blocks, tiny_model

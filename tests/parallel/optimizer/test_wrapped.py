@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepmark.parallel.optimizer.wrapped import take_empty_step
+from stepmark.parallel.optimizer.named import take_empty_step
 from stepmark.runtime.eager import EagerRuntime
 
 

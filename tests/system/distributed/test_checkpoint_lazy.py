@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.restore import tensor_reader as reader
-from stepmark.parallel.optimizer.lazy_optimizers import LazyAdamW
+from stepmark.parallel.optimizer.own_classes import LazyAdamW
 from stepmark.runtime.base import GraphCounters
 from stepmark.runtime.context import start
 from tests.support.ranks import Ranks

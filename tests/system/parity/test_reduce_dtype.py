@@ -13,8 +13,8 @@ from torch import nn
 from stepmark import Mesh, TrainingArguments
 from stepmark.config.training_fields import check_reduce_dtype
 from stepmark.errors import UsageError
-from stepmark.parallel.buckets import make_buckets
-from stepmark.parallel.gradients.reducer import mean_gradients, sharded_gradients
+from stepmark.parallel.optimizer.replicated import Replicated
+from stepmark.parallel.optimizer.zero1_shards import FlatShards
 from stepmark.runtime.collectives import GroupCollectives
 from tests.support.programs import logged
 from tests.support.ranks import Ranks
@@ -74,13 +74,10 @@ def reduced(zero_1: bool, between_hosts: bool, dtype: str) -> list[float]:
     """Of four ranks, one has gradients of 4, each other one of 4 times UNIT: what this one gets of their mean."""
     mesh = Mesh.create(device="cpu")
     parameter = nn.Parameter(torch.zeros(ELEMENTS))
-    named, reduce_dtype = [("weight", parameter)], getattr(torch, dtype)
     with patch.object(GroupCollectives, "_between_hosts", lambda *_: between_hosts):
-        if zero_1:
-            buckets = make_buckets([named], mesh)
-            reducer = sharded_gradients(buckets, mesh, reduce_dtype=reduce_dtype)
-        else:
-            reducer = mean_gradients(named, mesh, accumulation=1, reduce_dtype=reduce_dtype)
+        groups = [{"params": [("weight", parameter)]}]
+        distribution = FlatShards(groups, mesh) if zero_1 else Replicated(groups, mesh.runtime)
+        reducer = distribution.gradients(mesh, accumulation=1, reduce_dtype=getattr(torch, dtype), on_arrival=False)
         scale = 4.0 if mesh.data_parallel.rank == 3 else 4.0 * UNIT
         (parameter * scale).sum().backward()
         one = torch.ones(())

@@ -4,12 +4,14 @@ pipeline, their norm, the step's totals, and clipping."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.parallel.buckets import Bucket
+from stepmark.runtime.collectives import Collectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import Replication
 
@@ -39,14 +41,9 @@ def add_partial(
 def add_partial_of_buckets(flat: Sequence[Tensor], buckets: Sequence[Bucket], mesh: Mesh) -> list[Tensor]:
     """The same for buckets, each of one replication."""
     complete = list(flat)
-    together: dict[int, list[int]] = {}
-    for number, bucket in enumerate(buckets):
-        if bucket.replication.partial and bucket.replication.count > 1:
-            together.setdefault(bucket.replication.count, []).append(number)
-    for count, numbers in sorted(together.items()):
-        sums = mesh.replicas(count).all_reduce([flat[number] for number in numbers])
-        for number, total in zip(numbers, sums, strict=True):
-            complete[number] = total
+    partial = [bucket.replication.count if bucket.replication.partial else 1 for bucket in buckets]
+    for count in sorted({*partial} - {1}):
+        _add(complete, [number for number, each in enumerate(partial) if each == count], mesh.replicas(count))
     return complete
 
 
@@ -56,17 +53,17 @@ def add_ends(
     """Sums the gradients of tables that both ends of a pipeline use, in one call. They are reduced over the data
     parallel ranks before, and a sum of two is the same in either order: the copies stay equal bit for bit."""
     complete = list(gradients)
-    if mesh.ends.size == 1:
-        return complete
-    tied = {
-        index: gradient
-        for index, (gradient, replication) in enumerate(zip(gradients, replications, strict=True))
-        if gradient is not None and replication.stages > 1
-    }
-    sums = mesh.ends.all_reduce(list(tied.values())) if tied else []
-    for index, total in zip(tied, sums, strict=True):
-        complete[index] = total
+    pairs = enumerate(zip(gradients, replications, strict=True))
+    tied = [index for index, (gradient, each) in pairs if gradient is not None and each.stages > 1]
+    if mesh.ends.size > 1 and tied:
+        _add(complete, tied, mesh.ends)
     return complete
+
+
+def _add(tensors: list[Any], which: Sequence[int], axis: Collectives) -> None:
+    """Puts the sums of some of the tensors over the ranks of an axis in their place."""
+    for index, total in zip(which, axis.all_reduce([tensors[index] for index in which]), strict=True):
+        tensors[index] = total
 
 
 def add_ends_of_buckets(shards: Sequence[Tensor], buckets: Sequence[Bucket], mesh: Mesh) -> list[Tensor]:

@@ -23,12 +23,9 @@ from stepmark.parallel.gradients.arithmetic import (
     squares,
     totals,
 )
-from stepmark.parallel.gradients.flat_sums import FlatSums
-from stepmark.parallel.gradients.overlap import RankWeights
 from stepmark.parallel.gradients.reduced import ReducedGradients, show, show_shards
-from stepmark.parallel.gradients.shard_sums import ShardSums
-from stepmark.parallel.gradients.tensor_sums import TensorSums
-from stepmark.runtime.collectives import Collectives, GroupCollectives, start_gather_in_place
+from stepmark.parallel.gradients.sums import FlatSums, ShardSums, TensorSums
+from stepmark.runtime.collectives import Collectives, GroupCollectives, RankWeights, start_gather_in_place
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
 
@@ -272,8 +269,6 @@ class ReduceScatter:
 
 class ReducedShards:
     """Completes the means that `fully_shard` has reduced to this rank's shards: nothing but numbers is sent."""
-
-    weighs_arriving = False
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

@@ -15,51 +15,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.errors import UsageError
-from stepmark.parallel.gradients.flat_sums import FlatSums
-from stepmark.runtime.collectives import Collectives, GroupCollectives, keep_abandoned
+from stepmark.parallel.gradients.sums import FlatSums
+from stepmark.runtime.collectives import Collectives, GroupCollectives, RankWeights, keep_abandoned
 
 Finish = Callable[[], Tensor]
-
-
-class RankWeights:
-    """The ranks' shares of a step's target tokens. What they have to tell each other is on its way from the start.
-
-    Args:
-        tokens: This rank's target tokens, a 0-dim float32 tensor on the device.
-        axis: The data parallel axis, or that of the ranks that hold the same experts.
-    """
-
-    def __init__(self, tokens: Tensor, axis: Collectives) -> None:
-        self._rank = axis.rank
-        self._finish: Callable[[], Tensor] | None = None
-        if isinstance(axis, GroupCollectives):
-            self._finish = axis.start_all_gather(tokens.reshape(1))
-        self._tokens = tokens.reshape(1)
-        self._on_host: list[float] | None = None
-
-    def own(self) -> Tensor:
-        """This rank's share: a 0-dim float32 tensor on the device."""
-        return self._shares()[self._rank]
-
-    def factor(self) -> Tensor | float:
-        """This rank's share, as a number where that is known without waiting for the device."""
-        known = self._tokens.device.type == "cpu" and not is_fake(self._tokens)
-        return self.on_host()[self._rank] if known else self.own()
-
-    def on_host(self) -> list[float]:
-        """The share of each rank; waits for the device."""
-        if self._on_host is None:
-            self._on_host = [float(share) for share in self._shares().tolist()]
-        return self._on_host
-
-    def _shares(self) -> Tensor:
-        """Zeros in a step without any target."""
-        if self._finish is not None:
-            self._tokens, self._finish = self._finish(), None
-        return self._tokens / self._tokens.sum().clamp(min=1)
 
 
 Start = Callable[[FlatSums, int, RankWeights], Finish]

@@ -21,16 +21,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from stepmark.parallel.buckets import Bucket, make_buckets
 from stepmark.parallel.gradients.arithmetic import add_partial_of_buckets
-from stepmark.parallel.gradients.exchange import AllReduce, ReducedShards, ReduceScatter
-from stepmark.parallel.gradients.flat_sums import FlatSums
 from stepmark.parallel.gradients.overlap import OverlappedReduction
 from stepmark.parallel.gradients.reduced import ReducedGradients
-from stepmark.parallel.gradients.shard_sums import ShardSums
-from stepmark.parallel.gradients.tensor_sums import TensorSums
+from stepmark.parallel.gradients.sums import FlatSums, ShardSums, TensorSums
 from stepmark.parallel.tensor.expert_parallel import shares_of_tokens
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
@@ -128,67 +124,3 @@ class GradientReducer:
     def close(self) -> None:
         """Leaves gradients to autograd from now on; called after the last step."""
         self.sums.hooks.close()
-
-
-def mean_gradients(
-    named: Sequence[tuple[str, nn.Parameter]],
-    mesh: Mesh,
-    *,
-    accumulation: int,
-    reduce_dtype: torch.dtype = torch.float32,
-    bucket_elements: int | None = None,
-    on_arrival: bool = False,
-) -> GradientReducer:
-    """The reducer of these parameters' gradients to complete means over one step of `accumulation` micro-batches: the
-    same kind on all ranks, also on those of a pipeline stage that has no parameter to train.
-
-    Args:
-        named: The parameters, in the order of the result.
-        mesh: The mesh.
-        accumulation: Micro-batches in a step.
-        reduce_dtype: In which they are sent, on eager devices.
-        bucket_elements: How many are sent at a time; None: by the device.
-        on_arrival: Add each gradient to the sums as soon as autograd has made it, as flat buckets do in any case.
-    """
-    parameters = [parameter for _, parameter in named]
-    exchange = AllReduce(parameters, mesh, reduce_dtype=reduce_dtype, bucket_elements=bucket_elements)
-    if isinstance(mesh.data_parallel, GroupCollectives):
-        buckets = make_buckets([named], mesh, bucket_elements, reordered=False)
-        return GradientReducer(FlatSums(buckets, mesh.runtime), exchange, mesh)
-    sums = TensorSums(parameters, mesh.runtime, accumulation=accumulation, on_arrival=on_arrival)
-    return GradientReducer(sums, exchange, mesh)
-
-
-def sharded_gradients(
-    buckets: Sequence[Bucket],
-    mesh: Mesh,
-    *,
-    accumulation: int = 1,
-    reduce_dtype: torch.dtype | None = torch.float32,
-    on_arrival: bool = False,
-) -> GradientReducer:
-    """The reducer of the gradients of the buckets' parameters to this rank's shards of the means. Arguments: see
-    `mean_gradients`; `reduce_dtype`: None: the parameters' dtype."""
-    exchange = ReduceScatter(buckets, mesh, reduce_dtype=reduce_dtype)
-    sums: FlatSums | TensorSums
-    if mesh.runtime.lazy:
-        parameters = [member.parameter for bucket in buckets for member in bucket.members]
-        sums = TensorSums(parameters, mesh.runtime, accumulation=accumulation, on_arrival=on_arrival, watched=True)
-    else:
-        sums = FlatSums(buckets, mesh.runtime)
-    sums.reset()
-    return GradientReducer(sums, exchange, mesh)
-
-
-def gradients_of_shards(
-    parameters: Sequence[nn.Parameter],
-    mesh: Mesh,
-    *,
-    reduce_dtype: torch.dtype | None = torch.float32,
-    **options: Any,
-) -> GradientReducer:
-    """The reducer of the gradients of sharded parameters to this rank's shards of the means. Arguments: see
-    `mean_gradients`, whose other `options` change nothing here."""
-    axis = mesh.data_parallel
-    assert isinstance(axis, GroupCollectives)
-    return GradientReducer(ShardSums(parameters, axis, reduce_dtype or torch.float32), ReducedShards(mesh), mesh)

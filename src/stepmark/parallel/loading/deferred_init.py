@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_any, tree_map_only
 
 from stepmark.errors import UsageError
 from stepmark.parallel.loading.tensor_source import TensorSource, passing
+from stepmark.runtime.module_placement import replace
 from stepmark.sharding.layout import Layout, Shape
 from stepmark.sharding.views import copy_slices
 
@@ -148,8 +149,7 @@ class DeferredInit(TorchDispatchMode):
         if self._is_deferred(parameter):
             return Drawn(shape, self._frozen(parameter).value)
         value = parameter.detach()
-        empty = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=parameter.requires_grad)
-        replace(parameter, empty)
+        replace(parameter, torch.empty_like(value, device="meta"))
         return Drawn(shape, lambda: value)
 
     def __torch_dispatch__(
@@ -264,12 +264,6 @@ def _place_of(tensor: Tensor) -> Callable[[Tensor], Tensor]:
     """Gives the view of a flat storage that a deferred tensor is now."""
     size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
     return lambda flat: flat.as_strided(size, stride, offset)
-
-
-def replace(tensor: Tensor, value: Tensor) -> None:
-    """Gives a tensor object, a Parameter for one, another value, device and dtype; its attributes stay."""
-    value.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, value)
 
 
 def _key(tensor: Tensor) -> int:

@@ -24,11 +24,11 @@ import torch
 from torch import nn
 
 from stepmark.errors import CheckpointMismatch, UsageError
-from stepmark.parallel.loading.deferred_init import SMALL, DeferredInit, replace
+from stepmark.parallel.loading.deferred_init import SMALL, DeferredInit
 from stepmark.parallel.loading.pretrained import prepare
 from stepmark.parallel.loading.tensor_source import TensorSource, open_files, open_folder
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.module_placement import cast_module
+from stepmark.runtime.module_placement import cast_module, replace
 from stepmark.sharding.layout import Layout, layout_of
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def fill(model: nn.Module, sources: Mapping[str, TensorSource], runtime: Runtime
         covered = sum(part.slice.numel for part in layout.parts) == parameter.numel()
         local = (torch.empty if covered else torch.zeros)(parameter.shape, dtype=parameter.dtype)
         source.fill(local, layout)
-        replace(parameter, nn.Parameter(runtime.place(local), requires_grad=parameter.requires_grad))
+        replace(parameter, runtime.place(local))
     for buffer in model.buffers():
         if buffer.device != runtime.device:
             replace(buffer, runtime.place(buffer))
@@ -156,25 +156,6 @@ def model_factory(mesh: Mesh, **options: Any) -> ModelFactory:
     from stepmark.parallel.parallelize import parallelize
 
     return ModelFactory(functools.partial(parallelize, mesh=mesh, **options), mesh.runtime)
-
-
-def load_model(factory: ModelFactory, folder: str | Path, *, model_class: Any = None, **options: Any) -> Any:
-    """A model from a Hugging Face folder; `model_class` is AutoModelForCausalLM unless given, `options` are those of
-    its `from_pretrained`: dtype, config and others."""
-    if model_class is None:
-        from transformers import AutoModelForCausalLM as model_class
-    with patched_constructors(factory):
-        return model_class.from_pretrained(str(folder), **options)
-
-
-def new_model(
-    factory: ModelFactory, config: Any, *, model_class: Any = None, dtype: torch.dtype | None = None, **options: Any
-) -> Any:
-    """A new model of a configuration, with the values that the complete model would draw, converted to `dtype` after
-    drawing; `options` are those of `from_config`."""
-    if model_class is None:
-        from transformers import AutoModelForCausalLM as model_class
-    return factory.new(lambda: model_class.from_config(config, **options), dtype)
 
 
 @contextmanager

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from stepmark.errors import CheckpointMismatch, UsageError
-from stepmark.parallel.loading.deferred_init import replace
 from stepmark.parallel.loading.tensor_source import BUFFER, JoinedSource, SafetensorsSource, TensorSource
+from stepmark.runtime.module_placement import replace
 from stepmark.sharding.layout import Layout
 
 Stored = Mapping[str, SafetensorsSource]

@@ -8,24 +8,22 @@ of the parameters, each of them whole (`WholeParameters`). The last two are ZeRO
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import UsageError
+from stepmark.parallel.buckets import make_buckets
+from stepmark.parallel.gradients.exchange import AllReduce
 from stepmark.parallel.gradients.reducer import GradientReducer
+from stepmark.parallel.gradients.sums import FlatSums, TensorSums
 from stepmark.parallel.optimizer.arrivals import Arrivals
-from stepmark.parallel.optimizer.wrapped import (
-    load_hyperparameters,
-    load_learning_rates,
-    load_plain_values,
-    plain,
-    take_empty_step,
-)
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout, Shard
 
@@ -66,8 +64,14 @@ class Held:
                 yield name, value
 
 
-class Distribution(Protocol):
+class Distribution:
     """Which tensors this rank updates, and how ranks share gradients and new values.
+
+    Args:
+        groups: The optimizer's groups.
+        order: The names in the model's order, which `parameters` follows, so that sums over all gradients do not depend
+            on the groups; None: that of the groups.
+        bucket_elements: How many gradients are sent at a time; None: by the device.
 
     Attributes:
         names: Of all parameters, in the model's order.
@@ -80,20 +84,40 @@ class Distribution(Protocol):
         place: What this rank's own state fits, in plain values.
     """
 
-    names: list[str]
-    parameters: list[nn.Parameter]
-    groups: list[list[str]]
     held: list[Held]
-    divided_by: str | None
-    separate: bool
-    arrivals: Arrivals
-    place: dict[str, Any]
+    divided_by: str | None = None
+    separate = True
 
-    def gradients(self, mesh: Mesh, **options: Any) -> GradientReducer:
-        """Makes the reducer whose gradients `assigned` takes; see `mean_gradients` for the options."""
+    def __init__(
+        self, groups: Groups, *, order: Sequence[str] | None = None, bucket_elements: int | None = None
+    ) -> None:
+        parameters = {name: parameter for group in groups for name, parameter in group["params"]}
+        self.groups = [[name for name, _ in group["params"]] for group in groups]
+        self.names = [name for name in order or parameters if name in parameters]
+        self.parameters: list[nn.Parameter] = [parameters[name] for name in self.names]
+        self.arrivals = Arrivals()
+        self.place: dict[str, Any] = {}
+        self._bucket_elements = bucket_elements
+
+    def gradients(
+        self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype | None, on_arrival: bool
+    ) -> GradientReducer:
+        """Makes the reducer whose gradients `assigned` takes, here of complete means: the same kind on all ranks, also
+        on those of a pipeline stage that has no parameter to train. For the arguments see `NamedOptimizer`."""
+        assert reduce_dtype is not None
+        elements = self._bucket_elements
+        exchange = AllReduce(self.parameters, mesh, reduce_dtype=reduce_dtype, bucket_elements=elements)
+        if isinstance(mesh.data_parallel, GroupCollectives):
+            named = list(zip(self.names, self.parameters, strict=True))
+            buckets = make_buckets([named], mesh, elements, reordered=False)
+            return GradientReducer(FlatSums(buckets, mesh.runtime), exchange, mesh)
+        sums = TensorSums(self.parameters, mesh.runtime, accumulation=accumulation, on_arrival=on_arrival)
+        return GradientReducer(sums, exchange, mesh)
 
     def assigned(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradient of each of `held`. Collective unless all are None."""
+        named = dict(zip(self.names, gradients, strict=True))
+        return [named[str(held.key)] for held in self.held]
 
     def follow(self) -> None:
         """Takes over what a script has written to parameters since the last update."""
@@ -145,7 +169,8 @@ class NamedOptimizer:
     ) -> GradientReducer:
         """Makes the reducer of the gradients that `set_gradients` takes: only the optimizer knows which tensors it
         updates. `accumulation` is the number of micro-batches in a step, `reduce_dtype` the type in which data parallel
-        ranks of an eager device send each other gradients. `on_arrival`: see `mean_gradients`."""
+        ranks of an eager device send each other gradients; None: the parameters', with ZeRO-1 by elements.
+        `on_arrival`: add each gradient to the sums as soon as autograd has made it, as flat buckets do in any case."""
         return self.distribution.gradients(
             mesh, accumulation=accumulation, reduce_dtype=reduce_dtype, on_arrival=on_arrival
         )
@@ -309,30 +334,70 @@ class NamedOptimizer:
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
-def named_around(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[nn.Parameter, str],
-    distribute: Callable[[Groups], Distribution],
-    runtime: Runtime,
-) -> NamedOptimizer:
-    """An optimizer that the user created over the model's parameters, which gets the tensors of a distribution in their
-    place. `names` are the model's.
+# What a group keeps when it is restored: how the optimizer computes, a matter of its device, and its parameters.
+OWN = frozenset({"params", "param_names", "lr", "foreach", "fused", "capturable"})
 
-    Raises:
-        UsageError: It holds a parameter that is not in the model.
+
+def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], runtime: Runtime) -> None:
+    """Takes one step with zero gradients and learning rate 0, in which any optimizer creates its state. What it keeps
+    in its groups, such as a count of steps, is as before.
+
+    Restore the tensors afterwards: weight decay and the like may have changed them.
     """
-    groups = []
-    for group in optimizer.param_groups:
-        if any(parameter not in names for parameter in group["params"]):
-            raise UsageError(
-                "optimizers: the optimizer holds a parameter that is not in the model, so that no checkpoint would "
-                "have it; make its module part of the model (model.criterion = …), or leave it out"
-            )
-        groups.append({**group, "params": [(names[parameter], parameter) for parameter in group["params"]]})
+    kept = [{key: _copied(key, group[key]) for key in group if key != "params"} for group in inner.param_groups]
+    for group in inner.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    for tensor in tensors:
+        tensor.grad = torch.zeros_like(tensor)
+    inner.step()
+    for tensor in tensors:
+        tensor.grad = None
+    for group, values in zip(inner.param_groups, kept, strict=True):
+        for key, value in values.items():
+            if key != "lr" and isinstance(value, Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+    runtime.step_boundary()
 
-    def exchange(held: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        for own, group in zip(optimizer.param_groups, held, strict=True):
-            own["params"] = group["params"]
-        return optimizer
 
-    return NamedOptimizer(distribute(groups), groups, exchange, runtime, given=True)
+def _copied(key: str, value: Any) -> Any:
+    """A group's value that a step cannot change; the learning rate is not there in the empty step."""
+    if key == "lr":
+        return value
+    return value.clone() if isinstance(value, Tensor) else copy(value)
+
+
+def load_learning_rates(inner: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], runtime: Runtime) -> None:
+    """Restores the learning rates, without which a schedule would start over. All other hyperparameters of a resumed
+    run come from its own arguments."""
+    for group, saved in zip(inner.param_groups, groups, strict=True):
+        if isinstance(group["lr"], Tensor):
+            runtime.write(group["lr"], torch.tensor(saved["lr"], dtype=group["lr"].dtype))
+        else:
+            group["lr"] = saved["lr"]
+
+
+def load_hyperparameters(inner: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], runtime: Runtime) -> None:
+    """Restores all plain values of the groups, as `load_state_dict` does: an optimizer of the user's may keep counts
+    and sums there, as schedule-free ones do. How it computes, and which parameters it has, stays as it is."""
+    load_learning_rates(inner, groups, runtime)
+    for group, saved in zip(inner.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            if isinstance(group.get(key), Tensor):
+                runtime.write(group[key], torch.tensor(value, dtype=group[key].dtype).reshape(group[key].shape))
+            elif key not in OWN:
+                group[key] = value
+
+
+def load_plain_values(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Gives a parameter's state the saved values that are no tensors. A None does not replace a tensor, which begins at
+    zero where the optimizer needs it from the start."""
+    for key, value in saved.items():
+        if value is not None or not isinstance(state.get(key), Tensor):
+            state[key] = value
+
+
+def plain(value: Any) -> Any:
+    """A hyperparameter as a plain value: a 0-dim tensor becomes a number."""
+    return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value

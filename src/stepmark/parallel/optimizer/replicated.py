@@ -1,9 +1,9 @@
-"""Every rank updates all of its parameters, with fp32 master weights for bf16 ones."""
+"""Every rank updates all of its parameters, or its shards of those that torch's `fully_shard` has sharded, with fp32
+master weights for bf16 ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.parallel.buckets import check_real
-from stepmark.parallel.gradients.reducer import GradientReducer, mean_gradients
-from stepmark.parallel.optimizer.arrivals import Arrivals
-from stepmark.parallel.optimizer.named import Groups, Held, NamedOptimizer, named_around
+from stepmark.parallel.gradients.exchange import ReducedShards
+from stepmark.parallel.gradients.reducer import GradientReducer
+from stepmark.parallel.gradients.sums import ShardSums
+from stepmark.parallel.optimizer.named import Distribution, Groups, Held
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
-from stepmark.sharding.layout import layout_of
+from stepmark.sharding.dtensor import layout_of_dtensor
+from stepmark.sharding.layout import annotate, layout_of
 
 
 class WrittenParameters:
@@ -49,44 +52,27 @@ def follow(master: Tensor, parameter: Tensor) -> Tensor:
     return master
 
 
-class Replicated:
-    """All parameters; see `Distribution`. Where one is not fp32 and `master_weights` is set, the optimizer updates an
-    fp32 copy, and the parameter is that copy rounded.
-
-    Args:
-        groups: The optimizer's groups.
-        runtime: The device.
-        order: The names in the model's order, which `parameters` follows, so that sums over all gradients do not depend
-            on the groups.
-        master_weights: See above.
-        bucket_elements: How many gradients are sent at a time; None: by the device.
-    """
-
-    separate = True
-    divided_by: str | None = None
+class Replicated(Distribution):
+    """All parameters. Where one is not fp32 and `master_weights` is set, the optimizer updates an fp32 copy, and the
+    parameter is that copy rounded. For the other arguments see `Distribution`; `runtime` is the device."""
 
     def __init__(
         self,
         groups: Groups,
         runtime: Runtime,
         *,
-        order: Sequence[str],
+        order: Sequence[str] | None = None,
         master_weights: bool = True,
         bucket_elements: int | None = None,
     ) -> None:
+        super().__init__(groups, order=order, bucket_elements=bucket_elements)
         self._runtime = runtime
-        self._bucket_elements = bucket_elements
-        self.arrivals = Arrivals()
-        self.place: dict[str, Any] = {}
-        self.groups = [[name for name, _ in group["params"]] for group in groups]
-        parameters = {name: parameter for group in groups for name, parameter in group["params"]}
+        parameters = dict(zip(self.names, self.parameters, strict=True))
         self.held = [
             self._hold(name, parameters[name], number, master_weights)
             for number, names in enumerate(self.groups)
             for name in names
         ]
-        self.names = [name for name in order if name in parameters]
-        self.parameters = [parameters[name] for name in self.names]
         self._masters = [(parameters[str(held.key)], held.tensor) for held in self.held if held.master]
         self._written = WrittenParameters([parameter for parameter, _ in self._masters], runtime)
 
@@ -97,15 +83,6 @@ class Replicated:
             return Held(parameter, group, members, master=False, key=name)
         (on_host,) = self._runtime.to_host([parameter])
         return Held(nn.Parameter(self._runtime.place(on_host.float())), group, members, master=True, key=name)
-
-    def gradients(self, mesh: Mesh, **options: Any) -> GradientReducer:
-        named = list(zip(self.names, self.parameters, strict=True))
-        return mean_gradients(named, mesh, bucket_elements=self._bucket_elements, **options)
-
-    def assigned(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """`gradients`: of each of `parameters`."""
-        named = dict(zip(self.names, gradients, strict=True))
-        return [named[str(held.key)] for held in self.held]
 
     def follow(self) -> None:
         if not self._runtime.lazy:
@@ -122,19 +99,40 @@ class Replicated:
         self._written.forget()
 
 
-def replicated_around(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[nn.Parameter, str],
-    runtime: Runtime,
-    *,
-    bucket_elements: int | None = None,
-) -> NamedOptimizer:
-    """Wraps an optimizer that the user created over the model's parameters; `names` are the model's.
+class LocalShards(Replicated):
+    """The local tensors of sharded parameters, with fp32 master weights for bf16 ones; see `Replicated`."""
 
-    Raises:
-        UsageError: It holds a parameter that is not in the model.
-    """
-    distribute = partial(
-        Replicated, runtime=runtime, order=list(names.values()), master_weights=False, bucket_elements=bucket_elements
-    )
-    return named_around(optimizer, names, distribute, runtime)
+    divided_by: str | None = "fsdp"
+
+    def __init__(
+        self, groups: Groups, runtime: Runtime, *, order: Sequence[str] | None = None, master_weights: bool = True
+    ) -> None:
+        self._sharded = {name: parameter for group in groups for name, parameter in group["params"]}
+        self._local = {name: _local(parameter) for name, parameter in self._sharded.items()}
+        local = [{**group, "params": [(name, self._local[name]) for name, _ in group["params"]]} for group in groups]
+        super().__init__(local, runtime, order=order, master_weights=master_weights)
+        self.parameters = [self._sharded[name] for name in self.names]
+
+    def gradients(
+        self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype | None, on_arrival: bool
+    ) -> GradientReducer:
+        """torch makes a gradient as soon as it arrives, whatever the accumulation is."""
+        axis = mesh.data_parallel
+        assert isinstance(axis, GroupCollectives)
+        sums = ShardSums(self.parameters, axis, reduce_dtype or torch.float32)
+        return GradientReducer(sums, ReducedShards(mesh), mesh)
+
+    def follow(self) -> None:
+        """torch gives an uneven shard new memory in the first forward pass and in `load_state_dict`."""
+        for name, parameter in self._sharded.items():
+            there, known = parameter._local_tensor, self._local[name]
+            if there.untyped_storage()._cdata != known.untyped_storage()._cdata:
+                known.data = there.detach()
+        super().follow()
+
+
+def _local(parameter: Any) -> nn.Parameter:
+    """The parameter's shard, in the same memory."""
+    local = nn.Parameter(parameter._local_tensor.detach(), requires_grad=parameter.requires_grad)
+    annotate(local, layout_of_dtensor(parameter))
+    return local

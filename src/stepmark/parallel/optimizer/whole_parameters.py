@@ -11,38 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
-from stepmark.parallel.gradients.reducer import GradientReducer, mean_gradients
-from stepmark.parallel.optimizer.elementwise import sharding_unit
 from stepmark.parallel.optimizer.gathered_parameters import GatheredParameters, Round, divide, make_rounds
-from stepmark.parallel.optimizer.named import Groups, Held, Make, NamedOptimizer, named_around
+from stepmark.parallel.optimizer.named import Distribution, Groups, Held
 from stepmark.parallel.optimizer.replicated import Replicated
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout, layout_of
 from stepmark.sharding.replication import replication_of
 
 
-class WholeParameters:
-    """This rank's parameters, each of them complete; see `Distribution`.
+class WholeParameters(Distribution):
+    """This rank's parameters, each of them complete.
 
     Args:
         groups: The optimizer's groups.
         mesh: The mesh.
-        order: The names in the model's order; None: that of the groups.
+        order: See `Distribution`.
         zero_1: Divide the parameters over the data parallel ranks.
         elementwise_group: Whether the optimizer updates a group's parameters element by element, so that shards of them
             will do.
         master_weights: As in `Replicated`.
         bucket_elements: What a rank sends at most at a time; None: the default.
     """
-
-    separate = True
 
     def __init__(
         self,
@@ -55,14 +50,11 @@ class WholeParameters:
         master_weights: bool = True,
         bucket_elements: int | None = None,
     ) -> None:
+        super().__init__(groups, order=order, bucket_elements=bucket_elements)
         self._mesh = mesh
         self._axis = mesh.data_parallel
-        self._bucket_elements = bucket_elements
-        self.divided_by: str | None = "zero_1" if zero_1 else None
-        self.groups = [[name for name, _ in group["params"]] for group in groups]
-        parameters = {name: parameter for group in groups for name, parameter in group["params"]}
-        self.names = [name for name in order or parameters if name in parameters]
-        self.parameters = [parameters[name] for name in self.names]
+        self.divided_by = "zero_1" if zero_1 else None
+        parameters = dict(zip(self.names, self.parameters, strict=True))
         experts = [name for name in self.names if replication_of(parameters[name], 1).experts]
         if experts:
             raise UsageError(
@@ -97,7 +89,6 @@ class WholeParameters:
             master_weights=master_weights,
         )
         self.held = [self._complete(held, parameters) for held in self._own.held]
-        self.arrivals = self._own.arrivals
         self.place = {"mesh": mesh.shape, "rank": mesh.context.world.rank, "parameters": self._own.names}
         self._rounds: list[Round] = []
         if zero_1 and self._axis.size > 1:
@@ -110,10 +101,6 @@ class WholeParameters:
             return held
         layout = Layout.full(tuple(held.tensor.shape))
         return replace(held, members=((name, layout),), master=held.tensor.dtype != parameters[name].dtype)
-
-    def gradients(self, mesh: Mesh, **options: Any) -> GradientReducer:
-        named = list(zip(self.names, self.parameters, strict=True))
-        return mean_gradients(named, mesh, bucket_elements=self._bucket_elements, **options)
 
     def assigned(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """`gradients`: of each of `parameters`. Shards are brought together."""
@@ -150,55 +137,3 @@ class WholeParameters:
                 parts = values[: sum(sizes[rank])].split(sizes[rank])
                 for parameter, part in zip(sent[rank], parts, strict=True):
                     parameter.copy_(part.view(parameter.shape))
-
-
-def whole_parameters(groups: Groups, make: Make, mesh: Mesh, *, given: bool = False, **options: Any) -> NamedOptimizer:
-    """An optimizer over whole parameters; for the arguments see `NamedOptimizer`, for `options` `WholeParameters`.
-    Collective.
-
-    Raises:
-        UsageError: The device is lazy, or the optimizer needs all parameters at once.
-    """
-    distribution = WholeParameters(groups, mesh, **options)
-    made = NamedOptimizer(distribution, groups, make, mesh.runtime, given=given)
-    kind = type(made.inner)
-    sharding_unit(kind, distribution.divided_by or "tensor_parallel_size")
-    if mesh.runtime.lazy:
-        raise UsageError(
-            f"zero_1: {kind.__name__} uses complete parameters, which each belong to one rank, and the ranks of "
-            f"{mesh.runtime.name} run one graph; choose an elementwise optimizer, or switch zero_1 off"
-        )
-    return made
-
-
-def whole_parameters_around(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[nn.Parameter, str],
-    mesh: Mesh,
-    *,
-    bucket_elements: int | None = None,
-) -> NamedOptimizer:
-    """Gives an optimizer that the user created over the model's parameters the complete ones in place of shards.
-    `names` are the model's. Collective.
-
-    Raises:
-        UsageError: The optimizer needs all parameters at once, or has state of a parameter already.
-    """
-    sharding_unit(type(optimizer), "tensor_parallel_size")
-    sharded = [(name, each) for each, name in names.items() if layout_of(each) is not None]
-    stateful = next((name for name, each in sharded if optimizer.state.get(each)), None)
-    if stateful is not None:
-        raise UsageError(
-            f"optimizers: {type(optimizer).__name__} has a state of {stateful} already, and tensor parallelism "
-            "shards that; pass an optimizer that has not taken a step"
-        )
-
-    distribute = partial(
-        WholeParameters,
-        mesh=mesh,
-        order=list(names.values()),
-        zero_1=False,
-        master_weights=False,
-        bucket_elements=bucket_elements,
-    )
-    return named_around(optimizer, names, distribute, mesh.runtime)

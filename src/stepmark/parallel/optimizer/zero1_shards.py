@@ -16,18 +16,19 @@ from torch import Tensor, nn
 
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import Bucket, complete_on_host, for_each_axis, make_buckets
-from stepmark.parallel.gradients.reducer import GradientReducer, sharded_gradients
+from stepmark.parallel.gradients.exchange import ReduceScatter
+from stepmark.parallel.gradients.reducer import GradientReducer
+from stepmark.parallel.gradients.sums import FlatSums, TensorSums
 from stepmark.parallel.optimizer.arrivals import Arrivals
-from stepmark.parallel.optimizer.elementwise import check_elementwise
-from stepmark.parallel.optimizer.named import Groups, Held, Make, NamedOptimizer
+from stepmark.parallel.optimizer.named import Distribution, Groups, Held
 from stepmark.parallel.optimizer.replicated import WrittenParameters, follow
 from stepmark.runtime.collectives import start_gather_in_place
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout
 
 
-class FlatShards:
-    """This rank's shard of each bucket; see `Distribution`. Where parameters are not fp32, the shards are fp32 master
+class FlatShards(Distribution):
+    """This rank's shard of each bucket. Where parameters are not fp32, the shards are fp32 master
     weights, which are saved. The complete state is never materialized.
 
     Args:
@@ -41,14 +42,9 @@ class FlatShards:
 
     def __init__(self, groups: Groups, mesh: Mesh, *, bucket_elements: int | None = None) -> None:
         self._runtime = mesh.runtime
-        named = [group["params"] for group in groups]
-        self.buckets = make_buckets(named, mesh, bucket_elements)
-        self.names = [member.name for bucket in self.buckets for member in bucket.members]
-        self.parameters = [member.parameter for bucket in self.buckets for member in bucket.members]
-        self.groups = [
-            [member.name for bucket in self.buckets if bucket.group == number for member in bucket.members]
-            for number in range(len(groups))
-        ]
+        self.buckets = make_buckets([group["params"] for group in groups], mesh, bucket_elements)
+        own = [[bucket for bucket in self.buckets if bucket.group == number] for number in range(len(groups))]
+        super().__init__([{"params": [(m.name, m.parameter) for b in same for m in b.members]} for same in own])
         if not self._runtime.lazy:
             _check_memory(self.names, self.parameters)
         self._flat = [self._lay_out(bucket) for bucket in self.buckets]
@@ -89,8 +85,17 @@ class FlatShards:
         members = tuple((m.name, here.get(id(m), Layout(tuple(m.parameter.shape), ()))) for m in bucket.members)
         return Held(nn.Parameter(shard), bucket.group, members, bucket.dtype != torch.float32, key=number)
 
-    def gradients(self, mesh: Mesh, **options: Any) -> GradientReducer:
-        return sharded_gradients(self.buckets, mesh, **options)
+    def gradients(
+        self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype | None, on_arrival: bool
+    ) -> GradientReducer:
+        sums: FlatSums | TensorSums
+        if mesh.runtime.lazy:
+            options: dict[str, Any] = {"accumulation": accumulation, "on_arrival": on_arrival, "watched": True}
+            sums = TensorSums(self.parameters, mesh.runtime, **options)
+        else:
+            sums = FlatSums(self.buckets, mesh.runtime)
+        sums.reset()
+        return GradientReducer(sums, ReduceScatter(self.buckets, mesh, reduce_dtype=reduce_dtype), mesh)
 
     def assigned(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """`gradients`: fp32, of each bucket's shard."""
@@ -134,20 +139,6 @@ class FlatShards:
         for member in self.buckets[number].members:
             if not member.in_order:
                 member.read_from(flat)
-
-
-def flat_shards(
-    groups: Groups, make: Make, mesh: Mesh, *, bucket_elements: int | None = None, given: bool = False
-) -> NamedOptimizer:
-    """An elementwise optimizer over this rank's shards; for the arguments see `FlatShards` and `NamedOptimizer`.
-
-    Raises:
-        UsageError: The optimizer uses complete parameters.
-    """
-    distribution = FlatShards(groups, mesh, bucket_elements=bucket_elements)
-    made = NamedOptimizer(distribution, groups, make, mesh.runtime, given=given)
-    check_elementwise(type(made.inner))
-    return made
 
 
 def _check_memory(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:

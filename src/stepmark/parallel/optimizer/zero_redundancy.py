@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +12,9 @@ from stepmark.config.training_fields import DEVICES
 from stepmark.errors import UsageError
 from stepmark.parallel.gradients.arithmetic import scale_to
 from stepmark.parallel.gradients.reducer import GradientReducer
-from stepmark.parallel.optimizer.elementwise import sharding_unit, updates_elements
-from stepmark.parallel.optimizer.lazy_optimizers import lazy_class
+from stepmark.parallel.optimizer.distribute import distribute, sharding_unit
 from stepmark.parallel.optimizer.named import NamedOptimizer
-from stepmark.parallel.optimizer.whole_parameters import whole_parameters
-from stepmark.parallel.optimizer.zero1_shards import flat_shards
+from stepmark.parallel.optimizer.own_classes import lazy_class
 from stepmark.runtime.eager import has_fused_kernel
 from stepmark.runtime.mesh import DATA, TENSOR, Mesh
 
@@ -106,7 +103,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         max_norm = DEFAULT_MAX_NORM if max_norm is None else max_norm
         if grad_clipping and not max_norm > 0:
             raise UsageError(f"max_norm: {max_norm!r} is not above 0; pass a positive norm, or grad_clipping=False")
-        self._unit = sharding_unit(optimizer_class)
+        sharding_unit(optimizer_class)  # refused before anything is done
         self._optimizer_class = optimizer_class
         self._arguments = dict(defaults)
         self._mesh = mesh
@@ -150,11 +147,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             except (TypeError, ValueError) as error:
                 raise UsageError(f"{self._optimizer_class.__name__}: {error}") from error
 
-        whole = self._unit == "parameter"
-        divide = flat_shards
-        if whole:
-            divide = partial(whole_parameters, elementwise_group=partial(updates_elements, self._optimizer_class))
-        sharded = divide(groups, make, mesh, bucket_elements=self._bucket_elements, given=True)
+        divided = distribute(
+            groups, self._optimizer_class, mesh.runtime, mesh, zero_1=True, bucket_elements=self._bucket_elements
+        )
+        sharded = NamedOptimizer(divided, groups, make, mesh.runtime, given=True)
+        whole = divided.separate
         gradients = sharded.gradients(
             mesh,
             accumulation=2 if self._accumulate_in_fp32 else 1,

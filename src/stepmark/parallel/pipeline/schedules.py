@@ -129,17 +129,11 @@ def _ready(tasks: tuple[Task, ...], stages: int, done: set[Task]) -> bool:
 
 def _order(kind: str, ranks: int, rank: int, micro_batches: int, chunks: int) -> list[tuple[Task, ...]]:
     """A rank's tasks in their order; those in one tuple are in one tick."""
-    if kind == GPIPE:
-        return [(Task(direction, rank, index),) for direction in (FORWARD, BACKWARD) for index in range(micro_batches)]
-    if kind == ONE_F_ONE_B:
-        return _one_f_one_b(ranks, rank, micro_batches)
-    return _interleaved(ranks, rank, micro_batches, chunks)
-
-
-def _one_f_one_b(ranks: int, rank: int, micro_batches: int) -> list[tuple[Task, ...]]:
+    if kind == INTERLEAVED:
+        return _interleaved(ranks, rank, micro_batches, chunks)
     forward = [(Task(FORWARD, rank, index),) for index in range(micro_batches)]
     backward = [(Task(BACKWARD, rank, index),) for index in range(micro_batches)]
-    warm_up = min(ranks - rank - 1, micro_batches)
+    warm_up = micro_batches if kind == GPIPE else min(ranks - rank - 1, micro_batches)
     in_turn = [task for pair in zip(forward[warm_up:], backward, strict=False) for task in pair]
     return [*forward[:warm_up], *in_turn, *backward[micro_batches - warm_up :]]
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from stepmark.errors import UsageError
-from stepmark.runtime.links import Exchange, Form
+from stepmark.runtime.links import ENCODED, Exchange, Form
 from stepmark.runtime.mesh import Mesh
 
 
@@ -105,7 +105,8 @@ class Transfers:
         self._forms |= {(stage, shapes): Form.of(each.hidden) for stage, shapes, each in outgoing}
         unknown = [key for key in incoming if key not in self._forms]
         if new or unknown:
-            headers = self._links.exchange_forms(other, new, len(unknown))
+            told = [Form.of(each).encoded() for each in new]
+            headers = self._links.exchange_on_host(other, told, [ENCODED] * len(unknown))
             self._running.append((self._tick, headers))
             self._forms |= zip(unknown, map(Form.decoded, headers.arrived()), strict=True)
         return [self._forms[key] for key in incoming]

@@ -20,13 +20,13 @@ from stepmark.runtime.collectives import (
     Collectives,
     GroupCollectives,
     NoCollectives,
+    RankWeights,
     Reduction,
-    Shares,
     SpareBuffers,
 )
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.runtime.links import Exchange, Form
+from stepmark.runtime.links import ENCODED, Exchange, Form
 from stepmark.runtime.mesh import DATA, PIPELINE, TENSOR, Mesh, spread_of_experts
 from stepmark.runtime.rank_grid import RankGrid
 
@@ -188,13 +188,11 @@ class SimulatedLinks:
         return self.exchange_on_host(other, sent, incoming)
 
     def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
+        """Every stage asks once for the form of each shape of a batch, the rank's first stage first."""
+        if ENCODED in incoming:
+            with unset_fake_temporarily():  # their values are read
+                return Exchange.done([next(self._next).encoded() for _ in incoming])
         return Exchange((), outgoing, (), [torch.empty(form.shape, dtype=form.dtype) for form in incoming])
-
-    def exchange_forms(self, other: int, outgoing: Sequence[Tensor], count: int) -> Exchange:
-        """Every stage asks once for each shape of a batch, the rank's first stage first."""
-        with unset_fake_temporarily():  # their values are read
-            headers = [next(self._next).encoded() for _ in range(count)]
-        return Exchange.done(headers)
 
     def expect_rows(self, rows: int) -> None:
         """Sets the number of rows of the following batches."""
@@ -225,7 +223,7 @@ class SimulatedCollectives(GroupCollectives):
         return lambda: tensor
 
     def start_reduce_scatter(
-        self, tensor: Tensor, shares: Shares | None = None, dtype: torch.dtype | None = None
+        self, tensor: Tensor, shares: RankWeights | None = None, dtype: torch.dtype | None = None
     ) -> Callable[[], Tensor]:
         with self._tracker.within(COMMUNICATION):
             return super().start_reduce_scatter(tensor, shares, dtype)
@@ -266,7 +264,7 @@ class SimulatedCollectives(GroupCollectives):
     def _exchange(self, target: Callable[[int], Tensor], source: Callable[[int], Tensor], tag: int) -> list[dist.Work]:
         return []
 
-    def _add(self, own: Tensor, received: Mapping[int, Tensor], shares: Shares | None) -> Tensor:
+    def _add(self, own: Tensor, received: Mapping[int, Tensor], shares: RankWeights | None) -> Tensor:
         return own
 
 

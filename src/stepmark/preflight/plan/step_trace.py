@@ -26,7 +26,7 @@ from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.errors import UsageError
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.gradients.reducer import GradientReducer
-from stepmark.parallel.gradients.shard_sums import ShardSums
+from stepmark.parallel.gradients.sums import ShardSums
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.tensor.adapted_layers import check_adapters

@@ -8,7 +8,7 @@ one for the micro-step and one for the update. This takes:
   padded to a few stated lengths (data/loader/).
 - No value in the graph. Learning rate, bias correction and token counts change from step to step, and a Python number
   that is 0 or 1 becomes a constant. They are computed on the host and placed as tensors of one element (loss.py,
-  parallel/optimizer/lazy_optimizers.py). The rank is device data too (`OwnShard` in runtime/collectives.py).
+  parallel/optimizer/own_classes.py). The rank is device data too (`LazyAxis` in runtime/collectives.py).
 - No value read in the step. transformers' models read masks, positions and routers to choose a path; here they choose
   by shape (transformers_forward.py). Losses and norms stay on the device until they are logged. Reads by custom code
   are reported with their source line (trainer/telemetry/device_reads.py).

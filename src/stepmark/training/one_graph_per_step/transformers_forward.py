@@ -40,13 +40,19 @@ _masks_nothing: ContextVar[bool | None] = ContextVar("masks_nothing", default=No
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[None]:
-    """Around a forward pass on a lazy device, or one that is traced without values."""
-    token = _recording.set(True)
+def _set(*values: tuple[Any, Any]) -> Iterator[None]:
+    """Inside the block, the variables have these values."""
+    tokens = [(variable, variable.set(value)) for variable, value in values]
     try:
         yield
     finally:
-        _recording.reset(token)
+        for variable, token in tokens:
+            variable.reset(token)
+
+
+def recording() -> AbstractContextManager[None]:
+    """Around a forward pass on a lazy device, or one that is traced without values."""
+    return _set((_recording, True))
 
 
 def is_recording() -> bool:
@@ -69,16 +75,10 @@ def replace_everywhere(name: str, original: Any, replacement: Any) -> None:
             setattr(module, name, replacement)
 
 
-@contextlib.contextmanager
-def lazy_forward(inputs: Mapping[str, Any]) -> Iterator[None]:
+def lazy_forward(inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Around a forward pass with `inputs` on a lazy device."""
     _replace_reads()
-    token = _positions_given.set("position_ids" in inputs)
-    try:
-        with recording():
-            yield
-    finally:
-        _positions_given.reset(token)
+    return _set((_recording, True), (_positions_given, "position_ids" in inputs))
 
 
 def forward_without_reads(inputs: Mapping[str, Any], *, lazy: bool) -> AbstractContextManager[None]:
@@ -91,19 +91,11 @@ def forward_without_reads(inputs: Mapping[str, Any], *, lazy: bool) -> AbstractC
     return _accelerator_forward(inputs)
 
 
-@contextlib.contextmanager
-def _accelerator_forward(inputs: Mapping[str, Any]) -> Iterator[None]:
+def _accelerator_forward(inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
     _replace_reads()
     masks = {known_to_mask_nothing(value) for name, value in inputs.items() if name.endswith("attention_mask")}
-    new = (_on_accelerator, True), (_positions_given, "position_ids" in inputs)
-    tokens = [(variable, variable.set(value)) for variable, value in new]
-    known = _masks_nothing.set(masks.pop() if len(masks) == 1 else None)
-    try:
-        yield
-    finally:
-        _masks_nothing.reset(known)
-        for variable, token in tokens:
-            variable.reset(token)
+    known = masks.pop() if len(masks) == 1 else None
+    return _set((_on_accelerator, True), (_positions_given, "position_ids" in inputs), (_masks_nothing, known))
 
 
 def _is_there(value: Any) -> bool:
@@ -159,7 +151,7 @@ def capturing_checkpoint(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def with_captured(*inputs: Any, **more: Any) -> tuple[Any, ...]:
             nonlocal several
             own = {name: [None] * each if isinstance(each, int) else each for name, each in before.items()}
-            with _capturing(own):
+            with _set((_collector(), own)):
                 output = function(*inputs, **more)
             several = isinstance(output, tuple)
             found = list(output) if isinstance(output, tuple) else [output]
@@ -182,19 +174,14 @@ def capturing_checkpoint(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 def _captured() -> dict[str, Any] | None:
     """What the model that is called has captured so far: lists of outputs, by name."""
-    module = sys.modules.get("transformers.utils.output_capturing")  # which early versions of transformers 5 lack
-    return None if module is None else module._active_collector.get()
+    return None if "transformers.utils.output_capturing" not in sys.modules else _collector().get()
 
 
-@contextlib.contextmanager
-def _capturing(into: dict[str, Any]) -> Iterator[None]:
-    from transformers.utils.output_capturing import _active_collector
+def _collector() -> Any:
+    """The variable with what is captured now."""
+    from transformers.utils.output_capturing import _active_collector  # which early versions of transformers 5 lack
 
-    token = _active_collector.set(into)
-    try:
-        yield
-    finally:
-        _active_collector.reset(token)
+    return _active_collector
 
 
 def _with_gradient(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -272,9 +259,8 @@ def _warn_once() -> None:
             original(self, input_ids, attention_mask)
         elif type(self) not in _looked_at:
             _looked_at.add(type(self))
-            token = _on_accelerator.set(False)
-            original(self, input_ids, attention_mask)
-            _on_accelerator.reset(token)
+            with _set((_on_accelerator, False)):
+                original(self, input_ids, attention_mask)
 
     PreTrainedModel.warn_if_padding_and_no_attention_mask = warn_once  # type: ignore[method-assign]
 

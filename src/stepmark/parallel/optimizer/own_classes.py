@@ -6,15 +6,21 @@ reaches 0, or a bias correction `1 - beta1**step` that rounds to 1 after some 35
 divides by the learning rate, which at 0 turns every weight that never had a gradient into NaN. So the host computes the
 factors in float64, as torch does, and sends them as one small tensor per step. States exist from the start: if the
 first step created them, the second step would be another graph.
+
+For eager devices: Muon for the matrices of hidden layers and AdamW for everything else, as one optimizer; and AdamW of
+bitsandbytes with a state of 8 bits, where the library is installed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from stepmark.errors import UsageError
 
 
 def _send(values: list[float], device: torch.device) -> tuple[Tensor, ...]:
@@ -118,3 +124,110 @@ class LazySGD(torch.optim.SGD):
 def lazy_class(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """The class to use on a lazy device instead of torch's; other classes are used as they are."""
     return {torch.optim.AdamW: LazyAdamW, torch.optim.SGD: LazySGD}.get(kind, kind)
+
+
+BY_MUON = {"muon": True}
+BY_ADAMW = {"muon": False}
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` (Jordan et al. 2024) over the groups with `"muon": True`, whose parameters are matrices, and
+    `torch.optim.AdamW` over the others. Both work on the groups and the state of this optimizer.
+
+    Args:
+        params: Groups, each with a bool `muon`.
+        lr: Learning rate of both.
+        weight_decay: Decoupled weight decay of both.
+        betas: Of AdamW.
+        eps: Of AdamW.
+        momentum: Of Muon.
+        nesterov: Of Muon.
+        ns_steps: Steps of Muon's Newton-Schulz iteration.
+        adjust_lr_fn: How Muon scales its learning rate by a matrix's shape: `match_rms_adamw` (updates as long as
+            AdamW's, so that one learning rate serves both; Liu et al. 2025) or `original`.
+    """
+
+    per_parameter = True
+
+    @staticmethod
+    def elementwise_group(group: Mapping[str, Any]) -> bool:
+        """Whether its parameters are AdamW's."""
+        return not group["muon"]
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+    ) -> None:
+        groups = [dict(group) for group in params]
+        common: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        matrices, others = _split(groups)
+        self._parts: list[torch.optim.Optimizer] = []  # they fill in what their groups lack
+        if matrices:
+            scaled: dict[str, Any] = {"nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+            self._parts.append(torch.optim.Muon(matrices, momentum=momentum, **scaled, **common))
+        if others:
+            self._parts.append(torch.optim.AdamW(others, betas=betas, eps=eps, **common))
+        super().__init__(groups, common)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all parameters that have gradients; returns what `closure` returns, which computes these again."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        own = [groups for groups in _split(self.param_groups) if groups]  # load_state_dict() makes new ones
+        for part, groups in zip(self._parts, own, strict=True):
+            part.state, part.param_groups = self.state, groups
+            part.step()
+        return result
+
+
+def _split(groups: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Muon's groups, and AdamW's."""
+    return [group for group in groups if group["muon"]], [group for group in groups if not group["muon"]]
+
+
+# What a parameter group says of its state. Tensors of fewer than `min_8bit_size` elements have 32 bits in any case.
+EIGHT_BITS = {"optim_bits": 8}
+FULL_PRECISION = {"optim_bits": 32}
+
+
+@cache
+def adamw_8bit_class() -> type[torch.optim.Optimizer]:
+    """`bitsandbytes.optim.AdamW8bit` (Dettmers et al. 2022) whose groups say how many bits the state has:
+    EIGHT_BITS or FULL_PRECISION.
+
+    bitsandbytes' own way of saying that is a table for the whole process by the parameters' `id`, which another tensor
+    may get later.
+
+    Raises:
+        UsageError: bitsandbytes is not installed, or cannot be loaded here.
+    """
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UsageError(f"optim: adamw_8bit needs bitsandbytes, which cannot be loaded: {error}") from error
+
+    class GroupedAdamW8bit(AdamW8bit):
+        per_parameter = True
+
+        @staticmethod
+        def elementwise_group(group: Mapping[str, Any]) -> bool:
+            """Whether no block of 8 bits is scaled by its largest element."""
+            return group.get("optim_bits") == FULL_PRECISION["optim_bits"]
+
+        def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            config: dict[str, Any] = super().get_config(gindex, pindex, group)
+            return {**config, "optim_bits": group.get("optim_bits", config["optim_bits"])}
+
+    return GroupedAdamW8bit
