@@ -22,7 +22,7 @@ from stepmark.interchange.neuron.stages import Stage, fill_from_masters, head_la
 from stepmark.interchange.sources.finish import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.sources.transformers_trainer import read_trainer_state
-from stepmark.tensor_files.source_files import read_json
+from stepmark.tensor_files.source_files import matching, read_json
 from stepmark.tensor_files.torch_file import read_dict
 
 SHARDS, OLD_SHARDS = "shards", "tensor_parallel_shards"
@@ -55,10 +55,7 @@ def _checkpoint(folder: Path) -> Path:
 
 def metadata_files(folder: Path) -> dict[int, Path]:
     """The metadata of each pipeline stage."""
-    found = (
-        [(match, path) for path in folder.iterdir() if (match := _METADATA.match(path.name))] if folder.is_dir() else []
-    )
-    return {int(match[1]): path for match, path in found}
+    return {int(match[1]): path for match, path in matching(folder, _METADATA)}
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:

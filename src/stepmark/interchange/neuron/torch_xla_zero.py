@@ -18,13 +18,14 @@ from stepmark.interchange.neuron.optimizer import zero_states
 from stepmark.interchange.sources import plain
 from stepmark.interchange.sources.finish import files_beside, finish, fit_model, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
-from stepmark.interchange.sources.optimizer_names import NAMES, agreed_names
+from stepmark.interchange.sources.optimizer_names import agreed_names
 from stepmark.interchange.sources.state_dict_files import read_weights, without_prefix
-from stepmark.interchange.sources.torch_optimizer import split_state_dict
+from stepmark.interchange.sources.torch_optimizer import name_groups, split_state_dict
 from stepmark.model_folder.model_files import has_weights
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.pickle_reader import natural
+from stepmark.tensor_files.source_files import matching
 from stepmark.tensor_files.torch_file import read_saved
 
 _RANK = re.compile(r"(?P<stem>.*?)(?P<rank>\d+)\D*\.(?:pt|pth|bin|ckpt|tar)\Z")
@@ -41,9 +42,8 @@ def recognize(folder: Path) -> bool:
 def _rank_files(folder: Path) -> dict[int, Path]:
     """The files by rank; those of one stem only."""
     by_stem: dict[str, dict[int, Path]] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        match = _RANK.match(path.name)
-        if match is not None and path.is_file() and len(match["rank"]) < 9 and _is_sharded(path):
+    for match, path in matching(folder, _RANK):
+        if path.is_file() and len(match["rank"]) < 9 and _is_sharded(path):
             by_stem.setdefault(match["stem"], {})[int(match["rank"])] = path
     return next(iter(by_stem.values()), {})
 
@@ -126,7 +126,5 @@ def _assembled(
         raise CheckpointDamaged(f"{path}: its shape_info is malformed") from error
     names = agreed_names(found, groups, shapes, path, outline, saved)
     states = zero_states(contents, names, path, False, False, found.lost)
-    for group in groups:
-        group["params"] = [names[number] for number in group["params"]]
-        group.pop(NAMES, None)
+    name_groups(groups, names)
     return ForeignOptimizer(groups, states)

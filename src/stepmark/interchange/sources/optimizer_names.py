@@ -159,6 +159,7 @@ def agreed_names(
     outline: ModelOutline | None,
     saved: Mapping[str, Shape] | None,
     renamed: Mapping[str, str] = NONE_RENAMED,
+    tool: str | None = None,
 ) -> dict[int, str]:
     """The names by the order of parameters in the config's model, and by that of the file's tensors: of these, those
     that fit have to agree. Adds to `found` where they come from. `saved` is None where the file's order is arbitrary.
@@ -176,7 +177,7 @@ def agreed_names(
     errors: list[CheckpointMismatch] = []
     for source, known in orders.items():
         try:
-            fits.append((source, *numbered_names(groups, shapes, known, str(where), norms, frozen, renamed)))
+            fits.append((source, *numbered_names(groups, shapes, known, str(where), norms, frozen, renamed, tool)))
         except CheckpointMismatch as error:
             errors.append(error)
     if not fits:
