@@ -101,6 +101,11 @@ def moved(pieces: Iterable[Piece], box: Box, offsets: Shape) -> list[Piece]:
     return found
 
 
+@cache
+def _size(dtype: str, shape: Shape) -> int:
+    return math.prod(shape) * item_size(dtype)
+
+
 @dataclass(slots=True)
 class GlobalTensor:
     """A global tensor, and where its values are.
@@ -158,7 +163,7 @@ class GlobalTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all of it, in its own type."""
-        return math.prod(self.shape) * item_size(self.dtype)
+        return _size(self.dtype, self.shape)
 
     @property
     def where(self) -> str:

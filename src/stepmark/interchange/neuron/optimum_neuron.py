@@ -72,9 +72,11 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         )
     contents = nxd.read_models(files, found)
     whole = dict(contents)
-    metadata = _old_metadata(contents, found.mesh["pp"]) if old else read_metadata(shards, found.mesh["pp"])
     if old:
+        metadata = [_old_stage(contents[Place(pp, 0)]) for pp in range(found.mesh["pp"])]
         contents = {place: _model_in(files[place], value) for place, value in contents.items()}
+    else:
+        metadata = read_metadata(shards, found.mesh["pp"])
     stages = nxd.stages_of(files, _own_parameters(contents, metadata, files), found)
     for stage, described in zip(stages, metadata, strict=True):
         stage.dims = dict(described.parameters or {})
@@ -167,10 +169,6 @@ def _old_stage(value: Mapping[str, Any]) -> StageMetadata:
         if isinstance(heads, dict) and heads.get(name)
     }
     return StageMetadata(None, known)
-
-
-def _old_metadata(contents: Mapping[Place, dict[str, Any]], stages: int) -> list[StageMetadata]:
-    return [_old_stage(contents[Place(pp, 0)]) for pp in range(stages)]
 
 
 # The optimizer

@@ -61,13 +61,13 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     if missing is not None:
         raise CheckpointDamaged(f"{folder}: the optimizer's file of rank {missing} is missing, of {len(files)} or more")
     found = ForeignCheckpoint("torch_xla ZeRO-1", folder, {}, files=files_beside(folder), mesh={"dp": len(files)})
-    contents = []
-    for _, path in sorted(files.items()):
-        contents.append(read_saved(path, found.records))
-    optimizers = [_optimizer_in(value, path) for value, (_, path) in zip(contents, sorted(files.items()), strict=True)]
+    paths = [files[rank] for rank in sorted(files)]
+    contents = [read_saved(path, found.records) for path in paths]
+    optimizers = [_optimizer_in(value, path) for value, path in zip(contents, paths, strict=True)]
     found.model = _model(folder, contents[0], set(files.values()), found)
     saved = {name: tensor.shape for name, tensor in found.model.items()}
-    in_order = not any(_unordered(tensor) for tensor in found.model.values())
+    files_of_tensors = {piece.array.path for tensor in found.model.values() for piece in tensor.pieces}
+    in_order = not any(path.suffix == ".safetensors" for path in files_of_tensors)
     outline = outline_for(found.files, options, len(found.model))
     if outline is not None:
         fit_model(found, outline)
@@ -80,10 +80,6 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         found.optimizer = _assembled(optimizers, outline, files[0], found, saved if in_order else None)
     found.step = next((contents[0][key] for key in plain.STEPS if type(contents[0].get(key)) is int), None)
     return finish(found, options, outline)
-
-
-def _unordered(tensor: GlobalTensor) -> bool:
-    return any(piece.array.path.suffix == ".safetensors" for piece in tensor.pieces)
 
 
 def _optimizer_in(value: Any, path: Path) -> dict[str, Any]:
