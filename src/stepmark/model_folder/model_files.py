@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from stepmark.checkpoint.save.commit import weight_index
 from stepmark.errors import UsageError
 from stepmark.tensor_files.global_tensor import GlobalTensor
 
@@ -53,11 +53,9 @@ def split_into_files(tensors: Tensors, form: str, max_shard_size: int) -> dict[s
 def index_of(shards: Mapping[str, Tensors], form: str) -> tuple[str, bytes]:
     """Name and contents of the index from tensors to files."""
     stem, _, suffix = FORMATS[form]
-    body = {
-        "metadata": {"total_size": sum(tensor.nbytes for part in shards.values() for tensor in part.values())},
-        "weight_map": {name: file for file, part in shards.items() for name in sorted(part)},
-    }
-    return f"{stem}.{suffix}", (json.dumps(body, indent=2) + "\n").encode()
+    size = sum(tensor.nbytes for part in shards.values() for tensor in part.values())
+    weight_map = {name: file for file, part in shards.items() for name in sorted(part)}
+    return f"{stem}.{suffix}", weight_index(size, weight_map) + b"\n"
 
 
 def has_weights(folder: Path) -> bool:

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from json import dumps
+from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,10 +56,7 @@ class DataFile:
 
     name: str
     data: bytes
-
-    @property
-    def size(self) -> int:
-        return 0
+    size = 0
 
     def write(self, path: Path, write_tensors: WriteTensors) -> None:
         files.write_file(path, self.data, durable=False)
@@ -71,10 +68,7 @@ class CopiedFile:
 
     name: str
     source: Path
-
-    @property
-    def size(self) -> int:
-        return 0
+    size = 0
 
     def write(self, path: Path, write_tensors: WriteTensors) -> None:
         shutil.copyfile(self.source, path)
@@ -225,7 +219,7 @@ def make_header(path: Path, tensors: Mapping[str, GlobalTensor]) -> dict[str, in
         end = position + tensor.nbytes
         shape = ",".join(map(str, tensor.shape))
         entries.append(
-            f'{dumps(name)}:{{"dtype":"{tensor.dtype}","shape":[{shape}],"data_offsets":[{position},{end}]}}'
+            f'{quoted(name)}:{{"dtype":"{tensor.dtype}","shape":[{shape}],"data_offsets":[{position},{end}]}}'
         )
         places[name], position = position, end
     text = f"{{{','.join(entries)}}}".encode()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from stepmark.config.data_arguments import DataArguments
 from stepmark.config.recipe import Recipe
+from stepmark.data.chat.conversations import Conversations
 from stepmark.data.loader.collate import sample_lengths
 from stepmark.data.loader.loader import DataLoader
+from stepmark.data.loader.mixture import JoinedSamples
 from stepmark.data.prepared_data import Prepared, prepare
-from stepmark.data.row_origins import describe_samples
+from stepmark.data.sources.sources import open_sources
 from stepmark.errors import DataError, UsageError
 from stepmark.filesystem.json_files import read_lines
 from stepmark.recipe.model import build_tokenizer
@@ -125,3 +128,27 @@ class RunRows:
             raise DataError(f"the run was started from Python, and {self._folder} has no {USED_RECIPE}")
         tokenizer = build_tokenizer(recipe.model)
         return recipe, tokenizer, prepare(replace(recipe.data, overwrite_cache=False), tokenizer)
+
+
+def describe_samples(
+    config: DataArguments, dataset: Any, indices: Collection[int], tokenizer: Any
+) -> dict[int, dict[str, Any]]:
+    """The samples of prepared data by index: `text`, with special tokens, `source`, from 1, in a mixture, and `origin`:
+    the files and rows of conversations, which are read up to the last one, else the files of the source."""
+    found = {}
+    mixed = isinstance(dataset, JoinedSamples)
+    for source, arguments in enumerate(config.sources):
+        part = dataset.parts[source] if mixed else dataset
+        first = sum(dataset.sizes[:source]) if mixed else 0
+        mine = {index: index - first for index in indices if first <= index < first + len(part)}
+        corpus = open_sources(arguments).divided()[0]
+        names = [each.where for each in corpus.sources]
+        rows: dict[int, Any] = dict.fromkeys(mine, range(len(names)))
+        if isinstance(part, Conversations):
+            rows = {index: part.rows_of(number) for index, number in mine.items()}
+            names = [name for name, _ in islice(corpus.read(), max(map(max, rows.values()), default=-1) + 1)]
+        for index, number in mine.items():
+            text = tokenizer.decode(part[number]["input_ids"][: part.tokens_in(number)])
+            origin = [names[row] for row in rows[index]]
+            found[index] = {"text": text, "source": source + 1 if mixed else None, "origin": origin}
+    return found

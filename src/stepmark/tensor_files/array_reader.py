@@ -63,11 +63,20 @@ class ArrayReader:
         Raises CheckpointDamaged, naming file and tensor, where a file is truncated or does not match its checksum or
         replicas differ, and CheckpointMismatch where a conversion that has to be exact is not.
         """
-        sizes = {id(part): _stored_size(part) for part in parts if part.tensor.converts}
-        scratch = self._memory("source", sum(sizes.values()), 0)
         runs: Runs = defaultdict(list)
         later: list[tuple[Part, memoryview]] = []
+        others = []
         for part in parts:
+            tensor, start, _, memory = part
+            array = tensor.plain_array()
+            if array is None:
+                others.append(part)
+                continue
+            begin = array.offset + start * item_size(tensor.dtype)
+            runs[array.path].append((begin, begin + len(memory), memory))
+        sizes = {id(part): _stored_size(part) for part in others if part.tensor.converts}
+        scratch = self._memory("source", sum(sizes.values()), 0)
+        for part in others:
             stored = part.memory
             if id(part) in sizes:
                 stored, scratch = scratch[: sizes[id(part)]], scratch[sizes[id(part)] :]
@@ -141,8 +150,7 @@ class ArrayReader:
                         buffers.append(memory)
                         at = end
                     _read_exactly(path, file.fileno(), buffers, neighbours[0][0])
-            for begin, end, memory in found:
-                self.checks.check(path, begin, end, memory)
+            self.checks.check_runs(path, found)
 
     def _copy(self, array: StoredArray, target: Elements) -> None:
         """Reads an array whose elements may be in another order in the file than in memory: if most bytes in between

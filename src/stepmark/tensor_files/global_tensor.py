@@ -101,6 +101,11 @@ def moved(pieces: Iterable[Piece], box: Box, offsets: Shape) -> list[Piece]:
     return found
 
 
+@cache
+def _size(dtype: str, shape: Shape) -> int:
+    return math.prod(shape) * item_size(dtype)
+
+
 @dataclass(slots=True)
 class GlobalTensor:
     """A global tensor, and where its values are.
@@ -148,10 +153,17 @@ class GlobalTensor:
         """Whether its arrays have another element type."""
         return self.source_dtype != self.dtype
 
+    def plain_array(self) -> StoredArray | None:
+        """The array in a file that is the tensor as it is written, as of most; None where it takes more than that."""
+        array = self.pieces[0].array if len(self.pieces) == 1 and not self.replicas else None
+        if array is None or array.dtype != self.dtype or array.shape != self.shape or array.data is not None:
+            return None
+        return array if array.strides == row_major_strides(array.shape) else None
+
     @property
     def nbytes(self) -> int:
         """Bytes of all of it, in its own type."""
-        return math.prod(self.shape) * item_size(self.dtype)
+        return _size(self.dtype, self.shape)
 
     @property
     def where(self) -> str:

@@ -68,6 +68,18 @@ class RecordChecks:
         for number in self._numbers(path, begin, end):
             self._check_once(self._left[path], number, begin, data)
 
+    def check_runs(self, path: Path, runs: Iterable[tuple[int, int, memoryview]]) -> None:
+        """Verifies the records that runs of a file, (begin, end, bytes), are in, as `check` does."""
+        left = self._left.get(path, [])
+        for begin, end, data in runs if left else ():
+            for number in self._numbers(path, begin, end):
+                record = left[number]
+                if record is not None and record.begin == begin and record.size == end - begin:
+                    record.check(data)
+                    left[number] = None
+                elif record is not None:
+                    self._check_once(left, number, begin, data)
+
     def whole(self, path: Path, begin: int, end: int) -> tuple[int, int]:
         """The bytes to read instead of [begin, end), so that no small record has to be read again to be verified."""
         for number in self._numbers(path, begin, end):

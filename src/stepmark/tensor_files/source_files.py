@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,12 @@ def naming(path: Path, malformed: str) -> Iterator[None]:
         raise cannot_read(path, error) from error
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
         raise CheckpointDamaged(f"{path}: {malformed}: {str(error)[:200]}") from error
+
+
+def matching(folder: Path, pattern: re.Pattern[str]) -> list[tuple[re.Match[str], Path]]:
+    """What lies in a folder under names that match, sorted by name; nothing where there is no folder."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [(match, path) for path in paths if (match := pattern.match(path.name))]
 
 
 def leads_out(folder: Path, path: Path) -> bool:

@@ -97,11 +97,11 @@ def write_jobs(
     """
     run: list[_Stretch] = []
     for place in places:
-        item, size = item_size(place.tensor.dtype), place.tensor.nbytes
-        begin, low = 0, place.at
+        size, begin, low = place.tensor.nbytes, 0, place.at
         while begin < size:
             end = size
             if size > WINDOW:  # it is split where windows end; an archive may begin anywhere in its file
+                item = item_size(place.tensor.dtype)
                 end = min(size, begin + WINDOW - (low - origin) % WINDOW // item * item)
             if run and low + end - begin - run[0][3] > WINDOW:
                 yield partial(_write, run, reader, output)

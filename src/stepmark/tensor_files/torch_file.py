@@ -157,15 +157,16 @@ def _directory(read: Callable[[int, int], bytes], size: int) -> Iterator[tuple[s
         *_, count, length, start = LARGE_END.unpack(read(place, LARGE_END.size))
     directory, at = read(start, length), 0
     for _ in range(count):
-        fields = CENTRAL.unpack_from(directory, at)
-        method, crc, packed, length, name_length, extra_length, entry = (fields[i] for i in (4, 7, 8, 9, 10, 11, 16))
+        mark, _, _, _, method, _, _, crc, packed, length, name_length, extra_length, comment, *_, entry = (
+            CENTRAL.unpack_from(directory, at)
+        )
         at += CENTRAL.size
         name = directory[at : at + name_length].decode()
-        extra = directory[at + name_length : at + name_length + extra_length]
-        at += name_length + extra_length + fields[12]
+        at += name_length + extra_length + comment
         if ELSEWHERE in (packed, length, entry):
+            extra = directory[at - extra_length - comment : at - comment]
             length, packed, entry = _large(extra, (length, packed, entry))
-        if fields[0] != b"PK\x01\x02":
+        if mark != b"PK\x01\x02":
             raise CheckpointDamaged("its directory is malformed")
         if method or packed != length:
             raise CheckpointDamaged(f"its record {name[:80]!r} is compressed, which torch never writes")

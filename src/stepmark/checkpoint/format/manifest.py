@@ -267,10 +267,15 @@ def _tensor_from_json(entry: list[Any], files: tuple[FileEntry, ...]) -> TensorE
         if not isinstance(dtype, str):
             raise ValueError(f"{dtype!r} is not a dtype")
         raise CheckpointError(f"the checkpoint has a tensor of unknown dtype {dtype[:80]!r}; use a newer Stepmark")
+    if type(place) is int and place >= 0:  # very many tensors are whole in one file
+        whole = TensorSlice.full(shape)
+        if whole.stop * item_size(dtype) > files[place].size:
+            raise ValueError("a shard does not fit its tensor or its file")
+        return TensorEntry(dtype, shape, ((place, whole),))
     slices = []
-    for raw in [[place]] if type(place) is int else place:
+    for raw in place:
         (index,) = natural_numbers(raw[:1])
-        tensor_slice = TensorSlice.full(shape) if type(place) is int else _slice_from_json(raw)
+        tensor_slice = _slice_from_json(raw)
         if not tensor_slice.within(shape) or tensor_slice.numel * item_size(dtype) > files[index].size:
             raise ValueError("a shard does not fit its tensor or its file")
         slices.append((index, tensor_slice))

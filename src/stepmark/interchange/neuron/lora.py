@@ -15,10 +15,10 @@ from stepmark.interchange.neuron.key_value_layout import HeadLayout
 from stepmark.interchange.neuron.stages import Stage, model_of
 from stepmark.interchange.sources.finish import config_path, finish
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
+from stepmark.model_folder.adapted_model import ADAPTER_CONFIG
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.source_files import read_json
 
-ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 _IN_STATE = "lora_config"
 _ROWS = ("o_proj", "down_proj")

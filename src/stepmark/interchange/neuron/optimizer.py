@@ -11,8 +11,8 @@ from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.neuron.rank_files import Place
 from stepmark.interchange.neuron.stages import Stage
 from stepmark.interchange.neuron.unsharding import row_chunks
-from stepmark.interchange.sources.optimizer_names import NAMES, numbered_names
-from stepmark.interchange.sources.torch_optimizer import as_tensor, plain, shared_value, state_shape
+from stepmark.interchange.sources.optimizer_names import numbered_names
+from stepmark.interchange.sources.torch_optimizer import as_tensor, name_groups, plain, shared_value, state_shape
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.pickle_reader import natural
@@ -77,10 +77,8 @@ def add_optimizer(
         uneven = next((key for key, values in state.items() if len(values) != len(ranks)), None)
         if uneven is not None:
             raise CheckpointDamaged(f"{where}: not every tensor parallel rank has the state {name}/{uneven}")
-    stage.states = states
-    stage.groups = [{**group, "params": [names[number] for number in group["params"]]} for group in groups]
-    for group in stage.groups:
-        group.pop(NAMES, None)
+    name_groups(groups, names)
+    stage.states, stage.groups = states, groups
     return rule
 
 

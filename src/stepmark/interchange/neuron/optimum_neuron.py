@@ -22,7 +22,7 @@ from stepmark.interchange.neuron.stages import Stage, fill_from_masters, head_la
 from stepmark.interchange.sources.finish import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.sources.transformers_trainer import read_trainer_state
-from stepmark.tensor_files.source_files import read_json
+from stepmark.tensor_files.source_files import matching, read_json
 from stepmark.tensor_files.torch_file import read_dict
 
 SHARDS, OLD_SHARDS = "shards", "tensor_parallel_shards"
@@ -55,10 +55,7 @@ def _checkpoint(folder: Path) -> Path:
 
 def metadata_files(folder: Path) -> dict[int, Path]:
     """The metadata of each pipeline stage."""
-    found = (
-        [(match, path) for path in folder.iterdir() if (match := _METADATA.match(path.name))] if folder.is_dir() else []
-    )
-    return {int(match[1]): path for match, path in found}
+    return {int(match[1]): path for match, path in matching(folder, _METADATA)}
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
@@ -75,9 +72,11 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         )
     contents = nxd.read_models(files, found)
     whole = dict(contents)
-    metadata = _old_metadata(contents, found.mesh["pp"]) if old else read_metadata(shards, found.mesh["pp"])
     if old:
+        metadata = [_old_stage(contents[Place(pp, 0)]) for pp in range(found.mesh["pp"])]
         contents = {place: _model_in(files[place], value) for place, value in contents.items()}
+    else:
+        metadata = read_metadata(shards, found.mesh["pp"])
     stages = nxd.stages_of(files, _own_parameters(contents, metadata, files), found)
     for stage, described in zip(stages, metadata, strict=True):
         stage.dims = dict(described.parameters or {})
@@ -170,10 +169,6 @@ def _old_stage(value: Mapping[str, Any]) -> StageMetadata:
         if isinstance(heads, dict) and heads.get(name)
     }
     return StageMetadata(None, known)
-
-
-def _old_metadata(contents: Mapping[Place, dict[str, Any]], stages: int) -> list[StageMetadata]:
-    return [_old_stage(contents[Place(pp, 0)]) for pp in range(stages)]
 
 
 # The optimizer

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.errors import CheckpointDamaged
+from stepmark.tensor_files.source_files import matching
 
 _FILE = re.compile(
     r"(?:dp_rank_(?P<dp>\d+)|(?P<full>full))(?:_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt\Z"
@@ -29,36 +30,29 @@ class Place:
 
 def rank_files(folder: Path) -> dict[Place, Path]:
     """The files of a folder `model` or `optim`, by place."""
-    found = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        match = _FILE.match(path.name)
-        if match is not None and path.is_file():
-            dp = -1 if match["full"] else int(match["dp"])
-            found[Place(int(match["pp"]), int(match["tp"]), dp, int(match["ep"] or 0))] = path
-    return found
+    return {
+        Place(int(match["pp"]), int(match["tp"]), int(match["dp"] or -1), int(match["ep"] or 0)): path
+        for match, path in matching(folder, _FILE)
+        if path.is_file()
+    }
 
 
 def first_layout_files(folder: Path) -> dict[Place, Path]:
     """The model files of the first layout: `tp_rank_00_pp_rank_00/checkpoint.pt`, or xser without a folder."""
-    found = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        match = _FOLDER.match(path.name)
-        if match is None:
-            continue
-        file = path / "checkpoint.pt" if path.is_dir() else path
-        if file.is_file():
-            found[Place(int(match["pp"] or 0), int(match["tp"]))] = file
-    return found
+    return {
+        Place(int(match["pp"] or 0), int(match["tp"])): file
+        for match, path in matching(folder, _FOLDER)
+        if (file := path / "checkpoint.pt" if path.is_dir() else path).is_file()
+    }
 
 
 def first_layout_optimizers(folder: Path) -> dict[Place, Path]:
     """The optimizer files `optim.dp_rank_00.tp_rank_00` of the first layout."""
-    found = {}
-    for path in sorted(folder.iterdir()):
-        match = _FIRST_OPTIMIZER.match(path.name)
-        if match is not None and path.is_file():
-            found[Place(0, int(match["tp"]), int(match["dp"]))] = path
-    return found
+    return {
+        Place(0, int(match["tp"]), int(match["dp"])): path
+        for match, path in matching(folder, _FIRST_OPTIMIZER)
+        if path.is_file()
+    }
 
 
 def check_grid(files: dict[Place, Path], where: Path) -> dict[str, int]:

@@ -18,13 +18,14 @@ from stepmark.interchange.neuron.optimizer import zero_states
 from stepmark.interchange.sources import plain
 from stepmark.interchange.sources.finish import files_beside, finish, fit_model, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
-from stepmark.interchange.sources.optimizer_names import NAMES, agreed_names
+from stepmark.interchange.sources.optimizer_names import agreed_names
 from stepmark.interchange.sources.state_dict_files import read_weights, without_prefix
-from stepmark.interchange.sources.torch_optimizer import split_state_dict
+from stepmark.interchange.sources.torch_optimizer import name_groups, split_state_dict
 from stepmark.model_folder.model_files import has_weights
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.pickle_reader import natural
+from stepmark.tensor_files.source_files import matching
 from stepmark.tensor_files.torch_file import read_saved
 
 _RANK = re.compile(r"(?P<stem>.*?)(?P<rank>\d+)\D*\.(?:pt|pth|bin|ckpt|tar)\Z")
@@ -41,9 +42,8 @@ def recognize(folder: Path) -> bool:
 def _rank_files(folder: Path) -> dict[int, Path]:
     """The files by rank; those of one stem only."""
     by_stem: dict[str, dict[int, Path]] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        match = _RANK.match(path.name)
-        if match is not None and path.is_file() and len(match["rank"]) < 9 and _is_sharded(path):
+    for match, path in matching(folder, _RANK):
+        if path.is_file() and len(match["rank"]) < 9 and _is_sharded(path):
             by_stem.setdefault(match["stem"], {})[int(match["rank"])] = path
     return next(iter(by_stem.values()), {})
 
@@ -61,13 +61,13 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     if missing is not None:
         raise CheckpointDamaged(f"{folder}: the optimizer's file of rank {missing} is missing, of {len(files)} or more")
     found = ForeignCheckpoint("torch_xla ZeRO-1", folder, {}, files=files_beside(folder), mesh={"dp": len(files)})
-    contents = []
-    for _, path in sorted(files.items()):
-        contents.append(read_saved(path, found.records))
-    optimizers = [_optimizer_in(value, path) for value, (_, path) in zip(contents, sorted(files.items()), strict=True)]
+    paths = [files[rank] for rank in sorted(files)]
+    contents = [read_saved(path, found.records) for path in paths]
+    optimizers = [_optimizer_in(value, path) for value, path in zip(contents, paths, strict=True)]
     found.model = _model(folder, contents[0], set(files.values()), found)
     saved = {name: tensor.shape for name, tensor in found.model.items()}
-    in_order = not any(_unordered(tensor) for tensor in found.model.values())
+    files_of_tensors = {piece.array.path for tensor in found.model.values() for piece in tensor.pieces}
+    in_order = not any(path.suffix == ".safetensors" for path in files_of_tensors)
     outline = outline_for(found.files, options, len(found.model))
     if outline is not None:
         fit_model(found, outline)
@@ -80,10 +80,6 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         found.optimizer = _assembled(optimizers, outline, files[0], found, saved if in_order else None)
     found.step = next((contents[0][key] for key in plain.STEPS if type(contents[0].get(key)) is int), None)
     return finish(found, options, outline)
-
-
-def _unordered(tensor: GlobalTensor) -> bool:
-    return any(piece.array.path.suffix == ".safetensors" for piece in tensor.pieces)
 
 
 def _optimizer_in(value: Any, path: Path) -> dict[str, Any]:
@@ -126,7 +122,5 @@ def _assembled(
         raise CheckpointDamaged(f"{path}: its shape_info is malformed") from error
     names = agreed_names(found, groups, shapes, path, outline, saved)
     states = zero_states(contents, names, path, False, False, found.lost)
-    for group in groups:
-        group["params"] = [names[number] for number in group["params"]]
-        group.pop(NAMES, None)
+    name_groups(groups, names)
     return ForeignOptimizer(groups, states)

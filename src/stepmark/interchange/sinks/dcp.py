@@ -96,15 +96,18 @@ class _Writer:
         if isinstance(value, GlobalTensor | Reshaped):
             self._add_tensor(name, value)
         else:
-            self._add_value(name, value)
+            self.described[name] = _BYTES
+            self._place((name, None, None), TorchArchive(value))
 
     def _add_tensor(self, name: str, value: GlobalTensor | Reshaped) -> None:
-        if id(value) in self._known:
-            self._add_name(name, *self._known[id(value)][1:])
+        if id(value) in self._known:  # another name of it: the same records, not a copy
+            _, other, records = self._known[id(value)]
+            self.described[name] = self.described[other]
+            self.places |= {(name, *index[1:]): self.places[index] for index in records}
             return
         tensor, shape = (value, value.shape) if isinstance(value, GlobalTensor) else (value.tensor, value.shape)
         chunks: list[Instance] = []
-        records: list[_Index] = []
+        records = []
         for number, (start, rows, part) in enumerate(_chunks(tensor, shape)):
             sizes = (rows, *shape[1:]) if shape else ()
             offsets = (start, *(0 for _ in shape[1:])) if shape else ()
@@ -115,15 +118,6 @@ class _Writer:
         self._known[id(value)] = value, name, records  # an id is that of no other tensor while it is kept
         tensor_state = {"properties": _properties(tensor.dtype), "size": _size(shape), "chunks": chunks}
         self.described[name] = Instance(Global(_METADATA, "TensorStorageMetadata"), tensor_state)
-
-    def _add_name(self, name: str, other: str, records: list[_Index]) -> None:
-        """Another name of a tensor that is there already: the same records, not a copy."""
-        self.described[name] = self.described[other]
-        self.places |= {(name, *index[1:]): self.places[index] for index in records}
-
-    def _add_value(self, name: str, value: Any) -> None:
-        self.described[name] = _BYTES
-        self._place((name, None, None), TorchArchive(value))
 
     def _place(self, index: _Index, archive: TorchArchive) -> None:
         if self.files[-1].length and self.files[-1].length + archive.size > FILE:
@@ -162,13 +156,8 @@ def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
         raise CheckpointMismatch(f"{source.folder} is of an adapter, which --to dcp does not write; use hf-trainer")
     optimizer = optimizer_of(source)
     writer = _Writer()
-    if options.titan:
-        titan = torchtitan.exported(source)
-        for path, value in _titan_values(source, titan):
-            writer.add(path, value)
-    else:
-        for path, value in _values(source):
-            writer.add(path, value)
+    for path, value in _titan_values(source, torchtitan.exported(source)) if options.titan else _values(source):
+        writer.add(path, value)
     found = ExportPlan([*writer.files, writer.metadata(), *copied_files(source.files)])
     if any(MASTER in state for state in optimizer.states.values()):
         found.notes.append(_MASTERS)

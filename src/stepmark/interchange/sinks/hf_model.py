@@ -6,6 +6,7 @@ from pathlib import Path
 
 from stepmark.interchange.neuron.lora import PREFIX
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
+from stepmark.model_folder.adapted_model import ADAPTER_WEIGHTS
 from stepmark.model_folder.new_folder import WritingListener, check_out
 from stepmark.model_folder.output_files import (
     MAX_SHARD,
@@ -15,8 +16,6 @@ from stepmark.model_folder.output_files import (
     tensor_file,
     write_folder,
 )
-
-ADAPTER = "adapter_model.safetensors"
 
 
 def write_model_folder(
@@ -32,6 +31,6 @@ def write_model_folder(
     adapter = {name: tensor for name, tensor in source.model.items() if source.adapter and name.startswith(PREFIX)}
     base = {name: tensor for name, tensor in source.model.items() if name not in adapter}
     planned = model_files(base, max_shard) if base else []
-    planned += [tensor_file(ADAPTER, adapter)] if adapter else []
+    planned += [tensor_file(ADAPTER_WEIGHTS, adapter)] if adapter else []
     planned += [*copied_files(source.files), *(DataFile(name, data) for name, data in source.texts.items())]
     return write_folder(planned, source.records, final, out, listener)

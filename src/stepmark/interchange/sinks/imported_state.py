@@ -9,25 +9,9 @@ from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptim
 
 # The fields of transformers' TrainerState that any of its versions has
 _STATE_FIELDS = (
-    "epoch",
-    "global_step",
-    "max_steps",
-    "logging_steps",
-    "eval_steps",
-    "save_steps",
-    "train_batch_size",
-    "num_train_epochs",
-    "num_input_tokens_seen",
-    "total_flos",
-    "log_history",
-    "best_metric",
-    "best_global_step",
-    "best_model_checkpoint",
-    "is_local_process_zero",
-    "is_world_process_zero",
-    "is_hyper_param_search",
-    "trial_name",
-    "trial_params",
+    "epoch global_step max_steps logging_steps eval_steps save_steps train_batch_size num_train_epochs "
+    "num_input_tokens_seen total_flos log_history best_metric best_global_step best_model_checkpoint "
+    "is_local_process_zero is_world_process_zero is_hyper_param_search trial_name trial_params"
 )
 
 
@@ -75,7 +59,7 @@ def _number(value: Any) -> float:
 def trainer_state_bytes(source: ForeignCheckpoint) -> bytes:
     """The contents of trainer_state.json."""
     found = source.trainer_state or {}
-    state = {name: found[name] for name in _STATE_FIELDS if found.get(name) is not None}
+    state = {name: found[name] for name in _STATE_FIELDS.split() if found.get(name) is not None}
     state["global_step"] = source.step or 0
     callbacks = found.get("stateful_callbacks") or {}
     state["stateful_callbacks"] = {

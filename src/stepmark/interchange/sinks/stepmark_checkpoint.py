@@ -135,17 +135,12 @@ def _tensors(source: ForeignCheckpoint) -> dict[tuple[str, str], GlobalTensor]:
 def _values(source: ForeignCheckpoint) -> bytes:
     """The contents of state.json."""
     sections: dict[str, Any] = {
-        MODEL: {"kind": "module", "class": source_class(source), "tied": dict(source.tied), "extra": {}}
+        MODEL: {"kind": "module", "class": source.architecture or "Module", "tied": dict(source.tied), "extra": {}}
     }
     if source.optimizer is not None:
         sections[SECTION] = {"kind": "named", **_optimizer_values(source)}
         sections["run"] = {"kind": "object", "value": encode_plain(run_values(source), "run")}
     return values_to_bytes(sections)
-
-
-def source_class(source: ForeignCheckpoint) -> str:
-    """The class of the model, where the source's config names one."""
-    return source.architecture or "Module"
 
 
 def _optimizer_values(source: ForeignCheckpoint) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptim
 from stepmark.interchange.sources.name_map import new_names
 from stepmark.interchange.sources.optimizer_names import agreed_names
 from stepmark.interchange.sources.state_dict_files import clean_name, without_prefix
-from stepmark.interchange.sources.torch_optimizer import STEP, as_tensor, plain, state_shape
+from stepmark.interchange.sources.torch_optimizer import STEP, plain, scalar, state_shape, whole_optimizer
 from stepmark.tensor_files.global_tensor import GlobalTensor
 
 _STATE = re.compile(r"(?P<key>[^.]+(?:\.[^.]+)??)\.state\.(?P<name>.+)\.(?P<item>[^.]+)\Z")
@@ -153,7 +153,11 @@ def optimizer_of(
             "model's config with --config, or import the model alone with --model-only"
         )
     names = _names(states, listed, found, outline, where, changed, ordered)
-    return _named(states, listed, names, where)
+    for group in listed:
+        group["params"] = [clean_name(str(key)) for key in group.get("params", [])]
+    optimizer = whole_optimizer(states, listed, names, where)
+    _share_steps(optimizer.states)
+    return optimizer
 
 
 def _numbered(states: dict[str, dict[str, Any]], groups: list[dict[str, Any]]) -> bool:
@@ -198,26 +202,6 @@ def _names(
     return {str(number): name for number, name in names.items()}
 
 
-def _named(
-    states: dict[str, dict[str, Any]], groups: list[dict[str, Any]], names: dict[Any, str], where: Path
-) -> ForeignOptimizer:
-    for group in groups:
-        members = [clean_name(str(key)) for key in group.get("params", [])]
-        group["params"] = [names[key] for key in members if key in names]
-        group.pop("param_names", None)
-    result = {}
-    for key, state in states.items():
-        if key not in names:
-            raise CheckpointMismatch(f"{where}: the state of parameter {key[:80]!r} is in no group")
-        name = names[key]
-        result[name] = {
-            item: value if isinstance(value, GlobalTensor) else as_tensor(f"{name}/{item}", value)
-            for item, value in state.items()
-        }
-    _share_steps(result)
-    return ForeignOptimizer(groups, result)
-
-
 def _share_steps(states: dict[str, dict[str, Any]]) -> None:
     """Parameters are stepped together; where a writer has kept the step of some, the others have the same."""
     known = next((state[STEP] for state in states.values() if STEP in state), None)
@@ -227,8 +211,6 @@ def _share_steps(states: dict[str, dict[str, Any]]) -> None:
 
 
 def _step_of(store: DcpStore) -> int | None:
-    from stepmark.interchange.sources.torch_optimizer import scalar
-
     for name in _STEPS:
         value = store.values.get(name)
         if type(value) is int:

@@ -21,54 +21,17 @@ from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece
 from stepmark.tensor_files.source_files import leads_out
 
-TAKEN = (
-    CONFIG,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "sentencepiece.bpe.model",
-    "source.spm",
-    "target.spm",
-    "tekken.json",
+_TAKEN = (
+    "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
+    "vocab.json merges.txt vocab.txt tokenizer.model spiece.model chat_template.jinja chat_template.json "
+    "preprocessor_config.json processor_config.json sentencepiece.bpe.model source.spm target.spm tekken.json"
 )
-_STATES = frozenset(
-    [
-        "step",
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "exp_avg_sq_row",
-        "exp_avg_sq_col",
-        "exp_inf",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-        "sum",
-        "row_var",
-        "col_var",
-        "variance",
-        "state1",
-        "state2",
-        "qmap1",
-        "qmap2",
-        "absmax1",
-        "absmax2",
-        "RMS",
-        "master",
-    ]
+TAKEN = (CONFIG, *_TAKEN.split())
+_KNOWN_STATES = (
+    "step exp_avg exp_avg_sq max_exp_avg_sq exp_avg_sq_row exp_avg_sq_col exp_inf momentum_buffer square_avg "
+    "grad_avg acc_delta sum row_var col_var variance state1 state2 qmap1 qmap2 absmax1 absmax2 RMS master"
 )
+_STATES = frozenset(_KNOWN_STATES.split())
 _RESERVED = "__metadata__"
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _Join = Callable[[str, list[GlobalTensor]], GlobalTensor]

@@ -12,6 +12,7 @@ from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOption
 from stepmark.interchange.sources.name_map import renamed
 from stepmark.interchange.sources.state_dict_files import check_parts, read_files, read_weights, without_prefix
 from stepmark.model_folder.model_files import has_weights
+from stepmark.tensor_files.source_files import matching
 
 _SHARD = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors\Z")
 
@@ -31,7 +32,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         _check_shards(shards)
         found.kind = "torch.distributed.checkpoint, Hugging Face shards"
         found.model = without_prefix(read_files(shards, found.records))
-        found.mesh = {"ranks": len({_number(path) for path in shards})}
+        found.mesh = {"ranks": len(set(shards.values()))}
     found.lost.append("optimizer: the folder has none")
     found.model = renamed(found.model, options.names)
     outline = outline_for(found.files, options, len(found.model))
@@ -40,20 +41,16 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     return finish(found, options, outline)
 
 
-def _shards(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("shard-*.safetensors") if _SHARD.match(path.name))
+def _shards(folder: Path) -> dict[Path, int]:
+    """The files, and the number of the rank that has written each."""
+    return {path: int(match[1]) for match, path in matching(folder, _SHARD)}
 
 
-def _number(path: Path) -> int:
-    match = _SHARD.match(path.name)
-    assert match is not None
-    return int(match[1])
-
-
-def _check_shards(paths: list[Path]) -> None:
+def _check_shards(shards: dict[Path, int]) -> None:
     """Raises CheckpointDamaged where a rank's file, or one of its files, is missing."""
-    check_parts(paths)
-    numbers = {_number(path) for path in paths}
+    check_parts(shards)
+    numbers = set(shards.values())
     missing = next((number for number in range(1, max(numbers) + 1) if number not in numbers), None)
     if missing is not None:
-        raise CheckpointDamaged(f"{paths[0].parent}: the files of rank {missing} (shard-{missing:05d}-…) are missing")
+        folder = next(iter(shards)).parent
+        raise CheckpointDamaged(f"{folder}: the files of rank {missing} (shard-{missing:05d}-…) are missing")

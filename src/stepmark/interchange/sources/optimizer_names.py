@@ -8,7 +8,7 @@ the tools use are tried, and one is taken if the sizes of the groups and the sha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -23,36 +23,15 @@ from stepmark.sharding.layout import Shape
 NAMES = "param_names"
 FILE_ORDER = "the file's order of names"
 NONE_RENAMED: Mapping[str, str] = MappingProxyType({})
-Decays = Callable[[str], bool]
-_TRANSFORMERS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-
-
-def rules(layer_norms: frozenset[str] = frozenset()) -> dict[str, Decays]:
-    """Which parameters decay, by the name of the rule, the commonest first. `layer_norms` are those of torch's
-    LayerNorm."""
-
-    def transformers(name: str) -> bool:
-        return name not in layer_norms and not _TRANSFORMERS.search(name.lower())
-
-    def norms_and_biases(name: str) -> bool:
-        return name not in layer_norms and "bias" not in name and "norm" not in name.lower()
-
-    def no_biases(name: str) -> bool:
-        return name not in layer_norms and "bias" not in name
-
-    def named_norms(name: str) -> bool:
-        return not any(word in name.lower() for word in ("bias", "layernorm", "rmsnorm"))
-
-    def no_layer_norm_weight(name: str) -> bool:
-        return not any(word in name for word in ("bias", "LayerNorm.weight", "layer_norm.weight"))
-
-    return {
-        "transformers' rule": transformers,
-        "all but norms and biases decay": norms_and_biases,
-        "all but parameters named layernorm, rmsnorm or bias decay": named_norms,
-        "all but biases decay": no_biases,
-        "all but LayerNorm.weight and biases decay": no_layer_norm_weight,
-    }
+# The rules by which tools divide parameters, the commonest first: what the names of those that do not decay have in
+# them, and whether torch's LayerNorms, whatever their names, do not decay either.
+_RULES = {
+    "transformers' rule": (r"(?ai)bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", True),
+    "all but norms and biases decay": (r"bias|(?i:norm)", True),
+    "all but parameters named layernorm, rmsnorm or bias decay": (r"(?ai)bias|layernorm|rmsnorm", False),
+    "all but biases decay": (r"bias", True),
+    "all but LayerNorm.weight and biases decay": (r"bias|LayerNorm\.weight|layer_norm\.weight", False),
+}
 
 
 def own_names(groups: Sequence[Mapping[str, Any]], changed: Mapping[str, str] = NONE_RENAMED) -> dict[Any, str] | None:
@@ -159,6 +138,7 @@ def agreed_names(
     outline: ModelOutline | None,
     saved: Mapping[str, Shape] | None,
     renamed: Mapping[str, str] = NONE_RENAMED,
+    tool: str | None = None,
 ) -> dict[int, str]:
     """The names by the order of parameters in the config's model, and by that of the file's tensors: of these, those
     that fit have to agree. Adds to `found` where they come from. `saved` is None where the file's order is arbitrary.
@@ -176,7 +156,7 @@ def agreed_names(
     errors: list[CheckpointMismatch] = []
     for source, known in orders.items():
         try:
-            fits.append((source, *numbered_names(groups, shapes, known, str(where), norms, frozen, renamed)))
+            fits.append((source, *numbered_names(groups, shapes, known, str(where), norms, frozen, renamed, tool)))
         except CheckpointMismatch as error:
             errors.append(error)
     if not fits:
@@ -232,8 +212,9 @@ def _check_given(
 def _candidates(names: Sequence[str], count: int, layer_norms: frozenset[str]) -> Iterator[tuple[str, list[list[str]]]]:
     if count == 1:
         yield "one group", [list(names)]
-    for rule, decays in rules(layer_norms).items():
-        both = [[name for name in names if decays(name)], [name for name in names if not decays(name)]]
+    for rule, (pattern, all_norms) in _RULES.items():
+        without = {name for name in names if re.search(pattern, name) or (all_norms and name in layer_norms)}
+        both = [[name for name in names if name not in without], [name for name in names if name in without]]
         yield rule, both
         yield f"{rule}, the others first", both[::-1]
         used = [group for group in both if group]

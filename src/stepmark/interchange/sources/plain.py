@@ -127,6 +127,8 @@ def _optimizers_in(value: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The optimizers beside a model, or in a list there, by their names."""
     found: dict[str, dict[str, Any]] = {}
     for key, item in value.items():
+        if isinstance(item, StoredArray):
+            continue
         listed = item if isinstance(item, list) else [item]
         names = [str(key)] if len(listed) == 1 else [f"{key}[{number}]" for number in range(len(listed))]
         found |= {name: one for name, one in zip(names, listed, strict=True) if is_optimizer(one)}

@@ -107,7 +107,7 @@ def assembled(name: str, pieces: list[Piece]) -> GlobalTensor:
 
 def clean_name(name: str) -> str:
     """Without what torch.compile and FSDP put in between."""
-    return _WRAPPERS.sub("", name)
+    return _WRAPPERS.sub("", name) if "_orig_mod" in name or "_wrapped_module" in name else name
 
 
 def without_prefix(tensors: dict[str, GlobalTensor]) -> dict[str, GlobalTensor]:

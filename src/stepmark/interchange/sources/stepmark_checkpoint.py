@@ -17,6 +17,7 @@ from stepmark.checkpoint.format.manifest import ADAPTER, MANIFEST, MODEL, OPTIMI
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.interchange.sources.finish import files_beside
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
+from stepmark.interchange.sources.torch_optimizer import scalar
 from stepmark.model_folder.adapted_model import ADAPTER_CONFIG
 from stepmark.model_folder.checkpoint_tensors import CheckpointTensors
 from stepmark.tensor_files.global_tensor import GlobalTensor
@@ -115,7 +116,6 @@ def _optimizer(
 
 def _groups(values: Mapping[str, Any], stored: Mapping[str, GlobalTensor]) -> tuple[list[dict[str, Any]], set[str]]:
     """The groups with names in "params", and all names."""
-    from stepmark.interchange.sources.torch_optimizer import scalar
 
     def number(name: str) -> int | float:
         return scalar(stored[name].pieces[0].array, name)

@@ -92,10 +92,15 @@ def whole_optimizer(
         if key not in names:
             raise CheckpointDamaged(f"{where}: the state of parameter {str(key)[:80]!r} is in no group")
         states[names[key]] = {str(one): as_tensor(f"{names[key]}/{one}", value) for one, value in values.items()}
+    name_groups(groups, names)
+    return ForeignOptimizer(groups, states)
+
+
+def name_groups(groups: list[dict[str, Any]], names: Mapping[Any, str]) -> None:
+    """Puts names in place of numbers, or of other names, into the "params" of groups."""
     for group in groups:
         group["params"] = [names[key] for key in group["params"]]
         group.pop(NAMES, None)
-    return ForeignOptimizer(groups, states)
 
 
 def as_tensor(name: str, value: Any) -> Any:

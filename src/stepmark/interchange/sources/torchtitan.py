@@ -57,10 +57,7 @@ def convert(found: ForeignCheckpoint, outline: ModelOutline | None) -> None:
     if optimizer is None:
         return
     optimizer.states = {
-        _renamed(found, name): {
-            key: _reordered(name, value, heads) if isinstance(value, GlobalTensor) and value.shape else value
-            for key, value in state.items()
-        }
+        _renamed(found, name): {key: _reordered(name, value, heads) for key, value in state.items()}
         for name, state in optimizer.states.items()
     }
     for group in optimizer.groups:
@@ -96,16 +93,24 @@ def _renamed(found: ForeignCheckpoint, name: str) -> str:
     )
 
 
-def _reordered(name: str, tensor: GlobalTensor, heads: dict[str, int]) -> GlobalTensor:
+def _rows_of_head(name: str, value: Any, heads: dict[str, int]) -> int | None:
+    """The rows of a head in wq or wk, or in a state of theirs; None for anything else."""
     match = _LAYER.match(name)
     count = heads.get(match[2]) if match else None
-    if count is None:
-        return tensor
-    rows = tensor.shape[0]
+    if count is None or not isinstance(value, GlobalTensor) or not value.shape:
+        return None
+    rows = value.shape[0]
     if rows % (2 * count):
-        raise CheckpointMismatch(f"{tensor.where} has {rows} rows, which {count} heads of the config do not divide")
-    pieces = [part for piece in tensor.pieces for part in _halves(piece, rows // count)]
-    return replace(tensor, pieces=tuple(pieces))
+        raise CheckpointMismatch(f"{value.where} has {rows} rows, which {count} heads of the config do not divide")
+    return rows // count
+
+
+def _reordered(name: str, value: Any, heads: dict[str, int]) -> Any:
+    """Rows in Hugging Face's order; anything but wq and wk as it is."""
+    size = _rows_of_head(name, value, heads)
+    if size is None:
+        return value
+    return replace(value, pieces=tuple(part for piece in value.pieces for part in _halves(piece, size)))
 
 
 def _halves(piece: Piece, size: int) -> list[Piece]:
@@ -172,16 +177,12 @@ def _titan_name(found: ForeignCheckpoint, name: str) -> str:
 
 def _interleaved(name: str, value: Any, heads: dict[str, int]) -> Any:
     """Rows in Meta's order, where the two halves of a rotation alternate; anything but wq and wk as it is."""
-    match = _LAYER.match(name)
-    count = heads.get(match[2]) if match else None
-    if count is None or not isinstance(value, GlobalTensor) or not value.shape:
+    size = _rows_of_head(name, value, heads)
+    if size is None:
         return value
     rows, columns = value.shape
-    size = rows // count
-    if size % 2 or rows % count:
-        raise CheckpointMismatch(f"{value.where} has {rows} rows, which {count} heads of the config do not divide")
     pieces = [part for piece in value.pieces for part in _head_halves(piece, size)]
-    turned = replace(value, shape=(count, size // 2, 2, columns), pieces=tuple(pieces))
+    turned = replace(value, shape=(rows // size, size // 2, 2, columns), pieces=tuple(pieces))
     return Reshaped(turned, value.shape)
 
 

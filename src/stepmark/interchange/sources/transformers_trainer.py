@@ -17,7 +17,7 @@ from stepmark.interchange.sources import dcp
 from stepmark.interchange.sources.dcp_store import is_store, read_store
 from stepmark.interchange.sources.finish import files_beside, finish, fit_model, outline_for, steps_of
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
-from stepmark.interchange.sources.optimizer_names import numbered_names, own_names
+from stepmark.interchange.sources.optimizer_names import agreed_names, own_names
 from stepmark.interchange.sources.peft_adapter import adapter_file, adapter_outline
 from stepmark.interchange.sources.state_dict_files import read_files, read_weights, without_prefix
 from stepmark.interchange.sources.torch_optimizer import split_state_dict, state_shape, whole_optimizer
@@ -136,11 +136,7 @@ def _names(
     shapes = {key: shape for key, one in state.items() if (shape := state_shape(one))}
     _check_version(found, outline, path)
     tool = TRAINER if found.kind.startswith(TRAINER) else None
-    names, rule = numbered_names(
-        groups, shapes, outline.parameters, str(path), outline.layer_norms, outline.frozen, tool=tool
-    )
-    found.assumed.append(f"the optimizer numbers its parameters; their names follow from {CONFIG} ({rule})")
-    return dict(names)
+    return dict(agreed_names(found, groups, shapes, path, outline, None, tool=tool))
 
 
 def _check_version(found: ForeignCheckpoint, outline: ModelOutline, path: Path) -> None:
