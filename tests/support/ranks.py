@@ -22,9 +22,11 @@ MODULES = (
     "stepmark.recipe.model",
     "torch.distributed.checkpoint.state_dict",
     "transformers.data.data_collator",
+    "transformers.integrations.integration_utils",
     "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",
     "transformers.optimization",
+    "rich.console",
     "tests.support.models",
     "tests.support.programs",
 )
