@@ -31,7 +31,13 @@ from tests.support.ranks import EAGER_MODULES, Ranks, Zygote
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests whose device is not here."""
+    """Skips the tests whose device is not here, and lets each process of xdist begin with long ones."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    parts = [[item for item in items if ("tests/system/" in item.nodeid) is long] for long in (True, False)]
+    shares = (
+        (part[len(part) * n // workers : len(part) * (n + 1) // workers] for part in parts) for n in range(workers)
+    )
+    items[:] = [item for share in shares for part in share for item in part]
     for mark, available, reason in (
         ("xla", lambda: HAS_XLA, "torch_xla is not installed"),
         ("cuda", has_cuda, "torch sees no CUDA device"),

@@ -15,7 +15,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ("torch", "transformers", "stepmark.trainer.trainer", "stepmark.recipe.model", "tests.support.programs")
+MODULES = (
+    "torch",
+    "transformers",
+    "stepmark.trainer.trainer",
+    "stepmark.recipe.model",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers.data.data_collator",
+    "transformers.integrations.integration_utils",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama",
+    "transformers.optimization",
+    "rich.console",
+    "tests.support.models",
+    "tests.support.programs",
+)
 EAGER_MODULES = (*MODULES, "pytest")  # which the modules of tests import
 
 

@@ -249,6 +249,8 @@ class RunCallbacks:
 
 def reporters(args: TrainingFields) -> list[type[TrainerCallback]]:
     """transformers' callbacks for the `report_to` names. Raises UsageError where a package is not installed."""
+    if not args.reporters:
+        return []  # asking which are installed would import some of them
     from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 
     installed = get_available_reporting_integrations()
