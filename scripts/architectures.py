@@ -84,6 +84,10 @@ class ThreadAxis:
     def reduce_scatter(self, tensors: Any, dim: int = 0) -> list[Tensor]:
         return [self.own_shard(each, dim) for each in self.all_reduce(tensors)]
 
+    def all_to_all(self, tensors: Any, sent: Any, received: Any) -> list[Tensor]:
+        rows = [row for tensor in tensors for row in tensor.split(list(sent))]
+        return [torch.cat(each) for each in self._exchange(rows)[self.rank :: self.size]]
+
     def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         return tensor.chunk(self.size, dim)[self.rank]
 

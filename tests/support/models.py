@@ -266,19 +266,34 @@ def state_bytes(options: dict[str, Any]) -> int:
     return step.optimizer.state_bytes()
 
 
-def measured(context: Context, options: dict[str, Any]) -> dict[str, Any]:
-    """`train_on`'s `values`; the `graphs` that this process has compiled after each step; and the `reads` of the lazy
-    device that nobody has asked for, where this process has one rank."""
+def measured(context: Context, options: dict[str, Any], *, together: bool = False) -> dict[str, Any]:
+    """`train_on`'s `values`; the `graphs` that this process has compiled after each step; how often this rank has
+    executed one in each step (`executions`); and the `reads` of the lazy device that nobody has asked for: `together`
+    with the other ranks, which are in this process, all during steps."""
+    from stepmark.runtime.xla import XlaRuntime
+
+    assert isinstance(context.runtime, XlaRuntime)
     step, batches = training(context, options, MODELS.pop() if MODELS else build(**options["model"]))
-    values, graphs = [], []
+    values, graphs, executions, during = [], [], [], 0
+
+    def transfers() -> int:
+        """Of all ranks up to here, none of which goes on before the others are here."""
+        context.host.all_gather(None)
+        found = context.runtime.transfers_to_host()
+        context.host.all_gather(None)
+        return found
+
     for number, batch in zip(range(options["steps"]), batches, strict=False):
-        statistics = step(number, batch)
+        executed: list[None] = []
+        before = transfers()
+        with context.runtime.dispatching(lambda run, to=executed: (to.append(None), run())):
+            statistics = step(number, batch)
+        executions.append(len(executed))
+        during += transfers() - before
         values.append(numbers(context, statistics))
-        counters = context.runtime.counters()
-        assert counters is not None
-        graphs.append(counters.compilations)
-    reads = context.runtime.transfers_to_host(own=False)
-    return {"values": values, "graphs": graphs, "reads": reads}
+        graphs.append(context.runtime.counters().compilations)
+    reads = during if together else context.runtime.transfers_to_host(own=False)
+    return {"values": values, "graphs": graphs, "executions": executions, "reads": reads}
 
 
 def measured_over_the_host(options: dict[str, Any]) -> dict[str, Any]:
@@ -287,12 +302,11 @@ def measured_over_the_host(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured_in_replica_threads(replicas: int, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """In replica threads, by rank; the graphs are those of all of them."""
+    """In replica threads, by rank; the graphs and reads are those of all of them."""
     from tests.support.replica_threads import run_replicas
 
     MODELS.extend(build(**options["model"]) for _ in range(replicas))
-    found = run_replicas(lambda context: measured(context, options), replicas)
-    return [{**each, "reads": 0} for each in found]
+    return run_replicas(lambda context: measured(context, options, together=True), replicas)
 
 
 def in_replica_threads(replicas: int, options: list[dict[str, Any]]) -> list[list[list[list[float]]]]:

@@ -229,20 +229,22 @@ class GroupCollectives:
         work = dist.all_gather_into_tensor(gathered, tensor, group=self._group.process_group, async_op=True)
         return lambda: _after([work], lambda: gathered)
 
-    def all_to_all(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-        """Sends each rank one of the tensors (of one dim and one dtype), and returns what each has sent to this one:
-        `counts` elements."""
-        sent = torch.cat(list(tensors))
-        received = sent.new_empty(sum(counts))
-        size = sent.element_size()  # as bytes, which every backend sends
-        dist.all_to_all_single(
-            received.view(torch.uint8),
-            sent.view(torch.uint8),
-            [count * size for count in counts],
-            [tensor.numel() * size for tensor in tensors],
-            group=self._group.process_group,
+    def all_to_all(self, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
+        """Sends each rank its rows of each tensor, `sent` of them, in rank order; returns, in the same order, those
+        that the ranks have sent to this one, `received` of them."""
+        arrived = [tensor.new_empty(sum(received), *tensor.shape[1:]) for tensor in tensors]
+        _wait(
+            dist.all_to_all_single(
+                _as_bytes(target),
+                _as_bytes(tensor.contiguous()),
+                list(received),
+                list(sent),
+                group=self._group.process_group,
+                async_op=True,
+            )
+            for target, tensor in zip(arrived, tensors, strict=True)
         )
-        return list(received.split(list(counts)))
+        return arrived
 
     def gather_objects(self, value: Any) -> list[Any]:
         """A picklable value of each rank."""
@@ -329,6 +331,11 @@ def start_gather_in_place(axis: Collectives, tensor: Tensor) -> Callable[[], Ten
         return lambda: tensor
     assert isinstance(axis, GroupCollectives)
     return axis.start_gather_in_place(tensor)
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    """The same memory, which every backend sends."""
+    return (rows if rows.dim() > 1 else rows[:, None]).view(torch.uint8)
 
 
 def _after(works: Iterable[dist.Work], result: Callable[[], Tensor]) -> Tensor:

@@ -10,6 +10,8 @@ import pytest
 from tests.support import mesh_parity
 from tests.support.models import EXPERTS
 from tests.support.ranks import Ranks
+from tests.system.parity import test_lazy_pipeline
+from tests.system.parity.test_lazy_pipeline import in_threads
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}),
@@ -89,6 +91,16 @@ def test_on_lazy_devices(ranks: Ranks) -> None:
     """Also, no graph has what a compiler for accelerators rejects."""
     meshes = MESHES["tp2, sequence"][1], {"dp": 2, "ep": 2, "zero_1": True, "checkpointing": True}
     mesh_parity.compare(ranks, "xla", 2, [options("gpt_oss", 2, mesh) for mesh in meshes], cut=True)
+
+
+@pytest.mark.xla
+def test_graphs_on_lazy_devices(ranks: Ranks) -> None:
+    """Experts over data parallel ranks execute one graph for each micro-batch and one for the update, compile nothing
+    after the second step, and read nothing."""
+    given = options("qwen3_moe", 4, {"dp": 2, "ep": 2, "zero_1": True})
+    found = in_threads(ranks, 2, given)
+    test_lazy_pipeline.compare(ranks, found, given)
+    assert [each["executions"] for each in found] == [[given["accumulation"] + 1] * 4] * 2
 
 
 @pytest.mark.prove

@@ -142,8 +142,12 @@ class GatheredParameters:
     def _exchange(self, sent: Sequence[Sequence[Tensor]], counts: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Sends each rank its tensors, end to end; `counts` elements come from each."""
         device = self._parameters[0].device
-        flat = [torch.cat([t.reshape(-1) for t in each]) if each else torch.empty(0) for each in sent]
-        return self._axis.all_to_all([each.to(device, dtype) for each in flat], counts)
+        flat = [each.reshape(-1).to(device, dtype) for tensors in sent for each in tensors]
+        elements = [sum(each.numel() for each in tensors) for tensors in sent]
+        (arrived,) = self._axis.all_to_all(
+            [torch.cat([torch.empty(0, device=device, dtype=dtype), *flat])], elements, counts
+        )
+        return list(arrived.split(list(counts)))
 
 
 def _layout(parameter: Tensor) -> Layout:

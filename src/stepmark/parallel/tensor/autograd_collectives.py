@@ -10,6 +10,7 @@ The backward pass of each is the transpose of its forward pass:
 | `scatter`        | own shard               | all-gather              |
 | `gather_partial` | all-gather              | reduce-scatter          |
 | `reduce_scatter` | reduce-scatter          | all-gather              |
+| `exchange`       | as given                | as given                |
 
 A tensor is replicated (the same on all ranks, and so is its gradient), partial (its value is the sum over the ranks) or
 sharded along a dim. `gather` is for a result whose gradient is then replicated, `gather_partial` for one whose gradient
@@ -18,7 +19,7 @@ is partial. A sharded dim has one equal shard per rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from torch.autograd import Function
 from stepmark.runtime.collectives import Collectives
 
 Operation = Callable[[Tensor], Tensor]
+Operations = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def copy_to(tensor: Tensor, axis: Collectives) -> Tensor:
@@ -76,19 +78,25 @@ def _all_gather(axis: Collectives, dim: int) -> Operation:
     return lambda given: axis.all_gather([given.detach()], dim)[0].contiguous()
 
 
+def exchange(tensors: Sequence[Tensor], forward: Operations, backward: Operations) -> tuple[Tensor, ...]:
+    """What `forward` makes of the tensors, one of each; gradients go through `backward`, all in one call."""
+    made: tuple[Tensor, ...] = _Collective.apply(forward, backward, *tensors)
+    return made
+
+
 def _apply(tensor: Tensor, forward: Operation, backward: Operation) -> Tensor:
-    made: Tensor = _Collective.apply(tensor, forward, backward)
+    (made,) = exchange([tensor], lambda given: [forward(*given)], lambda gradients: [backward(*gradients)])
     return made
 
 
 class _Collective(Function):
-    """An operation, and the one that its gradient goes through."""
+    """An operation, and the one that its gradients go through."""
 
     @staticmethod
-    def forward(context: Any, tensor: Tensor, forward: Operation, backward: Operation) -> Tensor:
+    def forward(context: Any, forward: Operations, backward: Operations, *tensors: Tensor) -> tuple[Tensor, ...]:
         context.operation = backward
-        return forward(tensor)
+        return tuple(forward(tensors))
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return context.operation(gradient), None, None
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *context.operation(gradients)

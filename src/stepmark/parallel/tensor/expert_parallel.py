@@ -1,35 +1,32 @@
 """Expert parallelism: each rank of a group holds some of the experts, and computes them for the tokens of all.
 
 The group is neighbours on the tensor parallel axis, which have the same tokens; where these are too few, also
-neighbours on the data parallel axis, which gather tokens and routing, and scatter the sums of outputs. All shapes are
-static: what the router has chosen elsewhere is masked. If the tensor parallel axis is longer than the group, several
-ranks hold the same experts, and each takes its part of the tokens.
+neighbours on the data parallel axis, which exchange tokens (token_exchange.py). What the router has chosen elsewhere is
+masked. If the tensor parallel axis is longer than the group, several ranks hold the same experts, and each takes its
+part of the tokens.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
-from torch.nn import functional as F
 
 from stepmark.errors import UsageError
 from stepmark.parallel.architectures import EXPERT_PARALLEL
 from stepmark.parallel.tensor.adapted_layers import is_wrapper
 from stepmark.parallel.tensor.autograd_collectives import (
     copy_to,
-    gather_partial,
     reduce_from,
-    reduce_scatter,
     scale_gradient,
 )
 from stepmark.parallel.tensor.plans import Placement, expression, model_type, own_plan, shard
+from stepmark.parallel.tensor.token_exchange import NOBODY, token_exchange
 from stepmark.runtime.collectives import Collectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import Replication
@@ -139,7 +136,8 @@ class ExpertParallelism:
         self._mesh = mesh
         size, tensor = mesh.expert_parallel_size, mesh.tensor_parallel
         self._copies = tensor.size * mesh.experts.size // size
-        self._number = (mesh.experts.rank * tensor.size + tensor.rank) // self._copies
+        ranks = range(mesh.experts.size)
+        self._holders = [(rank * tensor.size + tensor.rank) // self._copies for rank in ranks]
         for name, module in self.modules.items():
             if module.num_experts % size:
                 raise UsageError(
@@ -152,78 +150,72 @@ class ExpertParallelism:
         copies = Replication(self._copies, partial=self._copies > 1, experts=self._mesh.experts.size > 1)
         for module in self.modules.values():
             for parameter in module.parameters():
-                yield parameter, shard(tuple(parameter.shape), 0, self._number, self._mesh.expert_parallel_size), copies
+                part = self._holders[self._mesh.experts.rank]
+                yield parameter, shard(tuple(parameter.shape), 0, part, self._mesh.expert_parallel_size), copies
 
     def wire(self) -> None:
         """After the parameters were replaced."""
         for module in self.modules.values():
             module.num_experts //= self._mesh.expert_parallel_size
-            _Dispatch(module, self._mesh, self._number, self._copies)
+            _Dispatch(module, self._mesh, self._holders, self._copies)
 
 
 class _Dispatch:
     """Brings a module of experts the tokens of its group, and takes the sums of outputs back."""
 
-    def __init__(self, module: Any, mesh: Mesh, number: int, copies: int) -> None:
-        self._mesh = mesh
+    def __init__(self, module: Any, mesh: Mesh, holders: Sequence[int], copies: int) -> None:
+        self._tensor = mesh.tensor_parallel
+        self._runtime = mesh.runtime
         self._copies = copies
-        self._begin = number * module.num_experts
+        self._begin = holders[mesh.experts.rank] * module.num_experts
         self._copy = mesh.tensor_parallel.rank % copies
         self._shares = shares_of_tokens(mesh)
+        self._exchange = token_exchange(mesh, module.num_experts, holders) if mesh.experts.size > 1 else None
         self._placed: tuple[Tensor, Tensor] | None = None
-        self._rows = 0
         enter, leave = self._enter, self._leave
-        if mesh.experts.size > 1:  # a compiled backward pass would keep the shares of the step in which it was traced
+        if self._exchange:  # a compiled backward pass would keep the shares of the step in which it was traced
             enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
 
     def _enter(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         hidden, index, weights = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
-        self._rows = len(hidden)
-        tensor, axis = self._mesh.tensor_parallel, self._mesh.experts
-        if tensor.size > 1:
-            hidden, weights = copy_to(hidden, tensor), copy_to(weights, tensor)
-        if axis.size > 1:
-            rows = self._most_rows() - len(hidden)
-            index = axis.all_gather([_padded(index, rows, -1)])[0]
+        if self._tensor.size > 1:
+            hidden, weights = copy_to(hidden, self._tensor), copy_to(weights, self._tensor)
+        begin, copy = self._place()
+        if self._copies > 1:
+            of_others = torch.arange(len(index), device=index.device) % self._copies != copy
+            index = index.masked_fill(of_others[:, None], NOBODY)
+        if self._exchange:
             hidden, weights = (scale_gradient(each, self._to_own_scale) for each in (hidden, weights))
-            hidden, weights = (gather_partial(_padded(each, rows, 0), axis, 0) for each in (hidden, weights))
-        index, weights = self._own(module, index, weights)
+            hidden, index, weights = self._exchange.there(hidden, index, weights)
+        index, masks = index - begin, False
+        if self._exchange is None or not self._exchange.exact:
+            index, weights, masks = self._own(module, index, weights)
+        module._is_expert_parallel = masks
         return (hidden, index, weights), {}
 
-    def _most_rows(self) -> int:
-        """Of all ranks in the group. A lazy device has one graph, so that all have as many."""
-        runtime = self._mesh.runtime
-        if runtime.lazy:
-            return self._rows
-        (most,) = self._mesh.experts.all_reduce([torch.tensor([self._rows], device=runtime.device)], "max")
-        return self._rows if is_fake(most) else int(most)
-
-    def _own(self, module: Any, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Masks what experts of other ranks compute, or other copies of these experts."""
+    def _place(self) -> tuple[Tensor, Tensor]:
+        """The first of this rank's experts, and which of their copies it holds: data, which differs among ranks."""
         if self._placed is None:
-            begin, copy = self._mesh.runtime.place([torch.tensor([self._begin]), torch.tensor([self._copy])])
+            begin, copy = self._runtime.place([torch.tensor([self._begin]), torch.tensor([self._copy])])
             self._placed = begin, copy
-        begin, copy = self._placed
+        return self._placed
+
+    def _own(self, module: Any, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """Masks what experts of other ranks compute, or other copies of these experts. Also returns whether the module
+        skips what is masked; otherwise it has weight 0, and adds nothing."""
         count = module.num_experts
-        own = index - begin
-        elsewhere = (own < 0) | (own >= count)
-        if self._copies > 1:
-            elsewhere |= (torch.arange(len(index), device=index.device) % self._copies != copy)[:, None]
-        masks = hasattr(module, "_is_expert_parallel") and not self._mesh.runtime.lazy
-        masks = masks and module.config._experts_implementation in WITH_MASKS
-        module._is_expert_parallel = masks
-        own = own.masked_fill(elsewhere, count) if masks else own.remainder(count)  # what has weight 0 adds nothing
-        return own, weights.masked_fill(elsewhere, 0)
+        elsewhere = (index < 0) | (index >= count)
+        skips = hasattr(module, "_is_expert_parallel") and not self._runtime.lazy
+        skips = skips and module.config._experts_implementation in WITH_MASKS
+        own = index.masked_fill(elsewhere, count) if skips else index.remainder(count)
+        return own, weights.masked_fill(elsewhere, 0), skips
 
     def _leave(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        axis = self._mesh.experts
-        if axis.size > 1:
-            output = reduce_scatter(output, axis, 0)[: self._rows]
-            output = scale_gradient(output, self._to_share)
-        tensor = self._mesh.tensor_parallel
-        return reduce_from(output.clone(), tensor) if tensor.size > 1 else output
+        if self._exchange:
+            output = scale_gradient(self._exchange.back(output), self._to_share)
+        return reduce_from(output.clone(), self._tensor) if self._tensor.size > 1 else output
 
     def _to_share(self, gradient: Tensor) -> Tensor:
         return gradient * self._shares.own()
@@ -231,7 +223,3 @@ class _Dispatch:
     def _to_own_scale(self, gradient: Tensor) -> Tensor:
         share = self._shares.own()
         return gradient / (share.clamp(min=torch.finfo(share.dtype).tiny) if isinstance(share, Tensor) else share)
-
-
-def _padded(tensor: Tensor, rows: int, value: int) -> Tensor:
-    return F.pad(tensor, (0, 0, 0, rows), value=value) if rows else tensor

@@ -235,10 +235,9 @@ class SimulatedCollectives(GroupCollectives):
         gathered = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
         return lambda: gathered
 
-    def all_to_all(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    def all_to_all(self, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
         with self._tracker.within(COMMUNICATION):
-            sent = torch.cat(list(tensors))
-            return list(sent.new_empty(sum(counts)).split(list(counts)))
+            return [tensor.new_empty(sum(received), *tensor.shape[1:]) for tensor in tensors]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank holds what this one does."""
