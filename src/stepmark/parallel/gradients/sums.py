@@ -4,19 +4,90 @@ without data parallel ranks, and on a lazy device; in this rank's shard of each 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import Bucket
 from stepmark.parallel.full_sharding import HOOKS, has_hooks, layer_of
-from stepmark.parallel.gradients.hooks import GradientHooks
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import GroupCollectives, RankWeights
+
+_holders: Any = WeakTensorKeyDictionary()  # by parameter: a weak reference to the hooks that take its gradient
+
+
+class GradientHooks:
+    """Calls `arrived(owner, index)` when autograd has made the gradient of the parameter with that index, after all
+    hooks of the user's, which may change it. Frozen parameters have none.
+
+    The owner takes the gradient away, so that only one can have hooks of a parameter: the last one that was made. They
+    end with `close`, or with the owner.
+
+    Attributes:
+        taken: Whether another owner has the gradients now.
+        hooked: The indices of the parameters that are not frozen.
+    """
+
+    def __init__(
+        self, owner: object, parameters: Sequence[nn.Parameter], arrived: Callable[[Any, int], object]
+    ) -> None:
+        self.taken = False
+        self._handles: list[RemovableHandle] = []
+        self.hooked = frozenset(index for index, parameter in enumerate(parameters) if parameter.requires_grad)
+        me = weakref.ref(owner)
+        for index in sorted(self.hooked):
+            parameter = parameters[index]
+            before = _holders.get(parameter)
+            holder = before() if before is not None else None
+            if holder is not None:
+                holder.close()
+                holder.taken = True
+            _holders[parameter] = weakref.ref(self)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(_hook(me, index, arrived)))
+        weakref.finalize(self, _remove, self._handles)
+
+    def close(self) -> None:
+        """Nothing is called from now on."""
+        _remove(self._handles)
+        self._handles.clear()
+
+    def come_last(self) -> None:
+        """Moves behind hooks that the user has registered in the meantime."""
+        for handle in self._handles:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)  # autograd does not see what move_to_end does
+
+    def check(self) -> None:
+        """Raises UsageError where another owner has the gradients."""
+        if self.taken:
+            raise UsageError(
+                "another optimizer was made over parameters of this one, and it gets their gradients; step that one, "
+                "or make this one anew"
+            )
+
+
+def _hook(owner: Callable[[], Any], index: int, arrived: Callable[[Any, int], object]) -> Callable[[object], None]:
+    def hook(_: object) -> None:  # what it is called with may be the result of a hook of the user's
+        there = owner()
+        if there is not None:
+            arrived(there, index)
+
+    return hook
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
 
 Weight = Tensor | float  # a tensor where a number would have to be waited for
 
@@ -56,16 +127,15 @@ class FlatSums:
         self._got = [[False for _ in bucket.members] for bucket in self.buckets]
         self._weighted = [[False for _ in bucket.members] for bucket in self.buckets]
         self._weights: Mapping[int, Weight] = {}
-        members = [(k, i) for k, bucket in enumerate(self.buckets) for i in range(len(bucket.members))]
-        self._hooked = [place for place in members if self._parameter(*place).requires_grad]
-        self.hooks = GradientHooks(self, [self._parameter(*place) for place in self._hooked], FlatSums._made)
+        self._members = [(k, i) for k, bucket in enumerate(self.buckets) for i in range(len(bucket.members))]
+        self.hooks = GradientHooks(self, [self._parameter(*place) for place in self._members], FlatSums._made)
 
     def _parameter(self, number: int, position: int) -> nn.Parameter:
         return self.buckets[number].members[position].parameter
 
     def _made(self, index: int) -> None:
         """Autograd has made a gradient."""
-        number, position = self._hooked[index]
+        number, position = self._members[index]
         with torch.no_grad():  # in backward(create_graph=True) too
             self._collect(self._parameter(number, position), number, position)
         self.arrived(number, position)
@@ -192,13 +262,10 @@ class TensorSums:
         self._on_arrival = on_arrival
         self._moments = itertools.count()
         self.arrivals = [-1] * len(self.parameters)
-        hooked = range(len(self.parameters)) if on_arrival or watched else ()
-        self._hooked = [index for index in hooked if self.parameters[index].requires_grad]
-        self.hooks = GradientHooks(self, [self.parameters[index] for index in self._hooked], TensorSums._made)
+        self.hooks = GradientHooks(self, self.parameters if on_arrival or watched else (), TensorSums._made)
 
-    def _made(self, hooked: int) -> None:
+    def _made(self, index: int) -> None:
         """Autograd has made a gradient."""
-        index = self._hooked[hooked]
         self.arrivals[index] = next(self._moments)
         if self._on_arrival:
             self._collect(index)
@@ -259,8 +326,7 @@ class ShardSums:
 
     def _hook(self) -> None:
         """Sees the gradients of all parameters that require one by now."""
-        self._hooked = [index for index, each in enumerate(self.parameters) if each.requires_grad]
-        self.hooks = GradientHooks(self, [self.parameters[index] for index in self._hooked], ShardSums._made)
+        self.hooks = GradientHooks(self, self.parameters, ShardSums._made)
 
     @property
     def copies(self) -> int:
@@ -274,7 +340,7 @@ class ShardSums:
             UsageError: Somebody has set a gradient, or registered hooks, which would have no effect.
         """
         self.collect()
-        hooked = set(self._hooked)
+        hooked = self.hooks.hooked
         for index, each in enumerate(self.parameters):
             if has_hooks(each, own=index in hooked):
                 raise UsageError(f"fsdp: a parameter of shape {list(each.shape)} has a hook of its gradient, {HOOKS}")
@@ -285,9 +351,8 @@ class ShardSums:
         for layer in self._layers:
             layer.shares = weights
 
-    def _made(self, hooked: int) -> None:
+    def _made(self, index: int) -> None:
         """A gradient was reduced."""
-        index = self._hooked[hooked]
         parameter, total = self.parameters[index], self._sums[index]
         part = layer_of(parameter).take(parameter)
         self._sums[index] = part if total is None else total.add_(part)

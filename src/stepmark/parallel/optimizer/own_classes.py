@@ -1,14 +1,11 @@
-"""AdamW and SGD for lazy devices: torch's own classes, states and arithmetic, with every number that changes from step
-to step in a device tensor.
+"""Optimizer classes of our own: AdamW and SGD for lazy devices, Muon together with AdamW, AdamW with a state of 8 bits.
 
-A Python number that is 0 or 1 becomes a constant of the graph, so another graph is compiled: for a learning rate that
-reaches 0, or a bias correction `1 - beta1**step` that rounds to 1 after some 350 steps. And torch's `capturable` AdamW
-divides by the learning rate, which at 0 turns every weight that never had a gradient into NaN. So the host computes the
-factors in float64, as torch does, and sends them as one small tensor per step. States exist from the start: if the
-first step created them, the second step would be another graph.
-
-For eager devices: Muon for the matrices of hidden layers and AdamW for everything else, as one optimizer; and AdamW of
-bitsandbytes with a state of 8 bits, where the library is installed.
+The lazy ones are torch's classes, states and arithmetic, with every number that changes from step to step in a device
+tensor. A Python number that is 0 or 1 becomes a constant of the graph, so another graph is compiled: for a learning
+rate that reaches 0, or a bias correction `1 - beta1**step` that rounds to 1 after some 350 steps. And torch's
+`capturable` AdamW divides by the learning rate, which at 0 turns every weight that never had a gradient into NaN. So
+the host computes the factors in float64, as torch does, and sends them as one small tensor per step. States exist from
+the start: if the first step created them, the second step would be another graph.
 """
 
 from __future__ import annotations

@@ -9,20 +9,176 @@ and with ZeRO-1 new values are all-gathered, in rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
-from stepmark.parallel.optimizer.gathered_parameters import GatheredParameters, Round, divide, make_rounds
+from stepmark.parallel.buckets import runs_of
 from stepmark.parallel.optimizer.named import Distribution, Groups, Held
-from stepmark.parallel.optimizer.replicated import Replicated
+from stepmark.parallel.optimizer.replicated import Replicated, follow
+from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout, layout_of
 from stepmark.sharding.replication import replication_of
+from stepmark.sharding.views import block_views, narrow
+
+ROUND_ELEMENTS = 8 * 2**20  # of one rank: the full bandwidth, and little memory beside the model
+Round = tuple[tuple[int, ...], ...]  # for each rank the positions of the parameters that it sends, end to end
+
+
+def divide(costs: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each item: the costliest first, each to the rank with the lowest cost so far (Graham 1969). The same
+    on every rank."""
+    totals, owners = [0] * ranks, [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        owners[index] = min(range(ranks), key=lambda rank: (totals[rank], rank))
+        totals[owners[index]] += costs[index]
+    return owners
+
+
+def make_rounds(
+    parameters: Sequence[Tensor], sizes: Sequence[int], owners: Sequence[int], ranks: int, limit: int | None
+) -> list[Round]:
+    """Rounds, each of parameters of one dtype, in which every parameter is sent once, by its owner; a rank sends at
+    most `limit` elements at a time (None: ROUND_ELEMENTS), or one parameter. `sizes` are their elements."""
+    rounds: list[Round] = []
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        same = [index for index, parameter in enumerate(parameters) if parameter.dtype == dtype]
+        owned = [[index for index in same if owners[index] == rank] for rank in range(ranks)]
+        sent = [
+            [tuple(own[run.start : run.stop]) for run in runs_of([sizes[i] for i in own], limit or ROUND_ELEMENTS)]
+            for own in owned
+        ]
+        rounds += zip_longest(*sent, fillvalue=())
+    return rounds
+
+
+class GatheredParameters:
+    """The sharded parameters among `parameters`, divided over the tensor parallel axis by their complete sizes. Ranks
+    exchange as much as fits into a round at a time.
+
+    Attributes:
+        complete: Of each parameter that this rank owns, by its position, the complete tensor that an optimizer updates:
+            float32, or with `master_weights=False` of the parameter's dtype.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        mesh: Mesh,
+        *,
+        master_weights: bool = True,
+        round_elements: int | None = None,
+    ) -> None:
+        """All of `parameters` are sharded, and the same ones on all ranks of the axis. Collective."""
+        assert isinstance(mesh.tensor_parallel, GroupCollectives)
+        self._axis = mesh.tensor_parallel
+        self._parameters = list(parameters)
+        own = [_layout(parameter) for parameter in self._parameters]
+        self._layouts: list[list[Layout]] = self._axis.gather_objects(own)  # by rank, then by parameter
+        sizes = [math.prod(layout.shape) for layout in own]
+        self._owners = divide(sizes, self._axis.size)
+        self._rounds = make_rounds(self._parameters, sizes, self._owners, self._axis.size, round_elements)
+        self.complete: dict[int, nn.Parameter] = {}
+        for index, parameter in enumerate(self._parameters):
+            if self._owners[index] == self._axis.rank:
+                dtype = torch.float32 if master_weights else parameter.dtype
+                zeros = torch.zeros(own[index].shape, dtype=dtype, device=mesh.runtime.device)
+                self.complete[index] = nn.Parameter(zeros)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Gives the complete tensors the parameters' values, so that what a script writes to a parameter is kept.
+        Master weights stay where they are the same up to rounding. Collective."""
+        shards = [parameter.detach() for parameter in self._parameters]
+        for index, value in self._gather(shards):
+            follow(self.complete[index], value)
+
+    @torch.no_grad()
+    def gradients(self, shards: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+        """The complete gradients (float32) of the parameters that this rank owns, by position. None where its own shard
+        has none: the parameter took no part in the step, and the other ranks have none either. Collective."""
+        present = [
+            torch.zeros(parameter.shape, device=parameter.device) if shard is None else shard.float()
+            for parameter, shard in zip(self._parameters, shards, strict=True)
+        ]
+        return {index: None if shards[index] is None else value for index, value in self._gather(present)}
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Gives every rank its shards of the complete tensors, rounded to the parameters' dtype. Collective."""
+        rank = self._axis.rank
+        for runs in self._rounds:
+            dtype = next(self._parameters[index].dtype for run in runs for index in run)
+            sent = [
+                [part.to(dtype) for index in runs[rank] for part in _boxes(self.complete[index], layouts[index])]
+                for layouts in self._layouts
+            ]
+            counts = [self._elements(rank, run) for run in runs]
+            for run, flat in zip(runs, self._exchange(sent, counts, dtype), strict=True):
+                targets = [self._parameters[index] for index in run]
+                live = [each if each.is_contiguous() else each.contiguous() for each in targets]
+                pairs = zip(live, run, strict=True)
+                _fill([view for each, index in pairs for view in _views(each, self._layouts[rank][index])], flat)
+                for target, each in zip(targets, live, strict=True):
+                    if each is not target:
+                        target.copy_(each)
+
+    def _gather(self, shards: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """The position and the complete tensor of each parameter that this rank owns; `shards` are of all."""
+        rank = self._axis.rank
+        for runs in self._rounds:
+            dtype = next(shards[index].dtype for run in runs for index in run)
+            sent = [[v for i in run for v in _views(shards[i], self._layouts[rank][i])] for run in runs]
+            counts = [self._elements(other, runs[rank]) for other in range(self._axis.size)]
+            found = {i: shards[i].new_zeros(self._layouts[rank][i].shape) for i in runs[rank]}
+            for layouts, flat in zip(self._layouts, self._exchange(sent, counts, dtype), strict=True):
+                _fill([box for i, tensor in found.items() for box in _boxes(tensor, layouts[i])], flat)
+            yield from found.items()
+
+    def _elements(self, rank: int, run: Sequence[int]) -> int:
+        """The elements that a rank holds of these parameters."""
+        return sum(part.slice.numel for index in run for part in self._layouts[rank][index].parts)
+
+    def _exchange(self, sent: Sequence[Sequence[Tensor]], counts: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """Sends each rank its tensors, end to end; `counts` elements come from each."""
+        device = self._parameters[0].device
+        flat = [each.reshape(-1).to(device, dtype) for tensors in sent for each in tensors]
+        elements = [sum(each.numel() for each in tensors) for tensors in sent]
+        (arrived,) = self._axis.all_to_all(
+            [torch.cat([torch.empty(0, device=device, dtype=dtype), *flat])], elements, counts
+        )
+        return list(arrived.split(list(counts)))
+
+
+def _layout(parameter: Tensor) -> Layout:
+    layout = layout_of(parameter)
+    assert layout is not None
+    return layout
+
+
+def _views(tensor: Tensor, layout: Layout) -> list[Tensor]:
+    """What a local tensor holds, box by box."""
+    parts = layout.parts
+    return [view for part in parts for _, view in block_views(tensor, part, 0, part.slice.numel)]
+
+
+def _boxes(complete: Tensor, layout: Layout) -> list[Tensor]:
+    """The same boxes of the complete tensor."""
+    return [narrow(complete, block.box) for part in layout.parts for block in part.slice.blocks()]
+
+
+def _fill(views: Sequence[Tensor], flat: Tensor) -> None:
+    """Copies the elements of `flat` to the views, one after the other."""
+    for view, values in zip(views, flat.split([view.numel() for view in views]), strict=True):
+        view.copy_(values.view(view.shape))
 
 
 class WholeParameters(Distribution):
