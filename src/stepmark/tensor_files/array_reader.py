@@ -112,7 +112,7 @@ class ArrayReader:
             for piece in rest:
                 common = piece.box.intersect(block)
                 if common is not None:
-                    self._copy(piece.part(common), view[_inside(common, block)])
+                    self._copy(piece.part(common), view[common.index_in(block)])
 
     def _compare(self, part: Part, stored: memoryview) -> None:
         """Raises CheckpointDamaged where a replica holds other values."""
@@ -121,7 +121,7 @@ class ArrayReader:
             for piece in tensor.replicas:
                 common = piece.box.intersect(block)
                 if common is not None and not np.array_equal(
-                    self.array(piece.part(common)), view[_inside(common, block)]
+                    self.array(piece.part(common)), view[common.index_in(block)]
                 ):
                     raise CheckpointDamaged(
                         f"{piece.array.path}: tensor {tensor.name!r} differs from its replica in "
@@ -226,12 +226,6 @@ def _strided(data: Any, offset: int, array: StoredArray) -> Elements:
     size = item_size(array.dtype)
     strides = tuple(stride * size for stride in array.strides)
     return np.ndarray(array.shape, f"u{size}", data, offset, strides)
-
-
-def _inside(box: Box, outer: Box) -> tuple[Any, ...]:
-    """The index of a box in the memory of another; with an ellipsis, so that it gives a view also without dims."""
-    relative = box.relative_to(outer.offsets)
-    return (..., *(slice(at, at + length) for at, length in zip(relative.offsets, relative.lengths, strict=True)))
 
 
 def run_start(piece: Piece, shape: Shape) -> int:

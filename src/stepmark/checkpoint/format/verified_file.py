@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,10 +16,10 @@ from stepmark.checkpoint.format.integrity import read_header
 from stepmark.checkpoint.format.manifest import FileEntry, Manifest
 from stepmark.checkpoint.format.tensor_file import PAGE, Header, StoredTensor
 from stepmark.errors import CheckpointDamaged
-from stepmark.filesystem.page_cache import PageCacheEviction
 from stepmark.sharding.layout import TensorSlice
 
 BLOCK = 2 * CHECKSUM_BLOCK  # bytes of one read, without the checksum blocks at its ends: they fit the processor's cache
+WINDOW = 64 << 20  # bytes that are dropped together
 
 _buffers = threading.local()
 
@@ -114,3 +117,45 @@ def reading_memory(size: int) -> memoryview:
     if memory is None or len(memory) < size + 2 * PAGE:
         memory = _buffers.memory = memoryview(mmap.mmap(-1, max(size, BLOCK + 2 * CHECKSUM_BLOCK) + 2 * PAGE))
     return memory
+
+
+class PageCacheEviction:
+    """A file that is read once, in any order and by several threads.
+
+    A window of the file is evicted once all of its bytes have been read. So the cache holds little more than what it
+    has read ahead, and reuses its memory instead of growing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def has_read(self, begin: int, end: int) -> None:
+        """Bytes [begin, end) have been read."""
+        full = []
+        with self._lock:
+            for window in range(begin // WINDOW, (end - 1) // WINDOW + 1):
+                self._read[window] += min(end, (window + 1) * WINDOW) - max(begin, window * WINDOW)
+                if self._read[window] >= WINDOW:
+                    full.append(window)
+                    del self._read[window]
+        if full:
+            self._drop(full)
+
+    def close(self) -> None:
+        """Nothing more will be read."""
+        with self._lock:
+            windows = list(self._read)
+            self._read.clear()
+        if windows:
+            self._drop(windows)
+
+    def _drop(self, windows: list[int]) -> None:
+        with contextlib.suppress(OSError):  # only advice; a file that is gone is not cached either
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                for window in windows:
+                    os.posix_fadvise(descriptor, window * WINDOW, WINDOW, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
