@@ -55,14 +55,14 @@ def test_restoring_into_live_tensors_takes_the_same_memory_for_any_state(
 ) -> None:
     """Each reading thread has one block; nothing else is held for tensors that are contiguous host memory."""
     blocks: dict[int, int] = {}
-    memory = checked.reading_memory
+    memory = checked.thread_memory
 
-    def counted(size: int) -> memoryview:
-        found = memory(size)
+    def counted(purpose: str, size: int) -> memoryview:
+        found = memory(purpose, size)
         blocks[id(found)] = len(found)
         return found
 
-    monkeypatch.setattr(checked, "reading_memory", counted)
+    monkeypatch.setattr(checked, "thread_memory", counted)
     made: list[Any] = []
     empty = torch.empty
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def saves_and_aliases(folder: str) -> dict[str, Any]:
 
 
 def saves_beside_training(folder: str, writer: str) -> dict[str, Any]:
-    """A save whose copies the device holds back until after the next update, which somebody precedes; see `WRITERS`."""
+    """A save while an update is held back on the device, and one whose copies are until after the next update, which
+    somebody precedes; see `WRITERS`."""
     import simulated_device
 
     device = simulated_device.c
@@ -67,28 +69,37 @@ def saves_beside_training(folder: str, writer: str) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer}
+    main = torch.accelerator.current_stream()
 
-    def step(before: Callable[[], None] = lambda: None) -> None:
+    def step(before: Callable[[], object] = lambda: None) -> None:
         model(torch.ones(4, 8, device=DEVICE)).sum().backward()
-        torch.accelerator.current_stream().synchronize()  # the device as a whole would wait for what is held back
+        main.synchronize()  # the device as a whole would wait for what is held back
         before()
         waits.clear()
         optimizer.step()
         optimizer.zero_grad()
 
-    def tensors() -> list[list[float]]:
+    def tensors() -> list[torch.Tensor]:
         states = [value for each in optimizer.state.values() for value in each.values()]
-        return [tensor.flatten().tolist() for tensor in [*model.state_dict().values(), *states]]
+        return [tensor.detach().clone() for tensor in [*model.state_dict().values(), *states]]
+
+    def soon(happens: Callable[[], bool]) -> bool:
+        return any(happens() or time.sleep(0.01) for _ in range(30))
 
     waits: list[str] = []
     earlier = {name: value.clone() for name, value in model.state_dict().items()}
-    with Checkpointer(folder) as checkpointer:
+    with Checkpointer(folder, keep_last=2) as checkpointer:
         step()
         checkpointer.save(1, state)
+        step(lambda: device.hold_back(main.stream_id))
+        expected = {2: tensors()}
+        behind = checkpointer.save(2, state)
+        early = [soon(behind.done)]
+        device.let_go()
+        behind.result()
         step()
-        checkpointer.save(2, state).result()
-        step()
-        expected = tensors()
+        expected[3] = tensors()
+        main.synchronize()
         device.hold_back(snapshot._side_stream(torch.device(DEVICE, 0)).stream_id)
         device.tell_of_waits(waits.append)
         handle = checkpointer.save(3, state)
@@ -96,14 +107,18 @@ def saves_beside_training(folder: str, writer: str) -> dict[str, Any]:
         assert checkpointer._copies is not None
         later = len(checkpointer._copies._copies)
         step(lambda: WRITERS[writer](model, earlier))
-        of_step, done = list(waits), handle.done()
+        early += [handle.done(), soon(main.query)]
         device.tell_of_waits(None)
         device.let_go()
         handle.result()
-        updated = tensors()
-        checkpointer.restore(state)
-    found = {"later": later, "waits": [of_save, of_step], "done": done, "hazard": device.counts()["hazard"]}
-    return {**found, "changed": updated != expected, "restored": tensors() == expected}
+        changed = not _same(tensors(), expected[3])
+        restored = [checkpointer.restore(state, number) and _same(tensors(), expected[number]) for number in (2, 3)]
+    found = {"later": later, "waits": [of_save, waits], "early": early, "hazard": device.counts()["hazard"]}
+    return {**found, "changed": changed, "restored": restored}
+
+
+def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return [tensor.tolist() for tensor in found] == [tensor.tolist() for tensor in expected]
 
 
 def _swap_data(model: nn.Module, earlier: dict[str, torch.Tensor]) -> None:

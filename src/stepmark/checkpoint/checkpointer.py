@@ -22,8 +22,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from stepmark.checkpoint.coordination.folder_claim import CLAIMING, RunOwnership
 from stepmark.checkpoint.coordination.leases import reading
+from stepmark.checkpoint.coordination.run_ownership import CLAIMING, RunOwnership
 from stepmark.checkpoint.format.checkpoint_folders import (
     checkpoint_path,
     checkpoints,

@@ -6,16 +6,30 @@ A file that is read is open for the time of a call only: a checkpoint may have m
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
 
+from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
 from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
 from stepmark.checkpoint.format.tensor_file import PAGE
 from stepmark.filesystem import files
 
 _DIRECT = 1 << 18  # bytes from which on a write past the cache is quicker
+_reused = threading.local()
+
+
+def thread_memory(purpose: str, size: int) -> memoryview:
+    """This thread's memory for a purpose, page-aligned, and two pages longer at least. It is reused: new memory costs
+    more than reading."""
+    memory: memoryview | None = getattr(_reused, purpose, None)
+    if memory is None or len(memory) < size + 2 * PAGE:
+        memory = memoryview(mmap.mmap(-1, max(size, 4 * CHECKSUM_BLOCK) + 2 * PAGE))
+        setattr(_reused, purpose, memory)
+    return memory
 
 
 def read_block(path: Path, memory: memoryview, begin: int) -> None:

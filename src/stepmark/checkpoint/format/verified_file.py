@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepmark.checkpoint.format.block_io import read_block
+from stepmark.checkpoint.format.block_io import read_block, thread_memory
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum, covering_blocks
 from stepmark.checkpoint.format.integrity import read_header
 from stepmark.checkpoint.format.manifest import FileEntry, Manifest
-from stepmark.checkpoint.format.tensor_file import PAGE, Header, StoredTensor
+from stepmark.checkpoint.format.tensor_file import Header, StoredTensor
 from stepmark.errors import CheckpointDamaged
 from stepmark.sharding.layout import TensorSlice
 
 BLOCK = 2 * CHECKSUM_BLOCK  # bytes of one read, without the checksum blocks at its ends: they fit the processor's cache
 WINDOW = 64 << 20  # bytes that are dropped together
-
-_buffers = threading.local()
 
 
 class VerifiedFile:
@@ -60,7 +57,7 @@ class VerifiedFile:
         """
         blocks = covering_blocks(tensor.begin, tensor.end, begin, end)
         low, high = blocks[0][1], blocks[-1][2]
-        data = reading_memory(high - low)[: high - low]
+        data = thread_memory("block", high - low)[: high - low]
         self._read(tensor, blocks, data)
         return data[begin - low : end - low]
 
@@ -68,7 +65,7 @@ class VerifiedFile:
         """The checked bytes of small tensors that follow each other; valid until this thread reads again. Raises as
         `read` does."""
         low, high = tensors[0].begin, tensors[-1].end
-        data = reading_memory(high - low)[: high - low]
+        data = thread_memory("block", high - low)[: high - low]
         self._load(data, low, high)
         for tensor in tensors:
             for number, (first, last) in enumerate(tensor.checksum_blocks()):
@@ -109,14 +106,6 @@ class VerifiedFile:
         """Call when nothing more will be read."""
         if self._passing is not None:
             self._passing.close()
-
-
-def reading_memory(size: int) -> memoryview:
-    """This thread's memory for reading a block: page-aligned, and two pages longer at least."""
-    memory: memoryview | None = getattr(_buffers, "memory", None)
-    if memory is None or len(memory) < size + 2 * PAGE:
-        memory = _buffers.memory = memoryview(mmap.mmap(-1, max(size, BLOCK + 2 * CHECKSUM_BLOCK) + 2 * PAGE))
-    return memory
 
 
 class PageCacheEviction:

@@ -213,8 +213,9 @@ def begin_copies(
 ) -> PendingCopies:
     """Makes the copies that cannot wait, or has the current stream make them, and returns the others. `last`: those of
     the save before."""
-    streams = _side_streams(copies, runtime) if last is not None and last.next_can_wait else []
-    if not streams:
+    streams = _side_streams(copies, runtime)  # what they need is tried in the first save, which waits anyway
+    if not streams or last is None or not last.next_can_wait:
+        streams = []
         runtime.step_boundary(wait=True)
     now, later = split_copies(copies, sections, runtime) if streams or runtime.host_memory else (copies, [])
     copy_to_host(now, memory, runtime, threads=threads, wait=not streams)
@@ -226,7 +227,7 @@ def begin_copies(
 def _side_streams(copies: Sequence[Copy], runtime: Runtime) -> list[SideStream]:
     """One for each device; none where it cannot be known that all values are kept."""
     tensors = [copy.entry.tensor for copy in copies]
-    if any(tensor.is_pinned() for tensor in tensors if tensor.device.type == "cpu") or not can_pin(runtime.device):
+    if not can_pin(runtime.device) or any(tensor.is_pinned() for tensor in tensors if tensor.device.type == "cpu"):
         return []  # a device may still write to pinned memory
     streams = [SideStream(device) for device in {tensor.device for tensor in tensors} if device.type != "cpu"]
     return streams if all(_keeps_values(stream.device, stream.main) for stream in streams) else []
@@ -254,9 +255,10 @@ def split_copies(
     if not _FREEZES:
         return list(copies), []
     trained = written_by_optimizers(sections)
-    if not runtime.host_memory and runtime.requested_graphs():  # compiled code asks to write what it only reads
-        trained = {(group, name) for group, name in trained if group.startswith(OPTIMIZER)}
     aliased = {(section.group, name) for section in sections for name in section.dtensors}  # by `fully_shard`
+    if not runtime.host_memory:  # compiled code, and what `fully_shard` gathers with, ask to write what they only read
+        read = trained if runtime.requested_graphs() else aliased
+        trained = {place for place in trained if place not in read or place[0].startswith(OPTIMIZER)}
     now: list[Copy] = []
     later: list[Copy] = []
     for _, found in groupby(copies, key=lambda copy: id(copy.entry.tensor)):

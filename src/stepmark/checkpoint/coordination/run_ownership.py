@@ -1,0 +1,67 @@
+"""Ownership of a folder: a run's claim (folder_claim.py), shared by its ranks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from stepmark.checkpoint.coordination.folder_claim import FolderClaim
+from stepmark.checkpoint.format.checkpoint_folders import check_writable
+from stepmark.liveness.failure_report import describe_error
+from stepmark.liveness.heartbeat import STALE, boot_id
+from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.timed_collectives import TimedGroup
+
+logger = logging.getLogger("stepmark")
+
+CLAIMING = 3 * STALE  # seconds for rank 0 to find out whether another run is alive
+
+
+class RunOwnership:
+    """One rank's view of the claim. `nodes[rank]` is the node that a rank is on, `identity` the run's random name."""
+
+    def __init__(self, owner: FolderClaim, meeting: TimedGroup, nodes: list[int]) -> None:
+        self.identity = owner.identity
+        self.nodes = nodes
+        self._owner = owner
+        self._meeting = meeting
+
+    @classmethod
+    def join(cls, folder: Path, meeting: TimedGroup, timeout: float) -> RunOwnership:
+        """Rank 0 claims the folder for all ranks; collective.
+
+        Raises CheckpointBusy if another live run owns it, and CheckpointError if it cannot be written to.
+        """
+        own: FolderClaim | None = None
+
+        def claim() -> str:
+            nonlocal own
+            check_writable(folder)
+            own = FolderClaim.claim(folder)
+            return own.identity
+
+        identity = meeting.ask_first(claim, f"claiming {folder}", max(timeout, CLAIMING))
+        places = meeting.all_gather(boot_id(), f"claiming {folder}")
+        nodes = [places.index(place) for place in places]
+        if own is None:
+            own = FolderClaim.join(folder, identity, meeting.rank, beat=nodes[meeting.rank] == meeting.rank)
+        return cls(own, meeting, nodes)
+
+    def board(self, name: str) -> StatusStore:
+        """A new status store for these ranks; open it."""
+        return StatusStore(self._owner.folder / name, self._meeting.rank, self._meeting.group)
+
+    def alone_on_node(self) -> bool:
+        """Whether this rank is the only one on its node."""
+        return self.nodes.count(self.nodes[self._meeting.rank]) == 1
+
+    def lost(self) -> bool:
+        """Whether another run has taken the folder over."""
+        return self._owner.lost()
+
+    def release(self) -> None:
+        """Releases this rank's share of the claim, on rank 0 the whole claim. The next owner removes any remains."""
+        try:
+            self._owner.release(entire=self._meeting.rank == 0)
+        except OSError as error:  # all that was saved is safe
+            logger.warning("cannot release %s: %s", self._owner.folder, describe_error(error))
