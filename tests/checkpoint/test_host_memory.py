@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint import checkpointer as checkpointer_module
 from stepmark.checkpoint import host_memory as staging
-from stepmark.checkpoint.format import shard_reader
 from stepmark.checkpoint.format import verified_file as checked
 from stepmark.checkpoint.format.manifest import TensorEntry
 from stepmark.checkpoint.format.tensor_file import StoredTensor
@@ -56,14 +55,14 @@ def test_restoring_into_live_tensors_takes_the_same_memory_for_any_state(
 ) -> None:
     """Each reading thread has one block; nothing else is held for tensors that are contiguous host memory."""
     blocks: dict[int, int] = {}
-    memory = checked.reading_memory
+    memory = checked.thread_memory
 
-    def counted(size: int) -> memoryview:
-        found = memory(size)
+    def counted(purpose: str, size: int) -> memoryview:
+        found = memory(purpose, size)
         blocks[id(found)] = len(found)
         return found
 
-    monkeypatch.setattr(checked, "reading_memory", counted)
+    monkeypatch.setattr(checked, "thread_memory", counted)
     made: list[Any] = []
     empty = torch.empty
 
@@ -131,7 +130,7 @@ class Stored:
 
     def read(self, tensor: StoredTensor, begin: int, end: int) -> memoryview:
         assert tensor.begin <= begin < end <= tensor.end
-        assert end - begin <= shard_reader.BLOCK
+        assert end - begin <= reader.BLOCK
         self._memory[:] = b"\xff" * len(self._memory)
         self._memory[: end - begin] = self.data[begin - tensor.begin : end - tensor.begin]
         return memoryview(self._memory)[: end - begin]
@@ -157,7 +156,7 @@ def test_reading_block_by_block_gives_what_reading_at_once_would(
     entry = TensorEntry("I32", shape, tuple(enumerate(stored)))
     files: Any = {index: Stored(own, shape, index) for index, own in entry.slices}
     with (
-        unittest.mock.patch.object(shard_reader, "BLOCK", block),
+        unittest.mock.patch.object(reader, "BLOCK", block),
         reader.TensorReader(Path(), unittest.mock.Mock()) as reading,
     ):
         reading._files = files

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.verify import verify
 from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
@@ -30,7 +31,6 @@ from stepmark.tensor_files import streaming, torch_writer
 from stepmark.tensor_files.array_reader import ArrayReader
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 from stepmark.tensor_files.records import Record
-from stepmark.tensor_files.streaming import FileOutput
 from stepmark.tensor_files.torch_file import read_torch_file
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import STEP, Truth, truth

@@ -10,7 +10,8 @@ import pytest
 from tests.support.ranks import Ranks
 
 ON_CPU = "tests.support.programs:train"
-ON_DEVICE = "tests.support.native_programs:train"
+PROGRAMS = "tests.support.native_programs"
+ON_DEVICE = f"{PROGRAMS}:train"
 LAG = 8_000  # microseconds an operation: seconds a step
 
 
@@ -64,7 +65,7 @@ def test_a_pipeline_draws_the_dropout_of_one_rank(native_ranks: Ranks, tmp_path:
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_what_draws_on_the_host_resumes_bit_for_bit(native_ranks: Ranks, tmp_path: Path, nproc: int) -> None:
-    program = "tests.support.native_programs:train_drawing_on_the_host"
+    program = f"{PROGRAMS}:train_drawing_on_the_host"
     pipeline = {"layers": 2, "gradient_accumulation_steps": 2, "pipeline_parallel_size": nproc}
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1, **pipeline}
     expected = native_ranks.run(program, {**options, "output_dir": str(tmp_path / "straight")}, nproc=nproc).check()[0]
@@ -88,14 +89,24 @@ def test_a_device_without_fused_kernels_trains(native_ranks: Ranks, tmp_path: Pa
 
 
 def test_saves_are_pinned_and_tensors_that_share_memory_are_seen(native_ranks: Ranks, tmp_path: Path) -> None:
-    (found,) = native_ranks.run("tests.support.native_programs:saves_and_aliases", str(tmp_path)).check()
+    (found,) = native_ranks.run(f"{PROGRAMS}:saves_and_aliases", str(tmp_path)).check()
     assert found["pinned"]
     assert found["held"] > 1
     assert found["restored"] == {"a": [*range(8)], "b": [*range(1, 9)]}
 
 
+@pytest.mark.parametrize("writer", ["nobody", "data", "in place", "load_state_dict"])
+def test_a_save_is_copied_beside_the_next_step(native_ranks: Ranks, tmp_path: Path, writer: str) -> None:
+    """The host waits for nothing, a copy for the update before, the next update for the copy, and whoever writes in
+    between gets other memory."""
+    (found,) = native_ranks.run(f"{PROGRAMS}:saves_beside_training", str(tmp_path), writer).check()
+    trained = 6 * 4  # each parameter with its step and two moments
+    expected = {"later": trained, "waits": [[], []], "early": [False, False, False], "hazard": 0, "changed": True}
+    assert found == {**expected, "restored": [True, True]}
+
+
 def test_what_is_tried_draws_nothing_on_the_host_or_the_device(native_ranks: Ranks) -> None:
-    (found,) = native_ranks.run("tests.support.native_programs:generators").check()
+    (found,) = native_ranks.run(f"{PROGRAMS}:generators").check()
     assert found == {"kept": True, "alternatives draw nothing": True}
 
 

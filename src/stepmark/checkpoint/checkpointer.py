@@ -53,10 +53,9 @@ from stepmark.checkpoint.save.request import (
 )
 from stepmark.checkpoint.save.snapshot import (
     PendingCopies,
-    copy_to_host,
+    begin_copies,
     extents_of,
     plan_copies,
-    split_copies,
     staging_sizes,
 )
 from stepmark.checkpoint.save_handle import SaveHandle
@@ -286,12 +285,11 @@ class Checkpointer:
             self._memory.release()  # the thread that still reads it keeps it
         memory = self._memory.take(size, pinned=can_pin(runtime.device))
         phases.enter("copying")
-        runtime.step_boundary(wait=True)
-        now, later = split_copies(plan_copies(plan, extents, request.entries()), request.sections, runtime)
-        copy_to_host(now, memory, runtime, threads=self._threads)
-        if later and self._hook is None:
+        planned = plan_copies(plan, extents, request.entries())
+        copies = begin_copies(planned, request.sections, memory, runtime, self._copies, threads=self._threads)
+        if self._hook is None and not runtime.lazy:
             self._hook = register_optimizer_step_pre_hook(self._before_update)
-        if not later:
+        if not copies.left:
             phases.leave()  # else once they have been made
         kinds = {name: section["kind"] for name, section in values.items()}
         operation = SaveOperation(
@@ -301,7 +299,7 @@ class Checkpointer:
             temporary=request.temporary,
             plan=plan,
             extents=extents,
-            copies=PendingCopies(later),
+            copies=copies,
             phases=phases,
             threads=self._threads,
             commit=Commit(

@@ -15,6 +15,7 @@ from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.dtypes import dtype_name, item_size
 from stepmark.checkpoint.format.tensor_file import PAGE
 from stepmark.errors import CheckpointMismatch
@@ -24,7 +25,7 @@ from stepmark.model_folder.new_folder import WritingListener, check_room, writin
 from stepmark.tensor_files.array_reader import ArrayReader
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray, row_major_strides
 from stepmark.tensor_files.records import Record, RecordChecks
-from stepmark.tensor_files.streaming import FileOutput, Place, write_jobs
+from stepmark.tensor_files.streaming import Place, write_jobs
 from stepmark.tensor_files.torch_writer import TorchArchive
 
 if TYPE_CHECKING:

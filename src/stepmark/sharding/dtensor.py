@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -119,7 +120,13 @@ def boxes_of(shape: Shape, cuts: Sequence[Cut], shard_order: Any = None) -> Layo
     `cuts` are in the order of mesh dims. `shard_order`: a DTensor's own order of mesh dims for each dim, where it has
     one (torch 2.10 and newer).
     """
-    explicit = {entry.tensor_dim: list(entry.mesh_dims) for entry in shard_order or ()}
+    orders = tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in shard_order or ())
+    return _boxes_of(shape, tuple(cuts), orders)
+
+
+@lru_cache(4096)  # of a model's tensors, most are cut as many others are
+def _boxes_of(shape: Shape, cuts: Sequence[Cut], orders: Sequence[tuple[int, Sequence[int]]]) -> Layout:
+    explicit = dict(orders)
     real = [cut for cut in cuts if cut.ways > 1]
     runs_of = [
         _runs(size, [cut for cut in real if cut.dim == dim], explicit.get(dim)) for dim, size in enumerate(shape)

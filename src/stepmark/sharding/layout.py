@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,6 +59,11 @@ class Box(NamedTuple):
     def relative_to(self, origin: Sequence[int]) -> Box:
         """The same box, with offsets counted from `origin`."""
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.lengths)
+
+    def index_in(self, outer: Box) -> tuple[Any, ...]:
+        """Its index in the memory of an outer box; with an ellipsis, so that it gives a view also without dims."""
+        inside = self.relative_to(outer.offsets)
+        return (..., *(slice(at, at + length) for at, length in zip(inside.offsets, inside.lengths, strict=True)))
 
 
 class Block(NamedTuple):

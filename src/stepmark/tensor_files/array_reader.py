@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stepmark.checkpoint.format.block_io import thread_memory
 from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.format.tensor_file import PAGE
@@ -50,12 +50,11 @@ class ArrayReader:
 
     def __init__(self, checks: RecordChecks | None = None) -> None:
         self.checks = checks or RecordChecks()
-        self._reused = threading.local()
 
     def memory(self, size: int, shift: int = 0) -> memoryview:
         """This thread's memory for its next write; it begins `shift` bytes after a page of memory begins, so that pages
         of it can be written past the cache."""
-        return self._memory("window", size, shift % PAGE)
+        return thread_memory("window", size)[shift % PAGE :][:size]
 
     def fill(self, parts: Sequence[Part]) -> None:
         """Reads parts of tensors.
@@ -75,7 +74,7 @@ class ArrayReader:
             begin = array.offset + start * item_size(tensor.dtype)
             runs[array.path].append((begin, begin + len(memory), memory))
         sizes = {id(part): _stored_size(part) for part in others if part.tensor.converts}
-        scratch = self._memory("source", sum(sizes.values()), 0)
+        scratch = thread_memory("source", sum(sizes.values()))
         for part in others:
             stored = part.memory
             if id(part) in sizes:
@@ -96,14 +95,6 @@ class ArrayReader:
         self._copy(array, found)
         return found
 
-    def _memory(self, purpose: str, size: int, shift: int) -> memoryview:
-        """This thread's memory for a purpose, reused for the next part: new memory costs more than reading."""
-        memory: memoryview | None = getattr(self._reused, purpose, None)
-        if memory is None or len(memory) < size + shift:
-            memory = memoryview(mmap.mmap(-1, max(size, 1) + PAGE))
-            setattr(self._reused, purpose, memory)
-        return memory[shift : shift + size]
-
     def _plan(self, part: Part, stored: memoryview, runs: Runs) -> None:
         """Adds what is in order in file and memory to `runs`, and reads all else of a part into `stored`."""
         tensor, rest = part.tensor, []
@@ -121,7 +112,7 @@ class ArrayReader:
             for piece in rest:
                 common = piece.box.intersect(block)
                 if common is not None:
-                    self._copy(piece.part(common), view[_inside(common, block)])
+                    self._copy(piece.part(common), view[common.index_in(block)])
 
     def _compare(self, part: Part, stored: memoryview) -> None:
         """Raises CheckpointDamaged where a replica holds other values."""
@@ -130,7 +121,7 @@ class ArrayReader:
             for piece in tensor.replicas:
                 common = piece.box.intersect(block)
                 if common is not None and not np.array_equal(
-                    self.array(piece.part(common)), view[_inside(common, block)]
+                    self.array(piece.part(common)), view[common.index_in(block)]
                 ):
                     raise CheckpointDamaged(
                         f"{piece.array.path}: tensor {tensor.name!r} differs from its replica in "
@@ -162,7 +153,7 @@ class ArrayReader:
             target[...] = _strided(array.data, begin, array)
         elif array.span() <= 2 * target.nbytes:
             low, high = self.checks.whole(array.path, begin, end)
-            memory = self._memory("blocks", high - low, 0)
+            memory = thread_memory("blocks", high - low)[: high - low]
             self._read({array.path: [(low, high, memory)]})
             target[...] = _strided(memory, begin - low, array)
         else:
@@ -234,12 +225,6 @@ def _strided(data: Any, offset: int, array: StoredArray) -> Elements:
     size = item_size(array.dtype)
     strides = tuple(stride * size for stride in array.strides)
     return np.ndarray(array.shape, f"u{size}", data, offset, strides)
-
-
-def _inside(box: Box, outer: Box) -> tuple[Any, ...]:
-    """The index of a box in the memory of another; with an ellipsis, so that it gives a view also without dims."""
-    relative = box.relative_to(outer.offsets)
-    return (..., *(slice(at, at + length) for at, length in zip(relative.offsets, relative.lengths, strict=True)))
 
 
 def run_start(piece: Piece, shape: Shape) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -95,7 +94,6 @@ class StorageBytes(NamedTuple):
     dtype: str | None
 
 
-_REBUILD = f"{_PREFIX}tensor_v2"
 Locate = Callable[[str, str | None], StorageBytes]
 
 
@@ -134,7 +132,6 @@ class _Machine(pickle._Unpickler):
         def pop_mark(self) -> list[Any]: ...
 
     def __init__(self, data: bytes, locate: Locate | None) -> None:
-        self._data = data
         self._file = file = io.BytesIO(data)
         super().__init__(file)
         self.read, self.readline = file.read, file.readline
@@ -185,37 +182,6 @@ class _Machine(pickle._Unpickler):
         if dtype is None and kind.name not in _UNTYPED:
             raise CheckpointError(f"it has a tensor of {kind.name}, which checkpoints cannot hold")
         return self._locate(key, dtype)
-
-    def mark(self) -> None:
-        """Begins a tuple. If it is the arguments of a tensor as torch.save writes almost all, calls the function with
-        them at once: of 80,000 tensors, the opcodes one by one take a second."""
-        found = _TENSOR.match(self._data, self._file.tell())
-        if found is None or not self._tensor(found):
-            self.metastack.append(self.stack)
-            self.stack = []
-            self.append = self.stack.append
-
-    def _tensor(self, found: re.Match[bytes]) -> bool:
-        """Does what the matched opcodes do; returns False, with nothing done, where they may mean something else."""
-        memo, stack = self.memo, self.stack
-        word, kind, length, name, first, device, numel, offset, sizes, steps, empty, last = found.groups()
-        word, kind, device, empty = memo.get(word[0]), memo.get(kind[0]), memo.get(device[0]), memo.get(empty[0])
-        at = _integer(first)
-        if stack[-1] is not _known(_REBUILD) or empty is not _known("collections.OrderedDict"):
-            return False
-        if word != "storage" or len(name) != length[0] or _integer(last) != at + 6:
-            return False
-        key, shape, strides = name.decode(), _integers(sizes), _integers(steps)
-        none: dict[Any, Any] = {}
-        storage = self._storage(kind, key)
-        if storage.dtype is None or len(shape) != len(strides):
-            return False
-        stack[-1] = value = _view(storage, storage.dtype, _integer(offset), shape, strides)
-        memo[at], memo[at + 1] = key, (word, kind, key, device, _integer(numel))
-        memo[at + 2], memo[at + 3], memo[at + 4] = shape, strides, none
-        memo[at + 5], memo[at + 6] = (storage, _integer(offset), shape, strides, False, none), value
-        self._file.seek(found.end())
-        return True
 
     # Opcodes of which Python's own hash, call or allocate what the file says
 
@@ -270,16 +236,6 @@ class _Machine(pickle._Unpickler):
         for part in parts:
             if isinstance(part, dict):
                 target.attributes.update({key: value for key, value in part.items() if type(key) is str})
-
-
-def _integer(opcode: bytes) -> int:
-    """The number that an opcode of one byte has after it."""
-    return int.from_bytes(opcode[1:], "little")
-
-
-@cache
-def _integers(opcodes: bytes) -> Shape:
-    return tuple(map(_integer, _NUMBERS.findall(opcodes)))
 
 
 def _set_items(target: Any, items: list[Any]) -> Any:
@@ -458,25 +414,13 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 _KEPT = (
-    "PROTO STOP POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG FLOAT BINFLOAT STRING "
+    "PROTO STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG FLOAT BINFLOAT STRING "
     "BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 "
     "EMPTY_LIST EMPTY_TUPLE EMPTY_DICT EMPTY_SET LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS PUT BINPUT LONG_BINPUT "
     "MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID"
 )
 
-# What a pickle of protocol 2 has after a tensor's function: (storage, offset, shape, strides, False, {}), and the call.
-_PARTS = {b"N": rb"(?:K.|M..|J...[\x00-\x7f])", b"P": rb"(?:q.|r....)", b"G": rb"h(.)"}
-_TENSOR = re.compile(
-    re.sub(
-        b"[NPG]",
-        lambda part: _PARTS[part[0]],
-        rb"\(GGX(.)\0\0\0([0-9]+)(P)G(N)tPQ(N)(N\x85|NN\x86|NNN\x87)P(N\x85|NN\x86|NNN\x87)P\x89G\)RPtPR(P)",
-    ),
-    re.DOTALL,
-)
-_NUMBERS = re.compile(_PARTS[b"N"], re.DOTALL)
 _OPCODES = {getattr(pickle, name)[0]: _Machine.dispatch[getattr(pickle, name)[0]] for name in _KEPT.split()} | {
-    pickle.MARK[0]: _Machine.mark,
     pickle.FRAME[0]: _Machine.frame,
     pickle.LONG1[0]: _Machine.long,
     pickle.BYTEARRAY8[0]: _Machine.byte_array,

@@ -1,4 +1,4 @@
-"""Paths inside the folder of a foreign checkpoint, and small files in it."""
+"""Paths inside the folder of a foreign checkpoint, small files in it, and the headers of safetensors files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from stepmark.checkpoint.format.read_errors import cannot_read
+from stepmark.checkpoint.format.tensor_file import read_tensors
 from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.tensor_files.global_tensor import StoredArray
 
 _LARGEST_JSON = 1 << 30
 
@@ -72,3 +74,15 @@ def read_json(path: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise CheckpointDamaged("it is malformed: it is not a JSON object")
     return found
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, StoredArray], dict[str, Any]]:
+    """The tensors by name, and the header's metadata.
+
+    Raises CheckpointDamaged, naming the file, where it is missing, truncated or malformed.
+    """
+    with naming(path, "its header is malformed"), open_file(path) as file:
+        tensors, metadata = read_tensors(file)
+        return {
+            each.name: StoredArray.contiguous(path, each.begin, each.dtype, each.shape) for each in tensors
+        }, metadata

@@ -17,12 +17,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.errors import CheckpointMismatch
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor, row_major_strides
 from stepmark.tensor_files.pickle_reader import STORAGES
-from stepmark.tensor_files.streaming import FileOutput, Place
+from stepmark.tensor_files.streaming import Place
 from stepmark.tensor_files.torch_file import CENTRAL, ELSEWHERE, END, LARGE_END, LOCAL, LOCATOR
 
 _ALIGNMENT = 64  # bytes: where torch lets a record's data begin

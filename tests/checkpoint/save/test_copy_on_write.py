@@ -245,7 +245,7 @@ def test_an_error_in_a_copy_fails_the_save_and_lets_the_update_go_on(
     state = State()
     with Checkpointer(tmp_path) as checkpointer:
         monkeypatch.setattr(module, "_copy_all", lambda found, *rest: None if not found else fails())
-        monkeypatch.setattr("stepmark.checkpoint.checkpointer.copy_to_host", lambda *arguments, **options: None)
+        monkeypatch.setattr("stepmark.checkpoint.save.snapshot.copy_to_host", lambda *arguments, **options: None)
         handle = checkpointer.save(1, state.sections)
         state.passes()
         state.optimizer.step()

@@ -3,7 +3,9 @@
 // Operations run in torch's own CPU kernels when they are issued. What they would take on the device is a task of the
 // current stream, so that what leaves the device with non_blocking arrives in host memory when its stream has got
 // there. A copy to the device remembers what it read, and counts a hazard if the host has changed that before the
-// stream gets there. The host's waits are counted, and those of the main thread can be told to a Python function.
+// stream gets there. Streams race: what a copy to the host takes is garbage, and a hazard is counted, where another
+// stream has not yet written the memory when the copy begins, or writes or frees it before the copy ends. The host's
+// waits are counted, and those of the main thread can be told to a Python function.
 // Random operations fall back to the CPU's kernels and draw from the CPU's generator, as on a device that lacks them.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -70,7 +72,7 @@ void count(Counter what) {
   const bool main = std::this_thread::get_id() == main_thread;
   if (what == H2D && !main) what = H2D_ELSEWHERE;  // a thread that prefetches may wait
   ++counts[what];
-  if (!waits(what) || what == H2D_ELSEWHERE || !told_of_waits) return;
+  if (!waits(what) || what == H2D_ELSEWHERE || (what == EVENT_SYNC && !main) || !told_of_waits) return;
   pybind11::gil_scoped_acquire python;
   Inside quiet;
   PyObject* result = PyObject_CallFunction(told_of_waits, "s", NAMES[what]);
@@ -93,10 +95,17 @@ void operate() {  // one more operation of the user's
 }
 
 // --- memory: each block has its own pages, closed unless an operation has opened it
+struct Access {  // a stream's read or write of a block
+  long queue;
+  std::atomic<bool> ended{false}, torn{false};
+  explicit Access(long queue) : queue(queue) {}
+};
+using Accesses = std::vector<std::shared_ptr<Access>>;
 struct Block {
   size_t size;
   int open;
   DeviceIndex device;
+  Accesses reads, writes;  // those that may not have ended
 };
 std::mutex memory_lock;
 std::map<char*, Block>& blocks() {
@@ -112,10 +121,14 @@ std::map<char*, Block>::iterator block_of(const void* address) {  // the lock is
 }
 struct Open {  // makes the memory of tensors accessible
   std::vector<char*> opened;
-  void add(const at::Tensor& tensor) {
+  void add(const at::Tensor& tensor, bool writes = false) {
     if (!tensor.defined() || !tensor.has_storage() || tensor.device().type() != KIND) return;
+    if (writes) tensor.storage().mutable_data();  // memory of its own, where it is shared until somebody writes
     std::lock_guard<std::mutex> hold(memory_lock);
-    auto found = block_of(tensor.storage().data());
+    add(tensor.storage().data());
+  }
+  void add(const void* address) {  // the lock is held
+    auto found = block_of(address);
     if (found == blocks().end()) return;
     if (found->second.open++ == 0) mprotect(found->first, found->second.size, PROT_READ | PROT_WRITE);
     opened.push_back(found->first);
@@ -129,7 +142,10 @@ struct Open {  // makes the memory of tensors accessible
   }
 };
 thread_local DeviceIndex current_device = 0;
+void writes(const void* address);
+void copies(void* target, const void* source, size_t size);
 void release(void* address) {
+  writes(address);  // others may get the memory, in the order of the stream
   std::lock_guard<std::mutex> hold(memory_lock);
   auto found = blocks().find((char*)address);
   if (found == blocks().end()) return;
@@ -144,11 +160,11 @@ struct DeviceMemory final : c10::Allocator {
     void* address = mmap(nullptr, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK(address != MAP_FAILED, "out of device memory");
     std::lock_guard<std::mutex> hold(memory_lock);
-    blocks()[(char*)address] = {whole, 0, current_device};
+    blocks()[(char*)address] = {whole, 0, current_device, {}, {}};
     return {address, address, &release, device};
   }
   at::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void*, const void*, size_t) const override { TORCH_CHECK(false, "copy_data"); }
+  void copy_data(void* target, const void* source, size_t size) const override { copies(target, source, size); }
 };
 DeviceMemory device_memory;
 REGISTER_ALLOCATOR(KIND, &device_memory);
@@ -242,6 +258,7 @@ struct Event {
   std::condition_variable done;
   bool happened = true;
 };
+std::shared_ptr<Event> held;  // of a stream that a test holds back
 struct EventHandle {
   std::shared_ptr<Event> event;
 };
@@ -249,6 +266,53 @@ struct EventHandle {
 void spend() {
   long us = lag;
   if (us > 0) current_queue().push([us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
+}
+void tracks(Accesses& all, const std::shared_ptr<Access>& one) {
+  std::erase_if(all, [](auto& each) { return each->ended.load(); });
+  all.push_back(one);
+}
+Accesses elsewhere(const Accesses& all, long queue) {
+  Accesses found;
+  for (auto& each : all)
+    if (each->queue != queue && !each->ended) found.push_back(each);
+  return found;
+}
+std::shared_ptr<Access> reads(const void* address, Accesses& before) {  // the stream's task is to check `before`
+  auto one = std::make_shared<Access>(current_stream[current_device]);
+  std::lock_guard<std::mutex> hold(memory_lock);
+  auto found = block_of(address);
+  if (found == blocks().end()) return one;
+  before = elsewhere(found->second.writes, one->queue);
+  tracks(found->second.reads, one);
+  return one;
+}
+void writes(const void* address) {
+  if (lag == 0) return;
+  auto one = std::make_shared<Access>(current_stream[current_device]);
+  Accesses during;
+  {
+    std::lock_guard<std::mutex> hold(memory_lock);
+    auto found = block_of(address);
+    if (found == blocks().end()) return;
+    during = elsewhere(found->second.reads, one->queue);
+    tracks(found->second.writes, one);
+  }
+  current_queue().push([one, during] {
+    for (auto& each : during)
+      if (!each->ended) each->torn = true;
+    one->ended = true;
+  });
+}
+void copies(void* target, const void* source, size_t size) {
+  Open open;
+  {
+    std::lock_guard<std::mutex> hold(memory_lock);
+    open.add(target);
+    open.add(source);
+  }
+  spend();
+  std::memcpy(target, source, size);
+  writes(target);
 }
 void catch_up() {
   if (lag > 0) {
@@ -408,8 +472,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 // --- operations
 at::Tensor on_host(const at::Tensor& t) {
-  at::Tensor found =
-      at::from_blob(t.numel() ? t.data_ptr() : nullptr, t.sizes(), t.strides(), t.options().device(at::kCPU));
+  auto address = t.numel() ? const_cast<void*>(t.const_data_ptr()) : nullptr;
+  at::Tensor found = at::from_blob(address, t.sizes(), t.strides(), t.options().device(at::kCPU));
   if (t.is_conj()) found = found.conj();
   return t.is_neg() ? found._neg_view() : found;
 }
@@ -438,15 +502,18 @@ void move(const at::Tensor& source, const at::Tensor& target) {  // with both op
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   Open open;
   open.add(source);
-  open.add(target);
+  open.add(target, true);
   const bool leaves = target.device().is_cpu(), enters = source.device().is_cpu();
+  if (!inside) {
+    operate();
+    count(leaves ? (non_blocking ? D2H_ASYNC : D2H) : enters ? (non_blocking ? H2D_ASYNC : H2D) : KERNELS);
+    spend();
+  }
+  if (!leaves) writes(target.storage().data());
   if (inside) {
     move(source, target);
     return target;
   }
-  operate();
-  count(leaves ? (non_blocking ? D2H_ASYNC : D2H) : enters ? (non_blocking ? H2D_ASYNC : H2D) : KERNELS);
-  spend();
   if (lag == 0 || !(leaves || enters) || !source.numel()) {
     move(source, target);
     return target;
@@ -460,12 +527,18 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   at::Tensor host = on_host(leaves ? target : source), seen = on_host(source).clone();
   c10::Storage keep = (leaves ? target : source).storage();
   if (enters) move(source, target);
-  current_queue().push([host, seen, keep, leaves]() mutable {
+  Accesses before;
+  std::shared_ptr<Access> read = leaves ? reads(source.storage().data(), before) : nullptr;
+  current_queue().push([host, seen, keep, leaves, read, before]() mutable {
     at::NoGradGuard no_grad;
     Inside in;
-    if (leaves)
-      host.copy_(seen);
-    else if (!at::equal(host.contiguous().view(-1), seen.contiguous().view(-1)))
+    if (leaves) {
+      bool torn = read->torn;
+      for (auto& each : before) torn |= !each->ended;
+      read->ended = true;
+      if (torn) ++counts[HAZARD];
+      torn ? host.fill_(77) : host.copy_(seen);
+    } else if (!at::equal(host.contiguous().view(-1), seen.contiguous().view(-1)))
       ++counts[HAZARD];
   });
   return target;
@@ -599,6 +672,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   if (auto us = std::getenv("SIMULATED_DEVICE_LAG_US")) lag = std::atol(us);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   m.def("set_lag", [](long us) { lag = us; });
+  m.def("hold_back", [](long stream) {
+    auto event = held = std::make_shared<Event>();
+    event->happened = false;
+    queue_of(current_device, stream).push([event] { Guard::wait_for(event); });
+  });
+  m.def("let_go", [] {
+    std::lock_guard<std::mutex> hold(held->lock);
+    held->happened = true;
+    held->done.notify_all();
+  });
   m.def("refuse", [](const std::string& name) { refused.insert(name); });
   m.def("lose_after", [](long operations) { left = operations; });
   m.def("tell_of_waits", [](pybind11::object function) {

@@ -1,16 +1,35 @@
-"""Reading blocks of files, through the page cache or past it.
+"""Reading and writing blocks of files, through the page cache or past it.
 
-A file is open for the time of a call only: a checkpoint may have more files than a process may have open.
+A file that is read is open for the time of a call only: a checkpoint may have more files than a process may have open.
 """
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+import threading
 from pathlib import Path
 
+import numpy as np
+
+from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
 from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
 from stepmark.checkpoint.format.tensor_file import PAGE
+from stepmark.filesystem import files
+
+_DIRECT = 1 << 18  # bytes from which on a write past the cache is quicker
+_reused = threading.local()
+
+
+def thread_memory(purpose: str, size: int) -> memoryview:
+    """This thread's memory for a purpose, page-aligned, and two pages longer at least. It is reused: new memory costs
+    more than reading."""
+    memory: memoryview | None = getattr(_reused, purpose, None)
+    if memory is None or len(memory) < size + 2 * PAGE:
+        memory = memoryview(mmap.mmap(-1, max(size, 4 * CHECKSUM_BLOCK) + 2 * PAGE))
+        setattr(_reused, purpose, memory)
+    return memory
 
 
 def read_block(path: Path, memory: memoryview, begin: int) -> None:
@@ -68,3 +87,62 @@ def _read(path: Path, block: memoryview, offset: int, needed: int, flag: int) ->
     finally:
         os.close(descriptor)
     return done
+
+
+class FileOutput:
+    """A file that is written from several threads: full pages past the page cache, the rest through it. It gets `size`
+    bytes, unless that is None.
+
+    Writing past the cache takes a tenth of the processor time, and leaves nothing to be written out at the end. A page
+    is written in one of the two ways only, since the parts of a file do not overlap. `close` it at the end.
+    """
+
+    def __init__(self, path: Path, size: int | None = None) -> None:
+        self._descriptor = files.open_for_writing(path)
+        self._direct: int | None = None
+        try:
+            if size is not None:
+                os.truncate(path, size)
+            self._direct = files.open_past_cache(path) if size is None or size >= _DIRECT else None
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> FileOutput:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, data: memoryview, offset: int, *, alone: bool = True) -> None:
+        """Writes bytes at `offset`: past the cache if memory and file have their pages at the same places, and `alone`
+        no other write is to any of them."""
+        head = -offset % PAGE
+        middle = (len(data) - head) // PAGE * PAGE
+        if self._direct is None or not alone or middle < _DIRECT or (_address(data) + head) % PAGE:
+            files.write_at(self._descriptor, data, offset)
+            return
+        try:
+            files.write_at(self._direct, data[head : head + middle], offset + head)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            middle = 0  # some network file systems open it, and then refuse to write
+        if head:
+            files.write_at(self._descriptor, data[:head], offset)
+        if len(data) > head + middle:
+            files.write_at(self._descriptor, data[head + middle :], offset + head + middle)
+
+    def sync(self) -> None:
+        """Returns when all that was written is on the disk."""
+        files.sync(self._descriptor)
+
+    def close(self) -> None:
+        """Closes it."""
+        if self._direct is not None:
+            files.close(self._direct)
+        files.close(self._descriptor)
+
+
+def _address(data: memoryview) -> int:
+    return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)

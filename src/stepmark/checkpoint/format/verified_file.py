@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import mmap
+import contextlib
+import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepmark.checkpoint.format.block_io import read_block
+from stepmark.checkpoint.format.block_io import read_block, thread_memory
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum, covering_blocks
 from stepmark.checkpoint.format.integrity import read_header
 from stepmark.checkpoint.format.manifest import FileEntry, Manifest
-from stepmark.checkpoint.format.tensor_file import PAGE, Header, StoredTensor
+from stepmark.checkpoint.format.tensor_file import Header, StoredTensor
 from stepmark.errors import CheckpointDamaged
-from stepmark.filesystem.page_cache import PageCacheEviction
 from stepmark.sharding.layout import TensorSlice
 
 BLOCK = 2 * CHECKSUM_BLOCK  # bytes of one read, without the checksum blocks at its ends: they fit the processor's cache
-
-_buffers = threading.local()
+WINDOW = 64 << 20  # bytes that are dropped together
 
 
 class VerifiedFile:
@@ -57,7 +57,7 @@ class VerifiedFile:
         """
         blocks = covering_blocks(tensor.begin, tensor.end, begin, end)
         low, high = blocks[0][1], blocks[-1][2]
-        data = reading_memory(high - low)[: high - low]
+        data = thread_memory("block", high - low)[: high - low]
         self._read(tensor, blocks, data)
         return data[begin - low : end - low]
 
@@ -65,7 +65,7 @@ class VerifiedFile:
         """The checked bytes of small tensors that follow each other; valid until this thread reads again. Raises as
         `read` does."""
         low, high = tensors[0].begin, tensors[-1].end
-        data = reading_memory(high - low)[: high - low]
+        data = thread_memory("block", high - low)[: high - low]
         self._load(data, low, high)
         for tensor in tensors:
             for number, (first, last) in enumerate(tensor.checksum_blocks()):
@@ -108,9 +108,43 @@ class VerifiedFile:
             self._passing.close()
 
 
-def reading_memory(size: int) -> memoryview:
-    """This thread's memory for reading a block: page-aligned, and two pages longer at least."""
-    memory: memoryview | None = getattr(_buffers, "memory", None)
-    if memory is None or len(memory) < size + 2 * PAGE:
-        memory = _buffers.memory = memoryview(mmap.mmap(-1, max(size, BLOCK + 2 * CHECKSUM_BLOCK) + 2 * PAGE))
-    return memory
+class PageCacheEviction:
+    """A file that is read once, in any order and by several threads.
+
+    A window of the file is evicted once all of its bytes have been read. So the cache holds little more than what it
+    has read ahead, and reuses its memory instead of growing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def has_read(self, begin: int, end: int) -> None:
+        """Bytes [begin, end) have been read."""
+        full = []
+        with self._lock:
+            for window in range(begin // WINDOW, (end - 1) // WINDOW + 1):
+                self._read[window] += min(end, (window + 1) * WINDOW) - max(begin, window * WINDOW)
+                if self._read[window] >= WINDOW:
+                    full.append(window)
+                    del self._read[window]
+        if full:
+            self._drop(full)
+
+    def close(self) -> None:
+        """Nothing more will be read."""
+        with self._lock:
+            windows = list(self._read)
+            self._read.clear()
+        if windows:
+            self._drop(windows)
+
+    def _drop(self, windows: list[int]) -> None:
+        with contextlib.suppress(OSError):  # only advice; a file that is gone is not cached either
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                for window in windows:
+                    os.posix_fadvise(descriptor, window * WINDOW, WINDOW, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepmark.checkpoint.format.block_io import read_past_cache
+from stepmark.checkpoint.format.block_io import read_past_cache, thread_memory
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link
 from stepmark.checkpoint.format.checksums import block_checksum
 from stepmark.checkpoint.format.integrity import check_file, check_name, foreign_model_files, read_header
 from stepmark.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, read_manifest, save_of
 from stepmark.checkpoint.format.tensor_file import Header
-from stepmark.checkpoint.format.verified_file import BLOCK, reading_memory
+from stepmark.checkpoint.format.verified_file import BLOCK
 from stepmark.errors import CheckpointDamaged, CheckpointNotFound
 
 _ChecksumBlock = tuple[int, int, str, str]  # first byte, last + 1, tensor, checksum
@@ -94,7 +94,7 @@ def _check_tensors(folder: Path, manifest: Manifest, number: int, pool: ThreadPo
 
     def check(run: list[_ChecksumBlock]) -> list[Corruption]:
         low, high = header.size + run[0][0], header.size + run[-1][1]
-        data = read_past_cache(folder / entry.name, reading_memory(high - low), low, high)
+        data = read_past_cache(folder / entry.name, thread_memory("block", high - low), low, high)
         origin = run[0][0]
         bad = [block for block in run if block_checksum(data[block[0] - origin : block[1] - origin]) != block[3]]
         return [_fault(entry, header, block) for block in bad]

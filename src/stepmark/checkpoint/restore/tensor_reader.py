@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,17 +22,18 @@ from torch import Tensor
 
 from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
 from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
-from stepmark.checkpoint.format.shard_reader import byte_blocks, copy_block, element_blocks
 from stepmark.checkpoint.format.tensor_file import Header, StoredTensor
 from stepmark.checkpoint.format.verified_file import BLOCK, VerifiedFile
 from stepmark.checkpoint.host_memory import BufferPool, in_groups
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.runtime.base import Runtime
-from stepmark.sharding.layout import Box, Layout, Part, Shape
-from stepmark.sharding.overlap import disjoint, overlaps
+from stepmark.sharding.layout import Block, Box, Layout, Part, Shape, TensorSlice
+from stepmark.sharding.overlap import Overlap, disjoint, overlaps
 from stepmark.sharding.views import block_views, host_array, is_row_major
 
 Bytes = NDArray[np.uint8]
+Elements = NDArray[Any]  # unsigned integers of the elements' size: numpy lacks some element types
+View = tuple[Block, Elements]  # a block of the wanted slice and its memory, in the shape of the block's box
 LARGE = 4 << 20  # bytes from which a tensor's host memory is a separate mapping
 IN_FLIGHT = 256 << 20  # bytes held on the host for tensors that are not read straight into place
 
@@ -295,6 +296,50 @@ def _copy_boxes(
     views = block_views(target.host, part, 0, part.slice.numel)
     arrays = [(block, host_array(view, write=True)) for block, view in views]
     copy_block(file, tensor, start, stop, part.slice, arrays)
+
+
+def byte_blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Splits bytes [begin, end) of a file's data at multiples of BLOCK, so that no checksum block is read twice."""
+    while begin < end:
+        stop = min(end, (begin // BLOCK + 1) * BLOCK)
+        yield begin, stop
+        begin = stop
+
+
+def element_blocks(stored: StoredTensor, pairs: Sequence[Overlap]) -> Iterator[tuple[int, int]]:
+    """Splits the elements of a stored shard from the first to the last of the overlaps as `byte_blocks` does."""
+    size = item_size(stored.dtype)
+    first, last = _span(pairs)
+    for begin, end in byte_blocks(stored.begin + first * size, stored.begin + last * size):
+        yield (begin - stored.begin) // size, (end - stored.begin) // size
+
+
+def copy_block(
+    file: VerifiedFile, stored: StoredTensor, start: int, stop: int, wanted: TensorSlice, views: Sequence[View]
+) -> None:
+    """Copies what elements [start, stop) of a stored shard, at most one block, and the wanted slice have in common.
+
+    `views` are the blocks of `wanted`. Raises CheckpointDamaged for bytes that differ from their checksum.
+    """
+    pairs = overlaps(TensorSlice(stored.slice.box, stored.slice.start + start, stored.slice.start + stop), wanted)
+    if not pairs:
+        return
+    size = item_size(stored.dtype)
+    first, last = _span(pairs)
+    begin = stored.begin + start * size
+    read = np.frombuffer(file.read(stored, begin + first * size, begin + last * size), dtype=f"u{size}")
+    for pair in pairs:
+        strides = tuple(stride * size for stride in pair.strides())
+        source = np.lib.stride_tricks.as_strided(read[pair.first - first :], pair.box.lengths, strides, writeable=False)
+        for block, memory in views:
+            common = block.box.intersect(pair.box)
+            if common is not None:
+                memory[common.index_in(block.box)] = source[common.index_in(pair.box)]
+
+
+def _span(pairs: Sequence[Overlap]) -> tuple[int, int]:
+    """The elements of a stored shard from the first to the last that are needed."""
+    return min(pair.first for pair in pairs), max(pair.last for pair in pairs)
 
 
 def check_entry(entry: TensorEntry | None, target: ReadTarget, where: str) -> None:

@@ -4,15 +4,18 @@ One step boundary, then copies; no live tensor is changed or replaced. On a lazy
 to the host, in groups, so that memory besides the copy is bounded by the largest tensor; they are sliced on the host,
 because each slice on the device would be a separate graph.
 
-On the CPU, what only an optimizer writes is copied while training goes on. Until then torch's copy-on-write keeps its
-values: whoever writes, through whichever view, gets other memory. Optimizers wait, so that this memory is not needed.
+What only an optimizer writes is copied while training goes on. Until then torch's copy-on-write keeps its values:
+whoever writes, through whichever view, gets other memory. Optimizers wait, so that this memory is not needed. An
+accelerator copies on a stream of its own, and its other streams wait in place of the host.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any, NamedTuple
@@ -23,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
-from stepmark.checkpoint.format.manifest import MODEL
+from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER
 from stepmark.checkpoint.format.tensor_file import PAGE
 from stepmark.checkpoint.host_memory import GROUP_BYTES, in_groups
 from stepmark.checkpoint.save.plan import SavePlan
@@ -31,6 +34,7 @@ from stepmark.checkpoint.sections import Entry, Section
 from stepmark.checkpoint.threads import in_parallel
 from stepmark.liveness.collection import without_collection
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.eager import can_pin
 from stepmark.sharding.layout import Part, TensorSlice
 from stepmark.sharding.views import block_views, flattened, host_array, is_row_major
 
@@ -105,40 +109,156 @@ def plan_copies(plan: SavePlan, extents: Sequence[Extent], entries: Mapping[tupl
 
 
 class PendingCopies:
-    """Copies to make while training goes on. Call `run` or `drop`: optimizers wait."""
+    """Copies to make while training goes on, and those that devices have not made yet. Call `run` or `drop`: optimizers
+    wait."""
 
-    def __init__(self, copies: list[Copy]) -> None:
+    def __init__(self, copies: list[Copy], runtime: Runtime, streams: Sequence[SideStream] = ()) -> None:
         self._copies = copies
-        self._done = threading.Event()
+        self._streams = streams
+        self._begun = threading.Event()
+        self._clearing = threading.Lock()
+        self._device = None if runtime.lazy or runtime.host_memory else runtime.device
+        self._updated_in: torch.Stream | None = None
+
+    @property
+    def left(self) -> bool:
+        """Whether `run` has anything to do."""
+        return bool(self._copies or self._streams)
+
+    @property
+    def next_can_wait(self) -> bool:
+        """Whether an accelerator's next copies may be made later: optimizers have called `wait` since, so no graph that
+        was captured updates, and in the stream that is current now, so no other may still write."""
+        return self._updated_in is not None and self._updated_in == torch.accelerator.current_stream(self._device)
 
     @torch.no_grad()
     def run(self, memory: memoryview, threads: int) -> None:
         """Makes them."""
         try:
-            if self._copies:
-                target = torch.frombuffer(memory, dtype=torch.uint8)
-                _copy_all([(copy, copy.entry.tensor) for copy in self._copies], target, threads)
+            with ExitStack() as aside:
+                for stream in self._streams:
+                    aside.callback(stream.wait)
+                aside.callback(self._begun.set)
+                for stream in self._streams:
+                    aside.enter_context(stream)
+                if self._copies:
+                    target = torch.frombuffer(memory, dtype=torch.uint8)
+                    _copy_all([(copy, copy.entry.tensor) for copy in self._copies], target, threads)
         finally:
             self.drop()
 
     def drop(self) -> None:
         """None will be made any more."""
-        self._copies.clear()
-        self._done.set()
+        with self._clearing:  # freeing a tensor lets other threads run
+            self._copies.clear()
+        self._begun.set()
 
     def wait(self) -> None:
-        """Waits until none is to be made any more."""
-        self._done.wait()
+        """Waits until memory may be written to; on a device, its current stream does."""
+        self._begun.wait()
+        if self._device is not None:
+            self._updated_in = torch.accelerator.current_stream(self._device)
+        for stream in self._streams:
+            stream.hold_back()
+        with self._clearing:  # who writes gets the same memory once nobody keeps it
+            self._copies.clear()
+
+
+class SideStream:
+    """Where a device copies to the host beside its other work, behind what its current stream has been given so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.main = torch.accelerator.current_stream(device)
+        self._side = _side_stream(device)
+        self._side.wait_event(self.main.record_event())
+        self._copied: list[torch.Event] = []
+
+    def follow_main(self) -> None:
+        """`wait` waits for what the main stream has been given so far, too."""
+        self._copied.append(self.main.record_event())
+
+    def __enter__(self) -> None:
+        """In the block, this thread gives the device's work to this stream."""
+        self._side.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._side.__exit__(*error)
+        self._copied.append(self._side.record_event())
+
+    def hold_back(self) -> None:
+        """Neither the main stream nor the current one goes on before the copies are made."""
+        for stream in {self.main, torch.accelerator.current_stream(self.device)}:
+            stream.wait_event(self._copied[-1])
+
+    def wait(self) -> None:
+        """Waits until the copies are made."""
+        for event in self._copied:
+            event.synchronize()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+def begin_copies(
+    copies: Sequence[Copy],
+    sections: Sequence[Section],
+    memory: Tensor,
+    runtime: Runtime,
+    last: PendingCopies | None,
+    *,
+    threads: int,
+) -> PendingCopies:
+    """Makes the copies that cannot wait, or has the current stream make them, and returns the others. `last`: those of
+    the save before."""
+    streams = _side_streams(copies, runtime)  # what they need is tried in the first save, which waits anyway
+    if not streams or last is None or not last.next_can_wait:
+        streams = []
+        runtime.step_boundary(wait=True)
+    now, later = split_copies(copies, sections, runtime) if streams or runtime.host_memory else (copies, [])
+    copy_to_host(now, memory, runtime, threads=threads, wait=not streams)
+    for stream in streams:
+        stream.follow_main()
+    return PendingCopies(later, runtime, streams)
+
+
+def _side_streams(copies: Sequence[Copy], runtime: Runtime) -> list[SideStream]:
+    """One for each device; none where it cannot be known that all values are kept."""
+    tensors = [copy.entry.tensor for copy in copies]
+    if not can_pin(runtime.device) or any(tensor.is_pinned() for tensor in tensors if tensor.device.type == "cpu"):
+        return []  # a device may still write to pinned memory
+    streams = [SideStream(device) for device in {tensor.device for tensor in tensors} if device.type != "cpu"]
+    return streams if all(_keeps_values(stream.device, stream.main) for stream in streams) else []
+
+
+@functools.cache
+def _keeps_values(device: torch.device, stream: torch.Stream) -> bool:
+    """Whether torch's copy-on-write works on an accelerator: tried on one element. CUDA's writers get their memory in
+    the default stream, whichever stream they use."""
+    if not _FREEZES or (device.type == "cuda" and stream.stream_id != 0):
+        return False
+    try:
+        one = torch.zeros(1, device=device)
+        kept = torch._lazy_clone(one)
+        one.data.add_(1)
+        return [float(kept), float(one)] == [0, 1]
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def split_copies(
     copies: Sequence[Copy], sections: Sequence[Section], runtime: Runtime
 ) -> tuple[list[Copy], list[Copy]]:
     """The copies to make at once, and those that can be made later, whose tensors are replaced by frozen ones."""
-    if runtime.lazy or not (runtime.host_memory and _FREEZES):
+    if not _FREEZES:
         return list(copies), []
     trained = written_by_optimizers(sections)
     aliased = {(section.group, name) for section in sections for name in section.dtensors}  # by `fully_shard`
+    if not runtime.host_memory:  # compiled code, and what `fully_shard` gathers with, ask to write what they only read
+        read = trained if runtime.requested_graphs() else aliased
+        trained = {place for place in trained if place not in read or place[0].startswith(OPTIMIZER)}
     now: list[Copy] = []
     later: list[Copy] = []
     for _, found in groupby(copies, key=lambda copy: id(copy.entry.tensor)):
@@ -193,10 +313,13 @@ def _references(tensor: Tensor) -> int:
 
 @without_collection()
 @torch.no_grad()
-def copy_to_host(copies: Sequence[Copy], memory: Tensor, runtime: Runtime, *, threads: int) -> None:
-    """Makes the copies. Call the runtime's `step_boundary(wait=True)` first."""
+def copy_to_host(copies: Sequence[Copy], memory: Tensor, runtime: Runtime, *, threads: int, wait: bool = True) -> None:
+    """Makes the copies, or without `wait` gives them to an accelerator's current stream. Call the runtime's
+    `step_boundary(wait=True)` first."""
     if not runtime.lazy:
         _copy_all([(copy, copy.entry.tensor.detach()) for copy in copies], memory, threads)
+        if not wait:
+            return
         runtime.step_boundary(wait=True)
         for device in {copy.entry.tensor.device for copy in copies} - {runtime.device, torch.device("cpu")}:
             torch.accelerator.synchronize(device)  # a model may lie on several

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum
-from stepmark.checkpoint.format.tensor_file import PAGE, Header
+from stepmark.checkpoint.format.tensor_file import Header
 from stepmark.checkpoint.save.plan import PlannedFile, SavePlan
 from stepmark.checkpoint.threads import in_parallel
 from stepmark.filesystem import files
@@ -23,38 +23,6 @@ BLOCK = 8 * CHECKSUM_BLOCK
 Checksums = dict[int, dict[str, dict[int, str]]]
 
 
-class _Output:
-    """A file that is being written: complete pages with direct I/O where possible, the rest through the page cache."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._cached = files.open_for_writing(path)
-        self._direct = files.open_past_cache(path)
-
-    def write(self, data: memoryview, offset: int) -> None:
-        """`offset` and the memory are page-aligned."""
-        aligned = len(data) // PAGE * PAGE if self._direct is not None else 0
-        try:
-            if aligned and self._direct is not None:
-                try:
-                    files.write_at(self._direct, data[:aligned], offset)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                    aligned = 0  # some network file systems open it, and then refuse to write
-            files.write_at(self._cached, data[aligned:], offset + aligned)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
-
-    def sync(self) -> None:
-        files.sync(self._cached)
-
-    def close(self) -> None:
-        if self._direct is not None:
-            files.close(self._direct)
-        files.close(self._cached)
-
-
 def write_extents(
     folder: Path, plan: SavePlan, extents: Sequence[Extent], memory: memoryview, *, threads: int
 ) -> Checksums:
@@ -64,20 +32,17 @@ def write_extents(
         file = plan.files[extent.file]
         path = folder / file.name
         files.make_folder(path.parent)
-        output = _Output(path)
-        try:
+        with FileOutput(path) as output:
             write = _block_writer(output, file, extent, memory)
             for found in in_parallel(write, range(extent.begin, extent.end, BLOCK), threads):
                 for name, number, checksum in found:
                     checksums.setdefault(extent.file, {}).setdefault(name, {})[number] = checksum
             output.sync()
-        finally:
-            output.close()
     return checksums
 
 
 def _block_writer(
-    output: _Output, file: PlannedFile, extent: Extent, memory: memoryview
+    output: FileOutput, file: PlannedFile, extent: Extent, memory: memoryview
 ) -> Callable[[int], list[tuple[str, int, str]]]:
     checksum_blocks = _checksums_by_block(file, extent)
 

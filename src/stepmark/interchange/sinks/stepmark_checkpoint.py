@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum, bytes_checksum, checksum_blocks
 from stepmark.checkpoint.format.json_values import encode_plain
@@ -31,7 +32,7 @@ from stepmark.model_folder.output_files import THREADS, DataFile, WriteTensors, 
 from stepmark.runtime.versions import software_versions
 from stepmark.sharding.layout import TensorSlice
 from stepmark.tensor_files.global_tensor import GlobalTensor
-from stepmark.tensor_files.streaming import FileOutput, Place
+from stepmark.tensor_files.streaming import Place
 
 SECTION = "optimizer"
 GROUP = f"{OPTIMIZER}/{SECTION}"

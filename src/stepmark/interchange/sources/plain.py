@@ -18,7 +18,7 @@ from stepmark.interchange.sources.state_dict_files import clean_name, without_pr
 from stepmark.interchange.sources.torch_optimizer import split_state_dict, state_shape, whole_optimizer
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 from stepmark.tensor_files.pickle_reader import PickledObject
-from stepmark.tensor_files.safetensors_file import read_safetensors
+from stepmark.tensor_files.source_files import read_safetensors
 from stepmark.tensor_files.torch_file import arrays_in, read_saved
 
 MODELS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")

@@ -12,8 +12,7 @@ from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.model_folder.model_files import INDEXES, SINGLE
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
 from stepmark.tensor_files.records import Record
-from stepmark.tensor_files.safetensors_file import read_safetensors
-from stepmark.tensor_files.source_files import inside, read_json
+from stepmark.tensor_files.source_files import inside, read_json, read_safetensors
 from stepmark.tensor_files.torch_file import read_saved
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")

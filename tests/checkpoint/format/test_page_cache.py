@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stepmark import Checkpointer
-from stepmark.filesystem.page_cache import WINDOW, PageCacheEviction
+from stepmark.checkpoint.format.verified_file import WINDOW, PageCacheEviction
 
 SIZE = 2 * WINDOW + (WINDOW >> 1)
 BLOCK = 2 << 20
