@@ -11,15 +11,7 @@ from stepmark.config.data_arguments import DataArguments
 
 MOST_FILES = 200  # that a description lists
 _SHOWN = 3  # names in a message
-_FIELDS = (
-    "text_column",
-    "messages_column",
-    "assistant_only_loss",
-    "packing",
-    "max_train_samples",
-    "dataset_name",
-    "dataset_config_name",
-)
+_FIELDS = "text_column messages_column assistant_only_loss packing max_train_samples dataset_name dataset_config_name"
 
 
 def describe_source(
@@ -27,7 +19,7 @@ def describe_source(
 ) -> dict[str, Any]:
     """Describes data without a mixture. `texts`: the name and an identifier of the content of each file or dataset;
     `held_out`: the percentage of them that is validation data."""
-    fields = {name: value for name in _FIELDS if (value := getattr(config, name)) not in (None, False)}
+    fields = {name: value for name in _FIELDS.split() if (value := getattr(config, name)) not in (None, False)}
     fields |= {"block_size": block_size, "validation_split_percentage": held_out}
     return {"fields": fields, "texts": {_absolute(name): content for name, content in texts[:MOST_FILES]}}
 

@@ -10,17 +10,7 @@ from stepmark.checkpoint.format.manifest import MANIFEST
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp")
 _MAGIC = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")  # files of torch.save, whatever their names
 # Where the tools have their files, from the folder that a user may name.
-_PLACES = (
-    "*",
-    "sharded/*",
-    "shards/*",
-    "tensor_parallel_shards/*",
-    "tp_rank_*/*",
-    "model/*",
-    "*/model/*",
-    "*/shards/*",
-    "global_step*/*",
-)
+_PLACES = "* sharded/* shards/* tensor_parallel_shards/* tp_rank_*/* model/* */model/* */shards/* global_step*/*"
 
 
 def import_hint(path: Path, out: str) -> str | None:
@@ -40,7 +30,7 @@ def import_hint(path: Path, out: str) -> str | None:
 def _files(path: Path) -> Iterator[Path]:
     if path.is_file():
         yield path
-    for pattern in _PLACES if path.is_dir() else ():
+    for pattern in _PLACES.split() if path.is_dir() else ():
         yield from (found for found in path.glob(pattern) if found.is_file())
 
 

@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.trainer_utils import get_last_checkpoint
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.format.tensor_file import read_tensors
+from stepmark.checkpoint.format.tensor_file import Header, header_size, order, parse_header, read_tensors
+from stepmark.checkpoint.save.commit import weight_index
 from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.sharding.layout import TensorSlice
 from tests.support.checkpoint_states import same
 
 CONFIG: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 120, "n_positions": 16}
@@ -136,3 +138,19 @@ def test_what_is_wrong_with_any_safetensors_file(
     with path.open("rb") as file, pytest.raises(CheckpointError, match=words) as caught:
         read_tensors(file)
     assert isinstance(caught.value, CheckpointDamaged) is damaged
+
+
+def test_any_name_and_any_shard_is_read_back_from_a_header_and_an_index() -> None:
+    names = ["plain", 'a "quoted" one', "back\\slash", "line\nend", "\u2028\U0001f600", "lone \ud800"]
+    slices = [TensorSlice.full((3, 2)), TensorSlice.of_box((1, 0), (2, 2)), TensorSlice.of_range((3, 2), 1, 4)]
+    listed = [(f"{name} {n}", "F32", (3, 2), part) for name in names for n, part in enumerate(slices)]
+    tensors = order(
+        [*listed, ("none", "BF16", (0,), TensorSlice.full((0,))), ("scalar", "F64", (), TensorSlice.full(()))]
+    )
+    digests = {each.name: [f"{number:016x}"] * len(each.checksum_blocks()) for number, each in enumerate(tensors)}
+    header = Header(header_size(tensors, 'save "1"'), 7, 'save "1"', tensors, digests)
+    found = parse_header(header.to_bytes(), header.size + header.data_size)
+    assert {each.name: each for each in found.tensors} == {each.name: each for each in tensors}
+    assert (found.size, found.step, found.save, found.digests) == (header.size, 7, 'save "1"', digests)
+    expected = {"metadata": {"total_size": 12}, "weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}
+    assert weight_index(12, expected["weight_map"]) == json.dumps(expected, indent=2).encode()
