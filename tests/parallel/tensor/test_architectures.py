@@ -78,7 +78,8 @@ def test_what_is_not_sharded_does_not_pass(
 ROUTES = {
     "as the router says": None,
     "one rank's experts get all": [0, 1],
-    "one expert gets nearly all": [3, 0],
+    "the other rank's experts get all": [2, 3],
+    "each rank has an expert that gets all": [3, 0],
 }
 
 
@@ -92,7 +93,7 @@ def test_experts_that_two_ranks_divide(architectures: Any, over: str, route: str
 
     def choose(module: Any, args: Any) -> Any:
         index = args[1].clone()
-        index[1:] = torch.tensor(ROUTES[route])
+        index[:] = torch.tensor(ROUTES[route])
         return args[0], index, *args[2:]
 
     for name, module in model.named_modules():

@@ -99,7 +99,8 @@ class RoutedTokens:
         self._route = self._row_of_pair = None
         assert route is not None
         assert rows is not None
-        sums = _sums(output.float(), rows, max(sum(route.received), 1)).to(output.dtype)
+        precise = output.to(torch.promote_types(output.dtype, torch.float32))
+        sums = _sums(precise, rows, max(sum(route.received), 1)).to(output.dtype)
         (own,) = exchange([sums[: sum(route.received)]], route.take_back, route.send)
         return own
 
