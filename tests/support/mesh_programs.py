@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, EvalPrediction, TrainerCallback
 from stepmark import Mesh, Trainer, TrainingArguments, parallelize
 from stepmark.errors import UsageError
 from tests.support.models import build
-from tests.support.programs import Blocks, logged
+from tests.support.programs import Blocks, KillAt, logged
 
 SHIFT = 1  # a causal model's label is the next token
 
@@ -33,10 +33,10 @@ class StopAt(TrainerCallback):
 
 
 def make_trainer(options: dict[str, Any]) -> Trainer:
-    """`options`: kind (of model), changes of it, num_hidden_layers, eval_samples, stop_at (a step before the last), and
-    TrainingArguments."""
+    """`options`: kind (of model), changes of it, num_hidden_layers, eval_samples, stop_at (a step before the last),
+    kill_at (a step), and TrainingArguments."""
     options = dict(options)
-    stop_at = options.pop("stop_at", None)
+    stop_at, kill_at = options.pop("stop_at", None), options.pop("kill_at", None)
     kind, eval_samples = options.pop("kind", "llama"), options.pop("eval_samples", 7)
     layers, changes = options.pop("num_hidden_layers", 2), options.pop("changes", {})
     defaults = {"max_steps": 6, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-3}
@@ -47,7 +47,7 @@ def make_trainer(options: dict[str, Any]) -> Trainer:
         train_dataset=Blocks(30),
         eval_dataset=Blocks(eval_samples, seed=1),
         compute_metrics=accuracy,
-        callbacks=[StopAt(stop_at)],
+        callbacks=[StopAt(stop_at), *([] if kill_at is None else [KillAt(kill_at, None)])],
     )
 
 

@@ -16,6 +16,8 @@ import torch
 
 from scripts.tables import read_rows
 from stepmark.parallel.architectures import EXPERT_PARALLEL, TENSOR_PARALLEL
+from tests.support.expert_families import differences
+from tests.support.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLE = {
@@ -108,6 +110,20 @@ def test_experts_that_two_ranks_divide(architectures: Any, over: str, route: str
 def test_experts_of_listed_types() -> None:
     sample = ["mixtral", "inkling_text", "zaya", "llama4_text"]
     assert verdicts(sample, "--experts") == listed(sample, "expert-parallel")
+
+
+FAMILIES = [
+    *("qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "olmoe", "phimoe", "granitemoe", "deepseek_v2", "deepseek_v32"),
+    *("glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe", "minimax_m2", "jamba", "lfm2_moe", "dots1", "solar_open"),
+]
+
+
+def test_more_families_on_two_ranks(ranks: Ranks) -> None:
+    """In two processes: logits, losses with those of routers, and gradients, over tensor and over data parallel ranks.
+    The families of tests.support.models.EXPERTS are trained in tests/system/parity/test_experts.py."""
+    assert set(FAMILIES) <= EXPERT_PARALLEL
+    found = ranks.run(differences, FAMILIES, nproc=2, timeout=600).check()
+    assert found == [dict.fromkeys(FAMILIES, "")] * 2
 
 
 @pytest.mark.prove

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support import mesh_parity
+from tests.support.mesh_checkpoints import checksums
 from tests.support.models import EXPERTS
 from tests.support.ranks import Ranks
 from tests.system.parity import test_lazy_pipeline
@@ -167,3 +168,42 @@ def test_a_run_goes_on_on_other_meshes(ranks: Ranks, tmp_path: Path) -> None:
         found = ranks.run(PROGRAM, {**options, **mesh, "stop_at": steps}, nproc=nproc).check()[0]
     check_run(found, whole)
     assert found["resumed"] == [2, 3, 4, 5]
+
+
+DIVIDED = {"expert_parallel_size": 2, "zero_1": True, "per_device_train_batch_size": 2}
+
+
+def test_in_bfloat16_a_checkpoint_evaluates_on_one_rank_as_in_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    """Later steps may differ by more, on any ranks: rounding sends tokens to other experts. The same weights do not."""
+    options = {**ALONE, "kind": "qwen3_moe", "changes": {"output_router_logits": False}, "dtype": "bfloat16"}
+    options |= {"max_steps": 3, "eval_steps": 1, "learning_rate": 3e-2, "lr_scheduler_type": "constant"}
+    options |= {"output_dir": str(tmp_path), "save_strategy": "steps", "resume_from_checkpoint": True, "save_steps": 3}
+    two, _ = ranks.run(PROGRAM, {**options, **DIVIDED}, nproc=2).check()
+    (one,) = ranks.run(PROGRAM, options).check()
+    assert one["resumed"] == [3]
+    update = abs(two["evaluations"]["3"] - two["evaluations"]["2"])
+    assert abs(one["loss"] - two["evaluations"]["3"]) < update / 50
+    assert one["logits"] == two["logits"]  # of the saved models, both on one rank
+
+
+KILLED: dict[str, dict[str, Any]] = {
+    "mixtral": {"dtype": "bfloat16", "changes": {"dropout": 0.1, "output_router_logits": False}},
+    "deepseek_v3": {"router_bias_update_rate": 0.05},
+}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", KILLED)
+def test_a_killed_run_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """Experts that two data parallel ranks divide, with ZeRO-1: masters, moments and the biases of routers, too."""
+    options = {**ALONE, **DIVIDED, **KILLED[kind], "kind": kind, "save_strategy": "steps", "save_steps": 2}
+    options |= {"async_save": False, "resume_from_checkpoint": True}
+    folders = {name: tmp_path / name for name in ("whole", "killed")}
+    whole = ranks.run(PROGRAM, {**options, "output_dir": str(folders["whole"])}, nproc=2).check()
+    options |= {"output_dir": str(folders["killed"])}
+    assert ranks.run(PROGRAM, {**options, "kill_at": 3}, nproc=2).codes == [-9, -9]
+    assert ranks.run(PROGRAM, {**options, "kill_at": 5}, nproc=2).codes == [-9, -9]
+    resumed = ranks.run(PROGRAM, options, nproc=2).check()
+    assert [each.pop("resumed") for each in resumed] == [[2, 4], [2, 4]]
+    assert resumed == [{name: value for name, value in each.items() if name != "resumed"} for each in whole]
+    assert checksums(folders["killed"] / "checkpoint-6") == checksums(folders["whole"] / "checkpoint-6")
