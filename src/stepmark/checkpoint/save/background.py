@@ -131,6 +131,7 @@ class Background:
             self._threads.append(thread)
 
     def _finish(self, saving: SaveOperation, memory: memoryview, handle: SaveHandle) -> None:
+        time.sleep(0.001)  # the caller goes on first: else it waits for the interpreter's lock, for 5 ms at a time
         try:
             path, size = saving.run(memory)
         except BaseException as error:
