@@ -12,7 +12,10 @@ from tests.support.ranks import Ranks
 PROGRAM = "tests.support.drawing_programs:train"
 
 
-@pytest.mark.parametrize(("kind", "nproc"), [("map", 1), ("map", 2), ("stream", 1), ("stream", 2), ("loader", 2)])
+MORE = [pytest.param(*case, marks=pytest.mark.prove) for case in (("map", 2), ("stream", 1), ("loader", 1))]
+
+
+@pytest.mark.parametrize(("kind", "nproc"), [("map", 1), ("stream", 2), ("loader", 2), *MORE])
 def test_a_killed_run_draws_the_same(ranks: Ranks, tmp_path: Path, kind: str, nproc: int) -> None:
     def train(folder: str, kill_at: int | None = None) -> Any:
         return ranks.run(PROGRAM, kind, str(tmp_path / folder), kill_at, nproc=nproc)
