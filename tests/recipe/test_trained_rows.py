@@ -95,7 +95,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param("texts", marks=pytest.mark.prove), *list(CASES)[1:]])
 def test_rows_are_those_that_were_collated(
     data: Path, ranks: Ranks, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -177,14 +177,26 @@ def test_sorting_copying_and_saving(compared: Path, runs: list[Path]) -> None:
     assert {"processor", "rank_memory", "disk"} <= set(seen["figures"])
 
 
-def test_runs_are_sorted_on_a_phone(compared: Path) -> None:
-    """Where a table has no heads, a list of its columns sorts it."""
-    script = """
+SORTED = """
     const shown = (element) => element !== null && element.getClientRects().length > 0;
     const sorter = document.querySelector(".sorter"), select = sorter.querySelector("select");
+    results.shown = [shown(document.querySelector("#runs thead")), shown(sorter)];
+"""
+COLORS = """
+    const drawn = () => charts[0].plot.series[charts[0].plot.series.length - 1].stroke();
+    results.screen = drawn();
+    dispatchEvent(new Event("beforeprint"));
+    results.paper = drawn();
+    dispatchEvent(new Event("afterprint"));
+    results.after = drawn();
+"""
+
+
+def test_a_phone_in_the_dark(compared: Path) -> None:
+    """Where a table has no heads, a list of its columns sorts it. Colors follow the scheme, and paper is light."""
+    script = """
     const rows = () => [...document.querySelectorAll("#runs tbody tr")];
     const order = () => rows().map((row) => row.cells[0].innerText.trim().split(" ").pop());
-    results.shown = [shown(document.querySelector("#runs thead")), shown(sorter)];
     results.options = [...select.options].map((each) => each.text);
     results.orders = [order()];
     select.value = [...select.options].find((each) => each.text.includes("Loss")).value;
@@ -195,13 +207,15 @@ def test_runs_are_sorted_on_a_phone(compared: Path) -> None:
     results.button = sorter.querySelector("button").textContent;
     results.fits = document.documentElement.scrollWidth <= document.documentElement.clientWidth;
     """
-    phone, desk = act(compared, script, (390, 844)), act(compared, script)
+    phone, desk = act(compared, COLORS + SORTED + script, (390, 844), DARK), act(compared, COLORS + SORTED)
     names = ["slow", "fast", "fastest"]
     assert (phone["shown"], desk["shown"]) == ([False, True], [True, False])
     assert phone["options"][:2] == ["as given", "Run"]
     assert phone["orders"] == [names, names[::-1], names]
     assert phone["button"] == "\N{DOWNWARDS ARROW} largest first"
     assert phone["fits"]
+    assert desk["screen"] == desk["paper"] == desk["after"]
+    assert phone["paper"] == desk["paper"] != phone["screen"] == phone["after"]
 
 
 @pytest.fixture(scope="module")
@@ -315,33 +329,37 @@ def test_runs_are_filtered_hidden_colored_and_grouped(sweep: Path, capsys: pytes
     assert seen["unit"] == "FLOPs of the model"
 
 
+TOLD = """
+    const told = () => charts[0].box.querySelector(".empty")?.textContent ?? "";
+    results.told = [told()];
+"""
+
+
 def test_a_curve_that_is_far_above_many_others_does_not_flatten_them(sweep: Path) -> None:
+    """Nor are charts empty without a word once no run is shown."""
     seen = act(
         write_report(sweep),
-        """
+        TOLD
+        + """
     const rate = charts.find((chart) => chart.figure.name === "learning_rate");
     results.top = rate.plot.scales.y.max;
     results.note = rate.note.textContent;
+    document.getElementById("hide-all").click();
+    await soon();
+    results.told.push(told());
     """,
     )
     assert seen["top"] < 0.05
     assert "higher curves are cut off" in seen["note"]
+    assert seen["told"] == ["", "no run that is shown has this"]
 
 
 def test_a_chart_without_values_says_so(sweep: Path) -> None:
-    script = """
-    const told = () => charts[0].box.querySelector(".empty")?.textContent ?? "";
-    results.told = [told()];
-    document.getElementById("hide-all")?.click();
-    await soon();
-    results.told.push(told());
-    """
-    empty = act(write_report(sweep / "learning_rate=9,seed=0"), script)
-    assert empty["told"][0] == "no finite value: all 3 are nan or infinite"
-    assert act(write_report(sweep), script)["told"] == ["", "no run that is shown has this"]
+    (told,) = act(write_report(sweep / "learning_rate=9,seed=0"), TOLD)["told"]
+    assert told == "no finite value: all 3 are nan or infinite"
 
 
-@pytest.mark.parametrize("width", [390, 768, 1280])
+@pytest.mark.parametrize("width", [390, pytest.param(768, marks=pytest.mark.prove), 1280])
 def test_values_cover_nothing(sweep: Path, width: int) -> None:
     """They stand below the chart, where room is kept for them, and the page does not move."""
     seen = act(
@@ -460,20 +478,6 @@ def test_a_smoothed_curve_ends_in_a_smoothed_value(tmp_path: Path) -> None:
     assert seen["note"] == ["thick: smoothed, thin: as logged"] * 2 + [""]
     assert re.fullmatch(r"[\d.]+ smoothed, 9 logged", seen["tip"])
     assert seen["plain"] == "9"
-
-
-def test_colors_follow_the_scheme_and_paper_is_light(compared: Path) -> None:
-    script = """
-    const drawn = () => charts[0].plot.series[charts[0].plot.series.length - 1].stroke();
-    results.screen = drawn();
-    dispatchEvent(new Event("beforeprint"));
-    results.paper = drawn();
-    dispatchEvent(new Event("afterprint"));
-    results.after = drawn();
-    """
-    light, dark = act(compared, script), act(compared, script, (390, 800), DARK)
-    assert light == {"screen": light["paper"], "paper": light["paper"], "after": light["paper"]}
-    assert dark["paper"] == light["paper"] != dark["screen"] == dark["after"]
 
 
 def test_a_served_page_loads_itself_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ def _run(page: Path | str, *flags: str, size: tuple[int, int], real_time: bool =
             chromium(),
             "--headless=new",
             "--no-sandbox",
+            "--single-process",  # starting four took longer than most pages
             "--disable-gpu",
             "--hide-scrollbars",
             *([] if real_time else ["--virtual-time-budget=5000"]),

@@ -40,6 +40,10 @@ class GivesLoader(Trainer):
         return torch.utils.data.DataLoader(self.train_dataset, 2, shuffle=True)
 
 
+def train_each(kind: str, *folders: str) -> list[dict[str, Any]]:
+    return [train(kind, folder) for folder in folders]
+
+
 def train(kind: str, folder: str, kill_at: int | None = None, **options: Any) -> dict[str, Any]:
     """`kind`: map, stream or loader."""
     args = TrainingArguments(

@@ -72,6 +72,10 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def train_each(*runs: dict[str, Any]) -> list[dict[str, Any]]:
+    return [train(options) for options in runs]
+
+
 def refused(options: dict[str, Any]) -> str:
     """The error that making the Trainer ends with."""
     try:

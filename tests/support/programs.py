@@ -159,6 +159,11 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def train_each(*runs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Several runs of `train`, one after another: ranks are started once for all of them."""
+    return [train(options) for options in runs]
+
+
 def weighted_losses(trainer: Trainer) -> list[list[float]]:
     """Loss and target tokens of every step, where every step was logged."""
     loader = trainer.train_loader()

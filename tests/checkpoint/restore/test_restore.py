@@ -59,7 +59,7 @@ FILES += ["manifest.json", "config.json"]
 
 def places(name: str, size: int) -> list[int]:
     generator = random.Random(name)
-    return sorted({0, 1, 7, 8, 9, size - 1, *(generator.randrange(size) for _ in range(12))})
+    return sorted({0, 1, 7, 8, 9, size - 1, *(generator.randrange(size) for _ in range(5))})
 
 
 def falls_back(folder: Path, known: dict[int, dict[str, Any]], caplog: pytest.LogCaptureFixture, *words: str) -> None:

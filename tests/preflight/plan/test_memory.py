@@ -168,7 +168,7 @@ def test_planned_stages_are_the_measured_ones(
 ) -> None:
     """On every rank of the pipeline, of which each holds something else."""
     size, fields = PIPELINES[mesh]
-    recipe = recipe_of(tmp_path, model, gradient_checkpointing=checkpointing, **fields)
+    recipe = recipe_of(tmp_path, model, gradient_checkpointing=checkpointing, max_steps=2, **fields)
     peaks = ranks.run("tests.support.memory_programs:measured_peak", str(recipe), nproc=size, timeout=LIMIT).check()
     for stage in trace_stages(setup_of(recipe, size), every=True):
         first = stage.rank * size // fields["pipeline_parallel_size"]

@@ -40,17 +40,19 @@ def same(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> N
 
 
 @pytest.mark.parametrize(
-    ("nproc", "mesh"),
-    [(2, TENSOR_PARALLEL), (4, EVERYTHING), (2, PIPELINE), (2, SHARDED)],
-    ids=["tp2", "dp2 x tp2, sequence, ZeRO-1", "pp2", "fsdp2"],
+    ("nproc", "meshes"),
+    [(2, {"tp2": TENSOR_PARALLEL, "pp2": PIPELINE, "fsdp2": SHARDED}), (4, {"dp2 x tp2": EVERYTHING})],
+    ids=["two ranks", "four ranks"],
 )
 def test_a_mesh_trains_like_one_rank(
-    ranks: Ranks, tmp_path: Path, alone: dict[str, Any], nproc: int, mesh: dict[str, Any]
+    ranks: Ranks, tmp_path: Path, alone: dict[str, Any], nproc: int, meshes: dict[str, dict[str, Any]]
 ) -> None:
-    options = {**mesh, "output_dir": str(tmp_path), "eval_strategy": "steps", "eval_steps": 3, "device": "cpu"}
-    found = ranks.run(PROGRAM, options, nproc=nproc).check()
-    for each in found:
-        same(each, alone, 1e-5)
+    common = {"eval_strategy": "steps", "eval_steps": 3, "device": "cpu"}
+    options = [{**mesh, **common, "output_dir": str(tmp_path / name)} for name, mesh in meshes.items()]
+    for found in ranks.run(f"{PROGRAM}_each", *options, nproc=nproc).check():
+        for name, each in zip(meshes, found, strict=True):
+            print(name)
+            same(each, alone, 1e-5)
 
 
 @pytest.mark.xla

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.ranks import Ranks
 
-PROGRAM = "tests.support.programs:train"
+PROGRAM, EACH = "tests.support.programs:train", "tests.support.programs:train_each"
 
 AXES = {
     "device": ("cpu", "xla"),
@@ -59,13 +59,13 @@ def options(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", cases())
 def test_a_killed_run_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path, case: dict[str, Any]) -> None:
-    undisturbed = ranks.run(PROGRAM, options(case, tmp_path / "whole"), nproc=case["nproc"]).check()
     killed = options(case, tmp_path / "killed")
     first = ranks.run(PROGRAM, {**killed, "kill_at": 5}, nproc=case["nproc"])
     assert -9 in first.codes
     second = ranks.run(PROGRAM, {**killed, "kill_at": 11, "kill_ranks": [case["nproc"] - 1]}, nproc=case["nproc"])
     assert -9 in second.codes
-    resumed = ranks.run(PROGRAM, killed, nproc=case["nproc"]).check()
+    both = ranks.run(EACH, killed, options(case, tmp_path / "whole"), nproc=case["nproc"]).check()
+    resumed, undisturbed = zip(*both, strict=True)
     if case["saves"] == "now":
         assert resumed[0]["resumed"] == [3, 9]
     else:
@@ -93,11 +93,11 @@ def test_a_killed_pipeline_goes_on_bit_for_bit(
     """Killed in its first stage, and then in its last one; with dropout, whose numbers travel with hidden states."""
     case = {"device": device, "nproc": nproc // 2, "accumulation": 2, "workers": 0}
     pipeline = {"pipeline_parallel_size": 2, "layers": 4, **more}
-    undisturbed = ranks.run(PROGRAM, {**options(case, tmp_path / "whole"), **pipeline}, nproc=nproc).check()
     killed = {**options(case, tmp_path / "killed"), **pipeline}
     for step, rank in ((5, 0), (11, nproc - 1)):
         assert -9 in ranks.run(PROGRAM, {**killed, "kill_at": step, "kill_ranks": [rank]}, nproc=nproc).codes
-    resumed = ranks.run(PROGRAM, killed, nproc=nproc).check()
+    both = ranks.run(EACH, killed, {**options(case, tmp_path / "whole"), **pipeline}, nproc=nproc).check()
+    resumed, undisturbed = zip(*both, strict=True)
     assert resumed[0]["resumed"] == [3, 9]
     assert resumed[0]["losses"] == undisturbed[0]["losses"]
     assert resumed[0]["evaluations"] == undisturbed[0]["evaluations"]
@@ -108,10 +108,9 @@ def test_resuming_at_an_epochs_end_still_ends_the_epoch(ranks: Ranks, tmp_path: 
     """Killed between the save at an epoch's last step and the evaluation that the epoch's end asks for."""
     case = {"device": "cpu", "nproc": 1, "accumulation": 1, "workers": 0}
     steps = {"save_steps": 7, "max_steps": 9}  # 7 steps an epoch
-    (undisturbed,) = ranks.run(PROGRAM, {**options(case, tmp_path / "whole"), **steps}).check()
     killed = {**options(case, tmp_path / "killed"), **steps}
     assert ranks.run(PROGRAM, {**killed, "kill_at_event": "on_epoch_end"}).codes == [-9]
-    (resumed,) = ranks.run(PROGRAM, killed).check()
+    ((resumed, undisturbed),) = ranks.run(EACH, killed, {**options(case, tmp_path / "whole"), **steps}).check()
     assert resumed["resumed"] == [7]
     assert resumed["evaluations"] == undisturbed["evaluations"]
     assert resumed["weights"] == undisturbed["weights"]
@@ -121,12 +120,11 @@ def test_resuming_on_another_mesh_sees_every_sample_once(ranks: Ranks, tmp_path:
     """One rank, then two with the same global batch, then one again: the losses of one rank throughout."""
     case = {"device": "cpu", "nproc": 1, "accumulation": 1, "workers": 0}
     plain = {**options(case, tmp_path / "whole"), "dropout": 0.0}
-    (undisturbed,) = ranks.run(PROGRAM, plain).check()
     moved = {**options(case, tmp_path / "moved"), "dropout": 0.0}
     ranks.run(PROGRAM, {**moved, "kill_at": 4})
     two = {**moved, "per_device_train_batch_size": 2, "kill_at": 10}
     ranks.run(PROGRAM, two, nproc=2)
-    (resumed,) = ranks.run(PROGRAM, moved).check()
+    ((resumed, undisturbed),) = ranks.run(EACH, moved, plain).check()
     assert resumed["resumed"] == [3, 9]
     for step, (loss, norm) in undisturbed["losses"].items():
         assert resumed["losses"][step] == pytest.approx([loss, norm], rel=1e-5)

@@ -23,7 +23,7 @@ from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 from tests.support.run_folders import read_status, saved_steps
 
-PROGRAM = "tests.support.programs:train"
+PROGRAM, EACH = "tests.support.programs:train", "tests.support.programs:train_each"
 TERM, USR1, HUP = int(signal.SIGTERM), int(signal.SIGUSR1), int(signal.SIGHUP)
 UNDISTURBED: dict[tuple[str, int], Any] = {}
 
@@ -62,8 +62,8 @@ def case(device: str, nproc: int, *marks: Any, prove: bool = False, **signalled:
     ("device", "nproc", "signalled"),
     [
         case("cpu", 1, event="on_step_begin", step=5, ranks=[0], prove=True),
-        case("cpu", 2, event="on_step_begin", step=5, ranks=[0]),
-        case("cpu", 2, event="on_step_end", step=6, ranks=[1], numbers=[USR1]),
+        case("cpu", 2, event="on_step_begin", step=5, ranks=[0], numbers=[USR1]),
+        case("cpu", 2, event="on_step_end", step=6, ranks=[1], prove=True),
         case("cpu", 1, event="on_step_end", step=6, ranks=[0], numbers=[HUP]),
         case("cpu", 2, event="on_step_end", step=7, ranks=[1], prove=True),  # the epoch's last step
         case("cpu", 2, event="on_pre_optimizer_step", step=5, ranks=[0, 1], numbers=[TERM, TERM, USR1]),
@@ -141,8 +141,8 @@ def test_a_signal_in_an_evaluation_stops_it_and_the_resumed_run_takes_it_up(
     assert told["step"] == step
     assert f"stopped in the evaluation after step {step}" in told["reason"]
     assert step in saved_steps(tmp_path / "signalled")
-    resumed = ranks.run(PROGRAM, settings, nproc=2).check()
-    whole = ranks.run(PROGRAM, evaluating(tmp_path / "whole", device, strategy), nproc=2).check()
+    both = ranks.run(EACH, settings, evaluating(tmp_path / "whole", device, strategy), nproc=2).check()
+    resumed, whole = zip(*both, strict=True)
     assert resumed[0]["losses"] == whole[0]["losses"]
     assert [each["weights"] for each in resumed] == [each["weights"] for each in whole]
     found, wanted = evaluations(tmp_path / "signalled"), evaluations(tmp_path / "whole")
@@ -344,8 +344,8 @@ def test_a_signal_stops_a_pipeline(ranks: Ranks, tmp_path: Path, event: str, ste
     told = read_status(tmp_path / "signalled")
     assert saved_steps(tmp_path / "signalled")[-1] == told["step"]
     assert (told["step"] == step) or event != "on_prediction_step"
-    resumed = ranks.run(PROGRAM, settings, nproc=2).check()
-    whole = ranks.run(PROGRAM, {**settings, "output_dir": str(tmp_path / "whole")}, nproc=2).check()
+    both = ranks.run(EACH, settings, {**settings, "output_dir": str(tmp_path / "whole")}, nproc=2).check()
+    resumed, whole = zip(*both, strict=True)
     assert resumed[0]["losses"] == whole[0]["losses"]
     assert resumed[0]["evaluations"] == whole[0]["evaluations"]
     assert [each["weights"] for each in resumed] == [each["weights"] for each in whole]

@@ -65,9 +65,7 @@ SAMPLE = [CASES[6], CASES[8], CASES[14], CASES[15], CASES[16], CASES[18], CASES[
 
 
 def check(ranks: Ranks, folder: Path, model: str, options: dict[str, Any], case: str, nproc: int = 2) -> None:
-    program = train
-    plain, *_ = ranks.run(program, str(folder), model, options, case, False, nproc=nproc).check()
-    for found in ranks.run(program, str(folder), model, options, case, True, nproc=nproc).check():
+    for plain, found in ranks.run(trained, str(folder), model, options, case, nproc=nproc).check():
         assert found["values"] == plain["values"]
         assert found["weights"] == plain["weights"]
         assert found["read"] == plain["read"]
@@ -285,6 +283,11 @@ def _rows(model: str) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(1, WORDS, (SAMPLES, 10), generator=generator)
     return [{"input_ids": each, "labels": int(each[0]) % 2 if model == "bert" else each} for each in tokens]
+
+
+def trained(*arguments: Any) -> list[dict[str, Any]]:
+    """A run whose values arrive soon, and the same with late ones."""
+    return [train(*arguments, late) for late in (False, True)]
 
 
 def train(folder: str, model: str, options: dict[str, Any], case: str, late: bool) -> dict[str, Any]:

@@ -127,23 +127,28 @@ def test_the_page_in_a_browser(broken_run: Path, tmp_path: Path, capsys: pytest.
     assert "NaN" not in re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("axis", ["step", "time"])
-def test_values_under_the_pointer(broken_run: Path, tmp_path: Path, axis: str) -> None:
+def test_values_under_the_pointer(broken_run: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert stepmark(["report", str(broken_run), "--out", str(page)]) == 0
     script = """
-    document.querySelector('[data-axis="AXIS"]').click();
-    await soon();
-    const { over } = charts[0].plot;
-    for (const kind of ["mouseenter", "mousemove"]) mouse(over, kind, 0.999);
-    await soon();
-    results.tip = charts[0].readout.innerHTML;
+    results.tips = [];
+    for (const axis of ["step", "time"]) {
+      document.querySelector(`[data-axis=${axis}]`).click();
+      await soon();
+      const { over } = charts[0].plot;
+      for (const kind of ["mouseenter", "mousemove"]) mouse(over, kind, 0.999);
+      await soon();
+      results.tips.push(charts[0].readout.innerHTML);
+      mouse(over, "mouseleave", 0.999);
+    }
     """
-    tip = act(page, script.replace("AXIS", axis))["tip"]
+    tips = act(page, script)["tips"]
     loss = [line for line in read_metrics(broken_run) if "loss" in line][-1]["loss"]
-    assert f"<b>step {STEPS} " in tip
-    assert re.search(rf">training</span><span [^>]*>{f'{loss:.5g}'.rstrip('0')}", tip)
-    assert "evaluation" in tip
+    for tip in tips:
+        assert f"<b>step {STEPS} " in tip
+        assert re.search(rf">training</span><span [^>]*>{f'{loss:.5g}'.rstrip('0')}", tip)
+        assert "evaluation" in tip
+    assert len(tips) == 2
 
 
 def test_comparison_with_another_run(broken_run: Path, ranks: Ranks, tmp_path: Path) -> None:
