@@ -1,4 +1,4 @@
-"""`stepmark init [RECIPE.yaml] [--kind scratch|model|chat]`"""
+"""`stepmark init [RECIPE.yaml] [--kind scratch|model|chat|preference]`"""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     where = f"file to write (default: recipe.yaml), next to it {SCHEMA}, from which editors complete"
     add("recipe", nargs="?", metavar="RECIPE.yaml", type=Path, default=Path("recipe.yaml"), help=where)
-    kinds = "scratch: a new model (default); model: continued pretraining; chat: fine-tuning on conversations"
+    kinds = "scratch: a new model (default); model: continued pretraining; chat: fine-tuning on conversations; "
+    kinds += "preference: DPO on pairs of answers"
     add("--kind", choices=sorted(KINDS), default="scratch", help=kinds)
 
 

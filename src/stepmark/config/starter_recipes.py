@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stepmark.config.recipe import all_fields
 
-KINDS = ("scratch", "model", "chat")
+KINDS = ("scratch", "model", "chat", "preference")
 WIDTH = 58  # of a field with its value, after which its comment begins
 
 
