@@ -1,4 +1,4 @@
-"""Examples and documentation use public names only: of `stepmark`, `stepmark.checkpoint`, `.errors` and `.trl`."""
+"""Examples and documentation use public names only: of `stepmark` and its public modules."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import pytest
 import stepmark
 import stepmark.checkpoint
 import stepmark.errors
+import stepmark.sentence_transformers
 import stepmark.trl
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {
     "stepmark": set(stepmark.__all__),
     "stepmark.checkpoint": set(stepmark.checkpoint.__all__),
+    "stepmark.sentence_transformers": set(stepmark.sentence_transformers.__all__),
     "stepmark.trl": set(stepmark.trl.__all__),
     "stepmark.errors": {name for name in vars(stepmark.errors) if name[0].isupper()},
 }
-KNOWN = {*PUBLIC["stepmark"], "checkpoint", "errors", "trl"}
+KNOWN = {*PUBLIC["stepmark"], "checkpoint", "errors", "sentence_transformers", "trl"}
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -73,6 +75,8 @@ def test_a_private_name_is_found(code: str) -> None:
 @pytest.mark.parametrize("module", PUBLIC)
 def test_public_names_exist(module: str) -> None:
     loaded = importlib.import_module(module)
+    if module == "stepmark.sentence_transformers":
+        pytest.importorskip("sentence_transformers")
     assert all(hasattr(loaded, name) for name in PUBLIC[module])
 
 

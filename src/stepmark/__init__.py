@@ -1,7 +1,8 @@
 """Trains PyTorch models on lazy (PyTorch/XLA) and eager devices, with checkpoints that survive any interruption.
 
-The public names are those of `__all__` here, in `stepmark.checkpoint` and in `stepmark.trl`, and the errors in
-`stepmark.errors`. All other modules and names are private and may change in any release.
+The public names are those of `__all__` here, in `stepmark.checkpoint`, `stepmark.trl` and
+`stepmark.sentence_transformers`, and the errors in `stepmark.errors`. All other modules and names are private and may
+change in any release.
 """
 
 from __future__ import annotations

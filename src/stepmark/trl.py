@@ -6,9 +6,6 @@ fields, and Stepmark's in place of those of transformers. Needs the extra `stepm
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,16 +33,9 @@ def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         why = _GENERATES if name.startswith(_ONLINE) else "is not on Stepmark's Trainer"
         raise ImportError(f"{name}: {why}; stepmark.trl has {', '.join(_NAMES)}")
-    if importlib.util.find_spec("trl") is None:
-        raise ImportError("stepmark.trl: trl is not installed; pip install 'stepmark[trl]'")
-    from stepmark.trainer.library_trainers import arguments_on_stepmark, trainer_on_stepmark
+    from stepmark.trainer.library_trainers import exported
 
-    theirs = getattr(importlib.import_module("trl"), name)
-    if name.endswith("Config"):
-        made = arguments_on_stepmark(theirs, __name__)
-    else:
-        made = trainer_on_stepmark(theirs, getattr(sys.modules[__name__], name.replace("Trainer", "Config")), __name__)
-    return globals().setdefault(name, made)
+    return globals().setdefault(name, exported(__name__, "trl", name))
 
 
 def __dir__() -> list[str]:

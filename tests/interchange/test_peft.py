@@ -35,6 +35,16 @@ KINDS = [
 ]
 
 
+@pytest.mark.parametrize("bare", [False, True])
+def test_an_adapter_alone_is_no_model(tmp_path: Path, bare: bool) -> None:
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(str(tmp_path / "adapter"))
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    other = file.rename(tmp_path / "renamed.safetensors") if bare else tmp_path / "adapter"
+    with pytest.raises(CheckpointMismatch, match="is an adapter of PEFT and no model: import the checkpoint-N folder"):
+        open_foreign(other, ImportOptions())
+
+
 class OneSample(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """The same sample again and again, in any order; the first label, which no loss has, is left out."""
 

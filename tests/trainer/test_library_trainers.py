@@ -160,6 +160,23 @@ def test_what_needs_complete_weights_is_refused_where_they_are_sharded(tmp_path:
             make("DPO", tmp_path, precompute_ref_log_probs=True, **sharded)
 
 
+def test_a_run_state_of_a_subclass_needs_no_super(tmp_path: Path) -> None:
+    """TRL's running sums are saved beside it."""
+    from stepmark.trl import SFTTrainer
+
+    made = make("SFT", tmp_path, max_steps=1)
+    own: list[Any] = []
+    body = {"run_state": lambda self: {"own": 3}, "load_run_state": lambda self, state: own.append(state["own"])}
+    made.__class__ = type("Own", (SFTTrainer,), {**body, "__module__": __name__})
+    made._metrics["train"]["entropy"].append(0.5)
+    state = made._complete_run_state()
+    made._metrics["train"].clear()
+    made._load_complete_run_state(state)
+    assert (own, dict(made._metrics["train"])) == ([3], {"entropy": [0.5]})
+    made._load_complete_run_state({"own": 4})  # of a checkpoint that lacks the sums
+    assert own == [3, 4]
+
+
 def test_trainers_that_generate_are_refused_by_name() -> None:
     with pytest.raises(ImportError, match="GRPOTrainer: generates while it trains"):
         from stepmark.trl import GRPOTrainer  # noqa: F401

@@ -1,4 +1,4 @@
-"""`stepmark init [RECIPE.yaml] [--kind scratch|model|chat]`: recipes of `starters/`, with a line about each field."""
+"""`stepmark init [RECIPE.yaml] [--kind scratch|model|chat|preference]`: recipes of `starters/`, with comments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepmark.errors import UsageError
 
 HELP = "write a commented starter recipe"
 SCHEMA = "recipe.schema.json"
-KINDS = ("scratch", "model", "chat")
+KINDS = ("scratch", "model", "chat", "preference")
 WIDTH = 58  # of a field with its value, after which its comment begins
 
 
@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     where = f"file to write (default: recipe.yaml), next to it {SCHEMA}, from which editors complete"
     add("recipe", nargs="?", metavar="RECIPE.yaml", type=Path, default=Path("recipe.yaml"), help=where)
-    kinds = "scratch: a new model (default); model: continued pretraining; chat: fine-tuning on conversations"
+    kinds = "scratch: a new model (default); model: continued pretraining; chat: fine-tuning on conversations; "
+    kinds += "preference: DPO on pairs of answers"
     add("--kind", choices=sorted(KINDS), default="scratch", help=kinds)
 
 

@@ -31,6 +31,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.nproc < 1:
         raise UsageError(f"--nproc: must be at least 1, but is {parsed.nproc}")
     recipe = recipe_of(parsed)
+    recipe.refuse_task("stepmark plan", "plan the model without task")
     memory = None if parsed.device_memory is None else parse_size(parsed.device_memory, "--device-memory")
     leave_out_torch_xla()
     quiet_libraries()

@@ -29,6 +29,12 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
 
+TASKS = ("sft", "dpo", "kto", "reward")
+_OF_NO_TASK = """
+    dataset_mixture packing overwrite_cache metrics pipeline_parallel_size expert_parallel_size sequence_parallel
+"""
+_OF_TEXTS = f"{_OF_NO_TASK} text_column messages_column assistant_only_loss label_smoothing_factor"
+_UNREAD = {"sft": _OF_NO_TASK, "dpo": _OF_TEXTS, "kto": _OF_TEXTS, "reward": f"{_OF_TEXTS} sample_prompts"}
 _LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 
 
@@ -64,6 +70,10 @@ class ModelArguments:
     lora_dropout: Annotated[float, FRACTION, Help("dropout before the adapter", "0.05")] = 0.0
     lora_target_modules: Annotated[str | list | None, Help(
         "modules with an adapter: all-linear, or names", "[q_proj, v_proj]")] = "all-linear"
+    task: Annotated[str | None, one_of(*TASKS), Help(
+        "train by TRL: sft, or on preferences by dpo, kto or reward", "dpo", "the next token")] = None
+    task_options: Annotated[dict | str | None, Help(
+        "more fields of TRL's config of the task", "{beta: 0.2}")] = None
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -79,6 +89,8 @@ class ModelArguments:
             yield "config_overrides: overrides are for a new model; set config_name, or leave them out"
         if self.tokenizer_name is None and self.model_name_or_path is None:
             yield "tokenizer_name: a new model needs one; `bytes` is built in"
+        if self.task_options and self.task is None:
+            yield "task_options: are for a task; set task, or leave them out"
         for name in _LORA:
             if self.peft is None and getattr(self, name) != getattr(type(self), name):
                 yield f"{name}: is for an adapter; set peft: lora, or leave it out"
@@ -104,6 +116,21 @@ class Recipe:
     model: ModelArguments
     data: DataArguments
     evaluation: EvaluationArguments = EvaluationArguments()
+
+    def __post_init__(self) -> None:
+        task = str(self.model.task)
+        parts: tuple[Any, ...] = (self.training, self.data, self.evaluation)
+        for part in parts:
+            for name, field in fields_of(type(part)).items():
+                if name in _UNREAD.get(task, "").split() and getattr(part, name) != field.default:
+                    raise UsageError(f"{name}: is not read with task: {task}; leave one of the two out")
+
+    def refuse_task(self, command: str, remedy: str) -> None:
+        """Raises UsageError where the recipe has a task, for what knows the data of language models only."""
+        if self.model.task is not None:
+            raise UsageError(
+                f"task: {command} does not know the samples that TRL makes for {self.model.task}; {remedy}"
+            )
 
 
 _TEXT = "STEPMARK_RECIPE"  # a recipe's path, and its text as it was when the run began

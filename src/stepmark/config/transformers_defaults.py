@@ -27,6 +27,7 @@ def _always(value: Any) -> bool:
 DONE_ANYWAY: dict[str, Callable[[Any], bool]] = {
     "eval_accumulation_steps": lambda value: value is not None,  # predictions leave the device after each batch
     "ddp_find_unused_parameters": _always,  # parameters without a gradient are allowed
+    "ddp_broadcast_buffers": lambda value: value is False,  # each rank has its own; checkpoints hold the first rank's
     "ddp_static_graph": _always,  # the order of gradients need not be declared
     "ddp_backend": lambda value: value in ("gloo", "nccl", "xla"),  # the backend is that of the device
     "logging_nan_inf_filter": lambda value: value is False,

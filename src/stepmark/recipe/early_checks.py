@@ -36,6 +36,8 @@ def check_early(recipe: Recipe) -> None:
         check_model_folder(recipe.model.model_name_or_path)
     if recipe.model.peft is not None and importlib.util.find_spec("peft") is None:
         raise UsageError("peft: the package is not installed; pip install peft")
+    if recipe.model.task is not None and importlib.util.find_spec("trl") is None:
+        raise UsageError("task: trl is not installed; pip install 'stepmark[trl]'")
     for data in recipe.data.sources:
         for field, names in (("train_file", data.train_file), ("validation_file", data.validation_file)):
             if names:
@@ -51,7 +53,7 @@ def check_metrics(recipe: Recipe) -> None:
             raise UsageError("metrics and eval_strategy: metrics need evaluations; set eval_strategy to steps or epoch")
         return
     key = training.best_metric_key
-    if key is not None and key not in METRICS and named is None:
+    if key is not None and key not in METRICS and named is None and recipe.model.task is None:
         raise UsageError(
             f"metric_for_best_model: evaluations have no {key} without a function that computes it; name one with "
             f"metrics: my_module:my_function, or choose one of {', '.join(METRICS)}"

@@ -23,6 +23,8 @@ from stepmark.runtime.module_placement import cast_module
 from stepmark.trainer.run_folder.run_identity import SPECIAL
 from stepmark.training.model_options import check_attention, use_attention
 
+REWARD = "reward"  # the task whose models have one score
+
 
 def build_tokenizer(config: ModelArguments) -> Any:
     """The tokenizer that the recipe names, or the one in the model's folder."""
@@ -132,12 +134,12 @@ def build_model(
             import peft  # noqa: F401
 
     torch.manual_seed(seed)
-    name, trust = config.model_name_or_path, config.trust_remote_code
+    name = config.model_name_or_path
     if name is None:
         model = make_model(config, build_config(config, tokenizer), factory, dtype)
     else:
         with contextlib.nullcontext() if factory is None else patched_constructors(factory):
-            model = _load(name, dtype, trust)
+            model = _load(name, dtype, config)
     return configured(model, config)
 
 
@@ -158,7 +160,7 @@ def build_untrained(
         saved = AutoConfig.from_pretrained(name, trust_remote_code=trust)
 
         def make() -> torch.nn.Module:
-            return _from_config(saved, trust, dtype=dtype)
+            return _from_config(saved, config, dtype=dtype)
 
         return configured(make() if factory is None else factory.new(make), config)
 
@@ -167,11 +169,10 @@ def make_model(
     config: ModelArguments, made: Any, factory: ModelFactory | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.nn.Module:
     """Raises UsageError where the fields do not describe a model."""
-    trust = config.trust_remote_code
     try:
         if factory is not None:
-            return factory.new(lambda: _from_config(made, trust), dtype)
-        model = _from_config(made, trust)
+            return factory.new(lambda: _from_config(made, config), dtype)
+        model = _from_config(made, config)
     except StepmarkError:
         raise
     except Exception as error:  # every model class checks its sizes differently: ValueError, KeyError and more
@@ -182,11 +183,21 @@ def make_model(
     return model
 
 
-def _from_config(config: Any, trust: bool, **options: Any) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, **options)
+def _from_config(made: Any, config: ModelArguments, **options: Any) -> torch.nn.Module:
+    kind, head = _kind_of(config)
+    for name, value in head.items():
+        setattr(made, name, value)
+    model: torch.nn.Module = kind.from_config(made, trust_remote_code=config.trust_remote_code, **options)
     return model
+
+
+def _kind_of(config: ModelArguments) -> tuple[Any, dict[str, Any]]:
+    """The class of the task's models, and what it asks of their configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return (
+        (AutoModelForSequenceClassification, {"num_labels": 1}) if config.task == REWARD else (AutoModelForCausalLM, {})
+    )
 
 
 def check_sharding(config: ModelArguments, tokenizer: Any, factory: ModelFactory) -> None:
@@ -199,19 +210,22 @@ def check_sharding(config: ModelArguments, tokenizer: Any, factory: ModelFactory
         if made is None:
             made = AutoConfig.from_pretrained(str(name), trust_remote_code=trust)
         with torch.device("meta"):
-            model = _from_config(made, trust)
+            model = _from_config(made, config)
     except Exception:  # the error of building or loading it says more
         return
     factory.shard(model)
 
 
-def _load(name: str, dtype: torch.dtype, trust: bool) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    load: Any = AutoModelForCausalLM.from_pretrained
+def _load(name: str, dtype: torch.dtype, config: ModelArguments) -> torch.nn.Module:
+    (kind, head), trust = _kind_of(config), config.trust_remote_code
     with _explained(name, "loaded"):
-        model, report = load(name, dtype=dtype, output_loading_info=True, trust_remote_code=trust)
+        model, report = kind.from_pretrained(
+            name, dtype=dtype, output_loading_info=True, trust_remote_code=trust, **head
+        )
     missing = sorted(report["missing_keys"])
+    if config.task == REWARD:  # whose head is new
+        base = f"{model.base_model_prefix}."
+        missing = [each for each in missing if each.startswith(base)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UsageError(
@@ -260,7 +274,7 @@ def configured(model: nn.Module, config: ModelArguments) -> nn.Module:
     modules = config.lora_target_modules  # one name means its modules, other text is a pattern of complete names
     try:
         lora = LoraConfig(
-            task_type="CAUSAL_LM",
+            task_type="SEQ_CLS" if config.task == REWARD else "CAUSAL_LM",
             r=config.lora_r,
             lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # a float will do
             lora_dropout=config.lora_dropout,

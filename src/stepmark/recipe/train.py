@@ -33,13 +33,18 @@ def train(recipe: Recipe) -> None:
         from stepmark.recipe.used_recipe import recipe_writer, write_used_recipe
 
     run.prepare_folder()
-    trainer = build_trainer(
-        recipe,
-        run,
-        prepare=lambda tokenizer: prepare_data(recipe, tokenizer, run.context),
-        build=build_model,
-        callbacks=[recipe_writer(recipe)],
-    )
+    if recipe.model.task is not None:
+        from stepmark.recipe.task import build_task_trainer
+
+        trainer = build_task_trainer(recipe, run, [recipe_writer(recipe)])
+    else:
+        trainer = build_trainer(
+            recipe,
+            run,
+            prepare=lambda tokenizer: prepare_data(recipe, tokenizer, run.context),
+            build=build_model,
+            callbacks=[recipe_writer(recipe)],
+        )
     trainer.checkpoint_files.append(lambda folder: write_used_recipe(folder, recipe))
     trainer.train(save_model=True)
     _say(run.context, _last_line(recipe, trainer.state))
@@ -209,7 +214,8 @@ def _last_line(recipe: Recipe, state: Any) -> str:
     more = ""
     if adapted and args.save_strategy != "no":
         more = f"; the complete model: stepmark consolidate {folder} OUT --merge-adapters"
-    return f"{done}; {model} is in {folder}; next: stepmark report {folder}, or stepmark evaluate {folder}{more}"
+    evaluate = "" if recipe.model.task is not None else f", or stepmark evaluate {folder}"
+    return f"{done}; {model} is in {folder}; next: stepmark report {folder}{evaluate}{more}"
 
 
 def _say(context: Context, text: str) -> None:

@@ -126,6 +126,7 @@ class RunRows:
         recipe = read_used_recipe(self._folder)
         if recipe is None:
             raise DataError(f"the run was started from Python, and {self._folder} has no {USED_RECIPE}")
+        recipe.refuse_task("stepmark rows", "samples are rows of the data in their order")
         tokenizer = build_tokenizer(recipe.model)
         return recipe, tokenizer, prepare(replace(recipe.data, overwrite_cache=False), tokenizer)
 

@@ -125,23 +125,17 @@ class TrainerEvaluation:
         return metrics
 
     def of_set(
-        self, batches: Callable[[], Any], prefix: str, ignore_keys: list[str] | None, pause: PausableEvaluation
+        self,
+        batches: Callable[[], Any],
+        prefix: str,
+        ignore_keys: list[str] | None,
+        pause: PausableEvaluation,
+        loop: Callable[[], Metrics] | None = None,
     ) -> Metrics:
-        """Evaluates one set, unless it is complete already, and logs its metrics."""
+        """Evaluates one set, unless it is complete already, and logs its metrics. `loop`: a subclass's own."""
         key = pause.key(prefix)
         if key not in pause.completed:
-            gather = self.compute_metrics is not None and not self.args.batch_eval_metrics
-            found = self._run_if_it_fits(batches, pause, gather=gather, ignore_keys=ignore_keys)
-            try:
-                metrics = self.metrics(found, prefix)
-            except Exception:
-                pause.metrics_failed = True
-                raise
-            if found.loss is None and found.tokens and self.evaluator.prediction_step is None:
-                names = ", ".join(self.evaluator.loss.labels.names)
-                logger.warning(
-                    "%s: no loss: no input is a label (%s); name those that are in label_names", prefix, names
-                )
+            metrics = self._metrics_of(batches, prefix, ignore_keys, pause) if loop is None else dict(loop())
             _, epoch = self.callbacks.model_position()
             if epoch is not None:
                 metrics["epoch"] = epoch
@@ -149,6 +143,21 @@ class TrainerEvaluation:
             with evaluating(self.evaluator.model):  # by which a subclass's `log` tells what is logged
                 self.callbacks.evaluated(metrics, prefix)
         return dict(pause.completed[key])
+
+    def _metrics_of(
+        self, batches: Callable[[], Any], prefix: str, ignore_keys: list[str] | None, pause: PausableEvaluation
+    ) -> Metrics:
+        gather = self.compute_metrics is not None and not self.args.batch_eval_metrics
+        found = self._run_if_it_fits(batches, pause, gather=gather, ignore_keys=ignore_keys)
+        try:
+            metrics = self.metrics(found, prefix)
+        except Exception:
+            pause.metrics_failed = True
+            raise
+        if found.loss is None and found.tokens and self.evaluator.prediction_step is None:
+            names = ", ".join(self.evaluator.loss.labels.names)
+            logger.warning("%s: no loss: no input is a label (%s); name those that are in label_names", prefix, names)
+        return metrics
 
     def _run_if_it_fits(
         self, batches: Callable[[], Any], pause: PausableEvaluation, *, gather: bool, **options: Any

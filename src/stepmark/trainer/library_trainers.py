@@ -9,22 +9,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import importlib.util
 import inspect
+import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import transformers
 
+from stepmark.config.fields import fields_of, refuse
+from stepmark.config.training_fields import TrainingFields
 from stepmark.config.transformers_defaults import is_absent
 from stepmark.errors import UsageError
 from stepmark.runtime.context import start
 from stepmark.trainer.compat.overrides import RefusedHook
 from stepmark.trainer.compat.transformers_arguments import converted
+from stepmark.trainer.run import Run
 from stepmark.trainer.trainer import Trainer
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.training.one_graph_per_step.deferred_reads import plain
+
+ARGUMENTS = {"trl": "Config", "sentence_transformers": "TrainingArguments"}  # what they are called in a library
+
+# Hooks of transformers that libraries override, and whose work is done otherwise or refused where it is asked for.
+_REPLACED = """
+    get_optimizer_cls_and_kwargs call_model_init _load_best_model _load_from_checkpoint _push_from_checkpoint
+"""
 
 _lacking = [name for name in vars(transformers.Trainer) if not hasattr(Trainer, name) and not name.startswith("__")]
 _Refused: Any = type("_Refused", (), {name: RefusedHook(name) for name in _lacking})
@@ -33,22 +47,42 @@ _Refused: Any = type("_Refused", (), {name: RefusedHook(name) for name in _lacki
 class Base(Trainer, _Refused, transformers.Trainer):  # type: ignore[misc, override]
     """Stepmark's Trainer, and transformers' behind it, of which only the name is left."""
 
-    def run_state(self) -> dict[str, Any]:
-        """The running sums of TRL's trainers, so that a resumed run logs the same means."""
-        sums = getattr(self, "_metrics", None)
-        if not isinstance(sums, Mapping) or "train" not in sums:
-            return {}
-        return {"metrics": plain(dict(sums["train"])), "tokens": plain(getattr(self, "_total_train_tokens", 0))}
+    def __init__(self, *given: Any, eval_dataset: Any = None, **options: Any) -> None:
+        """Libraries pass a word in place of data that an evaluator of theirs does without."""
+        options["eval_dataset"] = None if isinstance(eval_dataset, str) else eval_dataset
+        super().__init__(*given, **options)
 
-    def load_run_state(self, state: dict[str, Any]) -> None:
+    def _complete_run_state(self) -> dict[str, Any]:
+        """Also the running sums of libraries, so that a resumed run logs the same means: TRL's, which are the same on
+        all ranks, and each rank's own of sentence-transformers' losses with several parts."""
+        found, own = self.run_state(), vars(self)
+        if "train" in own.get("_metrics", ()):
+            found |= {
+                "metrics": plain(dict(own["_metrics"]["train"])),
+                "tokens": plain(own.get("_total_train_tokens", 0)),
+            }
+        if "accum_loss_components" in own:
+            parts = {name: each.item() for name, each in own["accum_loss_components"]["train"].items()}
+            found["loss_parts"] = self.context.host.all_gather(parts)
+        return found
+
+    def _load_complete_run_state(self, state: dict[str, Any]) -> None:
         own: Any = self
+        self.load_run_state(state)
+        sums: dict[str, Any] = {}
+        for saved in state.get("loss_parts", [])[self.context.host.rank :: self.context.world.size]:
+            for name, value in saved.items():
+                sums[name] = sums.get(name, 0) + torch.tensor(value, device=self.context.runtime.device)
+        if "loss_parts" in state:
+            own.accum_loss_components["train"] = sums
         if getattr(self.args, "sync_ref_model", False):
             raise UsageError(
                 "sync_ref_model: checkpoints do not hold the reference model, which follows the trained one, so the "
                 "run cannot be resumed; set it to false, or start again from the checkpoint's model"
             )
-        own._metrics["train"].update(state["metrics"])
-        own._total_train_tokens = state["tokens"]
+        if "metrics" in state:
+            own._metrics["train"].update(state["metrics"])
+            own._total_train_tokens = state["tokens"]
 
 
 class _PassingOn(type(TrainingArguments)):  # type: ignore[misc]
@@ -74,6 +108,9 @@ class BaseArguments(  # type: ignore[misc, override]
         return PartialState()
 
     def __post_init__(self) -> None:
+        for name, field in fields_of(TrainingFields).items():
+            if getattr(self, name) is None and type(None) not in field.types:  # unset, in a library's own field
+                setattr(self, name, field.default)
         super().__post_init__()
         self.__dict__.update(self.read())
 
@@ -127,18 +164,21 @@ def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
     signature, library = inspect.signature(kind.__init__), kind.__module__.partition(".")[0]
 
     @functools.wraps(kind.__init__)
-    def construct(self: Any, *given: Any, **options: Any) -> None:
+    def construct(self: Any, *given: Any, run: Run | None = None, **options: Any) -> None:
         bound = signature.bind(self, *given, **options)
         args = bound.arguments.get("args")
         if args is not None:
             args = bound.arguments["args"] = converted(args, arguments)
         device = "auto" if args is None else args.device_name
-        context = start(device, None if args is None else args.join_timeout)
+        context = start(device, None if args is None else args.join_timeout) if run is None else run.context
+        vars(self)["_run"] = run
         _show_ranks_to_accelerate(cpu=context.runtime.device.type == "cpu")
-        _check_mesh(kind, args)
+        _check_arguments(kind, args, bound.arguments, lazy=context.runtime.lazy)
         kind.__init__(*bound.args, **bound.kwargs)
+        _check_losses(self)
 
     namespace = {
+        **{name: RefusedHook(name) for name in _REPLACED.split()},
         "__init__": construct,
         "__module__": module,
         "__doc__": kind.__doc__,
@@ -161,22 +201,68 @@ def _show_ranks_to_accelerate(*, cpu: bool) -> None:
     Accelerator(cpu=cpu)
 
 
-def _check_mesh(kind: type, args: Any) -> None:
-    """Raises UsageError where ranks would have only a slice of what the library's loss reads: TRL multiplies by the
-    weight of the language model's head itself."""
-    if args is None or kind.__module__.partition(".")[0] != "trl":
-        return
+def _check_arguments(kind: type, args: Any, given: Mapping[str, Any], *, lazy: bool) -> None:
+    """Raises UsageError for what would be ignored, or where ranks would have only a slice of what the library reads."""
+    library, name = kind.__module__.partition(".")[0], kind.__name__
+    if library == "trl" and args is not None:
+        refuse(_contradictions_of_trl(args, name))
+    if library == "sentence_transformers":
+        refuse(_contradictions_of_sentence_transformers(args or TrainingArguments(), name, given, lazy=lazy))
+
+
+def _contradictions_of_trl(args: Any, name: str) -> Iterator[str]:
+    """TRL multiplies by the weight of the language model's head itself."""
     if args.tensor_parallel_size > 1 and args.parallelize_embedding:
-        raise UsageError(
-            f"tensor_parallel_size: {kind.__name__} multiplies by the head's complete weight; set "
-            "parallelize_embedding: false"
+        yield (
+            f"tensor_parallel_size: {name} multiplies by the head's complete weight; set parallelize_embedding: false"
         )
     if args.sequence_parallel:
-        raise UsageError(f"sequence_parallel: {kind.__name__} computes its loss from complete sequences; leave it out")
+        yield f"sequence_parallel: {name} computes its loss from complete sequences; leave it out"
     sharded = args.full_sharding is not None
     if getattr(args, "sync_ref_model", False) and (sharded or args.tensor_parallel_size > 1):
-        raise UsageError(
-            "sync_ref_model: needs the complete weights, of which fsdp and tensor_parallel_size leave a rank a part"
-        )
+        yield "sync_ref_model: needs the complete weights, of which fsdp and tensor_parallel_size leave a rank a part"
     if getattr(args, "precompute_ref_log_probs", False) and sharded:
-        raise UsageError("precompute_ref_log_probs: hashes the complete weights, of which fsdp leaves a rank a part")
+        yield "precompute_ref_log_probs: hashes the complete weights, of which fsdp leaves a rank a part"
+
+
+def _contradictions_of_sentence_transformers(
+    args: Any, name: str, given: Mapping[str, Any], *, lazy: bool
+) -> Iterator[str]:
+    if lazy:
+        yield f"device: {name} makes batches of many shapes, each of which is another graph; use cpu or cuda"
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+    for field in (*(each for each in sizes if getattr(args, each) > 1), *(["fsdp"] if args.full_sharding else [])):
+        yield f"{field}: {name} evaluates and saves the complete model on one rank; leave it out, or use zero_1"
+    if getattr(args, "learning_rate_mapping", None):
+        yield "learning_rate_mapping: is not read; pass optimizers=(optimizer, None) with groups of your own"
+    if given.get("model_init") is not None:
+        yield "model_init: the loss holds the model that it was made for; pass model"
+
+
+def _check_losses(trainer: Any) -> None:
+    """Raises UsageError for parameters of a loss that are not the model's: the optimizer and checkpoints lack them."""
+    own = {id(parameter) for parameter in trainer.model.parameters()}
+    losses = vars(trainer).get("loss")
+    for loss in losses.values() if isinstance(losses, Mapping) else filter(None, [losses]):
+        for name, parameter in loss.named_parameters():
+            if parameter.requires_grad and id(parameter) not in own and not name.startswith("guide."):
+                raise UsageError(
+                    f"loss: {type(loss).__name__}.{name} is not a parameter of the model, so it would be neither "
+                    "trained nor saved; freeze it (requires_grad_), or give its module to the model: model[0].head = …"
+                )
+
+
+def exported(module: str, library: str, name: str) -> Any:
+    """The class of a library's trainer, or of its arguments, on Stepmark's, for a module that exports both.
+
+    Raises:
+        ImportError: The library is not installed.
+    """
+    if importlib.util.find_spec(library) is None:
+        extra = library.replace("_", "-")
+        raise ImportError(f"{module}: {extra} is not installed; pip install 'stepmark[{extra}]'")
+    theirs = getattr(importlib.import_module(library), name)
+    if not name.endswith("Trainer"):
+        return arguments_on_stepmark(theirs, module)
+    arguments = ARGUMENTS[library]
+    return trainer_on_stepmark(theirs, getattr(sys.modules[module], name.replace("Trainer", arguments)), module)

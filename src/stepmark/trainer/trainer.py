@@ -37,6 +37,7 @@ from stepmark.trainer.compat.accelerator import Accelerator
 from stepmark.trainer.compat.given_loader import GivenLoader
 from stepmark.trainer.compat.overrides import (
     NEED_COMPLETE_MODEL,
+    Replaceable,
     call_compute_loss,
     call_sampler,
     check_assignment,
@@ -58,7 +59,7 @@ from stepmark.trainer.loaders import LoaderFactory, ModelColumns, default_collat
 from stepmark.trainer.run import Run
 from stepmark.trainer.run_folder.adapters import Adapter
 from stepmark.trainer.run_folder.hub_uploads import HubUploads, check_hub, write_model_card
-from stepmark.trainer.run_folder.model_export import SavedModel, saved_processing
+from stepmark.trainer.run_folder.model_export import SavedModel, own_storages, saved_processing
 from stepmark.trainer.run_folder.run_identity import identity
 from stepmark.trainer.setup import (
     RunOptimizer,
@@ -80,6 +81,7 @@ from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.compiled_layers import compile_layers
 from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import Passes, autocast, autocast_dtype
+from stepmark.training.model_labels import names_labels
 from stepmark.training.model_options import attention_of
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.one_graph_per_step.deferred_reads import plain
@@ -90,9 +92,9 @@ class Trainer:
     """Trains, evaluates and saves a model on one rank or many, on any device; every rank makes the same calls.
 
     A subclass may override `compute_loss`, `training_step`, `get_train_dataloader`, `get_eval_dataloader`,
-    `create_optimizer`, `create_scheduler`, `create_optimizer_and_scheduler`, `prediction_step`, `evaluate`, `log`,
-    `save_model`, `_save`, `_save_checkpoint` and `_set_signature_columns_if_needed`, which are called as transformers'
-    Trainer calls them. A class that overrides another hook of transformers is an error.
+    `create_optimizer`, `create_scheduler`, `create_optimizer_and_scheduler`, `prediction_step`, `evaluation_loop`,
+    `evaluate`, `log`, `save_model`, `_save`, `_save_checkpoint` and `_set_signature_columns_if_needed`, which are
+    called as transformers' Trainer calls them. A class that overrides another hook of transformers is an error.
 
     Args:
         model: A module whose forward returns the mean loss of a batch, such as transformers' models. One that sums its
@@ -156,6 +158,11 @@ class Trainer:
     _passes: Passes | None = None  # of the micro-batch whose `training_step` is called
     _pending_save: tuple[Callable[[], None], Callable[[], None]] | None = None  # what begins it, and waits for it
 
+    loss = Replaceable(lambda trainer: trainer._loss, "Calls the model and weights its loss, for every micro-batch.")
+    evaluator = Replaceable(
+        lambda trainer: trainer._evaluator, "Evaluates with the loss and the functions that the Trainer has now."
+    )
+
     def __init_subclass__(cls, **options: Any) -> None:
         """Raises UsageError where the class overrides a method that would never be called."""
         super().__init_subclass__(**options)
@@ -190,7 +197,7 @@ class Trainer:
         check_kinds(data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset)
         check_kinds(callbacks=callbacks, optimizers=optimizers)
         check_packed(model, train_dataset, eval_dataset)
-        self._run = Run.open(self.args) if run is None else run
+        self._run = run or vars(self).get("_run") or Run.open(self.args)
         self.context: Context = self._run.context
         self.mesh = prepare_model(model, self.args, self.context)
         debug_as_asked(model, self.args, self.mesh)
@@ -246,9 +253,9 @@ class Trainer:
         if name in ("train_dataset", "eval_dataset"):
             check_packed(self.model, value, may_call=False)
         super().__setattr__(name, value)
-        if name == "compute_loss" and "loss" in vars(self):
-            self.loss.override = self._overridden_loss
-        elif name in ("compute_loss_func", "loss_averages_over") and "loss" in vars(self):
+        if name == "compute_loss" and "_loss" in vars(self):
+            self._loss.override = self._overridden_loss
+        elif name in ("compute_loss_func", "loss_averages_over") and "_loss" in vars(self):
             self._set_loss()
 
     def _overridden(self, name: str) -> bool:
@@ -385,18 +392,18 @@ class Trainer:
         """Sets `_signature_columns`, the columns of a sample that `remove_unused_columns` keeps: those of the model. A
         subclass may set others."""
         if self._signature_columns is None:
-            columns = ModelColumns.of_model(self.model, self.loss.labels)
+            columns = ModelColumns.of_model(self.model, self._loss.labels)
             self._signature_columns = None if columns is None else sorted(columns.names)
 
     @property
     def _loaders(self) -> LoaderFactory:
         own = None if self.data_collator is self._default_collator else self.data_collator
         theirs = str(getattr(self.prediction_step, "__module__", "")).partition(".")[0] != "stepmark"
-        own_loss = self.loss.override is not None or theirs
+        own_loss = self._loss.override is not None or theirs
         if self._overridden("_set_signature_columns_if_needed"):
             self._set_signature_columns_if_needed()
         names = None if self._signature_columns is None else frozenset(self._signature_columns)
-        return LoaderFactory(self.args, self.model, self.mesh, self.loss, own, self.processing_class, own_loss, names)
+        return LoaderFactory(self.args, self.model, self.mesh, self._loss, own, self.processing_class, own_loss, names)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Sets `optimizer` and `lr_scheduler`, those that are not set yet.
@@ -463,7 +470,7 @@ class Trainer:
         Returns:
             The loss, a 0-dim tensor, or a tuple of it and the outputs.
         """
-        loss, outputs = self.loss.mean(model, inputs, num_items_in_batch)
+        loss, outputs = self._loss.mean(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def _overridden_loss(self, model: nn.Module, inputs: Any, items: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -514,7 +521,7 @@ class Trainer:
     @property
     def label_names(self) -> list[str]:
         """The names of the inputs that are labels; they may be set."""
-        return list(self.loss.labels.names)
+        return list(self._loss.labels.names)
 
     @label_names.setter
     def label_names(self, names: Sequence[str]) -> None:
@@ -522,7 +529,7 @@ class Trainer:
         self._set_loss()
 
     def _set_loss(self) -> None:
-        self.loss = MicroBatchLoss(
+        self._loss = MicroBatchLoss(
             self.model,
             compute_loss_func=self.compute_loss_func,
             label_smoothing=self.args.label_smoothing_factor,
@@ -531,7 +538,7 @@ class Trainer:
             declared_by=self,
         )
         if self._overridden("compute_loss"):
-            self.loss.override = self._overridden_loss
+            self._loss.override = self._overridden_loss
 
     # Training
 
@@ -579,8 +586,8 @@ class Trainer:
                 write_files=self._write_files,
                 before_save=self._collect_model_files,
                 around_save=self._around_save,
-                own_state=self.run_state,
-                load_own_state=self.load_run_state,
+                own_state=self._complete_run_state,
+                load_own_state=self._load_complete_run_state,
             )
             evaluates = self.args.eval_strategy != "no"
             if evaluates:
@@ -626,7 +633,7 @@ class Trainer:
             step=make_step(
                 self.model,
                 optimizer,
-                self.loss,
+                self._loss,
                 self.mesh,
                 self.args,
                 self._around_passes if self._overridden("training_step") else None,
@@ -647,22 +654,22 @@ class Trainer:
     # Evaluation
 
     @property
-    def evaluator(self) -> Evaluator:
-        """Evaluates with the loss and the functions that the Trainer has now."""
+    def _evaluator(self) -> Evaluator:
+        named = names_labels(self.model) if self.args.label_names is None else self.args.label_names
         return Evaluator(
             self.model,
-            self.loss,
+            self._loss,
             self.mesh,
             self._autocast_dtype,
             preprocess_logits=self.preprocess_logits_for_metrics,
             prediction_step=self._overridden_step if self._overridden("prediction_step") else None,
-            needs_no_labels=self.can_return_loss and not self.label_names,
+            needs_no_labels=self.can_return_loss and not named,
         )
 
     @property
     def evaluation(self) -> TrainerEvaluation:
         """Evaluates batches with what the Trainer has now, as its arguments say."""
-        return TrainerEvaluation(self.evaluator, self.args, self._callbacks, self._loaders, self.compute_metrics)
+        return TrainerEvaluation(self._evaluator, self.args, self._callbacks, self._loaders, self.compute_metrics)
 
     def evaluate(
         self,
@@ -703,7 +710,15 @@ class Trainer:
         else:
             given: Any = eval_dataset
             batches, pause = partial(self.get_eval_dataloader, given), PausableEvaluation.current()
-            metrics = self.evaluation.of_set(batches, metric_key_prefix, ignore_keys, pause)
+
+            def overridden_loop() -> Any:
+                loss_only = True if self.compute_metrics is None else None
+                return self.evaluation_loop(
+                    batches(), "Evaluation", loss_only, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
+                ).metrics
+
+            loop = overridden_loop if self._overridden("evaluation_loop") else None
+            metrics = self.evaluation.of_set(batches, metric_key_prefix, ignore_keys, pause, loop)
         self._memory_tracker.stop_and_update_metrics(metrics)
         if own and metric_key_prefix == "eval":
             self._callbacks.last_evaluation = (self._callbacks.model_position()[0], metrics)
@@ -758,11 +773,13 @@ class Trainer:
         if hasattr(test_dataset, "__len__") and not len(test_dataset):
             raise DataError("test_dataset: it is empty; pass one with samples")
         self._memory_tracker.start()
-        found = self.evaluation.run(self.get_test_dataloader(test_dataset), gather=True, ignore_keys=ignore_keys)
-        metrics = self.evaluation.metrics(found, metric_key_prefix)
-        self._memory_tracker.stop_and_update_metrics(metrics)
-        self._callbacks.event("on_predict", metrics)
-        return PredictionOutput(found.predictions, found.labels, metrics)
+        batches = self.get_test_dataloader(test_dataset)
+        found = self.evaluation_loop(
+            batches, "Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
+        )
+        self._memory_tracker.stop_and_update_metrics(found.metrics)
+        self._callbacks.event("on_predict", found.metrics)
+        return PredictionOutput(found.predictions, found.label_ids, found.metrics)
 
     def prediction_step(
         self,
@@ -782,7 +799,7 @@ class Trainer:
         Returns:
             The batch's mean loss, a 0-dim tensor (None without labels), predictions and labels: tensors, or tuples.
         """
-        loss, predictions, labels = replace(self.evaluator, model=model).predict_batch(inputs, ignore_keys)
+        loss, predictions, labels = replace(self._evaluator, model=model).predict_batch(inputs, ignore_keys)
         return (loss, None, None) if prediction_loss_only else (loss, predictions, labels)
 
     def _overridden_step(
@@ -801,7 +818,8 @@ class Trainer:
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Evaluates batches and returns predictions and metrics, for subclasses whose `evaluate` or `predict` works on
-        the predictions. A subclass may call it, not override it. Collective.
+        the predictions. A subclass may call it, or override it to add metrics; then a set without batches has no loss.
+        Collective.
 
         Args:
             dataloader: What `get_eval_dataloader` or `get_test_dataloader` returned, or any batches.
@@ -814,6 +832,9 @@ class Trainer:
             Numpy arrays of all samples in order (None with `prediction_loss_only`), the metrics, those of
             `compute_metrics` included, and the number of samples.
         """
+        if self._overridden("evaluation_loop") and hasattr(dataloader, "__len__") and not len(dataloader):
+            nothing: Any = None
+            return EvalLoopOutput(nothing, nothing, {f"{metric_key_prefix}_runtime": 0.0}, 0)
         found = self.evaluation.run(
             dataloader,
             gather=True,
@@ -841,8 +862,11 @@ class Trainer:
         """
         folder = Path(output_dir or self.args.output_dir).absolute()
         self._saved.write(folder, self._saved_processing, self.args.save_timeout)
-        if self._overridden("_save") and self.context.host.rank == 0 and not extracting_graphs():
-            self._save(str(folder))
+        if self._overridden("_save") and not extracting_graphs():
+            if self.context.host.rank == 0:
+                with own_storages(self.model):
+                    self._save(str(folder))
+            self.context.host.barrier()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Called on rank 0 when `save_model` or a checkpoint has written the model to a folder. A subclass may override
@@ -894,6 +918,13 @@ class Trainer:
 
     def load_run_state(self, state: dict[str, Any]) -> None:
         """Gets what `run_state` has returned, on all ranks, when a run is resumed."""
+
+    def _complete_run_state(self) -> dict[str, Any]:
+        """`run_state`, and what the base of a library's trainer adds."""
+        return self.run_state()
+
+    def _load_complete_run_state(self, state: dict[str, Any]) -> None:
+        self.load_run_state(state)
 
     @property
     def _saved_processing(self) -> Any:

@@ -87,8 +87,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def label_names(model: nn.Module) -> tuple[str, ...]:
     """The arguments of `forward` that are labels, by transformers' convention; `labels` if there are none."""
+    return names_labels(model) or ("labels",)
+
+
+def names_labels(model: nn.Module) -> tuple[str, ...]:
+    """As `label_names`; none where no argument is one."""
     parameters = inspect.signature(model.forward).parameters
-    return tuple(name for name in parameters if "label" in name or name in POSITIONS) or ("labels",)
+    return tuple(name for name in parameters if "label" in name or name in POSITIONS)
 
 
 def takes_labels(model: nn.Module) -> bool:

@@ -86,6 +86,8 @@ class EvaluationSetup:
         choice, base_model, trust = request.data, request.base_model, request.trust_remote_code
         if base_model is not None and not is_adapter(checkpoint):
             raise UsageError(f"--base-model: {checkpoint} holds a complete model and no adapter; leave it out")
+        if recipe is not None and (not choice.sources or recipe.model.task == "reward"):
+            recipe.refuse_task("stepmark evaluate", "see the run's own evaluations, or name texts with --data")
         metrics, evaluator = _metrics_of(request, recipe), request.evaluator or None
         others = request.evaluator or request.benchmarks  # which need no data
         if request.benchmarks is not None:

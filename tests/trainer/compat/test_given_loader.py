@@ -38,3 +38,18 @@ def test_a_loader_that_accelerate_has_prepared_is_not_divided_again() -> None:
         return [int(value) for step in given.ahead() for batch in step for value in batch.inputs["input_ids"]]
 
     assert sorted(taken(0) + taken(1)) == list(range(16))
+
+
+def test_the_last_batches_are_left_out_where_they_are_too_few_for_all_ranks() -> None:
+    loader = DataLoader([{"input_ids": value} for value in range(15)], batch_size=2, drop_last=True)  # seven batches
+
+    def steps_of(rank: int, taken: int = 0, whole: bool = True) -> list[list[list[int]]]:
+        given = GivenLoader(loader, rank=rank, world_size=2, accumulation=2, labels=LabelRule(), whole_turns=whole)
+        given.load_state_dict({**given.state_dict(), "samples": taken, "ended": False})
+        assert given.steps_per_epoch == 2
+        return [[batch.inputs["input_ids"].tolist() for batch in step] for step in given.ahead()]
+
+    assert steps_of(0) == [[[0, 1], [4, 5]], [[8, 9], [10, 11]]]
+    assert steps_of(1) == [[[2, 3], [6, 7]], [[10, 11], [10, 11]]]
+    assert steps_of(1, 4) == steps_of(1)[1:]
+    assert steps_of(0, whole=False)[1] == [[8, 9], [12, 13]]

@@ -24,6 +24,7 @@ from stepmark.config.refusals import refusals
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.trainer.compat.overrides import CALLED
+from stepmark.training.loss import MicroBatchLoss
 from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
 from tests.trainer.compat.test_strategies import steps
@@ -530,6 +531,32 @@ def test_a_signal_stops_an_overridden_evaluation(tmp_path: Path, batch: int) -> 
     resumed = make(AddsMetric, tmp_path / "stopped", **options)
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed, "eval_loss") == logged(complete, "eval_loss")
+
+
+class Evaluates(Trainer):
+    """Adds a metric after the batches, and has a loss of its own by the name that the Trainer's has."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.loss, self.evaluator = torch.nn.MSELoss(), "own"
+
+    def evaluation_loop(self, dataloader: Any, description: str, *given: Any, **options: Any) -> Any:
+        output = super().evaluation_loop(dataloader, description, *given, **options)
+        prefix = options["metric_key_prefix"]
+        output.metrics.update({f"{prefix}_calls": 1.0, f"{prefix}_words": len(description)})
+        return output
+
+
+def test_a_subclass_adds_metrics_in_the_loop_of_evaluations(tmp_path: Path) -> None:
+    options: dict[str, Any] = {**steps("eval", 2), **steps("save", 2), "load_best_model_at_end": True}
+    plain = make(Trainer, tmp_path / "plain", eval=Points(5), **options)
+    own = make(Evaluates, tmp_path / "own", eval=Points(5), **options, metric_for_best_model="calls")
+    plain.train()
+    own.train()
+    assert logged(own, "eval_loss") == logged(plain, "eval_loss")
+    assert set(logged(own, "eval_calls")) == {1.0}
+    assert own.predict(Points(5)).metrics["test_words"] == len("Prediction")
+    assert isinstance(plain.loss, MicroBatchLoss)
 
 
 class Judges(Trainer):

@@ -51,6 +51,11 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     value = value_of(path, found)
     _check_alone(value, path)
     tensors = model_in(value, path, found.lost)
+    if path.name.startswith("adapter_model.") or all(".lora_" in name for name in tensors):
+        raise CheckpointMismatch(
+            f"{path} is an adapter of PEFT and no model: import the checkpoint-N folder of the run, which has "
+            "trainer_state.json beside it, or the model that model.merge_and_unload().save_pretrained(FOLDER) saves"
+        )
     outline = outline_for(found.files, options, len(tensors))
     if outline is not None and not options.names:
         tensors = _without_holder(tensors, outline, found.lost)

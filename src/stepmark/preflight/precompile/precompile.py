@@ -78,6 +78,7 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder | None, Context]:
     Raises:
         UsageError: As `precompile`.
     """
+    recipe.refuse_task("stepmark precompile", "its graphs are compiled as they come")
     recipe = _shortened(recipe)
     run = begin(recipe)
     context = run.context

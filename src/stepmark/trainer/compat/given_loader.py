@@ -61,6 +61,8 @@ class GivenLoader:
         max_steps: Steps of the run, for a loader without a length; default None: it needs one.
         fixed_shape: Pad smaller batches to the size of the first, with rows whose labels are ignored, where the loss
             has labels.
+        whole_turns: Leave out the last batches of an epoch that are too few for all ranks, as accelerate's loaders with
+            `drop_last` do: losses may take other ranks' samples as negatives.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class GivenLoader:
         labels: LabelRule,
         max_steps: int | None = None,
         fixed_shape: bool = False,
+        whole_turns: bool = False,
     ) -> None:
         if not hasattr(loader, "__iter__"):
             raise UsageError(f"a loader has to be iterable, and {type(loader).__name__} is not; return a DataLoader")
@@ -81,7 +84,8 @@ class GivenLoader:
         _check_samplers(loader, rank, world_size)
         self.given = loader
         self.dataset = getattr(loader, "dataset", None)
-        self.layout = BatchLayout(getattr(loader, "batch_size", None) or 1, world_size, accumulation)
+        sizes = (getattr(each, "batch_size", None) for each in (loader, getattr(loader, "batch_sampler", None)))
+        self.layout = BatchLayout(next(filter(None, sizes), 1), world_size, accumulation)
         self._rank, self._size = (0, 1) if sharded else (rank, world_size)
         self._repeats = world_size if sharded else 1
         self._seed = seed
@@ -89,7 +93,10 @@ class GivenLoader:
         self._max_steps = max_steps
         self._fixed_shape = fixed_shape
         self._full_rows = 0
+        self._whole_turns = whole_turns
         self._length = _length(loader)
+        if whole_turns and self._length is not None:
+            self._length -= self._length % self._size
         self.has_length = self._length is not None
         self._position: dict[str, Any] = self._state(0, 0, ended=True)
         self._begun = False  # this process has iterated it
@@ -142,6 +149,8 @@ class GivenLoader:
         epoch, taken = self._position["epoch"], self._position["samples"]
         generators = self._position["generators"]
         batches = self._batches(epoch, taken)
+        if self._whole_turns:
+            batches = _whole_turns(batches, self._size)
         following = next(batches, None)
         if following is None:
             raise DataError(
@@ -252,6 +261,11 @@ class _RandomStream:
         finally:
             self._states = random_states()
             set_random_states(outside)
+
+
+def _whole_turns(batches: Iterator[Any], size: int) -> Iterator[Any]:
+    while len(turn := list(islice(batches, size))) == size:
+        yield from turn
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

@@ -16,8 +16,8 @@ from stepmark.errors import UsageError
 
 _CALLED = """
     compute_loss get_train_dataloader _get_train_sampler get_eval_dataloader get_test_dataloader create_optimizer
-    create_scheduler create_optimizer_and_scheduler prediction_step evaluate predict log save_model train
-    is_world_process_zero add_callback remove_callback pop_callback create_model_card push_to_hub training_step
+    create_scheduler create_optimizer_and_scheduler prediction_step evaluation_loop evaluate predict log save_model
+    train is_world_process_zero add_callback remove_callback pop_callback create_model_card push_to_hub training_step
     _save_checkpoint _save _set_signature_columns_if_needed
 """
 CALLED = tuple(_CALLED.split())
@@ -73,6 +73,17 @@ class RefusedHook:
     def __get__(self, trainer: Any, kind: type) -> Any:
         instead = refusals("hook").get(self._name, "leave it out")
         raise AttributeError(f"{kind.__name__}: stepmark's Trainer has no {self._name}; use {instead}")
+
+
+class Replaceable:
+    """A property that is only read, which an instance or a subclass may replace by an attribute of its own, as losses
+    of a user's own often are."""
+
+    def __init__(self, get: Callable[[Any], Any], doc: str) -> None:
+        self._get, self.__doc__ = get, doc
+
+    def __get__(self, trainer: Any, kind: type) -> Any:
+        return self if trainer is None else self._get(trainer)
 
 
 def overrides(trainer: Any, own: Mapping[str, Any], name: str) -> bool:

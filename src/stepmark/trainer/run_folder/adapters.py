@@ -21,34 +21,18 @@ from stepmark.training.model_wrappers import adapter_tensors, base_tensors
 MAY_DIFFER = ("inference_mode", "base_model_name_or_path", "revision", "peft_version")
 
 
-class Adapter(nn.Module):
-    """The adapter of a PeftModel as a module of its own: a section of checkpoints in `adapter_model.safetensors`.
+class RenamedModel(nn.Module):
+    """Live tensors of a model under the names that a library saves them with: a section of checkpoints.
 
-    Its state dict has the live tensors, under the names that `peft.PeftModel.save_pretrained` gives them. Of several
-    adapters it is the active one; the others, such as a reference, are not trained and belong to the run's identity.
-
-    Raises:
-        UsageError: The model trains parameters that peft would not save, or several adapters.
+    Args:
+        model: The model.
+        names: Names in its state dict, by the names in checkpoints.
     """
 
-    tensor_group = ADAPTER  # of the files in a checkpoint
-
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, names: dict[str, str]) -> None:
         super().__init__()
         self._model = [model]  # in a list, so that it is not a submodule
-        by_name = {name: adapter_tensors(model, name) for name in model.peft_config}
-        active = model.active_adapter if len(by_name) > 1 else next(iter(by_name))
-        others = {name: found for name, found in by_name.items() if name != active}
-        trained = [name for name, found in others.items() if any(each.requires_grad for _, each in found.values())]
-        if trained or active not in list(by_name):
-            raise UsageError(
-                f"the model has several adapters ({', '.join(by_name)}), and checkpoints hold one; delete the others, "
-                "or freeze them"
-            )
-        self.adapter_name, self.config, saved = active, model.peft_config[active], by_name[active]
-        self._names = {name: full for name, (full, _) in saved.items()}
-        self._others = {full for found in others.values() for full, _ in found.values()}
-        _check_complete(model, saved)
+        self._names = names
 
     @property
     def model(self) -> Any:
@@ -65,6 +49,35 @@ class Adapter(nn.Module):
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
         found = self.state_dict(keep_vars=True).values()
         return iter(tensor for tensor in found if not isinstance(tensor, nn.Parameter))
+
+
+class Adapter(RenamedModel):
+    """The adapter of a PeftModel as a module of its own: a section of checkpoints in `adapter_model.safetensors`.
+
+    Its state dict has the live tensors, under the names that `peft.PeftModel.save_pretrained` gives them. Of several
+    adapters it is the active one; the others, such as a reference, are not trained and belong to the run's identity.
+
+    Raises:
+        UsageError: The model trains parameters that peft would not save, or several adapters.
+    """
+
+    tensor_group = ADAPTER  # of the files in a checkpoint
+
+    def __init__(self, model: Any) -> None:
+        by_name = {name: adapter_tensors(model, name) for name in model.peft_config}
+        active = model.active_adapter if len(by_name) > 1 else next(iter(by_name))
+        others = {name: found for name, found in by_name.items() if name != active}
+        trained = [name for name, found in others.items() if any(each.requires_grad for _, each in found.values())]
+        if trained or active not in list(by_name):
+            raise UsageError(
+                f"the model has several adapters ({', '.join(by_name)}), and checkpoints hold one; delete the others, "
+                "or freeze them"
+            )
+        saved = by_name[active]
+        super().__init__(model, {name: full for name, (full, _) in saved.items()})
+        self.adapter_name, self.config = active, model.peft_config[active]
+        self._others = {full for found in others.values() for full, _ in found.values()}
+        _check_complete(model, saved)
 
     def write_config(self, folder: Path) -> None:
         """Writes `adapter_config.json`, for inference, as peft does. A base model in a folder is named by its absolute
@@ -98,6 +111,17 @@ def adapter_of(model: nn.Module) -> Adapter | None:
     peft = sys.modules.get("peft")  # a PeftModel cannot exist without it
     inner = getattr(model, "_orig_mod", model)
     return Adapter(inner) if peft is not None and isinstance(inner, peft.PeftModel) else None
+
+
+def saved_module(model: nn.Module) -> nn.Module:
+    """What checkpoints hold of a model: its adapter, or itself. sentence-transformers saves the model of transformers
+    in its first module as one of its own, beside folders of its further modules, and so has it at the root here."""
+    root = getattr(model, "transformers_model", None)
+    first = next(iter(model.children()), None)
+    if not isinstance(root, nn.Module) or not getattr(first, "save_in_root", False):
+        return adapter_of(model) or model
+    prefix = next((f"{name}." for name, module in model.named_modules() if module is root), "")
+    return RenamedModel(model, {name.removeprefix(prefix): name for name in model.state_dict()})
 
 
 def _check_complete(model: nn.Module, saved: dict[str, tuple[str, Tensor]]) -> None:

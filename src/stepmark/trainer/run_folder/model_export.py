@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.sharding.dtensor import is_dtensor
 from stepmark.trainer.compat.overrides import accepts
-from stepmark.trainer.run_folder.adapters import Adapter, adapter_of
+from stepmark.trainer.run_folder.adapters import Adapter, saved_module
 from stepmark.trainer.run_folder.output_folder import on_rank_0
 
 _STAGING = ".model"  # in the folder: files that are not complete yet
@@ -123,6 +124,24 @@ def _save_code(folder: Path, model: nn.Module) -> None:
     custom_object_save(model, folder, config=config)
 
 
+@contextlib.contextmanager
+def own_storages(model: nn.Module) -> Iterator[None]:
+    """Inside the block, tensors in state dicts of the model and its parts are complete storages, which safetensors
+    asks for: those of ZeRO-1 are views of a bucket."""
+
+    def copy(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        views = {name: each for name, each in state.items() if each.untyped_storage().nbytes() != each.nbytes}
+        copies = {each.data_ptr(): each.clone() for each in views.values()}  # one of tied weights
+        state.update({name: copies[each.data_ptr()] for name, each in views.items()})
+
+    handles = [module._register_state_dict_hook(copy) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 class SavedModel:
     """What a run saves of its model. `module` is the section of checkpoints: the model, or its adapter.
 
@@ -130,7 +149,7 @@ class SavedModel:
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, output_folder: Path) -> None:
-        self.module = adapter_of(model) or model
+        self.module = saved_module(model)
         self._mesh = mesh
         self._rank = mesh.context.host.rank
         self._folder = (output_folder / ".save_model").absolute()

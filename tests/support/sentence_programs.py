@@ -1,0 +1,152 @@
+"""sentence-transformers' trainers, plain and on Stepmark, with a small model and pairs of random words."""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from stepmark.runtime.context import start
+from tests.support.programs import KillAt
+from tests.support.trl_programs import SPECIAL, WORDS, wait_for
+
+ARGUMENTS = "TrainingArguments"
+KINDS = ("ranking", "similarity", "several")
+
+
+def save_model(folder: Path) -> Path:
+    """An encoder and its tokenizer in a folder; the tokenizer's configuration is written last."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(SPECIAL + WORDS)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", unk_token="<unk>")
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def texts(seed: int, rows: int) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choice(WORDS) for _ in range(draw.randint(2, 7))) for _ in range(rows)]
+
+
+def dataset(kind: str, rows: int) -> Any:
+    """Pairs of texts; with scores, or both kinds by name."""
+    from datasets import Dataset, DatasetDict
+
+    pairs = Dataset.from_dict({"anchor": texts(1, rows), "positive": texts(2, rows)})
+    if kind == "ranking":
+        return pairs
+    scored = Dataset.from_dict(
+        {"first": texts(3, rows), "second": texts(4, rows), "score": [i % 5 / 4 for i in range(rows)]}
+    )
+    return scored if kind == "similarity" else DatasetDict({"pairs": pairs, "scored": scored})
+
+
+def loss_of(kind: str, model: Any) -> Any:
+    from sentence_transformers.sentence_transformer import losses
+
+    made = {"pairs": losses.MultipleNegativesRankingLoss(model), "scored": losses.CosineSimilarityLoss(model)}
+    return made if kind == "several" else made["pairs" if kind == "ranking" else "scored"]
+
+
+def evaluator_of() -> Any:
+    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+
+    rows = 12
+    return EmbeddingSimilarityEvaluator(texts(5, rows), texts(6, rows), [i % 4 / 3 for i in range(rows)], name="held")
+
+
+def make(kind: str, folder: Path, **options: Any) -> Any:
+    """The trainer of a kind, on Stepmark or `plain`. `options` are fields of its arguments, and `rows`, `eval_rows`,
+    `evaluates`, `loss` and `callbacks`."""
+    import sentence_transformers
+    from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
+
+    import stepmark.sentence_transformers as on_stepmark
+
+    os.environ["TQDM_DISABLE"] = "1"
+    library: Any = sentence_transformers if options.pop("plain", False) else on_stepmark
+    if library is sentence_transformers and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        start("cpu")  # accelerate takes the group that is there
+    rows, eval_rows = options.pop("rows", 400), options.pop("eval_rows", 0)
+    more: dict[str, Any] = {"callbacks": options.pop("callbacks", None)}
+    more["eval_dataset"] = dataset(kind, eval_rows) if eval_rows else None
+    more["evaluator"] = evaluator_of() if options.pop("evaluates", False) else None
+    more |= {"model_init": options.pop("model_init")} if "model_init" in options else {}
+    make_loss = options.pop("loss", lambda model: loss_of(kind, model))
+    fields = {
+        "output_dir": str(folder / "run"),
+        "use_cpu": True,
+        "max_steps": 20,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "batch_sampler": "no_duplicates",
+        "prompts": "w1 " if kind != "several" else {"pairs": {"anchor": "w1 "}, "scored": {"first": "w2 "}},
+        **options,
+    }
+    base = folder / "model"
+    if not base.exists() and int(os.environ.get("RANK", "0")) == 0:
+        save_model(base)
+    wait_for(base / "tokenizer_config.json")
+    torch.manual_seed(1)
+    transformer = Transformer(str(base))
+    width = transformer.get_embedding_dimension()
+    modules = [transformer, Pooling(width), Dense(width, 8)]
+    model = sentence_transformers.SentenceTransformer(modules=modules, device="cpu")
+    args = library.SentenceTransformerTrainingArguments(**fields)
+    return library.SentenceTransformerTrainer(
+        model=model, args=args, train_dataset=dataset(kind, rows), loss=make_loss(model), **more
+    )
+
+
+def logs(trainer: Any) -> list[dict[str, float]]:
+    return [log for log in trainer.state.log_history if "loss" in log]
+
+
+def trained(kind: str, folder: str, options: dict[str, Any]) -> list[dict[str, float]]:
+    """The logs of a run, the last with a number that depends on every bit of the trained weights. `options` are those
+    of `make`, `resume` and `kill_at`, a step."""
+    options = dict(options)
+    resume, kill_at = options.pop("resume", False), options.pop("kill_at", None)
+    callbacks = [] if kill_at is None else [KillAt(kill_at, None)]
+    trainer = make(kind, Path(folder), callbacks=callbacks, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    found = logs(trainer)
+    found[-1]["weights"] = zlib.crc32(save({name: each.detach() for name, each in trainer.model.named_parameters()}))
+    return found
+
+
+def evaluated(kind: str, folder: str, options: dict[str, Any]) -> list[Any]:
+    """The metrics of evaluations, and embeddings of the trained model, of the saved one, and of the last checkpoint."""
+    from sentence_transformers import SentenceTransformer
+
+    trainer = make(kind, Path(folder), evaluates=True, **options)
+    trainer.train()
+    found = [log for log in trainer.state.log_history if any(name.startswith("eval_") for name in log)]
+    trainer.save_model(f"{folder}/final")
+    saved = [f"{folder}/final", f"{folder}/run/checkpoint-{trainer.state.global_step}"]
+    models = [trainer.model, *(SentenceTransformer(each, device="cpu") for each in saved if Path(each).exists())]
+    return [found, *(model.encode(texts(9, 3)).tolist() for model in models)]
