@@ -121,7 +121,8 @@ class Recipe:
         task = str(self.model.task)
         parts: tuple[Any, ...] = (self.training, self.data, self.evaluation)
         for part in parts:
-            for name, field in fields_of(type(part)).items():
+            kind: Any = type(part)
+            for name, field in fields_of(kind).items():
                 if name in _UNREAD.get(task, "").split() and getattr(part, name) != field.default:
                     raise UsageError(f"{name}: is not read with task: {task}; leave one of the two out")
 
