@@ -105,10 +105,16 @@ def in_words(counts: Counter[str]) -> str:
 
 
 def write_rows(files: list[str], new: Row) -> None:
-    """Writes a row for every matrix. Rows of files that have moved follow them by name."""
-    known = {Path(row["matrix"]).name: row for row in [*read_rows("proof"), new]}
+    """Writes a row for every matrix. The row of a file that has moved follows it by name, unless several may be it."""
+    known = {row["matrix"]: row for row in [*read_rows("proof"), new]}
+    moved = {Path(matrix).name: row for matrix, row in known.items() if matrix not in files}
+    without = Counter(Path(file).name for file in files if file not in known)
+    for file in files:
+        name = Path(file).name
+        if file not in known and without[name] == 1 and name in moved:
+            known[file] = moved[name]
     blank = {**dict.fromkeys(COLUMNS, ""), "tests": NOT_RUN}
-    rows = [{**blank, "what it shows": shows(file), **known.get(Path(file).name, {}), "matrix": file} for file in files]
+    rows = [{**blank, "what it shows": shows(file), **known.get(file, {}), "matrix": file} for file in files]
     made_by = read_table("proof")["made_by"]
     if HAS_XLA:
         versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "torch_xla", "transformers"))

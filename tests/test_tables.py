@@ -63,6 +63,11 @@ def test_a_row_follows_its_file_and_a_file_without_one_gets_it(tmp_path: Path, m
         {**dict.fromkeys(COLUMNS, ""), "matrix": "tests/test_two.py", "what it shows": "shows tests/test_two.py"}
         | {"tests": NOT_RUN},
     ]
+    files = ["tests/b/test_one.py", "tests/c/test_one.py"]  # of one name: each has the row of its own run
+    write_rows(files, {**new, "matrix": files[1], "tests": "9 passed"})
+    assert [(row["matrix"], row["tests"]) for row in read_rows("proof")] == [
+        *zip(files, ("3 passed", "9 passed"), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("row", PROOF, ids=[row["matrix"] for row in PROOF])
