@@ -119,9 +119,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         task = str(self.model.task)
-        for part in (self.training, self.data, self.evaluation):
-            for name, field in fields_of(type(part)).items():
-                if name in _UNREAD.get(task, "").split() and getattr(part, name) != field.default:
+        for part, kind in PARTS.items():
+            for name, field in fields_of(kind).items():
+                if name in _UNREAD.get(task, "").split() and getattr(getattr(self, part), name) != field.default:
                     raise UsageError(f"{name}: is not read with task: {task}; leave one of the two out")
 
     def refuse_task(self, command: str, remedy: str) -> None:

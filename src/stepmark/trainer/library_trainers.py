@@ -49,7 +49,8 @@ class Base(Trainer, _Refused, transformers.Trainer):  # type: ignore[misc, overr
 
     def __init__(self, *given: Any, eval_dataset: Any = None, **options: Any) -> None:
         """Libraries pass a word in place of data that an evaluator of theirs does without."""
-        super().__init__(*given, eval_dataset=None if isinstance(eval_dataset, str) else eval_dataset, **options)
+        options["eval_dataset"] = None if isinstance(eval_dataset, str) else eval_dataset
+        super().__init__(*given, **options)
 
     def _complete_run_state(self) -> dict[str, Any]:
         """Also the running sums of libraries, so that a resumed run logs the same means: TRL's, which are the same on
