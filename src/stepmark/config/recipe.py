@@ -119,11 +119,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         task = str(self.model.task)
-        parts: tuple[Any, ...] = (self.training, self.data, self.evaluation)
-        for part in parts:
-            kind: Any = type(part)
+        for part, kind in PARTS.items():
             for name, field in fields_of(kind).items():
-                if name in _UNREAD.get(task, "").split() and getattr(part, name) != field.default:
+                if name in _UNREAD.get(task, "").split() and getattr(getattr(self, part), name) != field.default:
                     raise UsageError(f"{name}: is not read with task: {task}; leave one of the two out")
 
     def refuse_task(self, command: str, remedy: str) -> None:

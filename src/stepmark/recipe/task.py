@@ -82,7 +82,8 @@ def build_task_trainer(recipe: Recipe, run: Run, callbacks: Sequence[Any] = ()) 
         raise DataError(f"block_size: TRL leaves out what is longer than {length} tokens, which is every row; raise it")
     if kept < len(train):
         logger.warning("%d of %d rows are longer than block_size and left out by TRL", len(train) - kept, len(train))
-    content = json.dumps([task, length, options, train], sort_keys=True, default=str)
+    chosen = [recipe.data.text_column, recipe.data.assistant_only_loss]
+    content = json.dumps([task, length, chosen, train], sort_keys=True, default=str)
     trainer.train_dataset.fingerprint = xxhash.xxh3_128_hexdigest(content.encode())
     return trainer
 
