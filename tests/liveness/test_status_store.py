@@ -11,9 +11,8 @@ import pytest
 
 from stepmark.errors import CheckpointTimeout
 from stepmark.filesystem import files
-from stepmark.liveness.deadlines import PhaseDeadlines
 from stepmark.liveness.running_time import running_time
-from stepmark.liveness.status_store import RankFailed, StatusStore
+from stepmark.liveness.status_store import PhaseDeadlines, RankFailed, StatusStore
 
 
 def board(folder: Path, rank: int, phase: str) -> StatusStore:

@@ -9,13 +9,12 @@ import pytest
 
 PROGRAM = """
 import sys, threading, time
-from stepmark.liveness.watchdog import end_unless, watchdog
-from stepmark.liveness.running_time import running_time
+from stepmark.liveness.watchdog import Deadline, end_unless
 
 def refuse(thread):
     raise RuntimeError("can't start new thread")
 
-def expire():
+def expire(_):
     if sys.argv[1] == "the limit of threads":
         threading.Thread.start = refuse
         end_unless(threading.Event(), TimeoutError("it is late"), 0)
@@ -26,7 +25,7 @@ def expire():
         end_unless(collected, TimeoutError("it is late"), 0)
         collected.set()
 
-watchdog.watch(running_time(), expire)
+deadline = Deadline("an operation", 0.0, expire)
 time.sleep(8)
 """
 

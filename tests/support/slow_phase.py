@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.__main__ import main
-from stepmark.liveness.deadlines import PhaseDeadlines
+from stepmark.liveness.status_store import PhaseDeadlines
 from stepmark.runtime import context, mesh
 from stepmark.training.step import TrainStep
 

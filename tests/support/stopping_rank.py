@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.__main__ import main
-from stepmark.liveness.deadlines import PhaseDeadlines
-from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.status_store import PhaseDeadlines, StatusStore
 
 
 def stop_before(owner: type, name: str, stops: Callable[..., bool]) -> None:

@@ -62,12 +62,11 @@ from stepmark.checkpoint.save_handle import SaveHandle
 from stepmark.checkpoint.sections import Section, check_state, describe
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
-from stepmark.liveness.deadlines import PhaseDeadlines
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.process_exit import end_process
 from stepmark.liveness.progress import SAVE, staying
-from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.status_store import PhaseDeadlines, StatusStore
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import runtime_for

@@ -29,9 +29,8 @@ from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.host_memory import GROUP_BYTES, in_groups
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
-from stepmark.liveness.deadlines import Deadline
 from stepmark.liveness.failure_report import describe_error
-from stepmark.liveness.watchdog import end_unless
+from stepmark.liveness.watchdog import Deadline, end_unless
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import runtime_for
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved

@@ -1,7 +1,7 @@
 """Enforced deadlines, so that nothing hangs indefinitely.
 
-An operation that may hang is registered with a deadline. Once that has passed, a thread that needs neither the device
-nor the stuck thread calls the operation's `expired`. If that thread cannot run either, because something holds the
+An operation that may hang has a `Deadline`. Once that has passed, a thread that needs neither the device nor the stuck
+thread calls its `expire`. If that thread cannot run either, because something holds the
 interpreter's lock, a small helper process (`external_watchdog_process.py`), which counts down, makes this one print its
 stacks and kills it, EXTERNAL_DELAY seconds later.
 
@@ -22,13 +22,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepmark.errors import CheckpointTimeout
 from stepmark.liveness.bounded_call import BoundedCall
-from stepmark.liveness.failure_report import REPORTS
-from stepmark.liveness.process_exit import STDERR, end_process
+from stepmark.liveness.failure_report import REPORTS, late
+from stepmark.liveness.process_exit import STDERR, end_process, print_stacks
 from stepmark.liveness.running_time import running_time
 
 SCRIPT = Path(__file__).with_name("external_watchdog_process.py")
@@ -115,40 +115,61 @@ class ExternalWatchdog:
         return process
 
 
-@dataclass(eq=False)
-class Watch:
-    """An operation that has to end by `deadline` (in running_time)."""
+class Deadline:
+    """A time limit for an operation that may hang. Once it has passed, the stacks of all threads are printed and
+    `missed(error)` is called, in another thread. `setting` is the name of the user's time limit."""
 
-    deadline: float
-    expired: Callable[[], None]
+    def __init__(
+        self, what: str, timeout: float, missed: Callable[[CheckpointTimeout], None], setting: str = "save_timeout"
+    ) -> None:
+        now = running_time()
+        self.time = now + timeout
+        self.last = min(self.time, now + _FAR) + _MARGIN  # when it is taken to be missed
+        self._message, self._missed = late(what, timeout, setting), missed
+        self._error: CheckpointTimeout | None = None
+        watchdog.watch(self)
+
+    def release(self) -> None:
+        """Stops watching the operation, however it has ended."""
+        watchdog.release(self)
+
+    def end(self) -> None:
+        """The operation is complete. Raises CheckpointTimeout where it has missed its deadline."""
+        self.release()
+        if self._error is not None:
+            raise self._error
+
+    def expire(self) -> None:
+        """It has passed."""
+        self._error = CheckpointTimeout(self._message)
+        print_stacks(self._message)
+        self._missed(self._error)
 
 
 class Watchdog:
-    """The watched operations of this process, and the thread that watches them."""
+    """The deadlines of this process, and the thread that watches them."""
 
     def __init__(self) -> None:
-        self._watches: set[Watch] = set()
+        self._watches: set[Deadline] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._external = ExternalWatchdog()
 
-    def watch(self, deadline: float, expired: Callable[[], None]) -> Watch:
-        """Calls `expired` in another thread unless the watch is released shortly after the deadline at the latest."""
-        watch = Watch(min(deadline, running_time() + _FAR) + _MARGIN, expired)
+    def watch(self, deadline: Deadline) -> None:
+        """Calls its `expire` in another thread unless it is released shortly after it at the latest."""
         with self._changed:
-            self._watches.add(watch)
+            self._watches.add(deadline)
             self._arm()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="stepmark-watchdog", daemon=True)
                 self._thread.start()
             self._changed.notify()
-        return watch
 
-    def release(self, watch: Watch) -> None:
+    def release(self, deadline: Deadline) -> None:
         """The operation has ended."""
         with self._changed:
-            if watch in self._watches:
-                self._watches.remove(watch)
+            if deadline in self._watches:
+                self._watches.remove(deadline)
                 self._arm()
 
     def stand_by(self, *countdown: Any) -> None:
@@ -157,21 +178,21 @@ class Watchdog:
             self._external.count_down(BEAT, *countdown)
 
     def _arm(self) -> None:
-        first = min((watch.deadline for watch in self._watches), default=None)
+        first = min((each.last for each in self._watches), default=None)
         ends = None if first is None else max(first - running_time(), 0.0) + EXTERNAL_DELAY
         self._external.count_down(SAVE, None, ends)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                first = min(self._watches, key=lambda watch: watch.deadline, default=None)
-                left = None if first is None else first.deadline - running_time()
+                first = min(self._watches, key=lambda each: each.last, default=None)
+                left = None if first is None else first.last - running_time()
                 if left is None or left > 0:
                     self._changed.wait(left)
                     continue
                 assert first is not None
             try:
-                first.expired()
+                first.expire()
             except Exception as error:  # nothing else would end the stuck operation
                 end_process(error, int(os.environ.get("RANK", "0")))
             finally:

@@ -27,7 +27,7 @@ from stepmark.checkpoint.save import operation as saving
 from stepmark.errors import CheckpointError, StepmarkError
 from stepmark.filesystem import files
 from stepmark.liveness import status_store
-from stepmark.liveness.deadlines import PhaseDeadlines
+from stepmark.liveness.status_store import PhaseDeadlines
 from stepmark.sharding.layout import Box, Layout, Part, Shard, TensorSlice
 from tests.system.distributed.checkpoint_world import RankError, join_ranks, run_ranks, start_ranks
 

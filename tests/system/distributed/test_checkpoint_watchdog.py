@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.liveness import deadlines as phases
+from stepmark.liveness import status_store as phases
 from stepmark.sharding.layout import Layout, Shard
 
 TIMEOUT = 6.0  # seconds, three times what 14 processes on two busy cores need for a phase

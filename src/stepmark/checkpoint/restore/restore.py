@@ -21,8 +21,8 @@ from stepmark.checkpoint.sections import Section, describe
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from stepmark.liveness.collection import without_collection
-from stepmark.liveness.deadlines import PhaseDeadlines
 from stepmark.liveness.failure_report import describe_error
+from stepmark.liveness.status_store import PhaseDeadlines
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.xla_environment import extracting_graphs

@@ -15,10 +15,9 @@ from stepmark.checkpoint.save.delete_old_checkpoints import CheckpointCleaner
 from stepmark.checkpoint.save.operation import SaveOperation
 from stepmark.checkpoint.save_handle import SaveHandle
 from stepmark.errors import CheckpointError, CheckpointTimeout
-from stepmark.liveness.deadlines import PhaseDeadlines
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.running_time import running_time
-from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.status_store import PhaseDeadlines, StatusStore
 from stepmark.liveness.watchdog import end_unless
 
 FAREWELL = 10.0  # seconds that rank 0 gives the others to read a save's outcome

@@ -18,10 +18,9 @@ from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.save.snapshot import Extent, PendingCopies
 from stepmark.checkpoint.save.write import Checksums, write_extents, write_header
 from stepmark.errors import CheckpointError, CheckpointTimeout, StepmarkError
-from stepmark.liveness.deadlines import PhaseDeadlines
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.process_exit import print_stacks
-from stepmark.liveness.status_store import RankFailed, StatusStore
+from stepmark.liveness.status_store import PhaseDeadlines, RankFailed, StatusStore
 
 
 @dataclass(frozen=True)
