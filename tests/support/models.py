@@ -259,11 +259,14 @@ def embeddings(options: dict[str, Any]) -> dict[str, Any]:
     return {"held": digests, "shape": [list(value.shape) for value in held.values()]}
 
 
-def state_bytes(options: dict[str, Any]) -> int:
-    """Bytes of optimizer state that this rank holds after a step."""
-    step, batches = training(start("cpu"), options, build(**options["model"]))
-    step(0, next(batches))
-    return step.optimizer.state_bytes()
+def state_bytes(cases: list[dict[str, Any]]) -> list[int]:
+    """Bytes of optimizer state that this rank holds after a step of each case."""
+    found = []
+    for options in cases:
+        step, batches = training(start("cpu"), options, build(**options["model"]))
+        step(0, next(batches))
+        found.append(step.optimizer.state_bytes())
+    return found
 
 
 def measured(context: Context, options: dict[str, Any], *, together: bool = False) -> dict[str, Any]:
