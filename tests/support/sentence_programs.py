@@ -53,7 +53,7 @@ def dataset(kind: str, rows: int) -> Any:
     from datasets import Dataset, DatasetDict
 
     pairs = Dataset.from_dict({"anchor": texts(1, rows), "positive": texts(2, rows)})
-    if kind == "ranking":
+    if kind in ("ranking", "gathered"):
         return pairs
     scored = Dataset.from_dict(
         {"first": texts(3, rows), "second": texts(4, rows), "score": [i % 5 / 4 for i in range(rows)]}
@@ -64,6 +64,8 @@ def dataset(kind: str, rows: int) -> Any:
 def loss_of(kind: str, model: Any) -> Any:
     from sentence_transformers.sentence_transformer import losses
 
+    if kind == "gathered":  # negatives of all ranks
+        return losses.MultipleNegativesRankingLoss(model, gather_across_devices=True)
     made = {"pairs": losses.MultipleNegativesRankingLoss(model), "scored": losses.CosineSimilarityLoss(model)}
     return made if kind == "several" else made["pairs" if kind == "ranking" else "scored"]
 

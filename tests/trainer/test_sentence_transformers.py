@@ -52,7 +52,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, ranks: Ranks, kind: st
 
 
 @pytest.mark.parametrize("options", [{}, {"zero_1": True}])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "gathered"])
 def test_two_ranks_have_the_losses_of_the_library(
     tmp_path: Path, ranks: Ranks, kind: str, options: dict[str, Any]
 ) -> None:
