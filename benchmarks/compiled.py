@@ -37,9 +37,9 @@ from stepmark.config.training_fields import TrainingFields  # noqa: E402
 from stepmark.data.loader.batch import MicroBatch, StepBatch  # noqa: E402
 from stepmark.launch.supervisor import supervise  # noqa: E402
 from stepmark.training.compiled_layers import compile_layers  # noqa: E402
-from stepmark.training.loss import MicroBatchLoss  # noqa: E402
 from stepmark.training.optimizer import build_optimizer  # noqa: E402
 from stepmark.training.step import TrainStep  # noqa: E402
+from stepmark.training.weighted_loss import MicroBatchLoss  # noqa: E402
 
 VOCABULARY, LENGTH, ROWS, WIDTH, HEADS = 512, 128, 8, 128, 4
 PLAIN, LAYERS, BY_HAND = "plain", "torch_compile", "torch.compile by hand"

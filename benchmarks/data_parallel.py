@@ -46,9 +46,9 @@ from torch.profiler import ProfilerActivity, profile
 from stepmark import Mesh, parallelize
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.launch.supervisor import supervise
-from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.optimizer import build_optimizer
 from stepmark.training.step import TrainStep
+from stepmark.training.weighted_loss import MicroBatchLoss
 
 Step = Callable[[list[Tensor] | None], Any]  # None: the end of a round
 

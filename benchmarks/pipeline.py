@@ -49,10 +49,10 @@ from stepmark.data.loader.batch import StepBatch  # noqa: E402
 from stepmark.launch.supervisor import supervise  # noqa: E402
 from stepmark.parallel.pipeline.schedules import ideal_idle_share  # noqa: E402
 from stepmark.parallel.pipeline.staged_model import StagedModel, staged  # noqa: E402
-from stepmark.training.loss import MicroBatchLoss  # noqa: E402
 from stepmark.training.optimizer import build_optimizer  # noqa: E402
 from stepmark.training.pipelined_micro_batches import PipelinedSchedule  # noqa: E402
 from stepmark.training.step import TrainStep  # noqa: E402
+from stepmark.training.weighted_loss import MicroBatchLoss  # noqa: E402
 
 logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
 stage._PipelineStageBase._get_init_p2p_neighbors_ops = lambda self: []  # type: ignore[method-assign]

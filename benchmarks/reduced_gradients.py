@@ -34,9 +34,9 @@ from stepmark import Mesh
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.launch.supervisor import supervise
 from stepmark.runtime.collectives import GroupCollectives
-from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.optimizer import build_optimizer
 from stepmark.training.step import TrainStep
+from stepmark.training.weighted_loss import MicroBatchLoss
 
 LENGTH, ROWS, WIDTH = 128, 4, 128
 LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")

@@ -22,7 +22,7 @@ from stepmark import errors
 from stepmark.cli.main import COMMANDS, build_parser
 from stepmark.config.fields import REFERENCE
 from stepmark.config.recipe import all_fields, sections
-from stepmark.config.refusals import OF_RECIPES, refusals
+from stepmark.config.unknown_fields import OF_RECIPES, refusals
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"<!-- table ([\w-]+) -->")

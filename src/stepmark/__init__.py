@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from stepmark.trainer.training_arguments import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
     from stepmark.trainer.training_arguments import TrainingArguments as TrainingArguments
     from stepmark.training.learning_rate_schedule import build_schedule as build_schedule
-    from stepmark.training.loss import MicroBatchLoss as MicroBatchLoss
     from stepmark.training.optimizer import build_optimizer as build_optimizer
     from stepmark.training.step import TrainStep as TrainStep
+    from stepmark.training.weighted_loss import MicroBatchLoss as MicroBatchLoss
 
     prepare_data = prepare
 
@@ -49,7 +49,7 @@ _MODULES = {
     "DataLoader": "stepmark.data.loader.loader",
     "DevicePrefetcher": "stepmark.data.loader.prefetcher",
     "Mesh": "stepmark.runtime.mesh",
-    "MicroBatchLoss": "stepmark.training.loss",
+    "MicroBatchLoss": "stepmark.training.weighted_loss",
     "PadTo": "stepmark.data.loader.collate",
     "Seq2SeqTrainer": "stepmark.trainer.seq2seq",
     "Seq2SeqTrainingArguments": "stepmark.trainer.training_arguments",
@@ -82,7 +82,7 @@ def _export_place() -> None:
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        from stepmark.config.refusals import export_message
+        from stepmark.config.unknown_fields import export_message
 
         message = export_message(name)
         if message is not None:

@@ -12,7 +12,7 @@ from stepmark import Trainer, TrainingArguments
 from stepmark.cli.main import run
 from stepmark.config.fields import field_names
 from stepmark.config.recipe import all_fields, read_recipe
-from stepmark.config.refusals import refusals
+from stepmark.config.unknown_fields import refusals
 from stepmark.errors import UsageError
 
 FIELDS, EXPORTS = refusals("elsewhere"), refusals("export")
@@ -79,7 +79,7 @@ def test_the_pages_send_readers_to_the_table() -> None:
 def test_an_unknown_name_is_explained_without_importing_transformers() -> None:
     """Which takes seconds."""
     program = (
-        "import sys; from stepmark.config.refusals import unknown_fields as told;"
+        "import sys; from stepmark.config.unknown_fields import unknown_fields as told;"
         "assert 'not support' in told(['streaming'], ()) and 'not support' in told(['tf32'], ());"
         "assert 'transformers field' in told(['deepspeed'], ());"
         "assert 'nproc' in told(['nproc_per_node'], ()) and 'config_overrides' in told(['n_layers'], ());"

@@ -19,7 +19,7 @@ from stepmark.data.loader.loader import DataLoader
 from stepmark.evaluation.evaluator import Evaluator, perplexity
 from stepmark.evaluation.predictions import concatenate
 from stepmark.runtime.mesh import Mesh
-from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.weighted_loss import MicroBatchLoss
 from tests.support.label_models import make, mean_by_hand
 from tests.support.programs import VOCABULARY, Blocks, tiny_model
 from tests.support.ranks import Ranks

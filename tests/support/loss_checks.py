@@ -12,9 +12,9 @@ from torch import nn
 from stepmark.data.loader.loader import DataLoader
 from stepmark.evaluation.evaluator import Evaluator
 from stepmark.runtime.mesh import Mesh
-from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.optimizer import wrap_optimizer
 from stepmark.training.step import TrainStep
+from stepmark.training.weighted_loss import MicroBatchLoss
 from tests.support.label_models import Case, NotMade, make, mean_by_hand, sample_losses, task_of
 
 BATCHES = (1, 2, 5)

@@ -153,10 +153,10 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
     from stepmark.data.loader.prefetcher import DevicePrefetcher
     from stepmark.parallel.optimizer.named import NamedOptimizer
     from stepmark.parallel.optimizer.whole_parameters import WholeParameters
-    from stepmark.training.loss import MicroBatchLoss
     from stepmark.training.model_options import enable_gradient_checkpointing
     from stepmark.training.optimizer import build_optimizer, parameter_kinds
     from stepmark.training.step import TrainStep
+    from stepmark.training.weighted_loss import MicroBatchLoss
     from tests.support.whole_parameter_programs import Lamb
 
     tp, accumulation = options.get("tp", 1), options.get("accumulation", 1)

@@ -18,7 +18,7 @@ from torch import Tensor
 from stepmark.launch.world import World
 from stepmark.liveness.host_group import HostGroup
 from stepmark.runtime.context import Context
-from stepmark.runtime.links import Exchange, Form
+from stepmark.runtime.stage_transfers import Exchange, Form
 
 POLL_SECONDS = 0.5  # how often a thread that waits for another looks whether one has failed
 

@@ -14,10 +14,10 @@ from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.errors import UsageError
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.compiled_layers import layers_of
-from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.model_options import enable_gradient_checkpointing
 from stepmark.training.optimizer import build_optimizer
 from stepmark.training.step import StepStatistics, TrainStep
+from stepmark.training.weighted_loss import MicroBatchLoss
 from tests.support.models import build
 
 RATE = 0.125

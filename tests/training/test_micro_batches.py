@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.runtime.mesh import Mesh
-from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import SequentialSchedule
+from stepmark.training.weighted_loss import MicroBatchLoss
 from tests.support.programs import Blocks, tiny_model
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.loader import DataLoader
-from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.model_labels import known_shift, label_names, label_rule, names_num_items
+from stepmark.training.weighted_loss import MicroBatchLoss, Weight
 from tests.support.label_models import make
 from tests.support.programs import VOCABULARY, tiny_model
 

@@ -15,9 +15,9 @@ from stepmark.data.loader.batch import MicroBatch
 from stepmark.errors import UsageError
 from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.pipeline.transfers import Activation, Transfers
-from stepmark.runtime.links import Exchange, Form
-from stepmark.training.loss import MicroBatchLoss
+from stepmark.runtime.stage_transfers import Exchange, Form
 from stepmark.training.pipelined_forward import EvaluationPaused, PipelinedForward
+from stepmark.training.weighted_loss import MicroBatchLoss
 from tests.support.models import build
 
 

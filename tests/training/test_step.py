@@ -14,9 +14,9 @@ from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
-from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.optimizer import build_optimizer
 from stepmark.training.step import StepHooks, TrainStep
+from stepmark.training.weighted_loss import MicroBatchLoss
 from tests.support.programs import tiny_model
 from tests.support.ranks import Ranks
 from tests.training.test_micro_batches import Recorder, step_batch

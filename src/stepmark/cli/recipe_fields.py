@@ -7,7 +7,7 @@ from typing import Any
 
 from stepmark.config.fields import Field
 from stepmark.config.recipe import DO_TRAIN, Recipe, all_fields, is_switch, read_recipe, sections
-from stepmark.config.refusals import unknown_fields
+from stepmark.config.unknown_fields import unknown_fields
 from stepmark.liveness import console
 
 

@@ -24,8 +24,8 @@ from stepmark.config.fields import (
     one_of,
     refuse,
 )
-from stepmark.config.refusals import unknown_fields
 from stepmark.config.training_fields import TrainingFields
+from stepmark.config.unknown_fields import unknown_fields
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
 

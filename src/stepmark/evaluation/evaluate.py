@@ -18,9 +18,9 @@ from stepmark.evaluation.restored_model import ModelReader
 from stepmark.parallel.parallelize import parallelized
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
-from stepmark.training.loss import LossFunction, MicroBatchLoss
 from stepmark.training.micro_batches import autocast_dtype
 from stepmark.training.model_wrappers import without_wrapper
+from stepmark.training.weighted_loss import LossFunction, MicroBatchLoss
 
 
 def evaluate(

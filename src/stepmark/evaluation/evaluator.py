@@ -33,11 +33,11 @@ from stepmark.liveness.progress import EVALUATION, entering, staying
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
-from stepmark.training.loss import MicroBatchLoss, Weight, loss_beside
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating, unwrapped
 from stepmark.training.one_graph_per_step.transformers_forward import forward_without_reads
 from stepmark.training.pipelined_forward import PipelinedForward
+from stepmark.training.weighted_loss import MicroBatchLoss, Weight, loss_beside
 
 BatchResult = tuple[Tensor | None, Any, Any]
 PredictionStep = Callable[[Any, bool, Sequence[str] | None], tuple[Tensor | None, Any, Any]]

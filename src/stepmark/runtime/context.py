@@ -23,8 +23,8 @@ from stepmark.liveness.host_group import HostGroup, leave
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import choose_device, create_runtime
 from stepmark.runtime.hardware import neuron_device_present
-from stepmark.runtime.links import HostLinks
 from stepmark.runtime.neuron.neuron_environment import set_rank_variables
+from stepmark.runtime.stage_transfers import HostLinks
 
 TIMEOUT = timedelta(hours=2)  # longer than any compilation that another rank waits for
 

@@ -20,8 +20,8 @@ from stepmark.runtime.collectives import (
     NoCollectives,
 )
 from stepmark.runtime.context import TIMEOUT, Context, backend_for, quiet_stdout, start
-from stepmark.runtime.links import GroupLinks, HostLinks, StageLinks
 from stepmark.runtime.rank_grid import RankGrid, group_of, with_every_rank
+from stepmark.runtime.stage_transfers import GroupLinks, HostLinks, StageLinks
 
 if TYPE_CHECKING:
     from stepmark.runtime.xla import XlaRuntime
@@ -222,14 +222,14 @@ def _links(context: Context, pipelines: list[list[int]]) -> StageLinks:
         return links
     if getattr(runtime, "in_graph_collectives", False):
         return _in_graph(context, links, pipelines)
-    from stepmark.runtime.lazy_links import BridgeLinks
+    from stepmark.runtime.lazy_stage_transfers import BridgeLinks
 
     return BridgeLinks(_xla(context), links)
 
 
 def _in_graph(context: Context, on_host: HostLinks, pipelines: list[list[int]]) -> StageLinks:
     """The links whose transfers are graphs."""
-    from stepmark.runtime.lazy_links import GraphLinks
+    from stepmark.runtime.lazy_stage_transfers import GraphLinks
 
     return GraphLinks(_xla(context), on_host, context.world.rank, pipelines)
 
@@ -269,7 +269,7 @@ def _graph_collectives(
     """`groups`: None where there is one group, of all ranks."""
     if not between_stages:
         return GraphCollectives(context.runtime, own.index(context.world.rank), len(own), groups)
-    from stepmark.runtime.lazy_links import SeparateGraphs
+    from stepmark.runtime.lazy_stage_transfers import SeparateGraphs
 
     complete = None if groups is None else with_every_rank(groups, context.world.size)
     return SeparateGraphs(_xla(context), context.world.rank, own, complete)

@@ -23,8 +23,8 @@ from stepmark.data.loader.stream_loader import StreamLoader, check_readable_agai
 from stepmark.errors import DataError, UsageError
 from stepmark.runtime.mesh import Mesh
 from stepmark.trainer.compat.given_loader import GivenLoader, PlainBatches
-from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.model_labels import unwrapped
+from stepmark.training.weighted_loss import MicroBatchLoss
 
 # Labels that collators rename, and labels that were shifted already, which forwards take among their other arguments.
 ALWAYS = ("label", "label_ids", "shift_labels")

@@ -43,7 +43,6 @@ from stepmark.trainer.run_folder.run_identity import SPECIAL
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.training.compiled_layers import check_compiler
 from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
-from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import AroundPasses, autocast_dtype
 from stepmark.training.model_options import (
@@ -55,6 +54,7 @@ from stepmark.training.model_options import (
 from stepmark.training.optimizer import build_optimizer, decays_by_default, parameter_kinds, wrap_optimizer
 from stepmark.training.packing_check import check_packing
 from stepmark.training.step import TrainStep
+from stepmark.training.weighted_loss import MicroBatchLoss
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from transformers.trainer_utils import (
     TrainOutput,
 )
 
-from stepmark.config.refusals import explains_keywords
 from stepmark.config.training_fields import TrainingFields, set_log_level
+from stepmark.config.unknown_fields import explains_keywords
 from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.stream_loader import check_readable_again, is_stream
 from stepmark.errors import DataError, UsageError
@@ -79,12 +79,12 @@ from stepmark.trainer.telemetry.progress import metric_lines
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.compiled_layers import compile_layers
-from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.micro_batches import Passes, autocast, autocast_dtype
 from stepmark.training.model_labels import names_labels
 from stepmark.training.model_options import attention_of
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.one_graph_per_step.deferred_reads import plain
+from stepmark.training.weighted_loss import MicroBatchLoss
 
 
 @explains_keywords

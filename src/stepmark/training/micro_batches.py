@@ -21,9 +21,9 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed, seed_host
 from stepmark.sharding.dtensor import is_dtensor
 from stepmark.training.expert_loads import ExpertLoads
-from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.shared_decision import SharedDecision
+from stepmark.training.weighted_loss import MicroBatchLoss, Weight
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from stepmark.data.loader.batch import MicroBatch
 from stepmark.parallel.pipeline.staged_model import StagedModel, staged
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
 from stepmark.runtime.eager import kept_generators
-from stepmark.runtime.links import Form
 from stepmark.runtime.mesh import Mesh
-from stepmark.training.loss import MicroBatchLoss
+from stepmark.runtime.stage_transfers import Form
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating
 from stepmark.training.shared_decision import SharedDecision
+from stepmark.training.weighted_loss import MicroBatchLoss
 
 
 class EvaluationPaused(Exception):

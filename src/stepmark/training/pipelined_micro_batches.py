@@ -22,15 +22,15 @@ from stepmark.parallel.pipeline.stage_plan import checkpoints_gradients
 from stepmark.parallel.pipeline.staged_model import StagedModel
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
 from stepmark.parallel.tensor.dropout import begin_regions
-from stepmark.runtime.links import Form
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed
+from stepmark.runtime.stage_transfers import Form
 from stepmark.training.expert_loads import ExpertLoads
-from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import TokenCounts, autocast, seed_micro_batch
 from stepmark.training.one_graph_per_step.saved_weights import weights_made_again
 from stepmark.training.pipelined_forward import PipelinedForward, StageCalls
+from stepmark.training.weighted_loss import MicroBatchLoss, Weight
 
 
 class PipelinedSchedule:

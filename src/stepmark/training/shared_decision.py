@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stepmark.data.loader.batch import MicroBatch
 from stepmark.runtime.mesh import Mesh
-from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.weighted_loss import MicroBatchLoss
 
 
 class SharedDecision:

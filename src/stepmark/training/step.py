@@ -24,10 +24,10 @@ from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import kept_host_generators
 from stepmark.training.expert_loads import ExpertLoads
-from stepmark.training.loss import MicroBatchLoss
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import AroundPasses, MicroBatchSchedule, SequentialSchedule
 from stepmark.training.pipelined_micro_batches import PipelinedSchedule
+from stepmark.training.weighted_loss import MicroBatchLoss
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from transformers import TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
-from stepmark.config.refusals import refusals
+from stepmark.config.unknown_fields import refusals
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.trainer.compat.overrides import CALLED
-from stepmark.training.loss import MicroBatchLoss
+from stepmark.training.weighted_loss import MicroBatchLoss
 from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
 from tests.trainer.compat.test_strategies import steps

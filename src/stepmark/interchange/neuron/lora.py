@@ -13,7 +13,7 @@ from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.models.model_outline import read_config
 from stepmark.interchange.neuron.key_value_layout import HeadLayout
 from stepmark.interchange.neuron.stages import Stage, model_of
-from stepmark.interchange.sources.finish import config_path, finish
+from stepmark.interchange.sources.complete_state import config_path, finish
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.model_folder.adapted_model import ADAPTER_CONFIG
 from stepmark.tensor_files.global_tensor import GlobalTensor

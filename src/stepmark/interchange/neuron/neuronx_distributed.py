@@ -23,8 +23,8 @@ from stepmark.interchange.neuron.rank_files import (
     rank_files,
 )
 from stepmark.interchange.neuron.stages import Stage, fill_from_masters, head_layout, model_of, optimizer_of
+from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for
 from stepmark.interchange.sources.dcp_store import is_store
-from stepmark.interchange.sources.finish import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 from stepmark.tensor_files.torch_file import Missing, read_dict, read_rank_file

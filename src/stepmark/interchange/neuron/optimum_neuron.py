@@ -19,7 +19,7 @@ from stepmark.interchange.neuron import neuronx_distributed as nxd
 from stepmark.interchange.neuron.optimizer import Unrecoverable, add_optimizer
 from stepmark.interchange.neuron.rank_files import Place, check_grid, first_layout_files, rank_files
 from stepmark.interchange.neuron.stages import Stage, fill_from_masters, head_layout, model_of, optimizer_of
-from stepmark.interchange.sources.finish import files_beside, finish, outline_for
+from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.sources.transformers_trainer import read_trainer_state
 from stepmark.tensor_files.source_files import matching, read_json

@@ -11,7 +11,7 @@ from stepmark.interchange.neuron import neuronx_distributed as nxd
 from stepmark.interchange.neuron.optimum_neuron import StageMetadata, heads_config, metadata_files, read_metadata
 from stepmark.interchange.neuron.rank_files import Place, rank_files
 from stepmark.interchange.neuron.stages import fill_from_masters, head_layout, model_of
-from stepmark.interchange.sources.finish import finish
+from stepmark.interchange.sources.complete_state import finish
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.model_folder.adapted_model import ADAPTER_CONFIG
 

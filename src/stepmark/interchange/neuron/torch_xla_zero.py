@@ -16,7 +16,7 @@ from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.models.model_outline import ModelOutline
 from stepmark.interchange.neuron.optimizer import zero_states
 from stepmark.interchange.sources import plain
-from stepmark.interchange.sources.finish import files_beside, finish, fit_model, outline_for
+from stepmark.interchange.sources.complete_state import files_beside, finish, fit_model, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.optimizer_names import agreed_names
 from stepmark.interchange.sources.state_dict_files import read_weights, without_prefix

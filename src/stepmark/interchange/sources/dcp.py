@@ -11,8 +11,8 @@ from typing import Any
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models.model_outline import ModelOutline
 from stepmark.interchange.sources import torchtitan
+from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for, take_own_names
 from stepmark.interchange.sources.dcp_store import METADATA, DcpStore, is_store, read_store
-from stepmark.interchange.sources.finish import files_beside, finish, outline_for, take_own_names
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.name_map import new_names
 from stepmark.interchange.sources.optimizer_names import agreed_names

@@ -18,7 +18,7 @@ from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.sources import transformers_trainer
-from stepmark.interchange.sources.finish import files_beside, finish, outline_for
+from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.torch_optimizer import STEP, as_tensor, shared_value, split_state_dict
 from stepmark.model_folder.adapted_model import ADAPTER_CONFIG

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from stepmark.errors import CheckpointDamaged
-from stepmark.interchange.sources.finish import files_beside, finish, outline_for
+from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.sources.name_map import renamed
 from stepmark.interchange.sources.state_dict_files import check_parts, read_files, read_weights, without_prefix

@@ -10,7 +10,7 @@ from typing import Any
 
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models.model_outline import ModelOutline
-from stepmark.interchange.sources.finish import files_beside, finish, outline_for, take_own_names
+from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for, take_own_names
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.sources.name_map import new_names, renamed
 from stepmark.interchange.sources.optimizer_names import agreed_names, own_names

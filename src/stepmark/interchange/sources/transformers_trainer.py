@@ -14,8 +14,8 @@ from typing import Any
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources import dcp
+from stepmark.interchange.sources.complete_state import files_beside, finish, fit_model, outline_for, steps_of
 from stepmark.interchange.sources.dcp_store import is_store, read_store
-from stepmark.interchange.sources.finish import files_beside, finish, fit_model, outline_for, steps_of
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.optimizer_names import agreed_names, own_names
 from stepmark.interchange.sources.peft_adapter import adapter_file, adapter_outline

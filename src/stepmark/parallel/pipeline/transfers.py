@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from stepmark.errors import UsageError
-from stepmark.runtime.links import ENCODED, Exchange, Form
 from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.stage_transfers import ENCODED, Exchange, Form
 
 
 @dataclass

@@ -26,9 +26,9 @@ from stepmark.runtime.collectives import (
 )
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.runtime.links import ENCODED, Exchange, Form
 from stepmark.runtime.mesh import DATA, PIPELINE, TENSOR, Mesh, spread_of_experts
 from stepmark.runtime.rank_grid import RankGrid
+from stepmark.runtime.stage_transfers import ENCODED, Exchange, Form
 
 
 @dataclass(frozen=True)

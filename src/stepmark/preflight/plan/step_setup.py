@@ -19,8 +19,8 @@ from stepmark.parallel.pipeline.stage_plan import StagePlan, plan_stages
 from stepmark.preflight.plan.allocations import ACTIVATIONS, AllocationTracker
 from stepmark.preflight.plan.simulated_mesh import PlannedDevice, SimulatedMesh
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.runtime.links import Form
 from stepmark.runtime.mesh import DATA, PIPELINE, TENSOR
+from stepmark.runtime.stage_transfers import Form
 from stepmark.training.micro_batches import autocast, autocast_dtype
 from stepmark.training.one_graph_per_step.transformers_forward import lazy_forward
 

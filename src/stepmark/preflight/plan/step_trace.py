@@ -46,11 +46,11 @@ from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.mesh import DATA
 from stepmark.runtime.module_placement import cast_module
 from stepmark.trainer.setup import make_step, sharding_options, step_optimizer
-from stepmark.training.loss import MicroBatchLoss, Weight
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating
 from stepmark.training.model_options import enable_gradient_checkpointing
 from stepmark.training.pipelined_forward import PipelinedForward
+from stepmark.training.weighted_loss import MicroBatchLoss, Weight
 
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # prints the stacks of errors
 

@@ -32,7 +32,7 @@ HELP = "`stepmark train --help` lists all fields"
 @functools.cache
 def refusals(origin: Origin) -> dict[str, str]:
     """What to use instead of each name of this origin."""
-    with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as table:
+    with Path(__file__).with_name("refusals.csv").open(encoding="utf-8", newline="") as table:
         return {row["name"]: row["instead"] for row in csv.DictReader(table) if row["origin"] == origin}
 
 

@@ -2,7 +2,7 @@
 
 Two ranks exchange tensors: each posts its sends and receives in one operation and continues to compute. Both have to
 make their exchanges with each other in the same order. The caller keeps a sent tensor unchanged until `Exchange.left`.
-Here are the transfers of eager devices and of the host; lazy_links.py has those of lazy devices.
+Here are the transfers of eager devices and of the host; lazy_stage_transfers.py has those of lazy devices.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from stepmark.runtime.collectives import GraphCollectives
-from stepmark.runtime.links import Exchange, Form, GroupLinks, HostLinks
 from stepmark.runtime.rank_grid import linked_groups, links_of_color
+from stepmark.runtime.stage_transfers import Exchange, Form, GroupLinks, HostLinks
 from stepmark.runtime.xla import XlaRuntime, all_gather_in_graph, all_reduce_in_graph
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from stepmark.data.loader.loader import DataLoader
 from stepmark.errors import UsageError
 from stepmark.runtime.mesh import Mesh
-from stepmark.training.loss import MicroBatchLoss, Weight, smoothed_cross_entropy
 from stepmark.training.optimizer import wrap_optimizer
 from stepmark.training.step import TrainStep
+from stepmark.training.weighted_loss import MicroBatchLoss, Weight, smoothed_cross_entropy
 from tests.support.label_models import batch_of, make, mean_by_hand
 from tests.support.programs import VOCABULARY, tiny_model
 from tests.training.test_model_labels import OwnLoss
