@@ -24,7 +24,7 @@ from tests.support.label_models import make, mean_by_hand
 from tests.support.programs import VOCABULARY, Blocks, tiny_model
 from tests.support.ranks import Ranks
 from tests.support.smaller_batches import OwnModule
-from tests.training.test_loss import ManyOutputs, classes
+from tests.training.test_weighted_loss import ManyOutputs, classes
 
 
 def evaluator(model: nn.Module, **options: Any) -> Evaluator:

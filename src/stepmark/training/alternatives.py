@@ -13,9 +13,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from stepmark.runtime.base import Runtime
-from stepmark.runtime.device import runtime_for
-
 Others = list[Tensor | None]
 READS = ("item", "tolist", "numpy", "__float__", "__int__", "__index__")
 
@@ -52,17 +49,17 @@ class Alternatives(TorchFunctionMode):
             if self.of(each) is None:
                 self._found[id(each)] = each, [each.detach().clone() for _ in range(self._count)]
         others = [self.of(each) for each in flat]
-        runtimes = _drawn_from(flat)
-        before = [runtime.generator_state() for runtime in runtimes]
+        devices = _drawing_devices(flat)
+        before = _generator_states(devices)
         if getattr(func, "__name__", "") in READS:
             self.read += [each for each in others if each is not None]
         result = func(*args, **kwargs)  # first: autocast keeps what it casts, and has to see the graph
-        after = [runtime.generator_state() for runtime in runtimes]
+        after = _generator_states(devices)
         found = []
         for which in range(self._count):
-            _set_generators(runtimes, before)
+            _set_generators(devices, before)
             found.append(_computed(func, form, flat, others, which))
-        _set_generators(runtimes, after)
+        _set_generators(devices, after)
         for place, each in enumerate(tree_leaves(result)):
             if isinstance(each, Tensor):
                 self._found[id(each)] = each, [None if leaves is None else leaves[place] for leaves in found]
@@ -89,12 +86,22 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return [each for each in (*args[: int(in_place)], kwargs.get("out")) if isinstance(each, Tensor)]
 
 
-def _drawn_from(flat: list[Any]) -> list[Runtime]:
+def _drawing_devices(flat: list[Any]) -> list[torch.device]:
     """The devices from whose generators an operation on these tensors may draw."""
     found = {each.device for each in flat if isinstance(each, Tensor) and each.device.type not in ("xla", "meta")}
-    return [runtime_for(each) for each in sorted(found | {torch.device("cpu")}, key=str)]
+    return sorted(found | {torch.device("cpu")}, key=str)
 
 
-def _set_generators(runtimes: list[Runtime], states: list[Tensor]) -> None:
-    for runtime, state in zip(runtimes, states, strict=True):
-        runtime.set_generator_state(state)
+def _generator_states(devices: list[torch.device]) -> list[Tensor]:
+    return [
+        torch.get_device_module(each).get_rng_state(each) if each.type != "cpu" else torch.get_rng_state()
+        for each in devices
+    ]
+
+
+def _set_generators(devices: list[torch.device], states: list[Tensor]) -> None:
+    for device, state in zip(devices, states, strict=True):
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)

@@ -217,7 +217,8 @@ def begin_copies(
     if not streams or last is None or not last.next_can_wait:
         streams = []
         runtime.step_boundary(wait=True)
-    now, later = split_copies(copies, sections, runtime) if streams or runtime.host_memory else (copies, [])
+    some_wait = not runtime.lazy and (streams or runtime.host_memory)
+    now, later = split_copies(copies, sections, runtime) if some_wait else (copies, [])
     copy_to_host(now, memory, runtime, threads=threads, wait=not streams)
     for stream in streams:
         stream.follow_main()
