@@ -121,7 +121,7 @@ def recipe_of(folder: Path, model: str, **fields: Any) -> Path:
         config_overrides=MODELS[model],
         per_device_train_batch_size=4,
         save_strategy="no",
-        **{"block_size": LENGTH},
+        block_size=LENGTH,
     )
 
 
