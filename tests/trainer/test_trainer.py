@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from stepmark import Trainer, TrainingArguments, read_metrics
-from stepmark.errors import StepmarkError, UsageError
+from stepmark.errors import DataError, StepmarkError, UsageError
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.liveness.failure_report import FailureReport
 from stepmark.liveness.host_group import HostGroup
@@ -369,6 +369,13 @@ def test_memory_is_in_the_results_where_it_is_asked_for(tmp_path: Path) -> None:
         assert all((name in found) != skips for name in names)
         assert ("eval_mem_cpu_alloc_delta" in evaluated) != skips
         assert ("test_mem_cpu_alloc_delta" in predicted) != skips
+
+
+def test_samples_that_are_no_dicts_are_named(tmp_path: Path) -> None:
+    made, _ = trainer(tmp_path)
+    made.train_dataset = torch.utils.data.TensorDataset(torch.zeros(8, 4), torch.zeros(8))
+    with pytest.raises(DataError, match=r"^train_dataset: a batch is a list; let samples be dicts"):
+        made.train()
 
 
 def test_what_asks_for_accelerate_gets_the_ranks_and_the_device(

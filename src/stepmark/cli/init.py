@@ -48,5 +48,6 @@ def run(parsed: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}; name another file") from error
     takes = " (about 20 minutes on a laptop, 2 with --max_steps 100)" if parsed.kind == "scratch" else ""
-    print(f"wrote {path}; next: stepmark train {path}{takes}")
+    first = "set model_name_or_path and train_file in it, then " if parsed.kind in ("model", "chat") else ""
+    print(f"wrote {path}; next: {first}stepmark train {path}{takes}")
     return 0

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from stepmark.data.loader.batch import MicroBatch
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.tokenize.packing import IGNORED
-from stepmark.errors import UsageError
+from stepmark.errors import DataError, UsageError
 from stepmark.training.alternatives import Alternatives, Others
 from stepmark.training.model_labels import (
     averages_samples,
@@ -211,6 +211,11 @@ class MicroBatchLoss:
         return (labels != self.labels.ignored).sum().float().clamp(min=1)
 
     def _own_result(self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor) -> _Result:
+        if not isinstance(inputs, Mapping):
+            raise DataError(
+                f"train_dataset: a batch is a {type(inputs).__name__}; let samples be dicts of forward's arguments, or "
+                "override compute_loss"
+            )
         with self.recording(inputs):
             if "labels" in inputs and self._compute is not None:
                 return self._computed(model, inputs, count)

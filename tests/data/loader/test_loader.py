@@ -264,7 +264,7 @@ class Failing:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_the_dataset_names_the_samples(workers: int) -> None:
     loader = DataLoader(Failing(), 2, shuffle=False, num_workers=workers)
-    with pytest.raises(DataError, match=r"^samples 4, 5 could not be collated \(KeyError") as caught:
+    with pytest.raises(DataError, match=r"^samples 4, 5 could not be read \(KeyError") as caught:
         list(loader)
     assert "\n" not in str(caught.value)
     assert loader.state_dict()["samples"] == 4

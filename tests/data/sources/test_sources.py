@@ -419,7 +419,7 @@ class TestDatasets:
         DatasetDict({"test": Dataset.from_dict({"text": ROWS})}).save_to_disk(tmp_path / "saved")
         with pytest.raises(DataError, match="has no split train; it has test"):
             open_sources(DataArguments(dataset_name=str(tmp_path / "saved")))
-        with pytest.raises(UsageError, match=r"dataset_name: .* cannot be loaded"):
+        with pytest.raises(UsageError, match=r"dataset_name: .* is no file or folder here, and cannot be loaded"):
             open_sources(DataArguments(dataset_name=str(tmp_path / "nothing")))
         Dataset.from_dict({"a": [1], "b": [2]}).save_to_disk(tmp_path / "numbers")
         with pytest.raises(UsageError, match="no column of strings; its columns are a, b"):

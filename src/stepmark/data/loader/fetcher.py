@@ -53,9 +53,12 @@ class Fetcher(Dataset[MicroBatch]):
     def fetch(self, task: MicroTask) -> MicroBatch:
         """The micro-batch, with generators seeded for it. Raises DataError if the dataset or the collator fails."""
         with nullcontext() if self._uses_no_random_numbers else seeded_generators(task.key):
+            failed, check = "read", "the dataset"
             try:
                 indices = task.indices[: task.rows] + task.indices[-1:] * task.filler
-                inputs = self.collation(self._samples(task), indices, task.length)
+                samples = self._samples(task)
+                failed, check = "collated", "the dataset and the collate_fn"
+                inputs = self.collation(samples, indices, task.length)
                 rows = task.rows + task.filler
                 if not (task.filler and task.rows) or self.labels.can_ignore_rows(inputs, rows):
                     return self._labelled(inputs, task)
@@ -63,8 +66,8 @@ class Fetcher(Dataset[MicroBatch]):
                 raise
             except Exception as error:
                 raise DataError(
-                    f"samples {', '.join(map(str, task.indices))} could not be collated"
-                    f" ({type(error).__name__}: {str(error).strip()}); check the dataset and the collate_fn"
+                    f"samples {', '.join(map(str, task.indices))} could not be {failed}"
+                    f" ({type(error).__name__}: {str(error).strip()}); check {check}"
                 ) from error
         return self.fetch(replace(task, filler=0))
 

@@ -163,9 +163,10 @@ def _load_splits(name: str, config_name: str | None) -> dict[str, Any]:
         loaded = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, config_name)
     except Exception as error:  # the library, the network and parsers raise dozens of kinds
         reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
+        where = "" if folder.exists() else "is no file or folder here, and "
         raise UsageError(
-            f"dataset_name: {name} cannot be loaded ({reason}); give python-stdlib, a folder made by save_to_disk,"
-            " or a name of the Hugging Face hub that can be reached"
+            f"dataset_name: {name} {where}cannot be loaded ({reason}); give python-stdlib, a folder made by"
+            " save_to_disk, or a name of the Hugging Face hub that can be reached"
         ) from error
     splits = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     if "train" not in splits:
