@@ -26,6 +26,7 @@ from stepmark.preflight.doctor.machine import (
     look_at_variables,
 )
 from stepmark.preflight.doctor.shared_folder import file_system, look_at_folder
+from tests.support.commands import LAUNCHERS
 from tests.support.recipes import write_recipe
 
 REJECTED = "that a compiler for accelerators rejects"
@@ -219,6 +220,8 @@ def test_network_interfaces_that_are_not_there(
 def test_visible_cores_that_contradict_the_ranks(
     monkeypatch: pytest.MonkeyPatch, listed: str, local_ranks: int, expected: Status | None
 ) -> None:
+    for name in LAUNCHERS:  # joining under Slurm sets them for the process
+        monkeypatch.delenv(name, raising=False)
     for name, value in {"RANK": "1", "WORLD_SIZE": str(local_ranks), "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", listed)
