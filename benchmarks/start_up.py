@@ -60,7 +60,7 @@ def after(owner, name, stage):
 
 def change_train(module):
     note("torch")
-    for name, stage in (("_check_names", "transformers"), ("prepare_data", "data")):
+    for name, stage in (("_check_choices", "transformers"), ("prepare_data", "data")):
         after(module, name, stage)
     after(sys.modules["stepmark.trainer.run"], "start", "device")
     prepare = module.prepare_data
