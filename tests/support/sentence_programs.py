@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 
 from stepmark.runtime.context import start
-from tests.support.programs import KillAt
+from tests.support import trl_programs
 from tests.support.trl_programs import SPECIAL, WORDS, wait_for
 
 ARGUMENTS = "TrainingArguments"
@@ -124,21 +122,9 @@ def make(kind: str, folder: Path, **options: Any) -> Any:
     )
 
 
-def logs(trainer: Any) -> list[dict[str, float]]:
-    return [log for log in trainer.state.log_history if "loss" in log]
-
-
 def trained(kind: str, folder: str, options: dict[str, Any]) -> list[dict[str, float]]:
-    """The logs of a run, the last with a number that depends on every bit of the trained weights. `options` are those
-    of `make`, `resume` and `kill_at`, a step."""
-    options = dict(options)
-    resume, kill_at = options.pop("resume", False), options.pop("kill_at", None)
-    callbacks = [] if kill_at is None else [KillAt(kill_at, None)]
-    trainer = make(kind, Path(folder), callbacks=callbacks, **options)
-    trainer.train(resume_from_checkpoint=resume)
-    found = logs(trainer)
-    found[-1]["weights"] = zlib.crc32(save({name: each.detach() for name, each in trainer.model.named_parameters()}))
-    return found
+    """See `trl_programs.trained`."""
+    return trl_programs.trained(kind, folder, options, make)
 
 
 def evaluated(kind: str, folder: str, options: dict[str, Any]) -> list[Any]:

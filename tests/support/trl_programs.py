@@ -124,9 +124,9 @@ def logs(trainer: Any) -> list[dict[str, float]]:
     return [log for log in trainer.state.log_history if "loss" in log]
 
 
-def trained(kind: str, folder: str, options: dict[str, Any]) -> list[dict[str, float]]:
+def trained(kind: str, folder: str, options: dict[str, Any], make: Any = make) -> list[dict[str, float]]:
     """The logs of a run, the last with a number that depends on every bit of the trained weights. `options` are those
-    of `make`, `resume` and `kill_at`, a step."""
+    of `make`, which returns the trainer, `resume` and `kill_at`, a step."""
     options = dict(options)
     resume, kill_at = options.pop("resume", False), options.pop("kill_at", None)
     callbacks = [] if kill_at is None else [KillAt(kill_at, None)]

@@ -16,7 +16,8 @@ library = pytest.importorskip("sentence_transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.prove]
 
 from stepmark.trainer.library_trainers import _check_arguments as check_arguments  # noqa: E402
-from tests.support.sentence_programs import KINDS, evaluated, logs, make, trained  # noqa: E402
+from tests.support.sentence_programs import KINDS, evaluated, make, trained  # noqa: E402
+from tests.support.trl_programs import logs  # noqa: E402
 
 TRAINED = "tests.support.sentence_programs:trained"
 
