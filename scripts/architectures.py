@@ -35,7 +35,7 @@ from stepmark.launch.world import World
 from stepmark.liveness.host_group import HostGroup
 from stepmark.parallel import architectures as accepted
 from stepmark.parallel.parallelize import local_shard, parallelize
-from stepmark.parallel.tensor.expert_parallel import expert_modules, shares_of_tokens
+from stepmark.parallel.tensor.expert_parallel import expert_modules
 from stepmark.parallel.tensor.plans import PLANS, STYLES, own_plan, parse_style, plan_of
 from stepmark.parallel.tensor.sequence import REFUSED
 from stepmark.runtime.collectives import NoCollectives, Reduction
@@ -235,8 +235,7 @@ def compare(
                 experts=(axis, NoCollectives()) if data else None,
             )
             parallelize(halves[rank], mesh, plan=plan, sequence_parallel=sequence)
-            shares_of_tokens(mesh).begin(torch.tensor(lengths[rank] - 1.0))
-            found[rank] = _run(halves[rank], batches[rank], 1.0)
+            found[rank] = _run(halves[rank], batches[rank], shares[rank] if data else 1.0)
         except BaseException as error:
             errors.append(error)
             barrier.abort()
@@ -281,8 +280,6 @@ def _difference(model: Any, halves: list[Any], expected: list[Any], found: list[
             gradients = [each[name].grad for each in sources]
             if any(gradient is None for gradient in gradients):
                 return f"{name} has no gradient"
-            if of_others:
-                gradients = [gradient * share for gradient, share in zip(gradients, shares, strict=True)]
             layout = layout_of(local)
             expected_gradient = parameter.grad
             if layout is not None:

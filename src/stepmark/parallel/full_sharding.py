@@ -1,7 +1,7 @@
 """Parameters sharded over the data parallel ranks by torch's `fully_shard` (FSDP2), layer by layer.
 
 torch gathers a layer's parameters before its forward and its backward pass, and frees them afterwards. It calls
-`LayerGradients` to reduce the layer's gradients, so that weights, dtypes and sums are those of all other reducers:
+`LayerGradients` to reduce the layer's gradients, so that dtypes and sums are those of all other reducers:
 see gradients/sums.py and docs/decisions/0019-sharded-parameters.md.
 """
 
@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepmark.config.full_sharding import LAYERS, FullSharding
 from stepmark.errors import UsageError
-from stepmark.runtime.collectives import GroupCollectives, RankWeights
+from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from stepmark.sharding.dtensor import is_dtensor, local_of
@@ -46,10 +46,10 @@ class LayerParameters:
 class LayerGradients(LayerParameters):
     """Reduce-scatters the gradients of the parameters that torch gathers together (its `ReduceScatter`).
 
-    Without `shares`, as in a loop that reads `parameter.grad`, the result is the mean over the ranks.
+    Outside of a step, as in a loop that reads `parameter.grad`, the result is the mean over the ranks.
 
     Attributes:
-        shares: The ranks' shares of the step's target tokens.
+        in_step: Whether the gradients are summed for a reducer.
         dtype: In which gradients are sent; sums are in float32.
         copies: The ranks that hold the same shards.
     """
@@ -57,7 +57,7 @@ class LayerGradients(LayerParameters):
     def __init__(self, axis: GroupCollectives, copies: int) -> None:
         super().__init__(axis)
         self.copies = copies
-        self.shares: RankWeights | None = None
+        self.in_step = False
         self.dtype = torch.float32
         self._output: Tensor | None = None
 
@@ -65,13 +65,10 @@ class LayerGradients(LayerParameters):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """`input_tensor`: the gradients' padded shards for each rank of the axis, one rank after the other."""
-        if self.shares is None:
+        if not self.in_step:
             input_tensor.div_(self._axis.size * self.copies)
-        elif self.copies > 1:  # `shares` are those of all ranks, and the axis has some of them
-            input_tensor.mul_(self.shares.own())
-        shares = self.shares if self.copies == 1 else None
-        output_tensor.copy_(self._axis.start_reduce_scatter(input_tensor, shares, self.dtype)())
-        self._output = None if self.shares is None else output_tensor
+        output_tensor.copy_(self._axis.start_reduce_scatter(input_tensor, self.dtype)())
+        self._output = output_tensor if self.in_step else None
 
     def take(self, parameter: Any) -> Tensor:
         """The reduced gradient of a parameter of the last call, in float32, of its local shape. torch has made its

@@ -200,7 +200,7 @@ class TrainStep:
         """The true gradients, and whether they may update the parameters; with a scaler this waits for the device."""
         if self.scaler is None:
             return reduced, True
-        inverse = 1.0 / self.scaler.scale
+        inverse = 1.0 / self.scaler.factor
         present = [gradient for gradient in reduced.gradients if gradient is not None]
         if present:
             torch._foreach_mul_(present, inverse)

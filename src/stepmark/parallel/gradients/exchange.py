@@ -25,7 +25,7 @@ from stepmark.parallel.gradients.arithmetic import (
 )
 from stepmark.parallel.gradients.reduced import ReducedGradients, show, show_shards
 from stepmark.parallel.gradients.sums import FlatSums, ShardSums, TensorSums
-from stepmark.runtime.collectives import Collectives, GroupCollectives, RankWeights, start_gather_in_place
+from stepmark.runtime.collectives import Collectives, GroupCollectives, start_gather_in_place
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
 
@@ -33,8 +33,7 @@ from stepmark.sharding.replication import replication_of
 class AllReduce:
     """All-reduces sums of complete parameters to means of `parameters`, None where one took no part on any rank.
 
-    From tensors they are sent after the last backward pass in a few large buckets: each rank's mean is weighted by its
-    target tokens, the buckets are summed, and the sum is divided by the tokens of all ranks.
+    From tensors they are sent after the last backward pass in a few large buckets.
 
     Args:
         parameters: All of them, in the order of the result.
@@ -42,8 +41,6 @@ class AllReduce:
         reduce_dtype: In which flat buckets are sent.
         bucket_elements: How many elements of tensors are sent at a time.
     """
-
-    weighs_arriving = True  # `start` uses `sums.weighted`, so that gradients may be weighted as they arrive
 
     def __init__(
         self,
@@ -60,14 +57,14 @@ class AllReduce:
         self._bucket_elements = bucket_elements or LAZY_BUCKET_ELEMENTS
         self._replications = [replication_of(parameter, mesh.tensor_parallel.size) for parameter in self._parameters]
 
-    def start(self, sums: FlatSums, number: int, weights: RankWeights) -> Callable[[], Tensor]:
-        """Starts the reduction of a bucket's sums to their mean by the ranks' weights; the result waits for it."""
-        weighted, axis = sums.weighted(number, weights.factor()), sums.buckets[number].axis
+    def start(self, sums: FlatSums, number: int) -> Callable[[], Tensor]:
+        """Starts the sum of a bucket over the ranks; the result waits for it."""
+        flat, axis = sums.complete(number), sums.buckets[number].axis
         if not isinstance(axis, GroupCollectives):  # experts that no other rank holds
-            return lambda: weighted
-        if self._reduce_dtype == weighted.dtype:
-            return axis.start_all_reduce(weighted)
-        return axis.start_all_reduce_in(self._reduce_dtype, weighted)
+            return lambda: flat
+        if self._reduce_dtype == flat.dtype:
+            return axis.start_all_reduce(flat)
+        return axis.start_all_reduce_in(self._reduce_dtype, flat)
 
     def reduced(
         self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor, loads: Tensor | None
@@ -77,8 +74,8 @@ class AllReduce:
         pairs = zip(sums.buckets, flat, strict=True)
         shards = [bucket.axis.own_shard(each) for bucket, each in pairs]  # of which each rank computes the norm
         used = self._mesh.runtime.numbers(sums.got())
-        loss, square, head, loads = totals(shards, copies_of(sums.buckets), loss, tokens, loads, self._mesh, used)
-        return ReducedGradients(self._members_of(sums, flat, head[1:]), loss, head[0], square.sqrt(), loads)
+        loss, square, head, loads = totals(shards, copies_of(sums.buckets), loss, loads, self._mesh, used)
+        return ReducedGradients(self._members_of(sums, flat, head), loss, tokens, square.sqrt(), loads)
 
     def _members_of(self, sums: FlatSums, flat: Sequence[Tensor], used: Tensor) -> list[Tensor | None]:
         """Views of each parameter's mean gradient, in the parameters' order; None where no rank has `used` it. A rank
@@ -99,40 +96,29 @@ class AllReduce:
         """Reduces tensors."""
         gradients = add_partial(sums.tensors(), self._replications, self._mesh)
         if self._axis.size > 1:
-            gradients, loss, tokens = self._mean(gradients, loss, tokens)
+            gradients, loss = self._sum(gradients, loss)
         gradients = add_ends(gradients, self._replications, self._mesh)
         norm, loss, loads = self._norm(gradients, loss, loads)
         return ReducedGradients(gradients, loss, tokens, norm, loads)
 
-    def _mean(
-        self, gradients: Sequence[Tensor | None], loss: Tensor, tokens: Tensor
-    ) -> tuple[list[Tensor | None], Tensor, Tensor]:
-        """Over the data parallel ranks that hold the same parameters, weighted by the tokens that these have seen."""
+    def _sum(self, gradients: Sequence[Tensor | None], loss: Tensor) -> tuple[list[Tensor | None], Tensor]:
+        """Over the data parallel ranks that hold the same parameters."""
         complete = [
             torch.zeros_like(parameter) if gradient is None else gradient
             for parameter, gradient in zip(self._parameters, gradients, strict=True)
         ]
         experts = [replication.experts for replication in self._replications]
         pairs = list(zip(complete, experts, strict=True))
-        everywhere = [loss.float() * tokens, tokens, *(each for each, expert in pairs if not expert)]
-        loss, total, *others = self._sums(everywhere, tokens, self._axis, weighted=2)
-        own: list[Tensor] = []
-        if any(experts):
-            (seen,) = self._mesh.experts.all_reduce([tokens])
-            own = self._sums([each for each, expert in pairs if expert], seen, self._mesh.same_experts)
-        divisor = total.clamp(min=1)
+        loss, *others = self._sums([loss.float(), *(each for each, expert in pairs if not expert)], self._axis)
+        own = self._sums([each for each, expert in pairs if expert], self._mesh.same_experts) if any(experts) else []
         sums = iter(others), iter(own)
-        return [next(sums[expert]) / divisor for expert in experts], loss / divisor, total
+        return [next(sums[expert]) for expert in experts], loss
 
-    def _sums(self, tensors: list[Tensor], tokens: Tensor, axis: Collectives, weighted: int = 0) -> list[Tensor]:
-        """Over the ranks of an axis, weighted by `tokens`. So many at the beginning, of one element each, are already
-        `weighted`."""
+    def _sums(self, tensors: list[Tensor], axis: Collectives) -> list[Tensor]:
+        """Over the ranks of an axis."""
         sizes = [each.numel() for each in tensors]
         runs = [tensors[run.start : run.stop] for run in runs_of(sizes, self._bucket_elements)]
         flat = [torch.cat([tensor.reshape(-1) for tensor in run]) for run in runs]
-        flat[0][weighted:] *= tokens
-        for each in flat[1:]:
-            each *= tokens
         reduced = axis.all_reduce(flat[::-1])[::-1]  # the last layers' gradients come first
         return [each for run, values in zip(runs, reduced, strict=True) for each in _split(values, run)]
 
@@ -174,7 +160,7 @@ def _split(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
 class ReduceScatter:
     """Reduce-scatters the sums of buckets, for ZeRO-1, to means of this rank's shards, one tensor per bucket.
 
-    From tensors the buckets are concatenated and sent after the last backward pass, weighted by tokens.
+    From tensors the buckets are concatenated and sent after the last backward pass.
 
     Args:
         buckets: The parameters, in the order of the result.
@@ -182,37 +168,31 @@ class ReduceScatter:
         reduce_dtype: In which gradients are sent; None: in the parameters' dtype. A lazy device sends float32 or that.
     """
 
-    weighs_arriving = False
-
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, *, reduce_dtype: torch.dtype | None) -> None:
         self._buckets = list(buckets)
         self._mesh = mesh
         self._reduce_dtype = reduce_dtype
 
-    def start(self, sums: FlatSums, number: int, weights: RankWeights) -> Callable[[], Tensor]:
-        axis = self._buckets[number].axis
+    def start(self, sums: FlatSums, number: int) -> Callable[[], Tensor]:
+        axis, complete = self._buckets[number].axis, sums.complete(number)
         if not isinstance(axis, GroupCollectives):  # experts that no other rank holds
-            complete = sums.complete(number).mul_(weights.own())
             return lambda: complete
-        dtype = self._reduce_dtype or self._buckets[number].dtype
-        finish = axis.start_reduce_scatter(sums.complete(number), weights, dtype)
+        finish = axis.start_reduce_scatter(complete, self._reduce_dtype or self._buckets[number].dtype)
         return lambda: finish().float()
 
     def reduced(
         self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor, loads: Tensor | None
     ) -> ReducedGradients:
         shards = add_ends_of_buckets(means, self._buckets, self._mesh)
-        loss, square, head, loads = totals(shards, copies_of(self._buckets), loss, tokens, loads, self._mesh)
-        return ReducedGradients(list(shards), loss, head[0], square.sqrt(), loads)
+        loss, square, _, loads = totals(shards, copies_of(self._buckets), loss, loads, self._mesh)
+        return ReducedGradients(list(shards), loss, tokens, square.sqrt(), loads)
 
     def at_once(self, sums: TensorSums, loss: Tensor, tokens: Tensor, loads: Tensor | None) -> ReducedGradients:
-        weighted, order = self._weighted(sums, tokens), self._order(sums)
-        shards = [each.float() for each in for_each_axis("reduce_scatter", self._buckets, weighted, order)]
+        joined, order = self._joined(sums), self._order(sums)
+        shards = [each.float() for each in for_each_axis("reduce_scatter", self._buckets, joined, order)]
         shards = add_ends_of_buckets(shards, self._buckets, self._mesh)
-        loss, square, head, loads = totals(shards, copies_of(self._buckets), loss, tokens, loads, self._mesh)
-        divisor = head[0].clamp(min=1)
-        means: list[Tensor | None] = [shard.div_(divisor) for shard in shards]
-        return ReducedGradients(means, loss, head[0], square.sqrt() / divisor, loads)
+        loss, square, _, loads = totals(shards, copies_of(self._buckets), loss, loads, self._mesh)
+        return ReducedGradients(list(shards), loss, tokens, square.sqrt(), loads)
 
     def _order(self, sums: TensorSums) -> list[int]:
         """The buckets in the order in which their gradients were complete. A graph runs its collectives in the order in
@@ -222,18 +202,15 @@ class ReduceScatter:
         last = [max(islice(arrivals, len(bucket.members))) for bucket in self._buckets]
         return sorted(range(len(last)), key=lambda number: (last[number], -number))
 
-    def _weighted(self, sums: TensorSums, tokens: Tensor) -> list[Tensor]:
-        """Each bucket's gradients times this rank's tokens."""
+    def _joined(self, sums: TensorSums) -> list[Tensor]:
+        """Each bucket's gradients."""
         pairs = zip(sums.parameters, sums.tensors(), strict=True)
         tensors = iter([torch.zeros_like(parameter) if each is None else each for parameter, each in pairs])
         joined = [bucket.join(list(islice(tensors, len(bucket.members)))) for bucket in self._buckets]
         found = add_partial_of_buckets(joined, self._buckets, self._mesh)
-        (seen,) = self._mesh.experts.all_reduce([tokens]) if self._mesh.experts.size > 1 else (tokens,)
-        weights = [seen if bucket.replication.experts else tokens for bucket in self._buckets]
-        weighted = [flat.mul_(weight) for flat, weight in zip(found, weights, strict=True)]
         if self._reduce_dtype is not None:
-            return weighted
-        return [flat.to(bucket.dtype) for bucket, flat in zip(self._buckets, weighted, strict=True)]
+            return found
+        return [flat.to(bucket.dtype) for bucket, flat in zip(self._buckets, found, strict=True)]
 
     @torch.no_grad()
     def show(self, sums: FlatSums | TensorSums, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
@@ -278,11 +255,9 @@ class ReducedShards:
         shards = sums.tensors()
         present = [shard for shard in shards if shard is not None]
         order = self._mesh.runtime.numbers(sums.order())
-        loss, square, head, loads = totals(
-            present, [sums.copies] * len(present), loss, tokens, loads, self._mesh, order
-        )
-        sums.check(head[1:])
-        return ReducedGradients(shards, loss, head[0], square.sqrt(), loads)
+        loss, square, head, loads = totals(present, [sums.copies] * len(present), loss, loads, self._mesh, order)
+        sums.check(head)
+        return ReducedGradients(shards, loss, tokens, square.sqrt(), loads)
 
     def show(self, sums: ShardSums, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
         """Each parameter's gradient is a DTensor of this rank's shard."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ class ReducedGradients:
     tokens: Tensor
     norm: Tensor
     loads: Tensor | None = None
+
+    def divided_by(self, number: int) -> ReducedGradients:
+        """The gradients are changed in place."""
+        torch._foreach_div_([each for each in self.gradients if each is not None], number)
+        return replace(self, norm=self.norm / number)
 
 
 def show(pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Callable[[], None]:

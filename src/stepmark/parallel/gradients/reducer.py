@@ -1,4 +1,4 @@
-"""Reduces the gradients of a step to their mean over all ranks, weighted by tokens.
+"""Sums the gradients of a step over all ranks. The loss is divided before, by the targets of all of them.
 
 Phases of a step: `begin`; `collect` after each backward pass, `last_backward` before the last one; `reduce`; `reset`.
 Two choices make a reducer, where the fp32 sums live and what is sent:
@@ -27,7 +27,6 @@ from stepmark.parallel.gradients.arithmetic import add_partial_of_buckets
 from stepmark.parallel.gradients.overlap import OverlappedReduction
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.gradients.sums import FlatSums, ShardSums, TensorSums
-from stepmark.parallel.tensor.expert_parallel import shares_of_tokens
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 
@@ -50,20 +49,14 @@ class GradientReducer:
         self._mesh = mesh
         self._overlap: OverlappedReduction | None = None
         if isinstance(sums, FlatSums) and isinstance(mesh.data_parallel, GroupCollectives):
-            weigh, device = exchange.weighs_arriving, mesh.runtime.device
-            self._overlap = OverlappedReduction(sums, exchange.start, mesh.data_parallel, device, weigh_arriving=weigh)
-        self._shares = shares_of_tokens(mesh)
+            self._overlap = OverlappedReduction(sums, exchange.start, mesh.data_parallel, mesh.runtime.device)
 
-    def begin(self, tokens: Tensor) -> None:
-        """Announces the step, and this rank's target tokens in it: the value that `reduce` will be given. Optional, but
-        on all ranks or none."""
+    def begin(self) -> None:
+        """Announces the step. Optional, but on all ranks or none."""
         self.sums.hooks.check()
         self.sums.hooks.come_last()
         if isinstance(self.sums, ShardSums):
-            self.sums.begin(tokens)
-        tokens_of_group = self._shares.begin(tokens)
-        if self._overlap is not None:
-            self._overlap.begin(tokens, tokens_of_group)
+            self.sums.begin()
 
     def last_backward(self) -> None:
         """Announces the step's last backward pass, so that communication may overlap with it; after `begin`."""
@@ -74,12 +67,12 @@ class GradientReducer:
     def collect(self) -> None:
         """Adds what a backward pass left in `parameter.grad` to the step's sums; called after each of them."""
         self.sums.collect()
-        self._shares.end_micro_batch()
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, tokens: Tensor, loads: Tensor | None = None) -> ReducedGradients:
-        """Reduces the sums over all ranks. `loss` (0-dim) is this rank's mean over its `tokens` (0-dim float32);
-        `loads` are numbers of tokens to add up, a float32 vector, equal on tensor parallel ranks.
+        """Reduces the sums over all ranks. `loss` (0-dim) is this rank's part of the mean over the `tokens` of all
+        ranks (0-dim float32); `loads` are numbers of tokens to add up, a float32 vector, equal on tensor parallel
+        ranks.
 
         Raises UsageError where gradients were changed after they were sent, which would have no effect."""
         self.sums.hooks.check()
@@ -94,8 +87,6 @@ class GradientReducer:
         if self._overlap is None:
             means = [self.sums.complete(number) for number in range(len(self.sums.buckets))]
         else:
-            if not self._overlap.begun:
-                self.begin(tokens)
             means = self._overlap.finish()
         complete: ReducedGradients = self._exchange.reduced(self.sums, means, loss, tokens, loads)
         return complete
@@ -118,7 +109,6 @@ class GradientReducer:
         """Clears the sums for the next step."""
         if self._overlap is not None:
             self._overlap.reset()
-        self._shares.end()
         self.sums.reset()
 
     def close(self) -> None:

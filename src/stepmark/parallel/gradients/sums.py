@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -19,7 +19,7 @@ from stepmark.errors import UsageError
 from stepmark.parallel.buckets import Bucket
 from stepmark.parallel.full_sharding import HOOKS, has_hooks, layer_of
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.collectives import GroupCollectives, RankWeights
+from stepmark.runtime.collectives import GroupCollectives
 
 _holders: Any = WeakTensorKeyDictionary()  # by parameter: a weak reference to the hooks that take its gradient
 
@@ -89,18 +89,12 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
         handle.remove()
 
 
-Weight = Tensor | float  # a tensor where a number would have to be waited for
-
-
 class FlatSums:
     """One flat float32 tensor per bucket, which gets each gradient as soon as autograd has made it.
 
     Autograd makes the first gradient of a step in memory of its own, from where it is copied; where the bucket has the
     same dtype and order, `parameter.grad` is then a view of the bucket, to which autograd adds further ones. Nothing
     has to be cleared between steps.
-
-    Gradients that are sent as soon as they are there can be multiplied by this rank's weight on their way into the
-    bucket (`weigh_arriving`): that saves reading and writing them once more.
 
     Attributes:
         buckets: The parameters.
@@ -125,8 +119,6 @@ class FlatSums:
         ]
         self._present = [[False for _ in bucket.members] for bucket in self.buckets]
         self._got = [[False for _ in bucket.members] for bucket in self.buckets]
-        self._weighted = [[False for _ in bucket.members] for bucket in self.buckets]
-        self._weights: Mapping[int, Weight] = {}
         self._members = [(k, i) for k, bucket in enumerate(self.buckets) for i in range(len(bucket.members))]
         self.hooks = GradientHooks(self, [self._parameter(*place) for place in self._members], FlatSums._made)
 
@@ -145,42 +137,19 @@ class FlatSums:
         assigned another tensor, else one more gradient."""
         gradient, view = parameter.grad, self._views[number][position]
         if gradient is None:
-            if view is not None and not self._weighted[number][position]:  # none has arrived, or the user cleared it
+            if view is not None:  # none has arrived, or the user cleared it
                 self._present[number][position] = self._got[number][position] = False
             return
         if gradient is view:
-            if number in self._weights:  # while the processor has it in its caches
-                gradient.mul_(self._weights[number])
-                self._weighted[number][position] = True
-                parameter.grad = None
             return
         dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
         places = self._places[number][position]
         boxes = [dense] if len(places) == 1 else self.buckets[number].members[position].boxes_of(dense)
-        parameter.grad = view if self._put(number, position, places, boxes) else None
-        self._present[number][position] = self._got[number][position] = True
-
-    def _put(self, number: int, position: int, places: Sequence[Tensor], boxes: Sequence[Tensor]) -> bool:
-        """Writes or adds a gradient; whether autograd may add further ones to it."""
-        weighted, present = self._weighted[number], self._present[number][position]
-        if weighted[position]:  # another one in the same backward pass
-            for place, box in zip(places, boxes, strict=True):
-                place.add_(box.float() * self._weights[number])
-            return False
-        if not present and number in self._weights and boxes[0].dtype == torch.float32:
-            for place, box in zip(places, boxes, strict=True):
-                torch.mul(box, self._weights[number], out=place)
-            weighted[position] = True
-            return False
-        adds = present and self._views[number][position] is None
+        adds = self._present[number][position] and view is None
         for place, box in zip(places, boxes, strict=True):
             place.add_(box) if adds else place.copy_(box)
-        return True
-
-    def weigh_arriving(self, weights: Mapping[int, Weight]) -> None:
-        """From now on until `reset`, gradients of these buckets are multiplied by their weights when they are there,
-        along with what has been added up before. `parameter.grad` is empty then."""
-        self._weights = weights
+        parameter.grad = view
+        self._present[number][position] = self._got[number][position] = True
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -199,17 +168,6 @@ class FlatSums:
             present[position] = True
         return self.flat[number]
 
-    @torch.no_grad()
-    def weighted(self, number: int, weight: Weight) -> Tensor:
-        """The same, multiplied by this rank's weight."""
-        flat, done = self.complete(number), self._weighted[number]
-        if not any(done):
-            return flat.mul_(weight)
-        for position, places in enumerate(self._places[number]):
-            for place in () if done[position] else places:
-                place.mul_(weight)
-        return flat
-
     def got(self) -> list[bool]:
         """Whether each parameter has got a gradient in this step, bucket by bucket."""
         return [each for bucket in self._got for each in bucket]
@@ -218,9 +176,8 @@ class FlatSums:
         """Forgets the sums, for the next step."""
         if self.hooks.taken:
             return
-        self._weights = {}
         self.hooks.come_last()
-        for bucket, *flags in zip(self.buckets, self._present, self._got, self._weighted, strict=True):
+        for bucket, *flags in zip(self.buckets, self._present, self._got, strict=True):
             for each in flags:
                 each[:] = [False] * len(each)
             for member in bucket.members:
@@ -302,7 +259,7 @@ class ShardSums:
     """One float32 tensor a parameter, of this rank's shard of its mean gradient.
 
     Each layer's gradients are reduced in every backward pass: kept for the last one, they would be complete on each
-    rank. So what arrives is weighted by the ranks' tokens already.
+    rank.
 
     Args:
         parameters: Those that `shard_fully` has sharded, in the order of `tensors`.
@@ -333,8 +290,8 @@ class ShardSums:
         """The ranks that hold the same shards."""
         return next(iter(self._layers)).copies
 
-    def begin(self, tokens: Tensor) -> None:
-        """Tells the other ranks this one's target tokens in the step.
+    def begin(self) -> None:
+        """Announces a step.
 
         Raises:
             UsageError: Somebody has set a gradient, or registered hooks, which would have no effect.
@@ -346,10 +303,8 @@ class ShardSums:
                 raise UsageError(f"fsdp: a parameter of shape {list(each.shape)} has a hook of its gradient, {HOOKS}")
         if any(each.requires_grad and index not in hooked for index, each in enumerate(self.parameters)):
             self._hook()
-        weights = RankWeights(tokens, self._axis)
-        weights.own()  # here, since torch's backward pass has streams of its own
         for layer in self._layers:
-            layer.shares = weights
+            layer.in_step = True
 
     def _made(self, index: int) -> None:
         """A gradient was reduced."""
@@ -400,4 +355,4 @@ class ShardSums:
         for parameter in self.parameters:
             parameter.grad = None
         for layer in self._layers:
-            layer.shares = None
+            layer.in_step = False

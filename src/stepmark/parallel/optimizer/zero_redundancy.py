@@ -193,9 +193,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
         Optional, but all ranks must call it or none. Without it gradients are sent in `step`.
         """
-        _, gradients, mesh = self._initialized()
-        (one,) = mesh.runtime.place([torch.ones(1)])
-        gradients.begin(one.reshape(()))
+        _, gradients, _ = self._initialized()
+        gradients.begin()
         gradients.last_backward()
 
     @torch.no_grad()
@@ -220,7 +219,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 result = closure()
         gradients.collect()
         one, zero = mesh.runtime.place([torch.ones(1), torch.zeros(1)])
-        reduced = gradients.reduce(zero.reshape(()), one.reshape(()))
+        reduced = gradients.reduce(zero.reshape(()), one.reshape(())).divided_by(mesh.data_parallel.size)
         scale_to(reduced.gradients, reduced.norm, self._max_norm)
         self.grad_norm = reduced.norm
         sharded.set_gradients(reduced.gradients)
