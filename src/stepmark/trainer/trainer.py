@@ -28,6 +28,7 @@ from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import check_by_batch
 from stepmark.evaluation.run_options import RunOptions, function_name
+from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.silent_ranks import PeerWatch
 from stepmark.runtime.context import Context
@@ -860,7 +861,7 @@ class Trainer:
         Raises:
             StepmarkError: The folder cannot be written to; on all ranks.
         """
-        folder = Path(output_dir or self.args.output_dir).absolute()
+        folder = local_path(output_dir or self.args.output_dir, "output_dir").absolute()
         self._saved.write(folder, self._saved_processing, self.args.save_timeout)
         if self._overridden("_save") and not extracting_graphs():
             if self.context.host.rank == 0:

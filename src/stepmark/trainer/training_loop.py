@@ -18,6 +18,7 @@ from stepmark.data.loader.batch import StepBatch
 from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.prefetcher import DevicePrefetcher
 from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
+from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.signal_listener import RunInterrupted, how_to_go_on
 from stepmark.launch.step_board import StepPlace, show_step
 from stepmark.liveness.process_exit import say
@@ -182,7 +183,7 @@ class TrainingLoop:
         """
         path = None
         if resume:
-            named = Path(resume) if isinstance(resume, str) else None
+            named = local_path(resume, "resume_from_checkpoint") if isinstance(resume, str) else None
             path = restore_run(self.sections(), self._parts, self._callbacks, self._checkpointer, named, self._changes)
         if path is not None:
             for message in self._changes.values():
@@ -378,6 +379,7 @@ class TrainingLoop:
             after_update=lambda: callbacks.event("on_optimizer_step"),
             updated=lambda: advance(parts.schedule),
             look_at_gradients=callbacks.hears("on_pre_optimizer_step") or callbacks.hears("on_optimizer_step"),
+            look_at_sums=callbacks.hears("on_substep_end"),
         )
         show_step(StepPlace.of(self._step + 1, batch.samples, batch.state))
         if self._first_step is None:

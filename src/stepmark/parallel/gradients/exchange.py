@@ -6,12 +6,16 @@ The first two start with the sums of one bucket at a time (`start`, then `reduce
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
+from stepmark.errors import UsageError
 from stepmark.parallel.buckets import LAZY_BUCKET_ELEMENTS, Bucket, for_each_axis, runs_of
+from stepmark.parallel.full_sharding import Calls
 from stepmark.parallel.gradients.arithmetic import (
     add_ends,
     add_ends_of_buckets,
@@ -23,7 +27,7 @@ from stepmark.parallel.gradients.arithmetic import (
     squares,
     totals,
 )
-from stepmark.parallel.gradients.reduced import ReducedGradients, show, show_shards
+from stepmark.parallel.gradients.reduced import ReducedGradients, Used, show, show_shards
 from stepmark.parallel.gradients.sums import FlatSums, ShardSums, TensorSums
 from stepmark.runtime.collectives import Collectives, GroupCollectives, start_gather_in_place
 from stepmark.runtime.mesh import Mesh
@@ -77,17 +81,17 @@ class AllReduce:
         loss, square, head, loads = totals(shards, copies_of(sums.buckets), loss, loads, self._mesh, used)
         return ReducedGradients(self._members_of(sums, flat, head), loss, tokens, square.sqrt(), loads)
 
-    def _members_of(self, sums: FlatSums, flat: Sequence[Tensor], used: Tensor) -> list[Tensor | None]:
-        """Views of each parameter's mean gradient, in the parameters' order; None where no rank has `used` it. A rank
+    def _members_of(self, sums: FlatSums, flat: Sequence[Tensor], counts: Tensor) -> list[Tensor | None]:
+        """Views of each parameter's mean gradient, in the parameters' order; None where no rank has used it. A rank
         that has used all of them need not wait for the device to know."""
-        own = sums.got()
-        assert isinstance(self._axis, GroupCollectives)
-        anywhere = own if all(own) else [number > 0 for number in self._axis.read(used)]
         pairs = zip(sums.buckets, flat, strict=True)
         members = [(member, each) for bucket, each in pairs for member in bucket.members]
+        own = sums.got()
+        assert isinstance(self._axis, GroupCollectives)
+        used = own if all(own) else [number > 0 for number in self._axis.read(counts)]
         found = {
             id(member.parameter): member.read(each)
-            for (member, each), there in zip(members, anywhere, strict=True)
+            for (member, each), there in zip(members, used, strict=True)
             if there
         }
         return [found.get(id(parameter)) for parameter in self._parameters]
@@ -102,7 +106,7 @@ class AllReduce:
         return ReducedGradients(gradients, loss, tokens, norm, loads)
 
     def _sum(self, gradients: Sequence[Tensor | None], loss: Tensor) -> tuple[list[Tensor | None], Tensor]:
-        """Over the data parallel ranks that hold the same parameters."""
+        """Over the data parallel ranks that hold the same parameters, which have run the same graph."""
         complete = [
             torch.zeros_like(parameter) if gradient is None else gradient
             for parameter, gradient in zip(self._parameters, gradients, strict=True)
@@ -112,7 +116,8 @@ class AllReduce:
         loss, *others = self._sums([loss.float(), *(each for each, expert in pairs if not expert)], self._axis)
         own = self._sums([each for each, expert in pairs if expert], self._mesh.same_experts) if any(experts) else []
         sums = iter(others), iter(own)
-        return [next(sums[expert]) for expert in experts], loss
+        complete = [next(sums[expert]) for expert in experts]
+        return [None if each is None else total for each, total in zip(gradients, complete, strict=True)], loss
 
     def _sums(self, tensors: list[Tensor], axis: Collectives) -> list[Tensor]:
         """Over the ranks of an axis."""
@@ -146,9 +151,10 @@ class AllReduce:
             square, loss = both[0], both[1]
         return square.reshape(()).sqrt(), loss, loads
 
-    def show(self, sums: FlatSums | TensorSums, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+    def show(self, sums: FlatSums | TensorSums, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
         """See `GradientReducer.show`."""
-        return show(list(zip(self._parameters, gradients, strict=True)))
+        take = show(list(zip(self._parameters, reduced.gradients, strict=True)))
+        return lambda: replace(reduced, gradients=take())
 
 
 def _split(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -184,15 +190,18 @@ class ReduceScatter:
         self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor, loads: Tensor | None
     ) -> ReducedGradients:
         shards = add_ends_of_buckets(means, self._buckets, self._mesh)
-        loss, square, _, loads = totals(shards, copies_of(self._buckets), loss, loads, self._mesh)
-        return ReducedGradients(list(shards), loss, tokens, square.sqrt(), loads)
+        got = sums.got()
+        counts = self._mesh.runtime.numbers(got)
+        loss, square, counts, loads = totals(shards, copies_of(self._buckets), loss, loads, self._mesh, counts)
+        return ReducedGradients(list(shards), loss, tokens, square.sqrt(), loads, used_anywhere(got, counts))
 
     def at_once(self, sums: TensorSums, loss: Tensor, tokens: Tensor, loads: Tensor | None) -> ReducedGradients:
+        used: Used = [each is not None for each in sums.tensors()]
         joined, order = self._joined(sums), self._order(sums)
         shards = [each.float() for each in for_each_axis("reduce_scatter", self._buckets, joined, order)]
         shards = add_ends_of_buckets(shards, self._buckets, self._mesh)
         loss, square, _, loads = totals(shards, copies_of(self._buckets), loss, loads, self._mesh)
-        return ReducedGradients(list(shards), loss, tokens, square.sqrt(), loads)
+        return ReducedGradients(list(shards), loss, tokens, square.sqrt(), loads, None if all(used) else used)
 
     def _order(self, sums: TensorSums) -> list[int]:
         """The buckets in the order in which their gradients were complete. A graph runs its collectives in the order in
@@ -213,52 +222,86 @@ class ReduceScatter:
         return [flat.to(bucket.dtype) for bucket, flat in zip(self._buckets, found, strict=True)]
 
     @torch.no_grad()
-    def show(self, sums: FlatSums | TensorSums, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+    def show(self, sums: FlatSums | TensorSums, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
         """All-gathers the means into the sums. Of tensors nothing is shown: what is in `parameter.grad` is this rank's
         alone."""
-        members = [member for bucket in self._buckets for member in bucket.members]
-        for member in members:
-            member.parameter.grad = None
         if isinstance(sums, TensorSums):
-            return lambda: None
+            for parameter in sums.parameters:
+                parameter.grad = None
+            return lambda: reduced
         axes = [bucket.axis for bucket in self._buckets]
         places = [axis.own_shard(each) for axis, each in zip(axes, sums.flat, strict=True)]
-        pairs = [(place, shard) for place, shard in zip(places, gradients, strict=True) if shard is not None]
+        pairs = [(place, shard) for place, shard in zip(places, reduced.gradients, strict=True) if shard is not None]
         separate = [(place, shard) for place, shard in pairs if place.data_ptr() != shard.data_ptr()]
         for place, shard in separate:
             place.copy_(shard)
         for wait in [start_gather_in_place(axis, each) for axis, each in zip(axes, sums.flat, strict=True)]:
             wait()
-        flats = [flat for bucket, flat in zip(self._buckets, sums.flat, strict=True) for _ in bucket.members]
-        complete = [member.read(flat) for member, flat in zip(members, flats, strict=True)]
-        take = show([(member.parameter, each) for member, each in zip(members, complete, strict=True)])
+        of_buckets = zip(self._buckets, sums.flat, strict=True)
+        members = [(member, flat) for bucket, flat in of_buckets for member in bucket.members]
+        used = reduced.used or [True] * len(members)
+        complete = [member.read(flat) if there else None for (member, flat), there in zip(members, used, strict=True)]
+        take = show([(member.parameter, each) for (member, _), each in zip(members, complete, strict=True)])
 
         @torch.no_grad()
-        def take_all() -> None:
-            take()
-            for member, gradient, flat in zip(members, complete, flats, strict=True):
-                member.write(gradient, flat)
+        def take_all() -> ReducedGradients:
+            found = take()
+            for (member, flat), gradient in zip(members, found, strict=True):
+                if gradient is not None:
+                    member.write(gradient, flat)
             for place, shard in separate:
                 shard.copy_(place)
+            there: Used = [gradient is not None for gradient in found]
+            return replace(reduced, used=None if all(there) else there)
 
         return take_all
 
 
+def used_anywhere(own: Sequence[bool], counts: Tensor) -> Used | None:
+    """Which parameters have a gradient on some rank; None: all. `own`: those that have one on this rank; `counts`: on
+    how many. Nothing waits for a device: there, those that this rank has not used are tensors."""
+    if all(own):
+        return None
+    if counts.device.type == "cpu" and not is_fake(counts):
+        return [number > 0 for number in counts.tolist()]
+    return [there or number > 0 for there, number in zip(own, counts.unbind(), strict=True)]
+
+
 class ReducedShards:
-    """Completes the means that `fully_shard` has reduced to this rank's shards: nothing but numbers is sent."""
+    """Completes the means that `fully_shard` has reduced to this rank's shards: nothing but numbers is sent.
+
+    The ranks compare which layers each has called, in every step. A device is waited for one step later.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
+        self._last: tuple[Calls, Tensor] | None = None  # of the last step, and the sum of the ranks' digests
 
     def at_once(self, sums: ShardSums, loss: Tensor, tokens: Tensor, loads: Tensor | None) -> ReducedGradients:
         sums.collect()
-        shards = sums.tensors()
+        shards, calls = sums.tensors(), sums.calls.take()
         present = [shard for shard in shards if shard is not None]
-        order = self._mesh.runtime.numbers(sums.order())
-        loss, square, head, loads = totals(present, [sums.copies] * len(present), loss, loads, self._mesh, order)
-        sums.check(head)
+        if not present and not calls.reduces and any(each.requires_grad for each in sums.parameters):
+            raise UsageError(
+                "fsdp: no layer has a gradient, since torch has found no tensor in what the model returns; return a "
+                "dict, a tuple or a dataclass"
+            )
+        digest = self._mesh.runtime.numbers(calls.digest())
+        loss, square, total, loads = totals(present, [sums.copies] * len(present), loss, loads, self._mesh, digest)
+        self.compare_last()
+        self._last = calls, total
+        if total.device.type == "cpu":
+            self.compare_last()
         return ReducedGradients(shards, loss, tokens, square.sqrt(), loads)
 
-    def show(self, sums: ShardSums, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+    def compare_last(self) -> None:
+        """Raises UsageError where the ranks' calls of the last step differ; on all of them. Waits for the device."""
+        (calls, total), self._last = self._last or (Calls(()), None), None
+        size = self._mesh.data_parallel.size
+        if total is not None and not is_fake(total) and total.tolist() != [size * each for each in calls.digest()]:
+            calls.compare(self._mesh.context.host)
+
+    def show(self, sums: ShardSums, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
         """Each parameter's gradient is a DTensor of this rank's shard."""
-        return show_shards(list(zip(sums.parameters, gradients, strict=True)))
+        take = show_shards(list(zip(sums.parameters, reduced.gradients, strict=True)))
+        return lambda: replace(reduced, gradients=take())

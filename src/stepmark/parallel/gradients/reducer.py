@@ -17,13 +17,15 @@ parameters, layer by layer, during every backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stepmark.parallel.gradients.arithmetic import add_partial_of_buckets
+from stepmark.parallel.gradients.exchange import ReducedShards
 from stepmark.parallel.gradients.overlap import OverlappedReduction
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.gradients.sums import FlatSums, ShardSums, TensorSums
@@ -52,14 +54,18 @@ class GradientReducer:
             self._overlap = OverlappedReduction(sums, exchange.start, mesh.data_parallel, mesh.runtime.device)
 
     def begin(self) -> None:
-        """Announces the step. Optional, but on all ranks or none."""
+        """Announces the step. Optional."""
+        self._take_hooks()
+        self.sums.begin(self._mesh.data_parallel.size)
+
+    def _take_hooks(self) -> None:
         self.sums.hooks.check()
         self.sums.hooks.come_last()
-        if isinstance(self.sums, ShardSums):
-            self.sums.begin()
 
     def last_backward(self) -> None:
-        """Announces the step's last backward pass, so that communication may overlap with it; after `begin`."""
+        """Announces the step's last backward pass, so that communication may overlap with it. Optional, but on all
+        ranks or none."""
+        self._take_hooks()
         if self._overlap is not None:
             self._overlap.last_backward()
 
@@ -99,11 +105,24 @@ class GradientReducer:
                 if total is not own:
                     own.copy_(total)
 
-    def show(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
-        """Makes `parameter.grad` of fp32 parameters what `reduce` has made of it on all ranks, for callbacks; calling
-        the result takes over what they have changed. Collective. On lazy devices ZeRO-1 shows nothing."""
-        take: Callable[[], None] = self._exchange.show(self.sums, gradients)
+    def show(self, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
+        """Makes `parameter.grad` what `reduce` has made of it on all ranks, for callbacks; calling the result returns
+        it with what they have changed. Collective. On lazy devices ZeRO-1 shows nothing."""
+        take: Callable[[], ReducedGradients] = self._exchange.show(self.sums, reduced)
         return take
+
+    @contextmanager
+    def shown_so_far(self) -> Iterator[None]:
+        """Inside the block, between two backward passes, `parameter.grad` is what has been added up so far; what is
+        changed there counts."""
+        take_over = self.sums.show()
+        yield
+        take_over()
+
+    def settle(self) -> None:
+        """Raises UsageError where ranks have called other layers in the last step. Waits for the device."""
+        if isinstance(self._exchange, ReducedShards):
+            self._exchange.compare_last()
 
     def reset(self) -> None:
         """Clears the sums for the next step."""

@@ -24,7 +24,8 @@ from stepmark.model_folder.output_files import MAX_SHARD, in_memory, write_files
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
-from stepmark.sharding.dtensor import is_dtensor
+from stepmark.sharding.dtensor import is_dtensor, reshard
+from stepmark.sharding.layout import Layout
 from stepmark.trainer.compat.overrides import accepts
 from stepmark.trainer.run_folder.adapters import Adapter, saved_module
 from stepmark.trainer.run_folder.output_folder import on_rank_0
@@ -50,6 +51,7 @@ def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: An
 
     on_rank_0(host, prepare, partial(_cannot_write, folder))
     runtime.step_boundary()
+    reshard(model)
     divided = any(map(is_dtensor, model.parameters()))
     sharded = divided or mesh.tensor_parallel.size * mesh.pipeline.size * mesh.expert_parallel_size > 1
     if sharded:
@@ -78,6 +80,11 @@ def _largest_file(model: nn.Module) -> int:
 def _write_weights(folder: Path, model: nn.Module, runtime: Runtime) -> None:
     """Writes the weights of a model that this rank holds completely; tied weights once."""
     (section,) = describe({"model": model})
+    for name, entry in section.entries.items():
+        if entry.layout != Layout.full(entry.layout.shape):
+            raise StepmarkError(
+                f"{name} is a shard of {list(entry.layout.shape)}, so that no complete model was written"
+            )
     on_host = runtime.to_host([entry.tensor for entry in section.entries.values()])
     tensors = {name: in_memory(name, tensor) for name, tensor in zip(section.entries, on_host, strict=True)}
     write_files(folder, weight_files(tensors, section.group, "safetensors", _largest_file(model)), (), _SILENT)
