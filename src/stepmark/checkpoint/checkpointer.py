@@ -404,10 +404,10 @@ class Checkpointer:
                 raise CheckpointError(f"rank {rank}: {other}")
 
     def _resolve(self, checkpoint: str | Path | int) -> Path:
-        if isinstance(checkpoint, int):
-            path = self._path_of(checkpoint)
-        else:
+        if isinstance(checkpoint, (str, Path)):
             path = resolve_link(local_path(checkpoint, "checkpoint"))
+        else:
+            path = self._path_of(checkpoint)
         if not path.is_dir():
             raise CheckpointNotFound(f"there is no checkpoint {path}")
         if not (path / MANIFEST).exists() and (found := checkpoints(path)):

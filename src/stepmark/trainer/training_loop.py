@@ -377,7 +377,7 @@ class TrainingLoop:
             after_micro_step=lambda: callbacks.event("on_substep_end"),
             before_update=lambda: callbacks.event("on_pre_optimizer_step"),
             after_update=lambda: callbacks.event("on_optimizer_step"),
-            updated=lambda: advance(parts.schedule),
+            updated=self._advance_schedule,
             look_at_gradients=callbacks.hears("on_pre_optimizer_step") or callbacks.hears("on_optimizer_step"),
             look_at_sums=callbacks.hears("on_substep_end"),
         )
@@ -404,6 +404,10 @@ class TrainingLoop:
         self._follow_control()
         self._checkpointer.check()
         show_step(StepPlace(self._step + 1))
+
+    def _advance_schedule(self) -> None:
+        self._parts.optimizer.check_groups()  # before torch's schedules find out
+        advance(self._parts.schedule)
 
     def _follow_control(self) -> None:
         """Logs, evaluates and saves, in this order, as the control's flags say."""

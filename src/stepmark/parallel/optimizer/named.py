@@ -198,14 +198,15 @@ class NamedOptimizer:
         Raises:
             UsageError: A parameter was added to the optimizer, whose gradients would not be reduced.
         """
-        self._check_groups()
+        self.check_groups()
         self.arrivals.settle()
         self.distribution.follow()
         with self._unchanged_where_masked():
             self.inner.step()
         self.distribution.publish()
 
-    def _check_groups(self) -> None:
+    def check_groups(self) -> None:
+        """See `step`."""
         if sum(len(group["params"]) for group in self.param_groups) != len(self._held):
             raise UsageError(
                 "optimizer: a parameter was added to its groups, or taken out, after training began; it would be in no "
@@ -284,7 +285,7 @@ class NamedOptimizer:
     def named_groups(self) -> list[dict[str, Any]]:
         """The groups' plain hyperparameters, with the names of all their parameters instead of tensors. Raises
         UsageError as `step`."""
-        self._check_groups()
+        self.check_groups()
         return [
             {key: list(names) if key == "params" else plain(value) for key, value in group.items()}
             for group, names in zip(self.param_groups, self.distribution.groups, strict=True)
