@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from stepmark.checkpoint.format.dtypes import dtype_name
 from stepmark.checkpoint.format.json_values import KeyPath, ValueEncoder, show
@@ -55,7 +56,7 @@ class Section:
 
     Of the names in `entries`, `shards` are those that were Shards, `dtensors` those that were DTensors, with these,
     `derived` those of a module's state dict that are neither parameters nor buffers, and `extra` those inside values of
-    a module.
+    a module. `names` are those of an optimizer's parameters, by identity.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Section:
     dtensors: dict[str, DTensor] = field(default_factory=dict)
     derived: set[str] = field(default_factory=set)
     extra: set[str] = field(default_factory=set)
+    names: Mapping[int, str] = field(default_factory=dict)
 
     def add(self, name: str, tensor: Tensor | Shard, layout: Layout | None = None, *, first: bool = False) -> None:
         """Adds a tensor, or a DTensor's shard. Raises UsageError where it cannot be stored, or the name is taken."""
@@ -233,19 +235,22 @@ def kept_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> Section:
-    if isinstance(value, torch.optim.Optimizer) and not hasattr(value, "named_state"):
-        section = Section(name, "optimizer", f"{OPTIMIZER}/{name}", value)
-        names = parameter_names(modules)
-        state, groups = optimizer_state(name, value, names)
-        layouts = {names[id(p)]: p for group in value.param_groups for p in group["params"]}
+    inner, held = getattr(value, "inner", value), getattr(value, "held_names", None)
+    if held is not None or (isinstance(value, torch.optim.Optimizer) and not hasattr(value, "named_state")):
+        names = parameter_names(modules) if held is None else held
+        section = Section(name, "optimizer", f"{OPTIMIZER}/{name}", inner, names=names)
+        state, groups = optimizer_state(name, inner, names)
+        layouts = {names[id(p)]: p for group in inner.param_groups for p in group["params"]}
         add_optimizer(section, state, groups, layouts)
-        section.values["class"] = type(value).__name__
-        _add_others(section, value)
+        section.values["class"] = type(inner).__name__
+        _add_others(section, inner, getattr(value, "divided_by", None))
     elif hasattr(value, "named_state") and hasattr(value, "named_groups"):
         section = Section(name, "named", f"{OPTIMIZER}/{name}", value)
         names = parameter_names(modules)
         parameters = {names[id(p)]: p for module in modules.values() for p in module.parameters()}
         add_optimizer(section, value.named_state(), value.named_groups(), parameters)
+        if inner is not value:
+            _add_others(section, inner, value.divided_by)
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         section = Section(name, "object", f"{STATE}/{name}", value)
         section.values = {"value": section.encode(_state_of_object(value), (name,))}
@@ -255,8 +260,9 @@ def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> 
     return section
 
 
-def _add_others(section: Section, optimizer: torch.optim.Optimizer) -> None:
+def _add_others(section: Section, optimizer: torch.optim.Optimizer, divided_by: str | None) -> None:
     """State under keys other than parameters, and what the optimizer's own state_dict() adds to torch's."""
+    known = set(section.entries)
     keys = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     if keys:
         section.values["keys"] = section.encode(keys, (section.name, "keys"))
@@ -266,6 +272,22 @@ def _add_others(section: Section, optimizer: torch.optim.Optimizer) -> None:
         own = {key: value for key, value in optimizer.state_dict().items() if key not in torchs}
         if own:
             section.values["own"] = section.encode(own, (section.name, "own"))
+    check_own_tensors(
+        optimizer, {name: section.entries[name].tensor for name in section.entries.keys() - known}, divided_by
+    )
+
+
+def check_own_tensors(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], divided_by: str | None) -> None:
+    """Raises UsageError where an optimizer has tensors beside its states of parameters, in the values of `own`, and
+    ranks update different ones, by the field `divided_by`."""
+    found = [
+        name for name, each in own.items() if any(isinstance(t, Tensor) and t.numel() > 1 for t in tree_leaves(each))
+    ]
+    if divided_by is not None and found:
+        raise UsageError(
+            f"{divided_by}: {type(optimizer).__name__} has tensors of its own ({min(found)}) beside its states of "
+            f"parameters, and each rank would have others; keep them in state[parameter], or leave {divided_by} out"
+        )
 
 
 def _state_of_object(value: Any) -> Any:

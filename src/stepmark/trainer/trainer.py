@@ -84,6 +84,7 @@ from stepmark.training.model_labels import names_labels
 from stepmark.training.model_options import attention_of
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.one_graph_per_step.deferred_reads import plain
+from stepmark.training.optimizer import check_step
 from stepmark.training.weighted_loss import MicroBatchLoss
 
 
@@ -214,6 +215,8 @@ class Trainer:
         self.processing_class = processing_class
         self.compute_metrics = compute_metrics
         self.optimizer, self.lr_scheduler = optimizers
+        if self.optimizer is not None:
+            check_step(type(self.optimizer))
         self._optimizers = RunOptimizer(optimizer_cls_and_kwargs)
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.compute_loss_func = compute_loss_func

@@ -122,8 +122,10 @@ class TrainingLoop:
     def state_dict(self) -> dict[str, Any]:
         """Everything but tensors, as plain values."""
         scaler, own = self._parts.step.scaler, self._own_state()
+        numbers = self._parts.optimizer.changed_numbers() if self._parts.context.host.rank == 0 else {}
         return {
             **({"own": own} if own else {}),
+            **({"optimizer": numbers} if numbers else {}),
             "step": self._step,
             "epoch": self._callbacks.state.epoch,
             "epoch_open": self._epoch_open,
@@ -155,6 +157,7 @@ class TrainingLoop:
         restore_schedule(self._parts.schedule, state["schedule"], rates)
         self._learning_rate = state.get("learning_rate", rates[0])  # older checkpoints have no rate of the last step
         self._parts.step.loss.guess = state.get("causal_shift", self._parts.step.loss.guess)
+        vars(self._parts.optimizer.inner).update(state.get("optimizer", {}))
         if state.get("own"):
             self._load_own_state(state["own"])
         if self._parts.step.scaler is not None and state.get("loss_scaler") is not None:
@@ -536,6 +539,7 @@ class TrainingLoop:
         earlier = {} if self._unfinished is None else self._unfinished["evaluated"]
         may_continue = (lambda: True) if self._preemption is None else self._preemption.may_continue
         evaluation = PausableEvaluation(may_continue, earlier)
+        self._parts.optimizer.switch("eval")  # where a callback has changed that
         try:
             with self._monitor.within("evaluation", self._step):
                 return self._evaluate_data(evaluation)
@@ -583,6 +587,7 @@ class TrainingLoop:
         best = {key: metrics[key]} if key is not None and evaluated_at == self._step and key in metrics else {}
         if state.best_global_step == self._step:
             state.best_model_checkpoint = str(checkpoint_path(self._checkpointer.folder, self._step))
+        self._parts.optimizer.switch("eval")
         self._before_save()
         handle = self._checkpointer.save(
             self._step,

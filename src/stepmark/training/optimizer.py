@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from stepmark.checkpoint.sections import check_own_tensors
 from stepmark.config.optimizers import ADAFACTOR, ADAMW, ADAMW_8BIT, MUON, WHOLE_PARAMETERS, check_optimizer
 from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
 from stepmark.parallel.full_sharding import is_fully_sharded, now
 from stepmark.parallel.optimizer.distribute import distribute, sharding_unit
-from stepmark.parallel.optimizer.named import NamedOptimizer
+from stepmark.parallel.optimizer.named import NamedOptimizer, attributes
 from stepmark.parallel.optimizer.own_classes import (
     BY_ADAMW,
     BY_MUON,
@@ -197,6 +201,7 @@ def wrap_optimizer(
             optimizer needs all parameters at once, it is unknown what it needs, or the device is lazy.
     """
     kind, groups = type(given), []
+    check_step(kind)
     for group in given.param_groups:
         parameters = [now(parameter) for parameter in group["params"]]
         if any(parameter not in names for parameter in parameters):
@@ -220,7 +225,31 @@ def wrap_optimizer(
     distribution = distribute(
         groups, kind, mesh.runtime, mesh, order=order, master_weights=False, bucket_elements=bucket_elements
     )
+    updated = set(distribution.names)
+    counted = [(name, each) for each, name in names.items() if each.requires_grad or name in updated]
+    distribution.names = [name for name, _ in counted]  # a norm is of the model's gradients, as in transformers
+    distribution.parameters = [each for _, each in counted]
+    sizes = mesh.tensor_parallel.size, mesh.pipeline.size, mesh.expert_parallel_size
+    for axis, size in zip(("tensor", "pipeline", "expert"), sizes, strict=True):
+        if size > 1:
+            distribution.divided_by = f"{axis}_parallel_size"
+    check_own_tensors(given, attributes(given), distribution.divided_by)
     return NamedOptimizer(distribution, groups, exchange, mesh.runtime, given=True)
+
+
+def check_step(kind: type[torch.optim.Optimizer]) -> None:
+    """Raises UsageError for a class whose `step` cannot be called without arguments, by its signature or what it says
+    of `closure`."""
+    step = inspect.unwrap(kind.step)
+    given = list(inspect.signature(step).parameters.values())[1:]
+    needs = any(each.default is each.empty and "VAR_" not in each.kind.name for each in given)
+    with suppress(OSError, TypeError):  # of no file
+        needs |= bool(re.search(r"assert closure|if (closure is None|not closure):\s+raise", inspect.getsource(step)))
+    if needs:
+        raise UsageError(
+            f"optimizers: {kind.__name__}.step needs a closure, which computes gradients once more; the Trainer passes "
+            "none: choose another optimizer, or write a loop of your own around stepmark.Checkpointer"
+        )
 
 
 def _check_whole(given: torch.optim.Optimizer, held: Sequence[tuple[str, nn.Parameter]], runtime: Runtime) -> None:

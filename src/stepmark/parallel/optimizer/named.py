@@ -154,10 +154,25 @@ class NamedOptimizer:
         self._held = distribution.held
         tensors = [[held.tensor for held in self._held if held.group == number] for number in range(len(groups))]
         self.inner = make([{**group, "params": own} for group, own in zip(groups, tensors, strict=True)])
+        self._made_with = self._numbers()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
+
+    @property
+    def divided_by(self) -> str | None:
+        """The field by which ranks update different tensors; None where they do not."""
+        return self.distribution.divided_by
+
+    @property
+    def held_names(self) -> dict[int, str] | None:
+        """The names of the tensors that a user's optimizer updates, by identity: its state is saved as a `torch.optim`
+        one's, and made by reading it. None where it has to be made first: of several parameters at once, or by an
+        optimizer that arguments describe, whose groups keep these."""
+        if not self.given or not self.distribution.separate or any(held.master for held in self._held):
+            return None
+        return {id(held.tensor): str(held.key) for held in self._held}
 
     def gradients(
         self,
@@ -206,6 +221,17 @@ class NamedOptimizer:
                 "decay would go on; freeze parameters before that"
             )
 
+    @torch.no_grad()
+    def switch(self, mode: str) -> None:
+        """Puts an optimizer that has modes, such as a schedule-free one, into `train` or `eval`, in which parameters
+        have other values. Collective."""
+        method = getattr(self.inner, mode, None)
+        if callable(method):
+            self.arrivals.settle()
+            self.distribution.follow()
+            method()
+            self.distribution.publish()
+
     def ensure_state(self) -> None:
         """Creates the state that the first step would create, so that it can be restored in place.
 
@@ -213,7 +239,7 @@ class NamedOptimizer:
         are meaningless: call it only when they are about to be replaced. Existing states and gradients are kept.
         """
         missing = [held.tensor for held in self._held if held.tensor not in self.inner.state]
-        if not missing:
+        if not missing or self.held_names is not None:
             return
         gradients = [held.tensor.grad for held in self._held]
         for held in self._held:
@@ -224,6 +250,15 @@ class NamedOptimizer:
             self._runtime.write(tensor, value)
         for held, gradient in zip(self._held, gradients, strict=True):
             held.tensor.grad = gradient
+
+    def _numbers(self) -> dict[str, Any]:
+        return {key: value for key, value in attributes(self.inner).items() if type(value) in (int, float, bool)}
+
+    def changed_numbers(self) -> dict[str, Any]:
+        """Attributes of a user's optimizer that have changed since training began, such as a count of steps that its
+        state_dict() lacks."""
+        made = self._made_with if self.given else {}
+        return {key: value for key, value in self._numbers().items() if key in made and value != made[key]}
 
     def forget_state(self, names: Sequence[str]) -> bool:
         """Removes the state of these parameters, as before their first gradient.
@@ -340,11 +375,13 @@ OWN = frozenset({"params", "param_names", "lr", "foreach", "fused", "capturable"
 
 def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], runtime: Runtime) -> None:
     """Takes one step with zero gradients and learning rate 0, in which any optimizer creates its state. What it keeps
-    in its groups, such as a count of steps, is as before.
+    in its groups and attributes, such as a count of steps, is as before.
 
     Restore the tensors afterwards: weight decay and the like may have changed them.
     """
     kept = [{key: _copied(key, group[key]) for key in group if key != "params"} for group in inner.param_groups]
+    plain_kinds = (int, float, bool, str, list, dict, type(None))
+    own = {key: copy(value) for key, value in attributes(inner).items() if type(value) in plain_kinds}
     for group in inner.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     for tensor in tensors:
@@ -358,7 +395,13 @@ def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], run
                 group[key].copy_(value)
             else:
                 group[key] = value
+    vars(inner).update(own)
     runtime.step_boundary()
+
+
+def attributes(inner: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps beside its state and its groups."""
+    return {key: value for key, value in vars(inner).items() if key not in ("state", "param_groups")}
 
 
 def _copied(key: str, value: Any) -> Any:
