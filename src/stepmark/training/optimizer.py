@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stepmark.checkpoint.sections import check_own_tensors
 from stepmark.config.optimizers import ADAFACTOR, ADAMW, ADAMW_8BIT, MUON, WHOLE_PARAMETERS, check_optimizer
 from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
-from stepmark.parallel.full_sharding import is_fully_sharded, now
+from stepmark.parallel.full_sharding import now
 from stepmark.parallel.optimizer.distribute import distribute, sharding_unit
 from stepmark.parallel.optimizer.named import NamedOptimizer, attributes
 from stepmark.parallel.optimizer.own_classes import (
@@ -32,7 +32,9 @@ from stepmark.parallel.optimizer.own_classes import (
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import has_fused_kernel
 from stepmark.runtime.mesh import Mesh
+from stepmark.sharding.dtensor import local_of
 from stepmark.sharding.layout import layout_of
+from stepmark.sharding.views import copy_slices
 
 # Patterns of the names, in lower case, of modules and parameters without weight decay.
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -210,15 +212,18 @@ def wrap_optimizer(
                 "have it; make its module part of the model (model.criterion = …), or leave it out"
             )
         groups.append({**group, "params": [(names[parameter], parameter) for parameter in parameters]})
-    if given.state and any(map(is_fully_sharded, names)):
-        raise UsageError("fsdp and optimizers: the optimizer has a state already; pass one that has taken no step")
     held = [(name, each) for group in groups for name, each in group["params"] if layout_of(each) is not None]
     if held and sharding_unit(kind, "tensor_parallel_size") != "element":
         _check_whole(given, held, mesh.runtime)
 
     def exchange(own: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        before = {names[now(each)]: each for group in given.param_groups for each in group["params"]}
         for group, tensors in zip(given.param_groups, own, strict=True):
             group["params"] = tensors["params"]
+        for each in distribution.held:
+            state = given.state.pop(before[str(each.key)], None)
+            if state is not None:
+                given.state[each.tensor] = {key: _part(value, each.tensor) for key, value in state.items()}
         return given
 
     order = list(names.values())
@@ -235,6 +240,16 @@ def wrap_optimizer(
             distribution.divided_by = f"{axis}_parallel_size"
     check_own_tensors(given, attributes(given), distribution.divided_by)
     return NamedOptimizer(distribution, groups, exchange, mesh.runtime, given=True)
+
+
+def _part(value: Any, tensor: Tensor) -> Any:
+    """A value of the state of a parameter, for the tensor that holds this rank's part of it."""
+    layout, value = layout_of(tensor), local_of(value)
+    if layout is None or not isinstance(value, Tensor) or tensor.shape == value.shape or value.shape != layout.shape:
+        return value
+    part = torch.zeros_like(tensor, dtype=value.dtype, device=value.device)
+    copy_slices(value, part, layout)
+    return part
 
 
 def check_step(kind: type[torch.optim.Optimizer]) -> None:
