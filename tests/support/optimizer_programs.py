@@ -231,3 +231,41 @@ def plain(name: str, folder: Path) -> list[float]:
                 losses.append(float(model(input_ids=held.tokens, labels=held.labels).loss))
             torch.save(model.state_dict(), folder / f"{step + 1}.pt")
     return losses
+
+
+class Half(Trainer):
+    """Trains the block alone; the rest has gradients all the same."""
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.AdamW(self.model.transformer.h.parameters(), lr=1e-2)
+        return self.optimizer
+
+
+def norms(folder: str, meshes: list[dict[str, Any]], batch: int) -> list[list[float]]:
+    """The gradient norms and the losses of trainings that clip."""
+    found = []
+    for number, mesh in enumerate(meshes):
+        args = TrainingArguments(
+            f"{folder}/{number}", device="cpu", max_steps=3, logging_steps=1, save_strategy="no", max_grad_norm=0.1,
+            per_device_train_batch_size=batch * mesh.get("tensor_parallel_size", 1), disable_tqdm=True, **mesh,
+        )  # fmt: skip
+        trainer = Half(tiny_model(0.0, layers=2), args, train_dataset=Blocks(12))
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+        found.append([log[name] for log in logs for name in ("grad_norm", "loss")])
+    return found
+
+
+def averaged(folder: str, kind: type[torch.optim.Optimizer], resume: str | None = None, **options: Any) -> Trainer:
+    """A run of six steps with an optimizer that has modes."""
+    model = tiny_model(0.0)
+    args = TrainingArguments(
+        folder, device="cpu", max_steps=6, per_device_train_batch_size=2, disable_tqdm=True, logging_steps=1,
+        lr_scheduler_type="constant", **options,
+    )  # fmt: skip
+    trainer = Trainer(
+        model, args, train_dataset=Blocks(12), eval_dataset=Blocks(4, seed=1),
+        optimizers=(kind(model.parameters(), lr=0.1), None),  # type: ignore[call-arg]
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer

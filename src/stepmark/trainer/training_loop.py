@@ -14,6 +14,7 @@ from transformers.trainer_callback import TrainerControl
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, step_of
+from stepmark.checkpoint.sections import describe
 from stepmark.data.loader.batch import StepBatch
 from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.prefetcher import DevicePrefetcher
@@ -28,7 +29,7 @@ from stepmark.trainer.callbacks import RunCallbacks, is_better
 from stepmark.trainer.evaluation import PausableEvaluation
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.run_end import reason_to_stop, record_end, withdraw
-from stepmark.trainer.resume import restore_run
+from stepmark.trainer.resume import locate_best, restore_run
 from stepmark.trainer.run_folder.output_folder import set_aside_earlier_attempt, set_aside_finished_run
 from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.status import INTERRUPTED
@@ -175,6 +176,7 @@ class TrainingLoop:
         check_start(folder, parts.saved, self._args, parts.context, resumes=goes_on)
         self._checkpointer.claim()
         if self._args.save_strategy != "no":
+            describe({"optimizer": parts.optimizer})  # what cannot be saved of it is named before training
             self._withdraw_stop_request()
 
     def restore(self, resume: bool | str | None) -> Path | None:
@@ -215,6 +217,10 @@ class TrainingLoop:
         mean_loss = self._losses.mean_loss()
         # The time since the last log, in which the last evaluation and the last save were.
         machine = {**self._monitor.part_fields(), "target_tokens": self._losses.since_start["tokens"]}
+        if self._args.load_best_model_at_end:
+            locate_best(
+                callbacks.state, self._checkpointer.folder, parts.context.host, "the last model is the final one"
+            )
         best = callbacks.state.best_model_checkpoint
         if self._args.load_best_model_at_end and best is not None:
             self._checkpointer.restore({"model": parts.saved}, Path(best))

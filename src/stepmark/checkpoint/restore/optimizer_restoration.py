@@ -67,8 +67,8 @@ class OptimizerRestoration:
                 self._compare_named(name, stored.get(name, {}), nested, live.get(name, {}))
         self._plan.finishers.append(self._clear)
         self._compare_groups(groups)
-        if section.kind == "optimizer" or hasattr(section.value, "inner"):
-            self._compare_others()
+        if section.optimizer is not None:
+            self._compare_others(section.optimizer)
 
     def _check_class(self) -> None:
         was, now = self._saved.get("class"), self._section.values.get("class")
@@ -188,9 +188,9 @@ class OptimizerRestoration:
 
         plan.finishers.append(load)
 
-    def _compare_others(self) -> None:
+    def _compare_others(self, optimizer: torch.optim.Optimizer) -> None:
         """State under keys other than parameters, and what the optimizer's own state_dict() adds."""
-        plan, optimizer = self._plan, getattr(self._section.value, "inner", self._section.value)
+        plan = self._plan
         keys, members = self._saved.get("keys"), self._saved.get("own")
         encoded = [keys, members]
         tensors = plan.tensors_in(self._section, encoded)

@@ -121,6 +121,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if not lazy_init:
             self.init_zero()
 
+    divided_by = "zero_1"
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer that updates this rank's shard, for `Checkpointer`."""
+        return self._sharded.inner
+
     def init_zero(self) -> None:
         """Shards the parameters and creates the state; only needed after `lazy_init=True`. Collective.
 
