@@ -601,8 +601,9 @@ class Trainer:
             self._callbacks.show(parts, own.given if isinstance(own, GivenLoader) else own.again())
             with loop.recording_end():
                 with loop.stopping_at_signals(), watch:
-                    if evaluates and not extracting_graphs() and not self._overridden("evaluate"):
-                        self.evaluation.try_metrics(self._eval_sets().values(), self.get_eval_dataloader)
+                    theirs = any(map(self._overridden, ("evaluate", "evaluation_loop", "get_eval_dataloader")))
+                    if evaluates and not extracting_graphs() and not theirs:
+                        self.evaluation.foretell_memory(self._eval_sets().values(), self.get_eval_dataloader)
                     metrics, steps = loop.train(loop.restore(resume))
                     self._hub.wait()
                     metrics = run.write_training(metrics, steps, self.train_dataset)
