@@ -225,8 +225,10 @@ def kept_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
     """Each tensor's name in the state dict to the name it is stored under; tied tensors are stored once.
 
     transformers names those of a tied set that it does not store in `_tied_weights_keys`; without it, the first is
-    kept.
+    kept. A module with `stores_all_names` keeps all.
     """
+    if getattr(module, "stores_all_names", False):
+        return {key: key for key in state}
     same: dict[int, list[str]] = {}
     for key, value in state.items():
         if isinstance(value, Tensor | Shard):
