@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ import xxhash
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
+from stepmark.liveness.late_rank import Beat
+from stepmark.liveness.progress import Progress
 from stepmark.sharding.dtensor import local_of
 from stepmark.trainer.run_folder.run_log import read_metrics
 
@@ -117,7 +122,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     """Trains the tiny model and returns its losses, weights and counters. `options` are TrainingArguments and samples,
     eval_samples, eval_sets (the names of several), ragged, dropout, layers, model_seed (a list: one a rank), kill_at,
     kill_ranks, kill_at_event, signal_at (what SignalAt is made with), noise (draw random numbers from every generator
-    between steps), counted (count graphs after every step)."""
+    between steps), counted (count graphs after every step), observed (heartbeats all the time)."""
     options = dict(options)
     samples, eval_samples = options.pop("samples", 30), options.pop("eval_samples", 7)
     eval_sets = options.pop("eval_sets", None)
@@ -131,6 +136,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         callbacks.append(KillAtEvent(options.pop("kill_at_event")))
     if "signal_at" in options:
         callbacks.append(SignalAt(**options.pop("signal_at")))
+    observed = options.pop("observed", False)
     count = CountGraphs()
     if options.pop("counted", False):
         callbacks.append(count)
@@ -148,7 +154,8 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         callbacks=callbacks,
     )
     count.trainer = trainer
-    trainer.train()
+    with observing() if observed else nullcontext():
+        trainer.train()
     return {
         **logged(Path(args.output_dir)),
         "weights": checksum(trainer),
@@ -157,6 +164,25 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         "rates": count.rates,
         "weighted": weighted_losses(trainer),
     }
+
+
+@contextmanager
+def observing() -> Iterator[None]:
+    """Inside the block, another thread looks where this one is all the time."""
+    at, done = Progress(), threading.Event()
+
+    def look() -> None:
+        held: deque[Beat] = deque(maxlen=8)
+        while not done.wait(0.001):
+            held.append(Beat.of(0, "", at))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def train_each(*runs: dict[str, Any]) -> list[dict[str, Any]]:
