@@ -18,7 +18,7 @@ from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
 from stepmark.parallel.full_sharding import now
 from stepmark.parallel.optimizer.distribute import distribute, sharding_unit
-from stepmark.parallel.optimizer.named import NamedOptimizer, attributes
+from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.optimizer.own_classes import (
     BY_ADAMW,
     BY_MUON,
@@ -235,10 +235,10 @@ def wrap_optimizer(
     distribution.names = [name for name, _ in counted]  # a norm is of the model's gradients, as in transformers
     distribution.parameters = [each for _, each in counted]
     sizes = mesh.tensor_parallel.size, mesh.pipeline.size, mesh.expert_parallel_size
-    for axis, size in zip(("tensor", "pipeline", "expert"), sizes, strict=True):
-        if size > 1:
-            distribution.divided_by = f"{axis}_parallel_size"
-    check_own_tensors(given, attributes(given), distribution.divided_by)
+    axes = (axis for axis, size in zip(("tensor", "pipeline", "expert"), sizes, strict=True) if size > 1)
+    distribution.divided_by = next((f"{axis}_parallel_size" for axis in axes), distribution.divided_by)
+    own = {name: value for name, value in vars(given).items() if name not in ("state", "param_groups")}
+    check_own_tensors(given, own, distribution.divided_by)
     return NamedOptimizer(distribution, groups, exchange, mesh.runtime, given=True)
 
 

@@ -27,6 +27,7 @@ from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout, Shard
 
+NUMBERS = (int, float, bool)
 Groups = Sequence[Mapping[str, Any]]  # as for `torch.optim`, but "params" is a list of (name, parameter)
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # from groups with the tensors to update
 
@@ -141,6 +142,10 @@ class NamedOptimizer:
         inner: The `torch.optim` optimizer that computes the update. Learning rate schedules and callbacks work on its
             parameter groups.
         arrivals: What `step` has left to wait for.
+        divided_by: As in `Distribution`, or the axis of the mesh along which parameters differ.
+        held_names: The names of the tensors that a user's optimizer updates, by identity: its state is saved as a
+            `torch.optim` one's, and made by reading it. None where it has to be made first, or groups keep what
+            arguments say.
     """
 
     def __init__(
@@ -154,25 +159,14 @@ class NamedOptimizer:
         self._held = distribution.held
         tensors = [[held.tensor for held in self._held if held.group == number] for number in range(len(groups))]
         self.inner = make([{**group, "params": own} for group, own in zip(groups, tensors, strict=True)])
-        self._made_with = self._numbers()
+        self._made_with = plain_attributes(self.inner, NUMBERS)
+        self.divided_by = distribution.divided_by
+        own = given and distribution.separate and not any(held.master for held in self._held)
+        self.held_names = {id(held.tensor): str(held.key) for held in self._held} if own else None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
-
-    @property
-    def divided_by(self) -> str | None:
-        """The field by which ranks update different tensors; None where they do not."""
-        return self.distribution.divided_by
-
-    @property
-    def held_names(self) -> dict[int, str] | None:
-        """The names of the tensors that a user's optimizer updates, by identity: its state is saved as a `torch.optim`
-        one's, and made by reading it. None where it has to be made first: of several parameters at once, or by an
-        optimizer that arguments describe, whose groups keep these."""
-        if not self.given or not self.distribution.separate or any(held.master for held in self._held):
-            return None
-        return {id(held.tensor): str(held.key) for held in self._held}
 
     def gradients(
         self,
@@ -251,14 +245,11 @@ class NamedOptimizer:
         for held, gradient in zip(self._held, gradients, strict=True):
             held.tensor.grad = gradient
 
-    def _numbers(self) -> dict[str, Any]:
-        return {key: value for key, value in attributes(self.inner).items() if type(value) in (int, float, bool)}
-
     def changed_numbers(self) -> dict[str, Any]:
-        """Attributes of a user's optimizer that have changed since training began, such as a count of steps that its
+        """Attributes of the optimizer that have changed since it was made, such as a count of steps that its
         state_dict() lacks."""
-        made = self._made_with if self.given else {}
-        return {key: value for key, value in self._numbers().items() if key in made and value != made[key]}
+        now, made = plain_attributes(self.inner, NUMBERS), self._made_with
+        return {key: value for key, value in now.items() if value != made.get(key, value)}
 
     def forget_state(self, names: Sequence[str]) -> bool:
         """Removes the state of these parameters, as before their first gradient.
@@ -380,8 +371,7 @@ def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], run
     Restore the tensors afterwards: weight decay and the like may have changed them.
     """
     kept = [{key: _copied(key, group[key]) for key in group if key != "params"} for group in inner.param_groups]
-    plain_kinds = (int, float, bool, str, list, dict, type(None))
-    own = {key: copy(value) for key, value in attributes(inner).items() if type(value) in plain_kinds}
+    own = plain_attributes(inner, (*NUMBERS, str, list, dict))
     for group in inner.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     for tensor in tensors:
@@ -399,9 +389,9 @@ def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], run
     runtime.step_boundary()
 
 
-def attributes(inner: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps beside its state and its groups."""
-    return {key: value for key, value in vars(inner).items() if key not in ("state", "param_groups")}
+def plain_attributes(inner: torch.optim.Optimizer, kinds: Sequence[type]) -> dict[str, Any]:
+    """Copies of what an optimizer keeps beside its state and groups, of these types."""
+    return {k: copy(v) for k, v in vars(inner).items() if type(v) in kinds and k not in ("state", "param_groups")}
 
 
 def _copied(key: str, value: Any) -> Any:

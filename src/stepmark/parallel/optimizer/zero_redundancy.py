@@ -121,13 +121,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if not lazy_init:
             self.init_zero()
 
-    divided_by = "zero_1"
-
-    @property
-    def inner(self) -> torch.optim.Optimizer:
-        """The optimizer that updates this rank's shard, for `Checkpointer`."""
-        return self._sharded.inner
-
     def init_zero(self) -> None:
         """Shards the parameters and creates the state; only needed after `lazy_init=True`. Collective.
 
@@ -168,6 +161,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self.defaults = dict(sharded.inner.defaults)
         self.param_groups = sharded.inner.param_groups
         self._live = sharded, gradients, mesh
+        self.inner, self.divided_by = sharded.inner, "zero_1"  # for `Checkpointer`
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group before the parameters are sharded.
