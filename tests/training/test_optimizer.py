@@ -514,3 +514,28 @@ def test_the_norm_is_that_of_the_models_gradients_as_in_transformers(tmp_path: P
         logged = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
         norms.append([*logged, *model.transformer.ln_f.weight.tolist()])
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+class Calls(torch.optim.AdamW):
+    """Notes the calls of its methods."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-3)
+        self.calls: list[str] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls.append("step")
+        return super().step(closure)
+
+
+def test_resuming_never_calls_the_step_of_a_users_optimizer(tmp_path: Path) -> None:
+    def run(*callbacks: Any) -> list[str]:
+        model = tiny_model()
+        args = TrainingArguments(str(tmp_path), device="cpu", max_steps=4, save_steps=2, disable_tqdm=True)
+        own = Calls(model.parameters())
+        trainer = Trainer(model, args, train_dataset=Blocks(80), optimizers=(own, None), callbacks=list(callbacks))
+        trainer.train(resume_from_checkpoint=True)
+        return own.calls
+
+    assert run(StopsAt(2)) == ["step"] * 2
+    assert run() == ["step"] * 2
