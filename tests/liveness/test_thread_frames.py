@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 import weakref
 from typing import Any
+
+import pytest
 
 from stepmark.liveness.thread_frames import innermost, is_waiting, places_of, stack
 
@@ -73,4 +76,14 @@ def test_where_a_thread_is_and_nothing_of_it_is_kept() -> None:
     thread.join()
     assert kept[0]() is None
     assert places
-    assert innermost(places_of(thread.ident or 0)) == "a thread that has ended"
+    assert innermost(places_of(thread.ident or 0)) == "an unknown place"
+
+
+def test_without_a_file_to_write_to_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", fail, raising=False)
+    assert places_of(threading.get_ident()) == []
+    monkeypatch.delattr(os, "memfd_create")
+    assert places_of(threading.get_ident())

@@ -34,12 +34,15 @@ class Place(NamedTuple):
 
 def places_of(thread: int) -> list[Place]:
     """Where the thread of this identity is, the innermost function first, at most 100; the calling one is where it
-    calls this. Empty where it has ended."""
+    calls this. Empty where it has ended, or where the system gives no file."""
     memory = hasattr(os, "memfd_create")  # a file system may hang
-    with open(os.memfd_create("threads"), "r+b") if memory else tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
+    try:
+        with open(os.memfd_create("threads"), "r+b") if memory else tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+    except OSError:
+        text = ""
     lines = next((each[2] for each in _THREAD.finditer(text) if int(each[1], 16) == thread), "")
     return [Place(*found) for found in _PLACE.findall(lines)][thread == threading.get_ident() :]
 
@@ -58,7 +61,7 @@ def is_waiting(places: Sequence[Place]) -> bool:
 def innermost(places: Sequence[Place]) -> str:
     """The innermost function of a thread that is neither torch's nor Python's own, with file and line."""
     if not places:
-        return "a thread that has ended"
+        return "an unknown place"
     other = (each for each in places if not _is_library(each) and "/torch/" not in each.file)
     found = next(other, places[0])
     path = Path(found.file)
