@@ -44,6 +44,9 @@ class OtherOptimizer:
         self.reducer.calls.append("step")
         self.inner.step()
 
+    def switch(self, mode: str) -> None:
+        self.reducer.calls.append(mode)
+
     def ensure_state(self) -> None:
         pass
 
@@ -64,8 +67,8 @@ def test_a_step_works_with_any_optimizer_and_reducer(max_norm: float) -> None:
     )
     found = step(0, step_batch([[0, 1], [2, 3]]), hooks)
     assert calls == [
-        *("begin", "collect", "after micro-step", "last backward", "collect", "reduce"),
-        *("before update", "set gradients", "step", "after update", "set gradients", "reset"),
+        *("train", "begin", "collect", "after micro-step", "last backward", "collect", "reduce"),
+        *("before update", "set gradients", "step", "after update", "eval", "set gradients", "reset"),
     ]
     loss, tokens, norm = found.values.tolist()
     assert loss > 0

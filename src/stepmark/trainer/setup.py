@@ -51,7 +51,7 @@ from stepmark.training.model_options import (
     check_not_quantized,
     enable_gradient_checkpointing,
 )
-from stepmark.training.optimizer import build_optimizer, decays_by_default, parameter_kinds, wrap_optimizer
+from stepmark.training.optimizer import build_optimizer, check_step, decays_by_default, parameter_kinds, wrap_optimizer
 from stepmark.training.packing_check import check_packing
 from stepmark.training.step import TrainStep
 from stepmark.training.weighted_loss import MicroBatchLoss
@@ -287,6 +287,8 @@ class RunOptimizer:
 
     def __init__(self, given: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None) -> None:
         self._given = given
+        if given is not None:
+            check_step(given[0])
         self.named: NamedOptimizer | None = None  # made last
         self._made: list[Any] = []  # the optimizer and the schedule that were made for the last run
 

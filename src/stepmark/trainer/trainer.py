@@ -85,6 +85,7 @@ from stepmark.training.model_labels import names_labels
 from stepmark.training.model_options import attention_of
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.one_graph_per_step.deferred_reads import plain
+from stepmark.training.optimizer import check_step
 from stepmark.training.weighted_loss import MicroBatchLoss
 
 
@@ -215,6 +216,8 @@ class Trainer:
         self.processing_class = processing_class
         self.compute_metrics = compute_metrics
         self.optimizer, self.lr_scheduler = optimizers
+        if self.optimizer is not None:
+            check_step(type(self.optimizer))
         self._optimizers = RunOptimizer(optimizer_cls_and_kwargs)
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.compute_loss_func = compute_loss_func
@@ -599,8 +602,9 @@ class Trainer:
             self._callbacks.show(parts, own.given if isinstance(own, GivenLoader) else own.again())
             with loop.recording_end():
                 with loop.stopping_at_signals(), watch:
-                    if evaluates and not extracting_graphs() and not self._overridden("evaluate"):
-                        self.evaluation.try_metrics(self._eval_sets().values(), self.get_eval_dataloader)
+                    theirs = any(map(self._overridden, ("evaluate", "evaluation_loop", "get_eval_dataloader")))
+                    if evaluates and not extracting_graphs() and not theirs:
+                        self.evaluation.foretell_memory(self._eval_sets().values(), self.get_eval_dataloader)
                     metrics, steps = loop.train(loop.restore(resume))
                     self._hub.wait()
                     metrics = run.write_training(metrics, steps, self.train_dataset)

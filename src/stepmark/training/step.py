@@ -161,6 +161,7 @@ class TrainStep:
             The step's statistics; reading them waits for the device.
         """
         hooks = hooks or StepHooks()
+        self.optimizer.switch("train")
         entering(PASSES)
         on_host = torch.random.fork_rng(devices=[]) if self._runtime.lazy else nullcontext()
         with kept_host_generators(), on_host:
@@ -243,6 +244,7 @@ class TrainStep:
         hooks.after_update()
         if updates:
             hooks.updated()
+        self.optimizer.switch("eval")  # after every step, so that its bits do not depend on evaluations and saves
         self.optimizer.set_gradients([None] * len(reduced.gradients))
         self._gradients.reset()
 

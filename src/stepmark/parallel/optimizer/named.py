@@ -29,6 +29,7 @@ from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout, Shard
 
+NUMBERS = (int, float, bool)
 Groups = Sequence[Mapping[str, Any]]  # as for `torch.optim`, but "params" is a list of (name, parameter)
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # from groups with the tensors to update
 
@@ -146,6 +147,10 @@ class NamedOptimizer:
         inner: The `torch.optim` optimizer that computes the update. Learning rate schedules and callbacks work on its
             parameter groups.
         arrivals: What `step` has left to wait for.
+        divided_by: As in `Distribution`, or the axis of the mesh along which parameters differ.
+        held_names: The names of the tensors that a user's optimizer updates, by identity: its state is saved as a
+            `torch.optim` one's, and made by reading it. None where it has to be made first, or groups keep what
+            arguments say.
     """
 
     def __init__(
@@ -159,6 +164,10 @@ class NamedOptimizer:
         self._held = distribution.held
         tensors = [[held.tensor for held in self._held if held.group == number] for number in range(len(groups))]
         self.inner = make([{**group, "params": own} for group, own in zip(groups, tensors, strict=True)])
+        self._made_with = plain_attributes(self.inner, NUMBERS)
+        self.divided_by = distribution.divided_by
+        own = given and distribution.separate and not any(held.master for held in self._held)
+        self.held_names = {id(held.tensor): str(held.key) for held in self._held} if own else None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -231,6 +240,17 @@ class NamedOptimizer:
         state = {key: each for key, each in self.inner.state.get(held.tensor, {}).items() if isinstance(each, Tensor)}
         return {**state, "": held.tensor}
 
+    @torch.no_grad()
+    def switch(self, mode: str) -> None:
+        """Puts an optimizer that has modes, such as a schedule-free one, into `train` or `eval`, in which parameters
+        have other values. Collective."""
+        method = getattr(self.inner, mode, None)
+        if callable(method):
+            self.arrivals.settle()
+            self.distribution.follow()
+            method()
+            self.distribution.publish()
+
     def ensure_state(self) -> None:
         """Creates the state that the first step would create, so that it can be restored in place.
 
@@ -238,7 +258,7 @@ class NamedOptimizer:
         are meaningless: call it only when they are about to be replaced. Existing states and gradients are kept.
         """
         missing = [held.tensor for held in self._held if held.tensor not in self.inner.state]
-        if not missing:
+        if not missing or self.held_names is not None:
             return
         gradients = [held.tensor.grad for held in self._held]
         for held in self._held:
@@ -249,6 +269,12 @@ class NamedOptimizer:
             self._runtime.write(tensor, value)
         for held, gradient in zip(self._held, gradients, strict=True):
             held.tensor.grad = gradient
+
+    def changed_numbers(self) -> dict[str, Any]:
+        """Attributes of the optimizer that have changed since it was made, such as a count of steps that its
+        state_dict() lacks."""
+        now, made = plain_attributes(self.inner, NUMBERS), self._made_with
+        return {key: value for key, value in now.items() if value != made.get(key, value)}
 
     def forget_state(self, names: Sequence[str]) -> bool:
         """Removes the state of these parameters, as before their first gradient.
@@ -367,11 +393,12 @@ OWN = frozenset({"params", "param_names", "lr", "foreach", "fused", "capturable"
 
 def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], runtime: Runtime) -> None:
     """Takes one step with zero gradients and learning rate 0, in which any optimizer creates its state. What it keeps
-    in its groups, such as a count of steps, is as before.
+    in its groups and attributes, such as a count of steps, is as before.
 
     Restore the tensors afterwards: weight decay and the like may have changed them.
     """
     kept = [{key: _copied(key, group[key]) for key in group if key != "params"} for group in inner.param_groups]
+    own = plain_attributes(inner, (*NUMBERS, str, list, dict))
     for group in inner.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     for tensor in tensors:
@@ -385,7 +412,13 @@ def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], run
                 group[key].copy_(value)
             else:
                 group[key] = value
+    vars(inner).update(own)
     runtime.step_boundary()
+
+
+def plain_attributes(inner: torch.optim.Optimizer, kinds: Sequence[type]) -> dict[str, Any]:
+    """Copies of what an optimizer keeps beside its state and groups, of these types."""
+    return {k: copy(v) for k, v in vars(inner).items() if type(v) in kinds and k not in ("state", "param_groups")}
 
 
 def _copied(key: str, value: Any) -> Any:

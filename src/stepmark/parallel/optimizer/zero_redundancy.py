@@ -161,6 +161,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self.defaults = dict(sharded.inner.defaults)
         self.param_groups = sharded.inner.param_groups
         self._live = sharded, gradients, mesh
+        self.inner, self.divided_by = sharded.inner, "zero_1"  # for `Checkpointer`
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group before the parameters are sharded.

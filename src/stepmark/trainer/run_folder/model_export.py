@@ -13,6 +13,7 @@ from torch import nn
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
+from stepmark.checkpoint.format.manifest import MODEL
 from stepmark.checkpoint.sections import describe
 from stepmark.data.loader.collate import PadTo
 from stepmark.errors import StepmarkError
@@ -191,8 +192,9 @@ class SavedModel:
         if not self._collected:
             write_model_files(checkpoint, self.module, processing_class)
             return
+        own = MODEL, getattr(self.module, "tensor_group", MODEL)
         for path in self._folder.iterdir():
-            if not path.match("model*.safetensors*"):
+            if not any(path.match(f"{each}*.safetensors*") for each in own):
                 shutil.move(path, checkpoint / path.name)
         shutil.rmtree(self._folder)
         self._collected = False
