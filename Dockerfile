@@ -17,7 +17,7 @@ USER stepmark
 WORKDIR /home/stepmark/stepmark
 
 # First what the environment depends on, so that a change of the source does not install it again.
-COPY --chown=stepmark Makefile pyproject.toml README.md LICENSE ./
+COPY --chown=stepmark Makefile setup.py pyproject.toml README.md LICENSE ./
 COPY --chown=stepmark constraints constraints
 RUN mkdir -p src/stepmark && touch src/stepmark/__init__.py && make .venv/.installed
 

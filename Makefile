@@ -21,7 +21,7 @@ WORKERS ?= 3
 PYTEST := -m pytest --numprocesses $(WORKERS) --dist worksteal
 EAGER := -m "not xla and not prove"
 
-.PHONY: demo test suite test-newest test-latest test-lowest test-cuda check docs fault prove clean
+.PHONY: demo test suite test-newest test-scalar test-latest test-lowest test-cuda check docs fault prove clean
 
 # Trains without torch_xla, whose environment takes minutes to install; on the lazy device with `make demo DEVICE=xla`.
 DEVICE ?= cpu
@@ -40,6 +40,11 @@ suite: $(INSTALLED)
 # The tests that need no torch_xla, on the newest torch.
 test-newest: $(NEWEST_INSTALLED)
 	$(NEWEST)/python scripts/run_suite.py $(PYTEST) $(EAGER)
+
+# Numeric tests as a processor without vector instructions sums: other roundings, and the same verdicts.
+test-scalar: $(INSTALLED)
+	ATEN_CPU_CAPABILITY=default $(BIN)/python scripts/run_suite.py $(PYTEST) tests/training tests/parallel/gradients \
+	    tests/parallel/tensor/test_architectures.py tests/system/parity/test_tensor_parallel.py
 
 # The same on a machine with a GPU, where the tests marked `cuda` run as well; an error where there is none.
 test-cuda: $(NEWEST_INSTALLED)

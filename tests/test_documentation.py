@@ -33,7 +33,6 @@ MODULE = re.compile(r"stepmark(?:\.\w+)+\Z")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 TOPS = ("src", "tests", "docs", "examples", "scripts", "benchmarks", "constraints")
 MADE = {"reference/fields.md", "reference/commands.md"}  # by scripts/site_pages.py
-RAW = "https://raw.githubusercontent.com/stepmark"
 EXAMPLES = {"my_module.py"}  # files of the reader
 PUBLIC_NAMES = ROOT / "examples" / "public_names.py"
 source_map = runpy.run_path(str(ROOT / "scripts" / "source_map.py"))
@@ -128,16 +127,20 @@ def test_the_reference_has_every_old_name(site_pages: dict[str, Any]) -> None:
         assert [name for name in refusals(origin) if f"`{name}`" not in page] == []
 
 
-def test_the_readme_reads_elsewhere() -> None:
-    """On a package index, relative links lead nowhere: all are absolute, and those to the repository exist."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    links = re.findall(r"\]\(([^)\s]+)\)", text)
-    assert [link for link in links if not link.startswith("https://")] == []
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
-    ours = [link for link in links if link.startswith((urls["Source"], RAW))]
-    assert len(ours) > 10
-    paths = [re.sub(rf"{urls['Source']}/blob/main/|{RAW}/[^/]+/main/", "", link).partition("#")[0] for link in ours]
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+def test_the_readme_leads_to_files_of_the_repository() -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(links) > 20
+    assert [link for link in links if not (ROOT / link.partition("#")[0]).exists()] == []
+
+
+INSTALLS = re.compile(r"pip install [\"']?(stepmark\S*)")
+IN_PLACE = {f"stepmark[{extra}]" for extra in ("peft", "trl", "sentence-transformers", "lm-eval", "wandb")}
+
+
+def test_nothing_is_installed_from_an_index_that_lacks_it() -> None:
+    """Whoever takes the name there is installed. An extra is that of the Stepmark that is there already."""
+    found = {name.strip("\"'`,.") for page in PAGES for name in INSTALLS.findall(page.read_text(encoding="utf-8"))}
+    assert found <= IN_PLACE
 
 
 def test_the_map_of_the_source_has_a_sentence_for_every_module() -> None:

@@ -1,9 +1,10 @@
-"""The built wheel has everything: it installs into a fresh environment and works there."""
+"""The built wheel has everything, and what the documentation installs from works in a fresh environment."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 from stepmark.config.yaml_file import parse_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("src", "pyproject.toml", "README.md", "LICENSE")
+COPIED = ("src", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 
 def call(*command: str | Path, cwd: Path) -> str:
@@ -29,17 +30,24 @@ def call(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What of a clone an installation reads."""
+    folder = tmp_path_factory.mktemp("wheel") / "clone"
     for name in COPIED:
         source = ROOT / name
         ignored = shutil.ignore_patterns("*.egg-info", "__pycache__")
         if source.is_dir():
-            shutil.copytree(source, folder / "copy" / name, ignore=ignored)
+            shutil.copytree(source, folder / name, ignore=ignored)
         else:
-            shutil.copy(source, folder / "copy" / name)
+            shutil.copy(source, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    call(*pip, "--wheel-dir", folder, folder / "copy", cwd=folder)
+    call(*pip, "--wheel-dir", folder, clone, cwd=folder)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -53,15 +61,29 @@ def test_the_wheel_has_every_file_of_the_package_and_its_license(wheel: Path) ->
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_the_wheel_works_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
-    """Its dependencies are those of this environment, whose packages come after its own."""
+def test_an_index_shows_a_readme_whose_links_lead_to_the_repository(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        headers, _, text = archive.read(metadata).decode("utf-8").partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in headers
+    source = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", text)
+    assert len(links) > 20
+    for picture, link in links:
+        path = link.removeprefix(f"{source}/{'raw' if picture else 'blob'}/main/").partition("#")[0]
+        assert (ROOT / path).exists(), link
+
+
+def test_what_the_documentation_installs_works_in_a_fresh_environment(clone: Path, tmp_path: Path) -> None:
+    """`pip install .`; its dependencies are those of this environment, whose packages come after its own."""
     venv.create(tmp_path / "fresh", with_pip=False)
     bin_folder = tmp_path / "fresh" / "bin"
-    pip = [sys.executable, "-m", "pip", "--python", bin_folder / "python"]
-    call(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     (packages,) = (tmp_path / "fresh" / "lib").glob("python*/site-packages")
     dependencies = sysconfig.get_path("purelib")
     (packages / "dependencies.pth").write_text(f"import site; site.addsitedir({dependencies!r})\n")
+    pip = [sys.executable, "-m", "pip", "--python", bin_folder / "python"]
+    options = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
+    call(*pip, "install", *options, ".", cwd=clone)
     where = call(bin_folder / "python", "-c", "import stepmark; print(stepmark.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(packages)
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
