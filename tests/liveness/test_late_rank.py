@@ -53,6 +53,14 @@ def test_all_in_the_same_collective_wait_for_a_link_or_a_device() -> None:
     assert "network" in finding.text
 
 
+def test_ranks_in_two_collectives_are_told_which() -> None:
+    other = beat(7, 4, waits=True, collective="reduces the gradients of b")
+    finding = found(beat(7, 4, waits=True, collective="gathers the parameters of a"), other)
+    assert "rank 0 on host in step 7" in finding.text
+    assert ", which gathers the parameters of a, and rank 1 on host reduces the gradients of b" in finding.text
+    assert "network" not in finding.text
+
+
 def test_the_one_that_is_behind_counts_not_how_long_others_wait() -> None:
     """Slow data, a compilation or a long callback of one rank keeps others waiting for longer than their limits."""
     assert find(beat(7, 4, 500.0, waits=True), beat(7, 1, 20.0)) is None

@@ -15,6 +15,7 @@ from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditional
 from stepmark import Mesh, Trainer, TrainingArguments, parallelize
 from stepmark.config.full_sharding import FullSharding
 from stepmark.errors import UsageError
+from stepmark.liveness.progress import Progress
 from stepmark.runtime.context import start
 from stepmark.sharding.dtensor import is_dtensor
 from tests.support.models import build, training
@@ -63,6 +64,145 @@ def losses_of_parameters(folder: str) -> list[str]:
         except UsageError as error:
             found.append(str(error))
     return found
+
+
+class LateLossOfALayer(Trainer):
+    """From the third step on, the loss has a term of the complete parameters of a layer."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        parameters: list[Any] = [each for name, each in model.named_parameters() if "h.0.attn" in name]
+        loss = model(**inputs).loss
+        if self.state.global_step < 2:
+            return loss
+        found = [each.full_tensor() if is_dtensor(each) else each for each in parameters]
+        return loss + 0.1 * sum(each.square().sum() for each in found)
+
+
+def late_losses(folder: str, fsdp: bool) -> list[Any]:
+    """Losses, or the error, where the optimizer has all parameters, and where it lacks the layer's last ones."""
+    found: list[Any] = []
+    for number, left_out in enumerate(("none", "h.0.mlp")):
+        model = tiny_model(0.0, layers=2)
+        chosen = [each for name, each in model.named_parameters() if left_out not in name]
+        args = small_arguments(f"{folder}/{number}", fsdp=fsdp or "", save_strategy="no", max_steps=4)
+        trainer = LateLossOfALayer(
+            model, args, train_dataset=Blocks(60), optimizers=(torch.optim.SGD(chosen, lr=0.1), None)
+        )
+        try:
+            trainer.train()
+            found.append(losses_of(trainer))
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+def small_arguments(folder: str, **more: Any) -> TrainingArguments:
+    """Of 8 samples in all."""
+    defaults = {"max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "save_steps": 2}
+    return TrainingArguments(
+        folder, device="cpu", disable_tqdm=True, per_device_train_batch_size=8 // start("cpu").world.size,
+        **{**defaults, **more},
+    )  # fmt: skip
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+
+def given_sharded(folder: str) -> list[float]:
+    """The losses, and that of an evaluation, of a model that is sharded before the Trainer has it, and resumed."""
+    found = []
+    for steps in (2, 3):
+        model = tiny_model(0.0, layers=2)
+        if start("cpu").world.size > 1:
+            model = parallelize(model, Mesh.create(device="cpu"), fsdp=True)
+        fsdp = start("cpu").world.size > 1
+        args = small_arguments(folder, fsdp=fsdp or "", resume_from_checkpoint=steps > 2)
+        trainer = Trainer(model, args, train_dataset=Blocks(60), callbacks=[StopAt(steps)])
+        trainer.train()
+        found += losses_of(trainer)[-1:]
+    return [*found, trainer.evaluate(Blocks(5))["eval_loss"]]
+
+
+def made_twice(folder: str, fsdp: bool) -> list[list[float]]:
+    """The losses of two trainings of one Trainer that makes its model."""
+
+    def make() -> Any:
+        return tiny_model(0.0, layers=2)
+
+    trainer = Trainer(model_init=make, args=small_arguments(folder, fsdp=fsdp or ""), train_dataset=Blocks(60))
+    found = []
+    for _ in range(2):
+        trainer.train()
+        found.append(losses_of(trainer))
+    return found
+
+
+class Penalty(Trainer):
+    """Of the gradient of the loss by the embeddings, whose gradient is a second one."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        out = model(**inputs, output_hidden_states=True)
+        (gradient,) = torch.autograd.grad(out.loss, [out.hidden_states[0]], create_graph=True)
+        return out.loss + gradient.square().sum()
+
+
+def twice_differentiated(folder: str) -> str:
+    """The error."""
+    args = small_arguments(folder, fsdp=True, save_strategy="no")
+    try:
+        Penalty(tiny_model(0.0, layers=2), args, train_dataset=Blocks(60)).train()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+class Choosing(nn.Module):
+    """Uses one of two heads of one shape, each a layer of its own."""
+
+    def __init__(self, training: str, evaluating: str) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 16)
+        self.heads = nn.ModuleList([OneHead(), OneHead()])
+        self.passes, self.when = 0, {True: training, False: evaluating}
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.passes += 1
+        apart = self.when[self.training] == "apart" and self.passes > 2
+        logits = self.heads[(self.passes + (start("cpu").world.rank if apart else 0)) % 2](self.table(input_ids))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class OneHead(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(16, VOCABULARY)
+
+
+def heads_apart(folder: str, training: str, evaluating: str) -> str:
+    """The error of a run in which each rank has used each head before it uses another than the other rank."""
+    args = small_arguments(
+        folder, fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["OneHead"]}, save_strategy="no", max_steps=6
+    )
+    trainer = Trainer(Choosing(training, evaluating), args, train_dataset=Blocks(60), eval_dataset=Blocks(16))
+    try:
+        trainer.train()
+        trainer.evaluate()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def announced() -> str:
+    """What a rank is said to do once it has gathered a layer."""
+    model = parallelize(tiny_model(0.0, layers=2), Mesh.create(device="cpu"), fsdp=True)
+    progress, tokens = Progress(), Blocks(2, ragged=False).tokens
+    with progress.follow():
+        model(input_ids=tokens, labels=tokens)
+    return progress.collective
 
 
 class OwnOptimizer(Trainer):

@@ -30,6 +30,7 @@ from stepmark.evaluation.predictions import (
 )
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.progress import EVALUATION, entering, staying
+from stepmark.parallel.full_sharding import compare_calls
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
@@ -164,6 +165,7 @@ class Evaluator:
                 if len(pending) == HELD_BATCHES:
                     sums[0] += self._fetch_losses(pending)
                 after_batch()
+        compare_calls(self.model, self.host)
         sums[0] += self._fetch_losses(pending)
         totals = [sum(column) for column in zip(*self._all_gather(sums), strict=True)]
         return Evaluation(

@@ -24,7 +24,7 @@ _OWN = ("stepmark/liveness/silent_ranks.py", "stepmark/liveness/late_rank.py")
 class Beat:
     """One heartbeat: what its rank is doing, and for how many seconds. `over`, `ends`: whether that is too long, and
     long enough to end the run. `limit`: seconds without a heartbeat that end the run; None: the limit of saves applies.
-    `waits`: the rank is in a collective; `outside`: it is not in `train()`."""
+    `waits`: the rank is in a collective, of which `collective` says what it does; `outside`: it is not in `train()`."""
 
     count: int
     host: str
@@ -37,6 +37,7 @@ class Beat:
     ends: bool = False
     limit: float | None = None
     waits: bool = False
+    collective: str = ""
     outside: bool = False
     stack: list[str] = field(default_factory=list)
 
@@ -47,6 +48,7 @@ class Beat:
         places = places[own[-1] if own else 0 :]  # it is about to train, or exiting
         seconds, (named, ended) = at.seconds(position), at.limits(position)
         slow = seconds > progress.FLOOR / 2
+        waits = slow and position.phase != progress.DATA and is_waiting(places)
         return cls(
             count,
             host,
@@ -58,7 +60,8 @@ class Beat:
             over=named is not None and seconds > named,
             ends=ended is not None and seconds > ended,
             limit=ended,
-            waits=slow and position.phase != progress.DATA and is_waiting(places),
+            waits=waits,
+            collective=at.collective if waits else "",
             outside=position.phase == progress.BEFORE,
             stack=stack(places) if slow else [],
         )
@@ -75,7 +78,11 @@ class Beat:
         return self.phase if self.phase in progress.WITHOUT_STEP else f"in step {self.step}, {self.phase}"
 
     def __str__(self) -> str:
-        return f"{self.place}, for {self.seconds:.0f} s, in {self.where}"
+        return f"{self.place}, for {self.seconds:.0f} s, in {self.where}{self.does}"
+
+    @property
+    def does(self) -> str:
+        return f", which {self.collective}" if self.collective else ""
 
 
 @dataclass(frozen=True)
@@ -113,8 +120,13 @@ def find_stuck(beats: Mapping[int, Beat], describe: Callable[[int], str]) -> Fin
     ends = waited > (one.limit or 0.0) and all(beats[rank].ends for rank in chosen)
     text = f"{listed([describe(rank) for rank in chosen])} {one}"
     ahead = [rank for rank in sorted(beats) if rank not in chosen]
-    if ahead and one.waits:
-        other = f"{describe(ahead[0])} ({beats[ahead[0]].place}, in {beats[ahead[0]].where})"
+    apart = [rank for rank in chosen if beats[rank].collective != one.collective]
+    if apart:
+        other = beats[apart[0]]
+        text = f"{describe(chosen[0])} {one}, and {describe(apart[0])} {other.collective or f'is in {other.where}'}"
+        text += ": they wait for each other; let every rank use the same layers in the same order"
+    elif ahead and one.waits:
+        other = f"{describe(ahead[0])} ({beats[ahead[0]].place}, in {beats[ahead[0]].where}{beats[ahead[0]].does})"
         text += f"; it is in a collective without {other}: one of the two has skipped one, or added one"
     elif ahead:
         text += "; the others wait for it"

@@ -67,6 +67,7 @@ class Progress:
         self.position = Position(0, 0, BEFORE, None, running_time())
         self.thread = threading.get_ident()
         self.places: Callable[[], dict[int, str]] = dict  # where each rank was seen last
+        self.collective = ""  # what the last one of this phase does, where it is not the same on all ranks for sure
         self._lazy = lazy
         self._step = self._order = 0
         self._began: float | None = None  # the step; None between steps
@@ -94,6 +95,7 @@ class Progress:
         if now - left.since > FLOOR / FACTOR:  # shorter ones change no limit
             self._longest[left.phase] = max(self._longest.get(left.phase, 0.0), now - left.since)
         self._order += 1
+        self.collective = ""
         self.position = Position(self._step, self._order, phase, part, now)
 
     def at_step(self, step: int) -> None:

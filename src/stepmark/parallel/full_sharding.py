@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stepmark.config.full_sharding import LAYERS, FullSharding
 from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
+from stepmark.liveness.progress import Progress, current
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
@@ -79,6 +80,7 @@ class LayerCalls:
     def __init__(self) -> None:
         self._words: list[str] = []
         self._made: list[int] = []
+        self._progress: Progress | None = None
 
     def number(self, words: str) -> int:
         """What `note` is given for a new kind of call."""
@@ -88,10 +90,25 @@ class LayerCalls:
     def note(self, number: int) -> None:
         self._made.append(number)
 
+    def begin(self, number: int) -> None:
+        """Notes a collective, which a rank that waits in it is said to be in."""
+        self.note(number)
+        self._progress = current() or self._progress  # backward passes of devices are in threads of their own
+        if self._progress is not None:
+            self._progress.collective = self._words[number]
+
     def take(self) -> Calls:
         """Those since they were taken before."""
         made, self._made = self._made, []
         return Calls(made, self._words)
+
+
+def compare_calls(model: nn.Module, host: HostGroup) -> None:
+    """Raises UsageError on all ranks where they have called other layers of a sharded model since the last step.
+    Collective."""
+    sharded = next((each for each in model.parameters() if is_fully_sharded(each)), None)
+    if sharded is not None:
+        layer_of(sharded).calls.take().compare(host)
 
 
 class LayerParameters:
@@ -111,7 +128,7 @@ class LayerParameters:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         """`input_tensor` is this rank's part of `output_tensor`."""
-        self.calls.note(self._call)
+        self.calls.begin(self._call)
         self._axis.start_gather_in_place(output_tensor)()
 
 
@@ -138,7 +155,7 @@ class LayerGradients(LayerParameters):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """`input_tensor`: the gradients' padded shards for each rank of the axis, one rank after the other."""
-        self.calls.note(self._call)
+        self.calls.begin(self._call)
         if not self.in_step:
             input_tensor.div_(self._axis.size * self.copies)
         output_tensor.copy_(self._axis.start_reduce_scatter(input_tensor, self.dtype)())

@@ -20,6 +20,7 @@ from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
 from stepmark.config.training_fields import TrainingFields, check_reduce_dtype, check_spikes
 from stepmark.errors import UsageError
 from stepmark.evaluation.run_options import RunOptions
+from stepmark.parallel.full_sharding import is_fully_sharded, layer_of
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.parallelize import ParallelizedModel, check_not_added_to, parallelize, parallelized
 from stepmark.parallel.pipeline.staged_model import complete_size, staged
@@ -35,7 +36,9 @@ from stepmark.runtime.module_placement import (
     place_module,
 )
 from stepmark.runtime.seeds import kept_host_generators
+from stepmark.sharding.dtensor import is_dtensor, local_of, shard_of
 from stepmark.sharding.replication import replication_of
+from stepmark.sharding.views import copy_slices
 from stepmark.trainer.compat.given_loader import GivenLoader
 from stepmark.trainer.loaders import TrainLoader
 from stepmark.trainer.run_folder.output_folder import check_no_earlier_run, check_room
@@ -103,8 +106,14 @@ def make_again(model: nn.Module, make: Callable[..., nn.Module], seed: int, mesh
     for name, size in zip(("tensor", "pipeline", "expert"), sizes, strict=True):
         if size > 1:
             raise UsageError(f"model_init: with {name}_parallel_size, train() can be called once; make a new Trainer")
+    values = made_model(make, seed).state_dict()
     with torch.no_grad():
-        model.load_state_dict(made_model(make, seed).state_dict())
+        for name, own in model.state_dict().items():
+            if is_dtensor(own):
+                shard = shard_of(own)
+                copy_slices(values[name], shard.tensor, shard.layout)
+                values[name] = own
+        model.load_state_dict(values)
 
 
 def model_of(model: nn.Module | None, make: Callable[..., nn.Module] | None, seed: int) -> nn.Module:
@@ -201,7 +210,13 @@ def make_mesh(args: TrainingFields, context: Context) -> Mesh:
 def _agree(model: nn.Module, mesh: Mesh) -> bool:
     """`agree_on_weights`, of a model that is sharded. Collective."""
     size, differ = mesh.tensor_parallel.size, False
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [each for each in (*model.parameters(), *model.buffers()) if not is_fully_sharded(each)]
+    sharded = [each for each in model.parameters() if is_fully_sharded(each)]
+    if sharded:
+        everybody, copies = mesh.context.host, layer_of(sharded[0]).copies
+        shards = everybody.size // copies
+        same = [range(first, everybody.size, shards) for first in range(shards)]
+        differ = agree_on_tensors([local_of(each) for each in sharded], same, mesh.runtime, everybody)
     for experts in (False, True) if mesh.experts.size > 1 else (False,):
         own = [each for each in tensors if replication_of(each, size).experts == experts]
         differ |= agree_on_tensors(own, mesh.holders(experts), mesh.runtime, mesh.context.host)

@@ -270,7 +270,7 @@ class TrainingLoop:
                 self._epoch_open = True
                 self._train_epoch()
                 self._end_epoch()
-            self._parts.optimizer.arrivals.settle()
+            self._parts.step.settle()
             self._check_finite()
         except _LossSpike:
             return False
@@ -584,6 +584,7 @@ class TrainingLoop:
             warn_not_saved(f"checkpoint-{self._step}")
             self._callbacks.control.should_save = False
             return
+        self._parts.step.settle()
         self._check_finite()
         self._check_targets()
         with self._monitor.within("save", self._step):

@@ -183,6 +183,12 @@ class TrainStep:
         self._runtime.step_boundary()
         return StepStatistics(step, statistics, updates, reduced.loads, spike)
 
+    def settle(self) -> None:
+        """Waits for what the last step has left: new values, and whether its ranks have used the same layers; raises
+        UsageError on all ranks where they have not. Collective."""
+        self.optimizer.arrivals.settle()
+        self._gradients.settle()
+
     def close(self) -> None:
         """Leaves the gradients of the model to others, once the last step is over."""
         self._gradients.close()

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from stepmark.parallel.full_sharding import LOSS
+from stepmark.parallel.full_sharding import DOUBLE, LOSS
 from tests.support.full_sharding_programs import CASES
 from tests.support.mesh_parity import MODELS, compare, trained
 from tests.support.ranks import Ranks
 
-PROGRAM = "tests.support.full_sharding_programs:trained"
+PROGRAMS = "tests.support.full_sharding_programs"
+PROGRAM = f"{PROGRAMS}:trained"
 FAMILIES = {**{name: MODELS[name] for name in ("gpt2", "llama", "qwen3-tied")}, "bert": {"kind": "bert"}}
 MORE: list[dict[str, Any]] = [
     {},
@@ -90,6 +91,47 @@ def test_ranks_with_gradients_of_different_parameters_are_told(ranks: Ranks) -> 
     assert all(re.match("fsdp: rank 0 has a gradient of .* where rank 1 has a gradient of ", each) for each in found), (
         found
     )
+
+
+@pytest.mark.parametrize("when", ["training", "evaluating"])
+def test_ranks_that_use_other_layers_are_told_whatever_they_used_before(
+    ranks: Ranks, tmp_path: Path, when: str
+) -> None:
+    given = [str(tmp_path), *("apart" if each == when else "alike" for each in ("training", "evaluating"))]
+    found = ranks.run(f"{PROGRAMS}:heads_apart", *given, nproc=2).check()
+    pattern = r"fsdp: rank 0 gathers the parameters of heads\.(\d) where rank 1 gathers the parameters of heads\.(\d); "
+    matches = [re.match(pattern, each) for each in found]
+    assert all(each is not None and each[1] != each[2] for each in matches), found
+
+
+def test_a_rank_that_waits_is_said_to_gather_a_layer(ranks: Ranks) -> None:
+    found = ranks.run(f"{PROGRAMS}:announced", nproc=2).check()
+    assert found == ["gathers the parameters of transformer.h.1"] * 2
+
+
+def test_a_loss_that_begins_to_use_complete_parameters_counts_or_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Whichever parameters the optimizer has."""
+    (alone,) = ranks.run(f"{PROGRAMS}:late_losses", str(tmp_path / "one"), False).check()
+    for rank in ranks.run(f"{PROGRAMS}:late_losses", str(tmp_path / "two"), True, nproc=2).check():
+        for one, two in zip(alone, rank, strict=True):
+            assert two == LOSS or two == pytest.approx(one, rel=2e-5)
+
+
+def test_a_model_that_is_sharded_already_trains_like_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+    (alone,) = ranks.run(f"{PROGRAMS}:given_sharded", str(tmp_path / "one")).check()
+    for rank in ranks.run(f"{PROGRAMS}:given_sharded", str(tmp_path / "two"), nproc=2).check():
+        assert rank == pytest.approx(alone, rel=2e-5)
+
+
+def test_a_model_is_made_again_for_a_second_training(ranks: Ranks, tmp_path: Path) -> None:
+    (alone,) = ranks.run(f"{PROGRAMS}:made_twice", str(tmp_path / "one"), False).check()
+    for first, second in ranks.run(f"{PROGRAMS}:made_twice", str(tmp_path / "two"), True, nproc=2).check():
+        assert first == second == pytest.approx(alone[0], rel=2e-5)
+
+
+def test_a_gradient_of_a_gradient_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(f"{PROGRAMS}:twice_differentiated", str(tmp_path), nproc=2).check()
+    assert found == [DOUBLE] * 2
 
 
 def test_hooks_of_gradients_are_refused_since_they_would_see_none(ranks: Ranks) -> None:
