@@ -122,8 +122,8 @@ def find_stuck(beats: Mapping[int, Beat], describe: Callable[[int], str]) -> Fin
     ahead = [rank for rank in sorted(beats) if rank not in chosen]
     apart = [rank for rank in chosen if beats[rank].collective != one.collective]
     if apart:
-        other = beats[apart[0]]
-        text = f"{describe(chosen[0])} {one}, and {describe(apart[0])} {other.collective or f'is in {other.where}'}"
+        second = beats[apart[0]]
+        text = f"{describe(chosen[0])} {one}, and {describe(apart[0])} {second.collective or f'is in {second.where}'}"
         text += ": they wait for each other; let every rank use the same layers in the same order"
     elif ahead and one.waits:
         other = f"{describe(ahead[0])} ({beats[ahead[0]].place}, in {beats[ahead[0]].where}{beats[ahead[0]].does})"
