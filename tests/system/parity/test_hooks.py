@@ -38,9 +38,9 @@ ALL = {
 
 
 def check(ranks: Ranks, folder: Path, form: str, cells: list[tuple[str, str]]) -> None:
-    expected = ranks.run(f"{PROGRAMS}:cells", str(folder / "one"), "one rank", cells).check()[0]
     nproc, options = FORMS[form]
-    found = ranks.run(f"{PROGRAMS}:cells", str(folder / "form"), form, cells, nproc=nproc).check()[0]
+    expected = ranks.run(f"{PROGRAMS}:cells", str(folder / "one"), "one rank", cells, timeout=1200).check()[0]
+    found = ranks.run(f"{PROGRAMS}:cells", str(folder / "form"), form, cells, nproc=nproc, timeout=1200).check()[0]
     tolerance = TOLERANCE[options.get("dtype", "float32")]
     wrong = []
     for cell, one, other in zip(cells, expected, found, strict=True):
@@ -106,8 +106,8 @@ def test_calls_of_the_model_between_steps_on_other_shardings(ranks: Ranks, tmp_p
 def check_calls(ranks: Ranks, folder: Path, form: str) -> None:
     cells = [(call, then) for call in CALLS for then in THEN if form != "pp" or call == "evaluate"]
     nproc, options = FORMS[form]
-    one = ranks.run(f"{PROGRAMS}:calls", str(folder / "one"), "one rank", cells).check()[0]
-    other = ranks.run(f"{PROGRAMS}:calls", str(folder / "form"), form, cells, nproc=nproc).check()[0]
+    one = ranks.run(f"{PROGRAMS}:calls", str(folder / "one"), "one rank", cells, timeout=600).check()[0]
+    other = ranks.run(f"{PROGRAMS}:calls", str(folder / "form"), form, cells, nproc=nproc, timeout=600).check()[0]
     tolerance = TOLERANCE[options.get("dtype", "float32")]
     wrong = {cell: differs(*pair, tolerance) for cell, pair in zip(cells, zip(one, other, strict=True), strict=True)}
     assert not any(wrong.values()), wrong
