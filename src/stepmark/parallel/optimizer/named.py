@@ -166,7 +166,8 @@ class NamedOptimizer:
         self.inner = make([{**group, "params": own} for group, own in zip(groups, tensors, strict=True)])
         self._made_with = plain_attributes(self.inner, NUMBERS)
         self.divided_by = distribution.divided_by
-        own = given and distribution.separate and not any(held.master for held in self._held)
+        whole = distribution.separate and distribution.divided_by != "zero_1"
+        own = given and whole and not any(held.master for held in self._held)
         self.held_names = {id(held.tensor): str(held.key) for held in self._held} if own else None
 
     @property
