@@ -64,7 +64,7 @@ def make_step(contestant: str, kind: str, layers: int, mesh: Mesh) -> Step:
     step = TrainStep(model, optimizer, MicroBatchLoss(model), mesh)
     if contestant == LAYERS:
         compile_layers(model, TrainingFields(torch_compile=True), static=True)
-    batch = StepBatch([MicroBatch({"input_ids": ids, "labels": ids}, ROWS, ROWS * LENGTH, ROWS)], ROWS, 0.0, {})
+    batch = StepBatch([MicroBatch({"input_ids": ids, "labels": ids}, ROWS, ROWS * (LENGTH - 1))], ROWS, 0.0, {})
     return lambda: step(0, batch)
 
 

@@ -46,6 +46,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from stepmark import DataLoader, Mesh, parallelize  # noqa: E402
 from stepmark.data.loader.batch import StepBatch  # noqa: E402
+from stepmark.data.loader.labels import LabelRule  # noqa: E402
 from stepmark.launch.supervisor import supervise  # noqa: E402
 from stepmark.parallel.pipeline.schedules import ideal_idle_share  # noqa: E402
 from stepmark.parallel.pipeline.staged_model import StagedModel, staged  # noqa: E402
@@ -89,7 +90,10 @@ def a_batch(mesh: Mesh, samples: int, micro_batches: int) -> StepBatch:
     """This rank's share of a step of `samples` samples."""
     axis = mesh.data_parallel
     rows = samples // axis.size // micro_batches
-    loader = DataLoader(Samples(), rows, rank=axis.rank, world_size=axis.size, accumulation=micro_batches)
+    labels = LabelRule(causal_shift=True)
+    loader = DataLoader(
+        Samples(), rows, rank=axis.rank, world_size=axis.size, accumulation=micro_batches, labels=labels
+    )
     return next(iter(loader))
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepmark import Trainer, TrainingArguments
+from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.loader import DataLoader
 from stepmark.evaluation.evaluator import Evaluator, perplexity
 from stepmark.evaluation.predictions import concatenate
@@ -33,7 +34,7 @@ def evaluator(model: nn.Module, **options: Any) -> Evaluator:
 
 
 def loader(dataset: Any, batch_size: int, **options: Any) -> DataLoader:
-    return DataLoader(dataset, batch_size, shuffle=False, **options)
+    return DataLoader(dataset, batch_size, shuffle=False, **{"labels": LabelRule(causal_shift=True), **options})
 
 
 def loop_over_samples(model: nn.Module, dataset: Any, smoothing: float = 0.0) -> tuple[float, int]:

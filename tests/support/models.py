@@ -142,6 +142,9 @@ def unshifted_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any =
     return torch.nn.functional.cross_entropy(outputs.logits.float().flatten(0, 1), labels.flatten())
 
 
+unshifted_loss.causal_shift = False  # type: ignore[attr-defined]
+
+
 def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any, Iterator[Any]]:
     """The step and its batches, epoch after epoch. `options`: tp, sequence, embedding, accumulation, bf16 (parameters),
     autocast, rounded (gradients sent in bf16),
@@ -231,6 +234,7 @@ def training(context: Context, options: dict[str, Any], model: Any) -> tuple[Any
         world_size=axis.size,
         accumulation=accumulation,
         fixed_shape=True,
+        labels=loss.labels,
     )
     return step, (batch for _ in count() for batch in DevicePrefetcher(loader, runtime))
 

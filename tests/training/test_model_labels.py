@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import BartForCausalLM
 
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.loader import DataLoader
+from stepmark.errors import UsageError
 from stepmark.training.model_labels import known_shift, label_names, label_rule, names_num_items
 from stepmark.training.weighted_loss import MicroBatchLoss, Weight
 from tests.support.label_models import make
@@ -46,140 +49,114 @@ def micro_batch(**labels: Any) -> Any:
     return next(iter(DataLoader(samples, 2, shuffle=False)))[0]
 
 
-@pytest.mark.parametrize("shifted", [True, False])
-def test_the_call_of_the_first_batch_shows_the_shift_of_a_custom_model(shifted: bool) -> None:
-    model = OwnLoss(shifted).train()
-    loss = MicroBatchLoss(model)
-    assert loss.labels.causal_shift is None
-    calls: list[int] = []
-    model.register_forward_hook(lambda *_: calls.append(1))
-    assert targets(loss, model, micro_batch()) == (8 if shifted else 10)
-    assert loss.causal_shift is shifted
-    assert targets(loss, model, micro_batch(_1=-100)) == (7 if shifted else 9)
-    assert len(calls) == 1
+def mean(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+    return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
 
 
-def targets(loss: MicroBatchLoss, model: nn.Module, batch: Any) -> int:
-    loss.call_first(model, batch.inputs)
-    return loss.count(batch)
+class Declares(OwnLoss):
+    causal_shift = True
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("guess", [False, True])
-@pytest.mark.parametrize("shifted", [False, True])
-def test_what_the_first_call_finds_is_what_every_other_call_finds(shifted: bool, guess: bool, smoothing: float) -> None:
-    """Loss, gradients, statistics and random numbers, to the last bit."""
-    found = []
-    for knows in (True, False):
-        model, batch = OwnLoss(shifted).train(), micro_batch()
-        loss = MicroBatchLoss(model, label_smoothing=smoothing)
-        loss.guess = guess
-        if knows:
-            loss.decide(shifted)
-        torch.manual_seed(7)
-        loss.call_first(model, batch.inputs)
-        count = torch.tensor(float(loss.count(batch)))
-        value, _ = loss(model, batch.inputs, Weight(count, count * 2))
-        value.backward()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        found.append([value, *gradients, *model.state_dict().values(), torch.get_rng_state()])
-    assert all(torch.equal(known, seen) for known, seen in zip(*found, strict=True))
-
-
-def mean(logits: Tensor, labels: Tensor, items: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def divided(logits: Tensor, labels: Tensor, items: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / items
-
-
-def divided_by_a_number(logits: Tensor, labels: Tensor, items: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / items.item()
-
-
-def by_hand(logits: Tensor, labels: Tensor, items: Tensor) -> Tensor:
-    """In place, by a mask and a gather."""
-    labels = labels.clone()
-    kept = labels != -100
-    labels[~kept] = 0
-    losses = -logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    losses.mul_(kept)
-    return losses.sum() / kept.sum()
-
-
-def by_selection(logits: Tensor, labels: Tensor, items: Tensor) -> Tensor:
-    chosen = labels != -100
-    assert chosen.any()
-    return F.cross_entropy(logits[chosen], labels[chosen])
-
-
-def from_an_empty_tensor(logits: Tensor, labels: Tensor, items: Tensor) -> Tensor:
-    targets = torch.zeros(labels.shape, dtype=torch.long)
-    targets[:, :] = labels
-    return torch.nn.CrossEntropyLoss()(logits.transpose(1, 2), targets)
-
-
-class Focal(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        context.save_for_backward(logits)
-        return (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") ** 2).mean()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:
-        return torch.ones_like(context.saved_tensors[0]) * gradient, None
-
-
-def of_a_function(logits: Tensor, labels: Tensor, items: Tensor) -> Tensor:
-    return Focal.apply(logits, labels)
-
-
-FUNCTIONS = [mean, divided, divided_by_a_number, by_hand, by_selection, from_an_empty_tensor, of_a_function]
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_one_call_of_a_users_function_shows_its_targets(function: Any, shifted: bool, causal: bool) -> None:
-    """Whatever the class says; the loss is what it is where that is known."""
-    calls = []
-
+def declaring(shift: bool) -> Any:
     def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
-        calls.append(1)
-        logits = outputs["logits"].contiguous()
-        logits, labels = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
-        return function(logits, labels, num_items_in_batch)
+        return mean(outputs, labels, num_items_in_batch)
 
-    model = tiny_model(dropout=0.0) if causal else OwnLoss(True).eval()
-    batch = micro_batch(_1=-100)
-    losses = []
-    for knows in (False, True):
-        loss = MicroBatchLoss(model, compute_loss_func=compute)
-        if knows:
-            loss.decide(shifted)
-        assert targets(loss, model, batch) == (7 if shifted else 9)
-        count = torch.tensor(float(loss.count(batch)))
-        losses.append(loss(model, batch.inputs, Weight(count, count))[0])
-    assert len(calls) == 2
-    torch.testing.assert_close(losses[0], losses[1])
+    compute.causal_shift = shift  # type: ignore[attr-defined]
+    return compute
 
 
-def test_a_model_whose_class_shows_the_shift_is_not_called_first() -> None:
-    causal = tiny_model()
-    causal.register_forward_hook(lambda *_: pytest.fail("called"))
-    assert targets(MicroBatchLoss(causal), causal, micro_batch()) == 8
+@pytest.mark.parametrize(
+    ("shift", "loss"),
+    [
+        (False, lambda: MicroBatchLoss(OwnLoss(True))),  # nothing says so
+        (True, lambda: MicroBatchLoss(Declares(True))),
+        (True, lambda: MicroBatchLoss(tiny_model())),
+        (True, lambda: MicroBatchLoss(tiny_model(), compute_loss_func=mean)),  # as its model does
+        (False, lambda: MicroBatchLoss(tiny_model(), compute_loss_func=declaring(False))),
+        (True, lambda: MicroBatchLoss(Declares(True), compute_loss_func=mean)),
+        (False, lambda: MicroBatchLoss(Declares(True), compute_loss_func=declaring(False))),
+        (True, lambda: MicroBatchLoss(OwnLoss(True), compute_loss_func=declaring(False), declared_by=Declares)),
+        (False, lambda: MicroBatchLoss(Declares(True), declared_by=Declares, causal_shift=False)),
+        (True, lambda: MicroBatchLoss(torch.compile(Declares(True)))),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # in torch 2.13
+def test_the_field_comes_before_what_is_declared_and_that_before_the_class(shift: bool, loss: Any) -> None:
+    assert loss().causal_shift is shift
 
 
-def test_a_model_that_fails_without_targets_is_never_asked_without() -> None:
-    class Fails(OwnLoss):
-        def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
-            assert labels is not None
-            assert (labels != -100).any(), "no targets"
-            return super().forward(input_ids, labels)
+def test_what_is_declared_is_true_or_false() -> None:
+    with pytest.raises(UsageError, match="causal_shift: should be True or False, and is 'yes'"):
+        MicroBatchLoss(OwnLoss(True), declared_by=SimpleNamespace(causal_shift="yes"))
 
-    model = Fails(False)
-    assert targets(MicroBatchLoss(model), model, micro_batch()) == 10
+
+def test_an_undeclared_shift_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch, one = OwnLoss(True), micro_batch(), torch.tensor(10.0)
+    loss = MicroBatchLoss(model)
+    assert loss.count(batch) == 10
+    for _ in range(2):
+        loss(model, batch.inputs, Weight(one, one))
+    assert [each.getMessage() for each in caplog.records] == [
+        "nothing says whether position t predicts label t + 1, so that the first label of a row is no target; set "
+        "causal_shift to true or false"
+    ]
+    caplog.clear()
+    told = MicroBatchLoss(model)
+    assert told.weighting(batch).endswith("; set causal_shift to true or false")
+    told(model, batch.inputs, Weight(one, one))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([1, 2]), torch.tensor([[1], [2]]), torch.rand(2, 3)])
+def test_labels_of_one_position_need_no_declaration(labels: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    class Classifies(nn.Linear):
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return {"loss": super().forward(x).mean(), "logits": super().forward(x)}
+
+    model, one = Classifies(3, 3), torch.tensor(1.0)
+    MicroBatchLoss(model)(model, {"x": torch.ones(2, 3), "labels": labels}, Weight(one, one))
+    assert not caplog.records
+
+
+def test_labels_are_not_smoothed_before_their_shift_is_declared() -> None:
+    model, batch, one = OwnLoss(True), micro_batch(), torch.tensor(10.0)
+    model.register_forward_hook(lambda *_: pytest.fail("called"))
+    with pytest.raises(UsageError, match="label_smoothing_factor: nothing says .*; set causal_shift to true or false"):
+        MicroBatchLoss(model, label_smoothing=0.1)(model, batch.inputs, Weight(one, one))
+
+
+class Kept(BartForCausalLM):
+    """Of a class that only the table has."""
+
+
+class Passing(BartForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class Replaced(BartForCausalLM):
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        return self.model(input_ids=input_ids)
+
+
+def test_a_subclass_has_the_shift_of_its_base_unless_it_replaces_forward() -> None:
+    config = make("BartForCausalLM").model.config
+    assert known_shift(Kept(config)) is False
+    assert known_shift(Passing(config)) is False
+    assert known_shift(Replaced(config)) is None
+
+
+def test_the_type_of_a_loss_says_whether_it_shifts() -> None:
+    class Own(nn.Module):
+        def __init__(self, loss_type: str) -> None:
+            super().__init__()
+            self.loss_type = loss_type
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            return labels
+
+    found = [known_shift(Own(name)) for name in ("ForCausalLM", "ForTokenClassification", "Other")]
+    assert found == [True, False, None]
 
 
 @pytest.mark.parametrize(
@@ -190,21 +167,13 @@ def test_a_model_that_fails_without_targets_is_never_asked_without() -> None:
         ("BertForTokenClassification", False),
         ("BertForMaskedLM", False),
         ("T5ForConditionalGeneration", False),
-        ("BartForCausalLM", None),
-        ("Qwen2AudioForConditionalGeneration", None),  # listed with encoder-decoders, but it shifts
+        ("BartForCausalLM", False),
+        ("Qwen2AudioForConditionalGeneration", True),  # listed with encoder-decoders, but it shifts
         ("LlamaForSequenceClassification", False),
     ],
 )
 def test_shift_known_from_the_class(name: str, shift: bool | None) -> None:
     assert known_shift(make(name).model) is shift
-
-
-def test_a_loss_that_ignores_its_labels_leaves_the_shift_to_the_class() -> None:
-    def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
-        return outputs["logits"].square().mean()
-
-    for model, expected in ((tiny_model(), 8), (make("BertForTokenClassification").model, 10)):
-        assert targets(MicroBatchLoss(model, compute_loss_func=compute), model, micro_batch()) == expected
 
 
 def test_label_names() -> None:

@@ -1,6 +1,4 @@
-"""The loss of a step: a mean over its target tokens, however they are spread over micro-batches and ranks.
-
-Covers alternatives.py, too."""
+"""The loss of a step: a mean over its target tokens, however they are spread over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -299,6 +297,7 @@ def test_a_users_function_is_weighted_by_the_targets_that_it_counts(
     def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         return losses(outputs, labels, "mean") if way == "mean" else losses(outputs, labels, "sum") / num_items_in_batch
 
+    compute.causal_shift = shifted  # type: ignore[attr-defined]
     model = make_model()
     samples, joined = seven_samples()
     found = train(model, samples, compute)
@@ -329,6 +328,8 @@ def train(
 class SummedLoss(Logits):
     """Divides the sum of its losses by the number that it is given."""
 
+    causal_shift = True
+
     def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         logits = super().forward(input_ids)["logits"]
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
@@ -337,6 +338,8 @@ class SummedLoss(Logits):
 
 class MeanLoss(Logits):
     """A mean, and arbitrary keyword arguments."""
+
+    causal_shift = True
 
     def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:  # type: ignore[override]
         logits = super().forward(input_ids)["logits"]
@@ -389,8 +392,7 @@ def test_smoothing_shifts_labels_if_the_models_own_loss_does(shifted: bool) -> N
     tokens = torch.randint(0, VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": tokens, "labels": tokens}
     count = torch.tensor(15.0 if shifted else 18.0)
-    loss = MicroBatchLoss(model, label_smoothing=0.2)
-    loss.call_first(model, inputs)
+    loss = MicroBatchLoss(model, label_smoothing=0.2, causal_shift=shifted)
     found, _ = loss(model, inputs, Weight(count, count))
     logits = model(tokens)["logits"]
     kept, targets = (logits[:, :-1], tokens[:, 1:]) if shifted else (logits, tokens)

@@ -84,6 +84,10 @@ class TrainingFields(metaclass=AcceptingDefaults):
         "drop columns of a Dataset that the model does not take (Python only)", "false")] = True
     label_names: Annotated[list[str] | None, Help(
         "model inputs that are labels", "[labels]", "those that the model's class names")] = None
+    causal_shift: Annotated[bool | None, Help(
+        "whether position t predicts label t + 1, so that the first label of a row is no target", "true",
+        "what the loss, the Trainer or the model declares by an attribute of this name, else what the model's class "
+        "shows, else false")] = None
     dataloader_num_workers: Annotated[int, at_least(0), Help(
         "worker processes that load batches; 0: load in the training process", "2")] = 0
     dataloader_drop_last: Annotated[bool, Help("drop the last, smaller batch of an epoch", "true")] = False

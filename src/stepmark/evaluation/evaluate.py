@@ -34,6 +34,7 @@ def evaluate(
     bf16: bool = False,
     fp16: bool = False,
     label_smoothing_factor: float = 0.0,
+    causal_shift: bool | None = None,
     data_collator: Callable[[list[Any]], Any] | PadTo | None = None,
     compute_loss_func: LossFunction | None = None,
     compute_metrics: ComputeMetrics | None = None,
@@ -57,6 +58,7 @@ def evaluate(
         bf16: run under bfloat16 autocast; default False.
         fp16: run under float16 autocast; default False.
         label_smoothing_factor: from 0 (default) to 1, as in training.
+        causal_shift: whether position t predicts label t + 1; default: as the model declares, or its class shows.
         data_collator: makes a batch of a list of samples, or `PadTo`; default: samples are stacked.
         compute_loss_func: the loss in place of the model's own; see `MicroBatchLoss`.
         compute_metrics: `compute_metrics(EvalPrediction) -> dict` of numbers; called if the dataset has labels.
@@ -85,7 +87,11 @@ def evaluate(
     runtime, axis = mesh.runtime, mesh.data_parallel
     dtype = autocast_dtype(bf16=bf16, fp16=fp16)
     loss = MicroBatchLoss(
-        model, compute_loss_func=compute_loss_func, label_smoothing=label_smoothing_factor, lazy=runtime.lazy
+        model,
+        compute_loss_func=compute_loss_func,
+        label_smoothing=label_smoothing_factor,
+        causal_shift=causal_shift,
+        lazy=runtime.lazy,
     )
     evaluator = Evaluator(model, loss, mesh, dtype, preprocess_logits=preprocess_logits_for_metrics)
     metrics: dict[str, float] = {}

@@ -208,8 +208,6 @@ class Evaluator:
         precision = autocast(self.runtime, self.autocast_dtype)
         with torch.no_grad(), precision, forward_without_reads(inputs, lazy=self.runtime.lazy), computing(micro_batch):
             if self.prediction_step is None:
-                if micro_batch.targets:
-                    self.loss.call_first(self.model, inputs)
                 weight = self._weight(micro_batch) if self._has_loss(inputs) else None
                 loss, logits = self._call(inputs, weight, ignore_keys)
                 if weight is None and loss is not None:
@@ -230,7 +228,6 @@ class Evaluator:
     def predict_batch(self, inputs: Any, ignore_keys: Sequence[str] | None = None) -> tuple[Tensor | None, Any, Any]:
         """The mean loss of a batch on the device (None where it has no labels), its predictions and labels."""
         with torch.no_grad(), forward_without_reads(inputs, lazy=self.runtime.lazy):
-            self.loss.call_first(self.model, inputs)
             items = self.loss.targets(inputs) if self._has_loss(inputs) else None
             loss, logits = self._call(inputs, None if items is None else Weight(items, items), ignore_keys)
         return loss, logits, self._labels(inputs)

@@ -35,11 +35,19 @@ class RunOptions:
     loss: str | None = None
     columns: Mapping[str, Any] | None = None
     attn_implementation: str | None = None
+    causal_shift: bool | None = None
 
     @classmethod
     def of_training(cls, args: Any, **more: Any) -> RunOptions:
         """The settings in training arguments, plus `more` of the fields above."""
-        return cls(args.bf16, args.fp16, args.label_smoothing_factor, args.per_device_eval_batch_size, **more)
+        return cls(
+            args.bf16,
+            args.fp16,
+            args.label_smoothing_factor,
+            args.per_device_eval_batch_size,
+            causal_shift=args.causal_shift,
+            **more,
+        )
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> RunOptions | None:

@@ -146,6 +146,7 @@ class Trainer:
     """
 
     loss_averages_over: str | None = None
+    causal_shift: bool | None = None
     model_accepts_loss_kwargs = False
     loss_is_scaled_for_ga: bool | None = None
     current_gradient_accumulation_steps = 1  # by which a loss is divided that is not a mean of its own
@@ -259,7 +260,7 @@ class Trainer:
         super().__setattr__(name, value)
         if name == "compute_loss" and "_loss" in vars(self):
             self._loss.override = self._overridden_loss
-        elif name in ("compute_loss_func", "loss_averages_over") and "_loss" in vars(self):
+        elif name in ("compute_loss_func", "loss_averages_over", "causal_shift") and "_loss" in vars(self):
             self._set_loss()
 
     def _overridden(self, name: str) -> bool:
@@ -538,6 +539,7 @@ class Trainer:
             compute_loss_func=self.compute_loss_func,
             label_smoothing=self.args.label_smoothing_factor,
             label_names=self.args.label_names,
+            causal_shift=self.args.causal_shift,
             lazy=self.context.runtime.lazy,
             declared_by=self,
         )

@@ -143,6 +143,9 @@ class TrainingLoop:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = self._parts.step.loss.causal_shift
+        if state.get("causal_shift", own) != own:
+            raise UsageError(f"causal_shift: is {own}, and was {not own} in this run; set it to {str(not own).lower()}")
         self._callbacks.state.global_step = state["step"]
         self._callbacks.state.epoch = state["epoch"]
         self._epoch_open = state["epoch_open"]
@@ -158,7 +161,6 @@ class TrainingLoop:
         self._losses.load_state_dict(state["means"])
         restore_schedule(self._parts.schedule, state["schedule"], rates)
         self._learning_rate = state.get("learning_rate", rates[0])  # older checkpoints have no rate of the last step
-        self._parts.step.loss.guess = state.get("causal_shift", self._parts.step.loss.guess)
         vars(self._parts.optimizer.inner).update(state.get("optimizer", {}))
         if state.get("own"):
             self._load_own_state(state["own"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,6 @@ from stepmark.runtime.seeds import derive_seed, seed_host
 from stepmark.sharding.dtensor import is_dtensor
 from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.loss_scaler import LossScaler
-from stepmark.training.shared_decision import SharedDecision
 from stepmark.training.weighted_loss import MicroBatchLoss, Weight
 
 
@@ -120,21 +119,9 @@ class SequentialSchedule:
         self._scaler = scaler
         self._seed = seed
         self._loads = loads or ExpertLoads(model, mesh)
-        # Whether all ranks call the model in the same order.
-        together = mesh.experts.size > 1 or any(map(is_dtensor, model.parameters()))
-        self._decision = SharedDecision(loss, mesh, together=together)
 
     def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
         """See `MicroBatchSchedule`."""
-        first: Callable[[], AbstractContextManager[None]] = self._arrivals.first_use
-        index = None if self._decision.made else self._decision.first(batch.micro_batches)
-        if index is not None:
-            micro_batch = batch.micro_batches[index]
-            seed_micro_batch(self._runtime, derive_seed(self._seed, step, index, self._rank))
-            with first(), autocast(self._runtime, self._autocast), self._loads.counting(micro_batch):
-                self._loss.call_first(self._model, micro_batch.inputs, self._decision.along(micro_batch))
-            self._decision.conclude()
-            first = nullcontext  # that call was the step's first forward pass
         targets = [self._loss.count(micro_batch) for micro_batch in batch.micro_batches]
         counts = TokenCounts.of(targets, self._mesh)
         self._gradients.begin()
@@ -148,7 +135,7 @@ class SequentialSchedule:
             weight = Weight(counts.each[index].reshape(()), counts.divisor.reshape(()))
 
             def passes(inputs: Any, index: int = index, weight: Weight = weight) -> Tensor:
-                with first() if index == 0 else nullcontext():
+                with self._arrivals.first_use() if index == 0 else nullcontext():
                     loss = self._forward(batch.micro_batches[index], inputs, weight)
                 if index == last:
                     self._gradients.last_backward()

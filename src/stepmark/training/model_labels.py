@@ -1,29 +1,37 @@
-"""How a model uses its labels: known from its class, or found by what other labels do to its loss."""
+"""How a model uses its labels: as is declared, or known from its class."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import math
+import json
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from types import CodeType, NoneType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stepmark.data.loader.labels import POSITIONS, LabelRule
 from stepmark.data.tokenize.packing import IGNORED
 from stepmark.errors import UsageError
 from stepmark.parallel.tensor.vocabulary import VocabParallelLoss
 
+SHIFTS = Path(__file__).with_name("label_shifts.json")  # scripts/label_shifts.py
+_SHIFTS_OF_LOSSES = {
+    "ForCausalLM": True,
+    **dict.fromkeys(("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification", "ForSegmentation"), False),
+}
+
 
 def label_rule(model: nn.Module) -> LabelRule:
-    """The rule of a model's own loss. `causal_shift` is None if the class does not show it."""
+    """The rule of a model's own loss. Where nothing says whether its labels are shifted, they are not."""
     model = unwrapped(model)
     return LabelRule(
         names=label_names(model),
-        causal_shift=known_shift(model),
+        causal_shift=bool(known_shift(model)),
         ignored=_ignored_label(model),
         by_sample=_is_ctc(model),
         skips_ignored=_skips_ignored(model),
@@ -118,11 +126,52 @@ def sums_samples(model: nn.Module) -> bool:
     return _is_ctc(model) and getattr(model.config, "ctc_loss_reduction", "mean") == "sum"
 
 
+def declared_shift(*owners: Any) -> bool | None:
+    """Whether position t predicts label t + 1, by the attribute `causal_shift` of the first of some objects that has
+    one; None without any. Raises UsageError for values other than True and False."""
+    found = (getattr(each, "causal_shift", None) for each in owners)
+    declared = next((each for each in found if each is not None), None)
+    if declared not in (None, True, False):
+        raise UsageError(f"causal_shift: should be True or False, and is {declared!r}")
+    return None if declared is None else bool(declared)
+
+
 def known_shift(model: nn.Module) -> bool | None:
+    """Whether position t predicts label t + 1: as the class shows, as a table of transformers' classes says, or by the
+    type of loss that transformers gives the model. None where nothing says so."""
+    shown = shown_shift(model)
+    if shown is not None:
+        return shown
+    owner, _ = _forward_of(model)
+    for kind in type(model).__mro__:
+        if kind.__module__.startswith("transformers.") and kind.__name__ in _shifts():
+            return _shifts()[kind.__name__]
+        if kind is owner:
+            break
+    return _SHIFTS_OF_LOSSES.get(getattr(model, "loss_type", None) or "")
+
+
+def _forward_of(model: nn.Module) -> tuple[type, Any]:
+    """The class whose `forward` computes, and that function: one that calls its base's passes the loss on."""
+    for kind in type(model).__mro__:
+        forward: Any = inspect.unwrap(vars(kind)["forward"]) if "forward" in vars(kind) else None
+        code: CodeType | None = getattr(forward, "__code__", None)
+        if code is not None and not {"super", "forward"} <= {*code.co_names}:
+            return kind, forward
+    return type(model), inspect.unwrap(type(model).forward)
+
+
+@cache
+def _shifts() -> dict[str, bool]:
+    found: dict[str, bool] = json.loads(SHIFTS.read_text(encoding="utf-8"))
+    return found
+
+
+def shown_shift(model: nn.Module) -> bool | None:
     """Whether position t predicts label t + 1, if the model's class shows it."""
     if not takes_labels(model):
         return False
-    forward: Any = inspect.unwrap(type(model).forward)
+    _, forward = _forward_of(model)
     code: CodeType | None = getattr(forward, "__code__", None)
     if code is None or not hasattr(model, "loss_function"):
         return None
@@ -171,33 +220,6 @@ def _ignored_label(model: nn.Module) -> int:
 
 def _is_ctc(model: nn.Module) -> bool:
     return type(model).__name__.endswith("ForCTC")
-
-
-def only_first_label(labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """Labels [rows, length, …] of which only the first of each row is a target, and none."""
-    candidates = torch.where(labels[:, :1] == ignored, labels.max(), labels[:, :1]).clamp(min=0)
-    none = torch.full_like(labels, ignored)
-    return torch.cat([candidates, none[:, 1:]], dim=1), none
-
-
-def counts_first_label(with_first: Tensor | None, without: Tensor | None, actual: Tensor) -> bool | None:
-    """Whether the first label of a row is a target: whether it changes the loss when all other labels are ignored.
-
-    Args:
-        with_first, without: The losses for the labels of `only_first_label`; None where there is none.
-        actual: The loss for all labels.
-
-    Returns:
-        None where the losses cannot show it: they do not depend on the labels.
-    """
-    if with_first is None or without is None:
-        return None
-    first, none = float(with_first), float(without)
-    if not math.isfinite(first):  # a mean over no targets
-        return False
-    if first != none:
-        return True
-    return False if float(actual) != none else None
 
 
 @contextlib.contextmanager

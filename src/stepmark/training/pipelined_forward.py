@@ -12,12 +12,8 @@ from torch import Tensor, nn
 from stepmark.data.loader.batch import MicroBatch
 from stepmark.parallel.pipeline.staged_model import StagedModel, staged
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
-from stepmark.runtime.eager import kept_generators
 from stepmark.runtime.mesh import Mesh
-from stepmark.runtime.stage_transfers import Form
 from stepmark.training.micro_batches import autocast
-from stepmark.training.model_labels import evaluating
-from stepmark.training.shared_decision import SharedDecision
 from stepmark.training.weighted_loss import MicroBatchLoss
 
 
@@ -26,7 +22,6 @@ class EvaluationPaused(Exception):
 
 
 Result = TypeVar("Result")
-FLAG = Form((1,), torch.int64)
 
 
 class StageCalls:
@@ -68,7 +63,6 @@ class PipelinedForward:
         self._autocast = autocast_dtype
         self._call = StageCalls(stages, loss)
         self._transfers = Transfers(mesh, draws=False)
-        self._decision = SharedDecision(loss, mesh, together=mesh.experts.size > 1)
 
     def __call__(
         self, batches: Iterable[MicroBatch], compute: Callable[[MicroBatch], Result]
@@ -84,7 +78,6 @@ class PipelinedForward:
         """
         waiting: deque[MicroBatch] = deque()
         for batch in self._source(batches):
-            self.decide_labels(batch)
             waiting.append(batch)
             if len(waiting) == self._group:
                 yield from self._run(list(waiting), compute)
@@ -100,32 +93,6 @@ class PipelinedForward:
         except EvaluationPaused:
             self._transfers.settle()
             raise
-
-    def decide_labels(self, batch: MicroBatch) -> None:
-        """Finds out which labels are targets, where only a call of the loss shows it: an additional one of the last
-        stage, which tells the others. Collective among the ranks of a pipeline, before the loss counts the batch, and
-        among all ranks where experts are divided over them."""
-        if self._decision.made or self._decision.first([batch]) is None:
-            return
-        model, along = self._stages.model, self._decision.along(batch)
-        with evaluating(model), kept_generators():
-            ((_, found),) = self._run([batch], lambda each: self._loss.shown_by(model, each.inputs, along))
-        self._transfers.settle()
-        told = bool(self._from_last(None if found is None else torch.tensor([int(found)])))
-        if along is None:
-            self._loss.decide(told)
-        self._decision.conclude()
-
-    def _from_last(self, value: Tensor | None) -> Tensor:
-        """The value of the last stage, on all ranks; `value` is None on the others."""
-        last = self._ranks - 1
-        if self._rank < last:
-            (told,) = self._links.exchange_on_host(last, [], [FLAG]).arrived()
-            return told
-        assert value is not None
-        for other in range(last):
-            self._links.exchange_on_host(other, [value], []).left()
-        return value
 
     @property
     def _group(self) -> int:

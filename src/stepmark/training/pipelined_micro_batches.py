@@ -29,7 +29,7 @@ from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import TokenCounts, autocast, seed_micro_batch
 from stepmark.training.one_graph_per_step.saved_weights import weights_made_again
-from stepmark.training.pipelined_forward import PipelinedForward, StageCalls
+from stepmark.training.pipelined_forward import StageCalls
 from stepmark.training.weighted_loss import MicroBatchLoss, Weight
 
 
@@ -65,13 +65,10 @@ class PipelinedSchedule:
         self.scaler = scaler
         self.loads = loads or ExpertLoads(stages.model, mesh)
         self.kind = kind
-        self._forward = PipelinedForward(stages.model, loss, mesh, autocast)
         self._seed = seed
 
     def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
         """See `MicroBatchSchedule`; the loss of all ranks but those of the last stage is 0."""
-        for micro_batch in batch.micro_batches:
-            self._forward.decide_labels(micro_batch)
         targets = [self.loss.count(micro_batch) for micro_batch in batch.micro_batches]
         counts = TokenCounts.of(targets, self.mesh)
         schedule = make_schedule(self.kind, self.mesh.pipeline.size, len(batch), len(self.stages.own))

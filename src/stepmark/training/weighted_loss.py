@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,14 +23,13 @@ from stepmark.data.loader.batch import MicroBatch
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.tokenize.packing import IGNORED
 from stepmark.errors import DataError, UsageError
-from stepmark.training.alternatives import Alternatives, Others
 from stepmark.training.model_labels import (
     averages_samples,
-    counts_first_label,
+    declared_shift,
     has_known_loss,
+    known_shift,
     label_rule,
     names_num_items,
-    only_first_label,
     sums_samples,
     unwrapped,
 )
@@ -38,6 +37,10 @@ from stepmark.training.one_graph_per_step.transformers_forward import forward_wi
 
 logger = logging.getLogger("stepmark")
 
+_UNDECLARED = (
+    "nothing says whether position t predicts label t + 1, so that the first label of a row is no target; set "
+    "causal_shift to true or false"
+)
 LossFunction = Callable[..., Tensor]
 Override = Callable[[nn.Module, Any, Tensor], tuple[Tensor, Any]]
 
@@ -79,7 +82,7 @@ class MicroBatchLoss:
 
     `compute_loss_func` may return a mean, or a sum divided by `num_items_in_batch`: it is given the number of targets
     of the micro-batch (transformers: of the step), so that both are equal, and its result is weighted like a model's
-    own loss. The call of the first batch shows which labels it counts; no call is made for that alone.
+    own loss.
 
     `override(model, inputs, num_items_in_batch)`, where it is set, replaces all of these. It returns a loss on the same
     terms, and the outputs; `mean` is the loss that it replaces.
@@ -89,8 +92,10 @@ class MicroBatchLoss:
         compute_loss_func: the user's function; None for the model's own loss.
         label_smoothing: from 0 (none) to 1.
         label_names: the inputs that are labels; default: the arguments of the model's forward that look like it.
+        causal_shift: whether position t predicts label t + 1; None: as something declares (`declared_shift`), else as
+            the model's class shows, else no.
         lazy: the model is on a lazy device, where attention masks must not depend on values.
-        declared_by: what may declare how the loss averages, before the function and the model; see `averages_samples`.
+        declared_by: what may declare that, and how the loss averages, before the function and the model.
     """
 
     def __init__(
@@ -100,22 +105,24 @@ class MicroBatchLoss:
         compute_loss_func: LossFunction | None = None,
         label_smoothing: float = 0.0,
         label_names: Sequence[str] | None = None,
+        causal_shift: bool | None = None,
         lazy: bool = False,
         declared_by: Any = None,
     ) -> None:
         rule = label_rule(model)
         rule = rule if label_names is None else replace(rule, names=tuple(label_names))
-        self.guess = bool(rule.causal_shift)  # whether labels are shifted, before a call has shown it
-        if compute_loss_func is not None:  # the class of a model does not show which labels it counts, or ignores
-            rule = replace(rule, causal_shift=None, skips_ignored=False)
+        if compute_loss_func is not None:  # the class of a model does not show which labels it ignores
+            rule = replace(rule, skips_ignored=False)
         self._known = has_known_loss(unwrapped(model))
-        by_sample = averages_samples(declared_by, compute_loss_func, unwrapped(model))
-        self.labels: LabelRule = rule if by_sample is None else replace(rule, by_sample=by_sample)
+        owners = (declared_by, compute_loss_func, unwrapped(model))
+        by_sample = averages_samples(*owners)
+        rule = rule if by_sample is None else replace(rule, by_sample=by_sample)
+        declared = declared_shift(*owners) if causal_shift is None else causal_shift
+        shift = known_shift(unwrapped(model)) if declared is None else declared
+        self.labels: LabelRule = replace(rule, causal_shift=bool(shift))
         self.override: Override | None = None
-        self._watch: Alternatives | None = None  # for the call that shows which labels are targets, until it begins
-        self._deciding = False
+        self._undeclared = shift is None
         self._told = False  # that no input is known to be a label
-        self._held: tuple[Any, _Result] | None = None  # a batch that was called before it was counted
         self._lazy = lazy
         self._compute = compute_loss_func
         self._smoothing = label_smoothing
@@ -126,10 +133,8 @@ class MicroBatchLoss:
 
     @property
     def causal_shift(self) -> bool:
-        """Whether position t predicts label t + 1, as in causal language models. Where the model's class does not
-        show it, and for a user's function, the first call decides it; see `call_first`."""
-        known = self.labels.causal_shift
-        return self.guess if known is None else known
+        """Whether position t predicts label t + 1, as in causal language models."""
+        return self.labels.causal_shift
 
     @property
     def replaces_own(self) -> bool:
@@ -147,6 +152,9 @@ class MicroBatchLoss:
             return "a mean over samples"
         known = self._known and self.override is None and self._compute is None
         hint = "" if known else "; one that averages over samples has to declare it (loss_averages_over)"
+        if self._is_open(micro_batch.inputs):
+            self._undeclared = False  # said here
+            hint += f"; {_UNDECLARED}"
         return f"a mean over targets, which are the labels other than {self.labels.ignored}{hint}"
 
     def tell_unlabelled(self, inputs: Mapping[str, Any]) -> None:
@@ -162,9 +170,7 @@ class MicroBatchLoss:
 
     def count(self, micro_batch: MicroBatch) -> int:
         """The weight of a micro-batch in means: its targets, or its samples if no labels can be counted."""
-        if micro_batch.targets is None:
-            return micro_batch.rows
-        return micro_batch.targets - (micro_batch.first_targets if self.causal_shift else 0)
+        return micro_batch.rows if micro_batch.targets is None else micro_batch.targets
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any], weight: Weight) -> tuple[Tensor, Any]:
         """The micro-batch's share of the step's loss, a 0-dim tensor, and the model's outputs. The loss of a model that
@@ -172,16 +178,29 @@ class MicroBatchLoss:
 
         Raises UsageError if the model returns no loss.
         """
-        if self._held is not None and self._held[0] is inputs:
-            (_, result), self._held = self._held, None
-        else:
-            result = self._result(model, inputs, weight.count)
+        result = self._result(model, inputs, weight.count)
         return result.weighted(weight), result.outputs
 
+    def _is_open(self, inputs: Any) -> bool:
+        """Whether nothing says which labels of this batch are targets."""
+        labels = self.labels.integers(inputs)
+        several = "shift_labels" not in labels and any(each.ndim > 1 and each.shape[1] > 1 for each in labels.values())
+        return self._undeclared and several and not self.labels.by_sample
+
+    def _check_declared(self, inputs: Any) -> None:
+        """Says once that nothing says which labels are targets; raises UsageError where the loss depends on it."""
+        if not self._is_open(inputs):
+            return
+        if self._smoothing and not self.replaces_own:
+            raise UsageError(f"label_smoothing_factor: {_UNDECLARED}")
+        self._undeclared = False
+        logger.warning("%s", _UNDECLARED)
+
     def _result(self, model: nn.Module, inputs: Any, count: Tensor) -> _Result:
+        self._check_declared(inputs)
         if self.override is None:
             return self._own_result(model, inputs, count)
-        with self.recording(inputs), self._watching():
+        with self.recording(inputs):
             given = with_targets(self.labels, inputs, count) if isinstance(inputs, Mapping) else inputs
             loss, outputs = self.override(model, given, count.clamp(min=1))
             return _Result(loss, loss_beside(outputs)[1])
@@ -191,11 +210,8 @@ class MicroBatchLoss:
         `num_items`."""
         count = self.targets(inputs)
         items = count if num_items is None else torch.as_tensor(num_items, dtype=torch.float32, device=count.device)
-        if self.undecided(inputs):
-            result = self._decided(model, inputs, self._own_result, None if num_items is None else items)
-            items = self.targets(inputs) if num_items is None else items
-        else:
-            result = self._own_result(model, inputs, items)
+        self._check_declared(inputs)
+        result = self._own_result(model, inputs, items)
         return result.weighted(Weight(items, items)), result.outputs
 
     def targets(self, inputs: Mapping[str, Any]) -> Tensor:
@@ -224,18 +240,14 @@ class MicroBatchLoss:
             if self._compute is not None:
                 outputs = model(**inputs, **self._options)
                 return _Result(self._compute(outputs, None, num_items_in_batch=count.clamp(min=1)), outputs)
-            with self._watching():
-                given = with_targets(self.labels, inputs, count)
-                loss, outputs = split_loss(self._call_with_labels(model, given, count))
+            given = with_targets(self.labels, inputs, count)
+            items = {"num_items_in_batch": count.clamp(min=1)} if self._names_items else {}
+            loss, outputs = split_loss(model(**given, **self._options, **items))
             return _Result(loss / count.clamp(min=1) if self._sums_samples else loss, outputs)
 
     def recording(self, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Around a call of the model, whose library then reads no values of the device."""
         return forward_without_reads(inputs, lazy=self._lazy)
-
-    def _call_with_labels(self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor) -> Any:
-        items = {"num_items_in_batch": count.clamp(min=1)} if self._names_items else {}
-        return model(**inputs, **self._options, **items)
 
     def _call_without_labels(self, model: nn.Module, inputs: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
         """The outputs for `given`: without labels the model computes no loss."""
@@ -247,96 +259,15 @@ class MicroBatchLoss:
         assert self._compute is not None
         given = with_targets(self.labels, inputs, count)
         outputs = self._call_without_labels(model, inputs, given)
-        labels = given["labels"] if self._watch is None else inputs["labels"]
-        with self._watching():
-            return _Result(self._compute(outputs, labels, num_items_in_batch=count.clamp(min=1)), outputs)
+        return _Result(self._compute(outputs, given["labels"], num_items_in_batch=count.clamp(min=1)), outputs)
 
     def _smoothed(self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor) -> _Result:
-        """The label-smoothed loss. A call with labels shows whether the model shifts them, where that is not known."""
+        """The label-smoothed loss."""
         if self.labels.by_sample:
             raise UsageError("label_smoothing_factor: the smoothed loss is no mean over samples; set it to 0")
-        watch = self._watch
-        if watch is None:
-            outputs = self._call_without_labels(model, inputs, inputs)
-        else:
-            with self._watching():
-                outputs = self._call_with_labels(model, inputs, count)
-            with suppress(UsageError):  # it has no loss
-                loss, outputs = split_loss(outputs)
-                self._conclude(watch.of(loss), loss)
-        shifts = self.causal_shift
-        loss = smoothed_cross_entropy(logits_of(outputs), inputs["labels"], self._smoothing, shifts)
+        outputs = self._call_without_labels(model, inputs, inputs)
+        loss = smoothed_cross_entropy(logits_of(outputs), inputs["labels"], self._smoothing, self.causal_shift)
         return _Result(loss, outputs, is_sum=True)
-
-    # Which labels are targets
-
-    def undecided(self, inputs: Any) -> bool:
-        """Whether nothing but a call with this batch shows which labels are targets."""
-        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-        known = self._deciding or self.labels.causal_shift is not None
-        return not known and isinstance(labels, Tensor) and labels.ndim > 1 and labels.shape[1] > 1
-
-    def decide(self, causal_shift: bool) -> None:
-        """Records whether position t predicts label t + 1."""
-        self.labels = replace(self.labels, causal_shift=causal_shift)
-
-    def call_first(self, model: nn.Module, inputs: Any, along: Tensor | None = None) -> None:
-        """Where only a call shows which labels are targets: makes the call of this batch before it is counted. The next
-        call with the batch returns what this one has found, so that a user's code is called once for each batch.
-        `along`: the targets of a batch that shows nothing, which is called as other ranks call theirs."""
-        if along is not None:
-            self._held = inputs, self._result(model, inputs, along)
-        elif self.undecided(inputs):
-            self._held = inputs, self._decided(model, inputs, self._result)
-
-    def shown_by(self, model: nn.Module, inputs: Any, along: Tensor | None) -> bool:
-        """Whether a call with this batch, of which nothing else is kept, shows that labels are shifted; see
-        `call_first`."""
-        self.call_first(model, inputs, along)
-        self._held = None
-        return self.causal_shift
-
-    def _decided(
-        self, model: nn.Module, inputs: Mapping[str, Any], call: Callable[..., _Result], given: Tensor | None = None
-    ) -> _Result:
-        """The result of `call`, which decides which labels are targets. `given`: the items it divides by; default: the
-        targets."""
-        labels = inputs["labels"].clone()  # it may be the tensor of input_ids as well
-        inputs, guess = {**inputs, "labels": labels}, self.causal_shift
-        items = other = self.targets(inputs) if given is None else given
-        if given is None:
-            self.decide(not guess)
-            other = self.targets(inputs)
-            self.labels = replace(self.labels, causal_shift=None)
-        first, none = only_first_label(labels, self.labels.ignored)
-        self._watch = watch = Alternatives([(labels, [first, none, labels]), (items, [items, items, other])])
-        self._deciding = True
-        try:
-            result = call(model, inputs, items)
-        finally:
-            self._watch, self._deciding = None, False
-        if result.is_sum:
-            self.decide(self.causal_shift)
-            return result
-        values = watch.of(result.loss)
-        self._conclude(values, result.loss)
-        if self.causal_shift == guess or values is None or values[2] is None:
-            return result
-        as_number = any(each[2] is not None and each[2].equal(other) for each in watch.read)
-        reads = as_number and values[2].equal(result.loss)  # and then divides by it
-        ratio = items / other if reads else (values[2] / result.loss).detach()
-        return replace(result, loss=result.loss * ratio.nan_to_num(1.0))
-
-    def _conclude(self, values: Others | None, loss: Tensor) -> None:
-        """Decides by what the loss would have been with the first labels alone, and with none."""
-        counted = None if values is None else counts_first_label(values[0], values[1], loss.detach())
-        self.decide(self.guess if counted is None else not counted)
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        watch, self._watch = self._watch, None
-        with nullcontext() if watch is None else watch:
-            yield
 
 
 def with_targets(rule: LabelRule, inputs: Mapping[str, Any], count: Tensor) -> Mapping[str, Any]:

@@ -133,6 +133,7 @@ class EvaluationSetup:
             "evaluator": self.evaluator,
             "bf16": self.options.bf16,
             **({"fp16": True} if self.options.fp16 else {}),
+            **({} if self.options.causal_shift is None else {"causal_shift": self.options.causal_shift}),
             "label_smoothing_factor": self.options.label_smoothing_factor,
             **({} if self.benchmarks is None else {"benchmarks": self.benchmarks.describe()}),
         }
@@ -186,6 +187,7 @@ class EvaluationSetup:
             bf16=self.options.bf16,
             fp16=self.options.fp16,
             label_smoothing_factor=self.options.label_smoothing_factor,
+            causal_shift=self.options.causal_shift,
             metric_key_prefix=PREFIX,
             **load_metrics(self.metrics, "--metrics"),
         )

@@ -994,7 +994,7 @@ class Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def test_user_code_is_called_once_for_each_batch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, evaluates: bool, shifted: bool
 ) -> None:
-    """Also where only a call shows which labels are targets, in training and in an evaluation before it."""
+    """In training, and in an evaluation before it."""
     model, calls = Counting(shifted), []
 
     def compute(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
@@ -1016,6 +1016,7 @@ def test_user_code_is_called_once_for_each_batch(
         gradient_accumulation_steps=2,
         per_device_eval_batch_size=4,
         label_smoothing_factor=0.1 if kind == "smoothed" else 0.0,
+        causal_shift=shifted,
         eval_strategy="epoch" if evaluates else "no",
         eval_on_start=evaluates,
         save_strategy="no",
@@ -1034,15 +1035,3 @@ def test_user_code_is_called_once_for_each_batch(
     assert capsys.readouterr().out.count("called") == expected
     assert len(calls) == (expected if kind in ("function", "method") else 0)
     assert trainer.loss.causal_shift is shifted
-
-
-def shift_on(folder: str, device: str) -> list[Any]:
-    options = {"max_steps": 2, "save_strategy": "no", "disable_tqdm": True, "per_device_train_batch_size": 4}
-    trainer = Trainer(Counting(True), TrainingArguments(folder, device=device, **options), train_dataset=Words())
-    trainer.train()
-    return [trainer.loss.causal_shift, trainer.model.calls]
-
-
-@pytest.mark.xla
-def test_one_call_shows_the_targets_on_a_lazy_device_too(tmp_path: Path, ranks: Ranks) -> None:
-    assert ranks.run("tests.trainer.compat.test_overrides:shift_on", str(tmp_path), "xla").check()[0] == [True, 2]

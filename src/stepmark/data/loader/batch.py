@@ -19,15 +19,12 @@ class MicroBatch:
         inputs: The collator's output, usually a dict of tensors [rows, …].
         rows: Number of samples in it. A collator may have made another number of rows of them.
         targets: Number of labels in the loss; None: samples are counted instead.
-        first_targets: How many of `targets` are first labels of rows, which are no targets if the model shifts its
-            labels; 0 once that is known. See `MicroBatchLoss.count`.
         filled: The rows after the first `rows` (all if it is 0) are filler that keeps the shape, with labels -100.
     """
 
     inputs: Any
     rows: int
     targets: int | None
-    first_targets: int = 0
     filled: bool = False
 
 

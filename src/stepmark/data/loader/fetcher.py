@@ -98,9 +98,7 @@ class Fetcher(Dataset[MicroBatch]):
         filled = task.filler > 0
         if filled and isinstance(inputs, dict):
             inputs = self.labels.without(inputs, task.rows)
-        count = self.labels.count(inputs)
-        targets, first = (None, 0) if count is None else count
-        return MicroBatch(inputs, task.rows, targets, first, filled)
+        return MicroBatch(inputs, task.rows, self.labels.count(inputs), filled)
 
 
 RandomStates = tuple[Any, Any, Tensor]

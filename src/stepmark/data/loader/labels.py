@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -15,14 +15,6 @@ POSITIONS = ("start_positions", "end_positions")
 SEQUENCES = ("input_ids", "inputs_embeds")
 
 
-class TargetCount(NamedTuple):
-    """The targets of a micro-batch, and how many of them are the first label of their row, which a causal model does
-    not predict."""
-
-    total: int
-    first: int
-
-
 @dataclass(frozen=True)
 class LabelRule:
     """How a model's loss uses its labels.
@@ -30,7 +22,6 @@ class LabelRule:
     Args:
         names: the inputs that are labels, in the order of `label_ids`.
         causal_shift: whether position t predicts label t + 1, so that the first label of each row is not a target.
-            None: unknown until a call has shown it (`MicroBatchLoss.call_first`).
         ignored: the label that is not a target.
         by_sample: the loss is a mean over samples, even where a sample has many labels (CTC).
         skips_ignored: a row whose labels are all `ignored` contributes nothing, to the loss or to other state.
@@ -40,7 +31,7 @@ class LabelRule:
     """
 
     names: tuple[str, ...] = ("labels",)
-    causal_shift: bool | None = None
+    causal_shift: bool = False
     ignored: int = IGNORED
     by_sample: bool = False
     skips_ignored: bool = True
@@ -60,14 +51,14 @@ class LabelRule:
         names = dict.fromkeys((*self.names, "shift_labels"))
         return {name: inputs[name] for name in names if _is_integer(inputs.get(name))}
 
-    def count(self, inputs: Any) -> TargetCount | None:
+    def count(self, inputs: Any) -> int | None:
         """The targets among the labels; None where samples are counted. DataError for tokens that the model lacks."""
         self._check_tokens(inputs)
         if self.by_sample:
             return None
         integers = self.integers(inputs)
         if "shift_labels" in integers:  # shifted by the collator, as packed sequences are
-            return TargetCount(int((integers["shift_labels"] != self.ignored).sum()), 0)
+            return int((integers["shift_labels"] != self.ignored).sum())
         if "labels" in integers:
             return self._count_labels(integers["labels"])
         if POSITIONS[0] in integers:
@@ -83,19 +74,15 @@ class LabelRule:
                 remedy = "use the model's own tokenizer, or call model.resize_token_embeddings"
                 raise DataError(f"input_ids: {token} is outside the model's vocabulary of {self.vocabulary}; {remedy}")
 
-    def _count_labels(self, labels: Tensor) -> TargetCount:
+    def _count_labels(self, labels: Tensor) -> int:
         counted = labels != self.ignored
-        total = int(counted.sum())
-        if labels.ndim < 2 or self.causal_shift is False:
-            return TargetCount(total, 0)
-        first = int(counted[..., 0].sum())
-        return TargetCount(total - first, 0) if self.causal_shift else TargetCount(total, first)
+        return int((counted[..., 1:] if self.causal_shift and labels.ndim > 1 else counted).sum())
 
-    def _count_positions(self, positions: Tensor, inputs: Mapping[str, Any]) -> TargetCount:
+    def _count_positions(self, positions: Tensor, inputs: Mapping[str, Any]) -> int:
         """Answers that begin outside the sequence are ignored."""
         length = _sequence_length(inputs)
         inside = positions if length is None else positions[positions < length]
-        return TargetCount(inside.numel(), 0)
+        return inside.numel()
 
     def can_ignore_rows(self, inputs: Any, rows: int) -> bool:
         """Whether `without` can exclude rows from the loss: only where all labels are integers, and the batch has one

@@ -64,7 +64,7 @@ class DataLoader:
         lengths: int64 [samples]: batches then hold samples of about the same length, see `LengthGroups`. Default None:
             the order does not depend on lengths.
         labels: how the model's loss uses labels, `MicroBatchLoss(model).labels`; default: an argument `labels`, of
-            which -100 is ignored.
+            which -100 is ignored and none is shifted.
 
     Raises:
         UsageError: arguments that contradict each other, or a dataset without `__len__` or `__getitem__`.

@@ -122,7 +122,12 @@ def _trace(setup: StepSetup) -> StepTrace:
         optimizer = step_optimizer(model, setup.args, mesh)
         optimizer.ensure_state()
         _assign_state(model, optimizer, tracker)
-        loss = WatchedLoss(model, label_smoothing=setup.args.label_smoothing_factor, lazy=True)  # reads no values
+        loss = WatchedLoss(
+            model,
+            label_smoothing=setup.args.label_smoothing_factor,
+            causal_shift=setup.args.causal_shift,
+            lazy=True,  # reads no values
+        )
         _train(setup, model, optimizer, loss, mesh, tracker)
         if setup.args.eval_strategy != "no":
             tracker.enter("evaluation", ACTIVATIONS)

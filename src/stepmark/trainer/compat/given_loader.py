@@ -212,9 +212,7 @@ class GivenLoader:
         if empty:
             rows = 0
             inputs = self._labels.without(inputs, 0) if isinstance(inputs, dict) else inputs
-        count = self._labels.count(inputs)
-        targets, first = (None, 0) if count is None else count
-        return MicroBatch(inputs, rows, targets, first, filled or empty)
+        return MicroBatch(inputs, rows, self._labels.count(inputs), filled or empty)
 
     def _state(self, epoch: int, taken: int, *, ended: bool, loader: Any = None) -> dict[str, Any]:
         return {
