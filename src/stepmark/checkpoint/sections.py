@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from stepmark.checkpoint.format.dtypes import dtype_name
 from stepmark.checkpoint.format.json_values import KeyPath, ValueEncoder, show
-from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE
+from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE, WRITTEN
 from stepmark.checkpoint.format.rows import Row
+from stepmark.checkpoint.written_form import own_class, written_form
 from stepmark.errors import UsageError
 from stepmark.liveness.collection import without_collection
 from stepmark.runtime.base import has_addresses
@@ -171,9 +172,10 @@ def _describe_module(name: str, module: nn.Module) -> Section:
     extra = {key: section.encode(value, (name, key)) for key, value in state.items() if key not in tensors}
     section.extra = section.entries.keys() - before
     tied = {key: other for key, other in kept.items() if key != other}
-    # fully_shard gives a module another class, one of torch's that derives from its own
-    own = next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
-    section.values = {"class": own.__name__, "tied": tied, "extra": extra}
+    section.values = {"class": own_class(module).__name__, "tied": tied, "extra": extra}
+    if group == MODEL:
+        form = written_form(module, {key: entry.layout.shape for key, entry in section.entries.items()})
+        section.values |= {WRITTEN: form} if form else {}
     return section
 
 

@@ -20,6 +20,7 @@ from stepmark.sharding.layout import Box, Shape, TensorSlice
 
 MANIFEST = "manifest.json"
 VALUES = "state.json"
+WRITTEN = "written"  # of a model's values there: the form in which transformers writes it, see written_form.py
 FORMAT = "stepmark-checkpoint"
 VERSION = 1
 

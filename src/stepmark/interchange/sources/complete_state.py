@@ -124,6 +124,9 @@ def fit_model(found: ForeignCheckpoint, outline: ModelOutline) -> None:
                 f"{other.where} is {list(other.shape)}, and {list(shape)} in the {outline.architecture} of {config}"
             )
     found.model = {name: found.model[name] for name in outline.state if name in found.model}
+    found.written = {
+        name: own for name, own in outline.written.items() if name not in outline.saved or own in found.model
+    }
 
 
 def take_own_names(found: ForeignCheckpoint, outline: ModelOutline | None) -> None:

@@ -50,6 +50,7 @@ class ForeignCheckpoint:
         identity: What a run's identity has of it.
         architecture: The model's class, if the config names it.
         tied: Names of tied tensors to the names they are stored under.
+        written: What transformers changes when it writes the model; see `stepmark.checkpoint.written_form`.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class ForeignCheckpoint:
     adapter: bool = False
     architecture: str | None = None
     tied: dict[str, str] = field(default_factory=dict)
+    written: dict[str, Any] = field(default_factory=dict)
     live: dict[str, str] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
 

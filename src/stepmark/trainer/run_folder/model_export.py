@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +14,9 @@ from torch import nn
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
+from stepmark.checkpoint.format.manifest import WRITTEN
 from stepmark.checkpoint.sections import describe
+from stepmark.checkpoint.written_form import own_class
 from stepmark.data.loader.collate import PadTo
 from stepmark.errors import StepmarkError
 from stepmark.filesystem import files
@@ -25,6 +28,7 @@ from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.sharding.dtensor import is_dtensor
+from stepmark.tensor_files.strided import as_written
 from stepmark.trainer.compat.overrides import accepts
 from stepmark.trainer.run_folder.adapters import Adapter, saved_module
 from stepmark.trainer.run_folder.output_folder import on_rank_0
@@ -80,7 +84,8 @@ def _write_weights(folder: Path, model: nn.Module, runtime: Runtime) -> None:
     (section,) = describe({"model": model})
     on_host = runtime.to_host([entry.tensor for entry in section.entries.values()])
     tensors = {name: in_memory(name, tensor) for name, tensor in zip(section.entries, on_host, strict=True)}
-    write_files(folder, weight_files(tensors, section.group, "safetensors", _largest_file(model)), (), _SILENT)
+    written = as_written(tensors, section.values.get(WRITTEN))
+    write_files(folder, weight_files(written, section.group, "safetensors", _largest_file(model)), (), _SILENT)
 
 
 def _publish(source: Path, folder: Path) -> None:
@@ -104,24 +109,30 @@ def write_model_files(folder: Path, model: nn.Module, processing_class: Any) -> 
     """Writes the files of a Hugging Face model folder except the weights: config, generation config, tokenizer, and
     Python code that came with them. Of an adapter there is only its own config, since one of the base would make a
     model with random weights of the folder."""
-    parts: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None), processing_class]
+    parts: list[Any] = [_config_of(folder, model), getattr(model, "generation_config", None), processing_class]
     if isinstance(model, Adapter):
         model.write_config(folder)
         parts = [processing_class]
-    elif getattr(model, "_auto_class", None) is not None:
-        _save_code(folder, model)
     for part in parts:
         if hasattr(part, "save_pretrained"):
             part.save_pretrained(folder)
 
 
-def _save_code(folder: Path, model: nn.Module) -> None:
-    """Copies the modules of a model class that came with its weights (`trust_remote_code`), and names them in its
-    config, as transformers' `save_pretrained` of the model does; the other parts do so themselves."""
+def _config_of(folder: Path, model: nn.Module) -> Any:
+    """The config as `save_pretrained` of a transformers model writes it, whose class and type it names. The modules of
+    a class that came with its weights (`trust_remote_code`) are copied and named there, too."""
+    from transformers import PreTrainedModel
     from transformers.dynamic_module_utils import custom_object_save
 
-    config: Any = model.config
-    custom_object_save(model, folder, config=config)
+    config: Any = getattr(model, "config", None)
+    if not isinstance(model, PreTrainedModel):
+        return config
+    config = copy.deepcopy(config)
+    config.architectures = [own_class(model).__name__]
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    if model._auto_class is not None:
+        custom_object_save(model, folder, config=config)
+    return config
 
 
 @contextlib.contextmanager
