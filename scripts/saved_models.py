@@ -1,8 +1,8 @@
-"""Compares the model folders that Stepmark writes with those of `save_pretrained`, for every model type of the tables.
+"""Compares the model folders that Stepmark writes with those of `save_pretrained`, for every model of the tables.
 
-Each model is small and has random weights. Names, types, shapes and values of tensors, and the configs, have to be equal
-bit for bit: in the folder that one rank writes, and in that of two ranks that share the parameters. `from_pretrained`
-has to read a checkpoint, and an adapter has to be as PEFT saves it.
+Each model is small and has random weights. Names, types, shapes and values of tensors, and the configs, have to be
+equal bit for bit: in the folder that one rank writes, and in that of two ranks that share the parameters.
+`from_pretrained` has to read a checkpoint, and an adapter has to be as PEFT saves it.
 
     PYTHONPATH=. python scripts/saved_models.py [--only NAME …] [--jobs N] [--write]
 
@@ -26,7 +26,7 @@ from tests.support.saved_models import compare_all
 
 TYPES = ("tensor-parallel", "pipeline-parallel", "expert-parallel")  # tables by model type
 BATCH = 12  # models that a pair of ranks compares before a new one begins
-SECONDS = 1200  # that it may take
+SECONDS = 300  # that it may take; one model, a third of that
 
 
 def names() -> list[str]:
@@ -42,7 +42,7 @@ def compare(wanted: list[str], jobs: int) -> list[Row]:
 
         def run(batch: list[str]) -> list[Row]:
             with closing(Ranks(zygote.address)) as ranks:
-                found = ranks.run(compare_all, batch, nproc=2, timeout=SECONDS)
+                found = ranks.run(compare_all, batch, nproc=2, timeout=SECONDS if len(batch) > 1 else SECONDS / 3)
             if any(found.codes) and len(batch) > 1:  # of one model, which is to be named
                 return [row for name in batch for row in run([name])]
             rows: list[Row] = found.check()[0]

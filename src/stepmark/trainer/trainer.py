@@ -20,6 +20,7 @@ from transformers.trainer_utils import (
     TrainOutput,
 )
 
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.config.training_fields import TrainingFields, set_log_level
 from stepmark.config.unknown_fields import explains_keywords
 from stepmark.data.loader.loader import DataLoader
@@ -155,6 +156,7 @@ class Trainer:
     arguments_class: type[TrainingArguments] | None = None  # of a library's trainer
     _signature_columns: list[str] | None = None
     _trained = False  # by a call of `train`
+    _in_save_model = False  # which calls `_save`
     _passes: Passes | None = None  # of the micro-batch whose `training_step` is called
     _pending_save: tuple[Callable[[], None], Callable[[], None]] | None = None  # what begins it, and waits for it
 
@@ -865,21 +867,35 @@ class Trainer:
         if self._overridden("_save") and not extracting_graphs():
             if self.context.host.rank == 0:
                 with own_storages(self.model):
-                    self._save(str(folder))
+                    self._in_save_model = True
+                    try:
+                        self._save(str(folder))
+                    finally:
+                        self._in_save_model = False
             self.context.host.barrier()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Called on rank 0 when `save_model` or a checkpoint has written the model to a folder. A subclass may override
-        it to write more files there, which become part of the checkpoint.
+        """Writes the model as `save_model` does, on rank 0 and without the other ranks, for scripts that call it.
+
+        A subclass may override it to write more files, which become part of checkpoints: `save_model` calls it on rank
+        0 when the model is written, and this method does nothing then.
 
         Args:
-            output_dir: The folder.
-            state_dict: Ignored; part of transformers' signature.
+            output_dir: The folder; default: the run's.
+            state_dict: The model's state dict, whose values are written. Default: those of the model.
+
+        Raises:
+            UsageError: Ranks hold the model together, or the state dict lacks something.
+            StepmarkError: The folder cannot be written to.
         """
+        if self.is_world_process_zero() and not self._in_save_model and not extracting_graphs():
+            folder = Path(output_dir or self.args.output_dir).absolute()
+            self._saved.write_alone(folder, self._saved_processing, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        """Saves the run, as training does. A subclass may override it to do something before or after, and has to call
-        this method. Then the checkpoint is complete on disk when it returns. Collective.
+        """Saves the run, as training does. A subclass may override it to do something before or after: the checkpoint
+        is complete on disk when this method returns. If the subclass does not call it, the checkpoint is written when
+        the subclass is done, and has what that wrote to its folder. Collective.
 
         Args:
             model: The model.
@@ -905,7 +921,11 @@ class Trainer:
         self._pending_save = save, wait
         self._save_checkpoint(self.model, None)
         if self._pending_save is not None:
-            raise UsageError(f"{type(self).__name__}._save_checkpoint: it has to call super()._save_checkpoint")
+            self._pending_save = None
+            self.context.host.barrier()
+            if self.is_world_process_zero():
+                self._saved.take(checkpoint_path(Path(self.args.output_dir), self.state.global_step))
+            save()
 
     def _get_output_dir(self, trial: Any = None) -> str:
         """The run's folder, for a subclass that asks for that of checkpoints."""

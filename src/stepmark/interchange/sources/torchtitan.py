@@ -7,13 +7,14 @@ a rotation alternate. Hugging Face has all first halves of a head before all sec
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models.model_outline import CONFIG, ModelOutline, read_config
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
-from stepmark.tensor_files.global_tensor import GlobalTensor, Piece
+from stepmark.tensor_files.global_tensor import GlobalTensor, row_major_strides
+from stepmark.tensor_files.strided import strided
 from stepmark.tensor_files.torch_writer import Reshaped
 
 EMBEDDING = "tok_embeddings.weight"
@@ -110,22 +111,14 @@ def _reordered(name: str, value: Any, heads: dict[str, int]) -> Any:
     size = _rows_of_head(name, value, heads)
     if size is None:
         return value
-    return replace(value, pieces=tuple(part for piece in value.pieces for part in _halves(piece, size)))
+    return strided(_exchanged(value, size, size // 2, 2), 0, value.shape, row_major_strides(value.shape))
 
 
-def _halves(piece: Piece, size: int) -> list[Piece]:
-    """The rows of a shard, those of each head and half separately; `size` is the head's."""
-    begin, end = piece.offsets[0], piece.offsets[0] + piece.array.shape[0]
-    found = []
-    for head in range(begin // size, -(-end // size)):
-        for half in (0, 1):
-            first = head * size + half
-            low = max(0, -((first - begin) // 2) if first < begin else 0)
-            high = min(size // 2, -(-(end - first) // 2))
-            if low < high:
-                array = piece.array.narrow(0, first + 2 * low - begin, high - low, step=2)
-                found.append(Piece(array, (head * size + half * (size // 2) + low, *piece.offsets[1:])))
-    return found
+def _exchanged(value: GlobalTensor, size: int, outer: int, inner: int) -> GlobalTensor:
+    """A tensor whose rows are [head, outer, inner], `size` of each head, as one of [head, inner, outer, ...]."""
+    rest = row_major_strides((1, *value.shape[1:]))
+    lengths = (value.shape[0] // size, inner, outer, *value.shape[1:])
+    return strided(value, 0, lengths, (size * rest[0], rest[0], inner * rest[0], *rest[1:]))
 
 
 # The other way round
@@ -180,20 +173,4 @@ def _interleaved(name: str, value: Any, heads: dict[str, int]) -> Any:
     size = _rows_of_head(name, value, heads)
     if size is None:
         return value
-    rows, columns = value.shape
-    pieces = [part for piece in value.pieces for part in _head_halves(piece, size)]
-    turned = replace(value, shape=(rows // size, size // 2, 2, columns), pieces=tuple(pieces))
-    return Reshaped(turned, value.shape)
-
-
-def _head_halves(piece: Piece, size: int) -> list[Piece]:
-    """The rows of each head and half of a shard, where they belong in [head, row of a half, half, column]."""
-    begin, end = piece.offsets[0], piece.offsets[0] + piece.array.shape[0]
-    half, found = size // 2, []
-    for number in range(begin // half, -(-end // half)):
-        low, high = max(begin, number * half), min(end, (number + 1) * half)
-        array = piece.array.narrow(0, low - begin, high - low)
-        row, column = array.strides
-        turned = replace(array, shape=(1, high - low, 1, array.shape[1]), strides=(row, row, row, column))
-        found.append(Piece(turned, (number // 2, low - number * half, number % 2, piece.offsets[1])))
-    return found
+    return Reshaped(_exchanged(value, size, 2, size // 2), value.shape)

@@ -33,7 +33,7 @@ class RenamedModel(nn.Module):
     def __init__(self, model: Any, names: dict[str, str]) -> None:
         super().__init__()
         self._model = [model]  # in a list, so that it is not a submodule
-        self._names = names
+        self.names = names
 
     @property
     def model(self) -> Any:
@@ -41,7 +41,7 @@ class RenamedModel(nn.Module):
 
     def state_dict(self, *, keep_vars: bool = False, **_: Any) -> dict[str, Tensor]:  # type: ignore[override]
         state = self.model.state_dict(keep_vars=keep_vars)
-        return {name: state[full] for name, full in self._names.items()}
+        return {name: state[full] for name, full in self.names.items()}
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         found = self.state_dict(keep_vars=True).values()
@@ -93,7 +93,7 @@ class Adapter(RenamedModel):
 
     def identity(self, mesh: Mesh) -> dict[str, Any]:
         """The base model's checksum, equal on any mesh, and the adapter's configuration. Collective."""
-        own = set(self._names.values())
+        own = set(self.names.values())
         digest = mesh_digest(base_tensors(self.model, own | self._others), mesh)
         found = {BASE_DIGEST: digest, "adapter": adapter_identity(self.config)}
         if self._others:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
-from stepmark.checkpoint.format.manifest import WRITTEN
+from stepmark.checkpoint.format.manifest import MANIFEST, WRITTEN
 from stepmark.checkpoint.sections import describe
 from stepmark.checkpoint.written_form import own_class
 from stepmark.data.loader.collate import PadTo
-from stepmark.errors import StepmarkError
+from stepmark.errors import StepmarkError, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import with_advice
 from stepmark.model_folder.consolidate import UNLIMITED, consolidate, weight_files
@@ -46,32 +46,47 @@ def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: An
     """
     runtime, host = mesh.runtime, mesh.context.host
     staging = folder / _STAGING
-
-    def prepare() -> None:
-        staging.mkdir(parents=True, exist_ok=True)
-        for leftover in staging.iterdir():  # by a run that was killed here
-            shutil.rmtree(leftover)
-
-    on_rank_0(host, prepare, partial(_cannot_write, folder))
+    on_rank_0(host, partial(_prepare, staging), partial(_cannot_write, folder))
     runtime.step_boundary()
-    divided = any(map(is_dtensor, model.parameters()))
-    sharded = divided or mesh.tensor_parallel.size * mesh.pipeline.size * mesh.expert_parallel_size > 1
-    if sharded:
+    write: Callable[[Path], object] = partial(_write_weights, model=model, runtime=runtime)
+    if is_sharded(model, mesh):
         with Checkpointer(staging, group=host, runtime=runtime, async_save=False, save_timeout=timeout) as checkpointer:
             checkpointer.save(0, {"model": model}, model_only=True)
+        source, size = checkpoint_path(staging, 0), _largest_file(model)
+        write = partial(consolidate, source, form="safetensors", max_shard_size=size, listener=_SILENT)
+    on_rank_0(host, partial(_finish, folder, model, processing_class, write), partial(_cannot_write, folder))
 
-    def finish() -> None:
-        complete = staging / "complete"
-        if sharded:
-            consolidate(checkpoint_path(staging, 0), complete, "safetensors", _largest_file(model), _SILENT)
-        else:
-            complete.mkdir()
-            _write_weights(complete, model, runtime)
-        _publish(complete, folder)
-        write_model_files(folder, model, processing_class)
-        shutil.rmtree(staging)
 
-    on_rank_0(host, finish, partial(_cannot_write, folder))
+def write_alone(
+    folder: Path, model: nn.Module, runtime: Runtime, processing_class: Any, state: Mapping[str, Tensor] | None
+) -> None:
+    """The same, where this rank holds all of the model, or with values of `state`, its state dict. Not collective."""
+    try:
+        _prepare(folder / _STAGING)
+        write = partial(_write_weights, model=model, runtime=runtime, state=state)
+        _finish(folder, model, processing_class, write)
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+
+
+def is_sharded(model: nn.Module, mesh: Mesh) -> bool:
+    """Whether ranks hold the model together."""
+    shared = mesh.tensor_parallel.size * mesh.pipeline.size * mesh.expert_parallel_size
+    return shared > 1 or any(map(is_dtensor, model.parameters()))
+
+
+def _prepare(staging: Path) -> None:
+    staging.mkdir(parents=True, exist_ok=True)
+    for leftover in staging.iterdir():  # by a run that was killed here
+        shutil.rmtree(leftover)
+
+
+def _finish(folder: Path, model: nn.Module, processing_class: Any, write: Callable[[Path], object]) -> None:
+    staging = folder / _STAGING
+    write(staging / "complete")
+    _publish(staging / "complete", folder)
+    write_model_files(folder, model, processing_class)
+    shutil.rmtree(staging)
 
 
 def _largest_file(model: nn.Module) -> int:
@@ -79,12 +94,21 @@ def _largest_file(model: nn.Module) -> int:
     return UNLIMITED if isinstance(model, Adapter) else MAX_SHARD
 
 
-def _write_weights(folder: Path, model: nn.Module, runtime: Runtime) -> None:
-    """Writes the weights of a model that this rank holds completely; tied weights once."""
+def _write_weights(folder: Path, model: nn.Module, runtime: Runtime, state: Mapping[str, Tensor] | None = None) -> None:
+    """Writes the weights of a model that this rank holds completely, with the values of a state dict, if it is given;
+    tied weights once."""
     (section,) = describe({"model": model})
-    on_host = runtime.to_host([entry.tensor for entry in section.entries.values()])
+    names = getattr(model, "names", {name: name for name in section.entries})
+    lacking = [name for name in section.entries if state is not None and names[name] not in state]
+    if lacking:
+        raise UsageError(f"state_dict: it has no {lacking[0]!r}; pass all of model.state_dict(), or leave it out")
+    if state is None:
+        on_host = runtime.to_host([entry.tensor for entry in section.entries.values()])
+    else:
+        on_host = [state[names[name]].cpu() for name in section.entries]
     tensors = {name: in_memory(name, tensor) for name, tensor in zip(section.entries, on_host, strict=True)}
     written = as_written(tensors, section.values.get(WRITTEN))
+    folder.mkdir()
     write_files(folder, weight_files(written, section.group, "safetensors", _largest_file(model)), (), _SILENT)
 
 
@@ -164,7 +188,9 @@ class SavedModel:
         self._mesh = mesh
         self._rank = mesh.context.host.rank
         self._folder = (output_folder / ".save_model").absolute()
-        self._collecting = self._collected = False
+        self._taken = (output_folder / ".save_checkpoint").absolute()
+        self._waiting: list[Path] = []  # for the next checkpoint
+        self._collecting = False
 
     def write(self, folder: Path, processing_class: Any, timeout: float) -> None:
         """As `write_model`; into the folder for a checkpoint without weights, which that has. Collective."""
@@ -175,6 +201,15 @@ class SavedModel:
             warn_not_saved(f"the model in {folder}")
         else:
             write_model(folder, self.module, self._mesh, processing_class, timeout)
+
+    def write_alone(self, folder: Path, processing_class: Any, state: Mapping[str, Tensor] | None) -> None:
+        """As the function. Raises UsageError where ranks hold the model together."""
+        if is_sharded(self.module, self._mesh):
+            raise UsageError("_save: ranks hold the model together; call save_model() on all of them")
+        if self._collecting and folder == self._folder:
+            write_model_files(folder, self.module, processing_class)
+        else:
+            write_alone(folder, self.module, self._mesh.runtime, processing_class, state)
 
     def collect(self, save_model: Callable[..., None]) -> None:
         """Calls a user's `save_model`, which takes a folder, to write into an empty one. Collective."""
@@ -187,19 +222,26 @@ class SavedModel:
             save_model(str(self._folder), **({"_internal_call": True} if accepts(save_model, "_internal_call") else {}))
         finally:
             self._collecting = False
-        self._collected = True
+        self._waiting.append(self._folder)
         self._mesh.context.host.barrier()
 
+    def take(self, folder: Path) -> None:
+        """Takes what a user's `_save_checkpoint` has written under the name of the next checkpoint as a part of it."""
+        if folder.is_dir() and not (folder / MANIFEST).exists():
+            shutil.rmtree(self._taken, ignore_errors=True)
+            self._waiting.append(folder.rename(self._taken))
+
     def add_to(self, checkpoint: Path, processing_class: Any) -> None:
-        """Adds the files to a checkpoint: those that were collected for it but the weights, or the usual ones."""
-        if not self._collected:
+        """Adds the files to a checkpoint: those that were collected for it but the weights, or else the usual ones, and
+        what was taken."""
+        if self._folder not in self._waiting:
             write_model_files(checkpoint, self.module, processing_class)
-            return
-        for path in self._folder.iterdir():
-            if not path.match("model*.safetensors*"):
-                shutil.move(path, checkpoint / path.name)
-        shutil.rmtree(self._folder)
-        self._collected = False
+        for folder in self._waiting:
+            for weights in folder.glob("model*.safetensors*"):
+                weights.unlink()
+            shutil.copytree(folder, checkpoint, copy_function=shutil.move, dirs_exist_ok=True)
+            shutil.rmtree(folder)
+        self._waiting.clear()
 
 
 def saved_processing(processing_class: Any, collator: Any) -> Any:
