@@ -100,7 +100,7 @@ def by_one_rank(model: Any, folder: Path) -> dict[str, Any]:
     config, model.config = model.config, copy.deepcopy(model.config)
     model.config.architectures = None  # which save_pretrained has set
     found["one rank"] = _outcome(lambda: _same(folder, "one", lambda out: _write(out, model, alone)))
-    found["checkpoint"] = _outcome(lambda: _checkpoint(model, folder / "run"))
+    found["checkpoint"] = _outcome(lambda: _checkpoint(model, folder / "run", folder / "theirs"))
     model.config = config
     found["adapter"] = _adapter(model, folder, alone)
     return found
@@ -126,13 +126,13 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [repr(error)])[0][:160]
 
 
-def _checkpoint(model: Any, folder: Path) -> str:
-    """Whether `from_pretrained` reads the checkpoint itself, which may have the names in memory."""
+def _checkpoint(model: Any, folder: Path, theirs: Path) -> str:
+    """Whether `from_pretrained` reads the checkpoint itself, which may have the names in memory, as that folder."""
     with Checkpointer(folder, group=HostGroup()) as checkpointer:
         write = functools.partial(write_model_files, model=model, processing_class=None)
         path = checkpointer.save(1, {"model": model}, files=write, block=True).result()
-    loaded, told = type(model).from_pretrained(path, output_loading_info=True)
-    here, there = model.state_dict(), loaded.state_dict()
+    (one, told), (other, _) = (type(model).from_pretrained(each, output_loading_info=True) for each in (path, theirs))
+    here, there = one.state_dict(), other.state_dict()
     lost = list(told["missing_keys"]) or [name for name in here if not _equal(here[name], there[name])]
     return f"{lost[0]} and {len(lost) - 1} more are not read" if lost else EQUAL
 

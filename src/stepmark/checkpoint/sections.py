@@ -326,8 +326,10 @@ def add_optimizer(
     state: Mapping[str, Mapping[str, Any]],
     groups: list[dict[str, Any]],
     parameters: Mapping[str, Tensor],
+    left_out: tuple[str, ...] = ("params", "param_names"),
 ) -> None:
-    """Adds an optimizer's state by parameter name, and its groups, which have names in place of parameters."""
+    """Adds an optimizer's state by parameter name, and its groups, which have names in place of parameters, without the
+    settings that are `left_out`."""
     values: dict[str, dict[str, Any]] = {}
     members: dict[str, int] = {}
     for parameter, items in state.items():
@@ -347,7 +349,7 @@ def add_optimizer(
     encoded = {}
     for index, group in enumerate(groups):
         members.update(dict.fromkeys(group.get("params", ()), index))
-        plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        plain = {key: value for key, value in group.items() if key not in left_out}
         encoded[str(index)] = section.encode(plain, (section.name, "param_groups", str(index)))
     section.values = {"state": values, "groups": encoded, "members": members}
 
