@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,12 +46,8 @@ def written_form(module: Any, shapes: Mapping[str, Shape]) -> WrittenForm:
             _known[model] = key, _undone(model, shapes)
         except Exception as error:  # of a release whose conversions do something else
             _known[model] = key, {}
-            logger.warning(
-                "what transformers' save_pretrained changes in %s cannot be followed (%r): folders of this model have "
-                "the names that tensors have in memory",
-                type(model).__name__,
-                error,
-            )
+            told = "its folders have the names of tensors in memory, not those of save_pretrained, which are unclear"
+            logger.warning("%s: %s (%r)", type(model).__name__, told, error)
     return _known[model][1]
 
 
@@ -57,33 +55,23 @@ def _undone(model: Any, shapes: Mapping[str, Shape]) -> WrittenForm:
     from transformers.core_model_loading import revert_weight_conversion
 
     left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    whole: Any = _WholeModel(model, shapes)
+    known = ("config", "base_model_prefix", "_weight_conversions")
+    read = {each: getattr(model, each) for each in known if hasattr(model, each)}
     with _Moves() as moves:
         own = {name: moves.source(name, shape) for name, shape in shapes.items() if name not in left_out}
+        whole: Any = SimpleNamespace(named_modules=partial(_modules, model), get_parameter=own.__getitem__, **read)
         written = {name: moves.view(tensor) for name, tensor in revert_weight_conversion(whole, own).items()}
     absent = dict.fromkeys(name for name in shapes if name not in written)
     return absent | {name: view for name, view in written.items() if name != view}
 
 
-class _WholeModel:
-    """A model as transformers' conversions ask for it: with global shapes, and with the classes that its parts had
-    before `fully_shard` gave them others."""
-
-    def __init__(self, model: Any, shapes: Mapping[str, Shape]) -> None:
-        self._model, self._shapes = model, shapes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def get_parameter(self, name: str) -> Any:
-        return torch.empty(self._shapes[name], device="meta")
-
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        for name, module in self._model.named_modules():
-            kind: Any = own_class(module)
-            own: nn.Module = module if kind is type(module) else kind.__new__(kind)
-            own.__dict__ = module.__dict__
-            yield name, own
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The parts of a model by name, of the classes that they had before `fully_shard` gave them others."""
+    for name, module in model.named_modules():
+        kind: Any = own_class(module)
+        own: nn.Module = module if kind is type(module) else kind.__new__(kind)
+        own.__dict__ = module.__dict__
+        yield name, own
 
 
 def own_class(module: nn.Module) -> type:

@@ -888,9 +888,9 @@ class Trainer:
             UsageError: Ranks hold the model together, or the state dict lacks something.
             StepmarkError: The folder cannot be written to.
         """
-        if self.is_world_process_zero() and not self._in_save_model and not extracting_graphs():
-            folder = Path(output_dir or self.args.output_dir).absolute()
-            self._saved.write_alone(folder, self._saved_processing, state_dict)
+        if self.is_world_process_zero() and not self._in_save_model:
+            folder, timeout = Path(output_dir or self.args.output_dir).absolute(), self.args.save_timeout
+            self._saved.write(folder, self._saved_processing, timeout, alone=True, state=state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Saves the run, as training does. A subclass may override it to do something before or after: the checkpoint

@@ -85,8 +85,8 @@ class ImportOptions:
     """What the user says about a source, because its files do not.
 
     `config` is a Hugging Face config.json, `tag` the checkpoint to take of a folder with several, `model_only` leaves
-    the optimizer out, `names` are the patterns of a --map file, and `heads` how query heads lie where
-    key/value heads are replicated: "auto", or "natural".
+    the optimizer out, `names` are the patterns of a --map file, `heads` is how query heads lie where key/value heads
+    are replicated: "auto", or "natural", and `frozen` are patterns of names of parameters that were not trained.
     """
 
     config: Path | None = None
@@ -94,6 +94,7 @@ class ImportOptions:
     model_only: bool = False
     names: Sequence[tuple[str, str]] = ()
     heads: str = "auto"
+    frozen: Sequence[str] = ()
 
 
 class CheckpointFormat(Protocol):

@@ -15,7 +15,6 @@ from stepmark.interchange.models.model_outline import CONFIG, ModelOutline, read
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.tensor_files.global_tensor import GlobalTensor, row_major_strides
 from stepmark.tensor_files.strided import strided
-from stepmark.tensor_files.torch_writer import Reshaped
 
 EMBEDDING = "tok_embeddings.weight"
 _NAMES = {
@@ -106,19 +105,17 @@ def _rows_of_head(name: str, value: Any, heads: dict[str, int]) -> int | None:
     return rows // count
 
 
-def _reordered(name: str, value: Any, heads: dict[str, int]) -> Any:
-    """Rows in Hugging Face's order; anything but wq and wk as it is."""
+def _reordered(name: str, value: Any, heads: dict[str, int], *, back: bool = False) -> Any:
+    """Rows in Hugging Face's order, or `back` in Meta's, where the two halves of a rotation alternate; anything but wq
+    and wk as it is."""
     size = _rows_of_head(name, value, heads)
     if size is None:
         return value
-    return strided(_exchanged(value, size, size // 2, 2), 0, value.shape, row_major_strides(value.shape))
-
-
-def _exchanged(value: GlobalTensor, size: int, outer: int, inner: int) -> GlobalTensor:
-    """A tensor whose rows are [head, outer, inner], `size` of each head, as one of [head, inner, outer, ...]."""
-    rest = row_major_strides((1, *value.shape[1:]))
-    lengths = (value.shape[0] // size, inner, outer, *value.shape[1:])
-    return strided(value, 0, lengths, (size * rest[0], rest[0], inner * rest[0], *rest[1:]))
+    inner = size // 2 if back else 2  # rows are [head, outer, inner], and become [head, inner, outer]
+    row, *rest = row_major_strides((1, *value.shape[1:]))
+    lengths = (value.shape[0] // size, inner, size // inner, *value.shape[1:])
+    turned = strided(value, 0, lengths, (size * row, row, inner * row, *rest))
+    return strided(turned, 0, value.shape, row_major_strides(value.shape))
 
 
 # The other way round
@@ -130,7 +127,7 @@ class Titan:
     torchtitan's."""
 
     names: dict[str, str]
-    model: dict[str, GlobalTensor | Reshaped]
+    model: dict[str, GlobalTensor]
     states: dict[str, dict[str, Any]]
 
 
@@ -146,9 +143,9 @@ def exported(found: ForeignCheckpoint) -> Titan:
     states = found.optimizer.states if found.optimizer is not None else {}
     return Titan(
         names,
-        {name: _interleaved(names[name], tensor, heads) for name, tensor in found.model.items()},
+        {name: _reordered(names[name], tensor, heads, back=True) for name, tensor in found.model.items()},
         {
-            name: {key: _interleaved(names[name], value, heads) for key, value in state.items()}
+            name: {key: _reordered(names[name], value, heads, back=True) for key, value in state.items()}
             for name, state in states.items()
         },
     )
@@ -166,11 +163,3 @@ def _titan_name(found: ForeignCheckpoint, name: str) -> str:
         f"{found.folder}: tensor {name!r} is in no Llama of torchtitan, and other models have other rows there; leave "
         "--titan out, and load the names of Hugging Face"
     )
-
-
-def _interleaved(name: str, value: Any, heads: dict[str, int]) -> Any:
-    """Rows in Meta's order, where the two halves of a rotation alternate; anything but wq and wk as it is."""
-    size = _rows_of_head(name, value, heads)
-    if size is None:
-        return value
-    return Reshaped(_exchanged(value, size, 2, size // 2), value.shape)

@@ -21,6 +21,7 @@ from stepmark.data.loader.collate import PadTo
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import with_advice
+from stepmark.liveness.host_group import HostGroup
 from stepmark.model_folder.consolidate import UNLIMITED, consolidate, weight_files
 from stepmark.model_folder.new_folder import WritingListener
 from stepmark.model_folder.output_files import MAX_SHARD, in_memory, write_files
@@ -38,55 +39,55 @@ _SILENT = WritingListener()
 _INDEX = "model.safetensors.index.json"
 
 
-def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: Any, timeout: float) -> None:
+def write_model(
+    folder: Path,
+    model: nn.Module,
+    mesh: Mesh,
+    processing_class: Any,
+    timeout: float,
+    host: HostGroup | None = None,
+    state: Mapping[str, Tensor] | None = None,
+) -> None:
     """Writes the complete model under Hugging Face's file names. Each file appears atomically, and weight files of an
-    earlier model are removed last. The model does not change. Collective; `timeout`, in seconds, bounds each phase.
+    earlier model are removed last. The model does not change. Collective among the mesh's ranks, or those of `host`;
+    `timeout`, in seconds, bounds each phase. With `state`, a state dict, its values are written.
 
     Raises StepmarkError, on all ranks, where the folder cannot be written.
     """
-    runtime, host = mesh.runtime, mesh.context.host
+    runtime, host = mesh.runtime, host or mesh.context.host
     staging = folder / _STAGING
-    on_rank_0(host, partial(_prepare, staging), partial(_cannot_write, folder))
-    runtime.step_boundary()
-    write: Callable[[Path], object] = partial(_write_weights, model=model, runtime=runtime)
-    if is_sharded(model, mesh):
+
+    def prepare() -> None:
+        staging.mkdir(parents=True, exist_ok=True)
+        for leftover in staging.iterdir():  # by a run that was killed here
+            shutil.rmtree(leftover)
+
+    on_rank_0(host, prepare, partial(_cannot_write, folder))
+    sharded = is_sharded(model, mesh)
+    if state is None:
+        runtime.step_boundary()
+    if sharded:
         with Checkpointer(staging, group=host, runtime=runtime, async_save=False, save_timeout=timeout) as checkpointer:
             checkpointer.save(0, {"model": model}, model_only=True)
-        source, size = checkpoint_path(staging, 0), _largest_file(model)
-        write = partial(consolidate, source, form="safetensors", max_shard_size=size, listener=_SILENT)
-    on_rank_0(host, partial(_finish, folder, model, processing_class, write), partial(_cannot_write, folder))
 
+    def finish() -> None:
+        complete = staging / "complete"
+        if sharded:
+            consolidate(checkpoint_path(staging, 0), complete, "safetensors", _largest_file(model), _SILENT)
+        else:
+            complete.mkdir()
+            _write_weights(complete, model, runtime, state)
+        _publish(complete, folder)
+        write_model_files(folder, model, processing_class)
+        shutil.rmtree(staging)
 
-def write_alone(
-    folder: Path, model: nn.Module, runtime: Runtime, processing_class: Any, state: Mapping[str, Tensor] | None
-) -> None:
-    """The same, where this rank holds all of the model, or with values of `state`, its state dict. Not collective."""
-    try:
-        _prepare(folder / _STAGING)
-        write = partial(_write_weights, model=model, runtime=runtime, state=state)
-        _finish(folder, model, processing_class, write)
-    except OSError as error:
-        raise _cannot_write(folder, error) from error
+    on_rank_0(host, finish, partial(_cannot_write, folder))
 
 
 def is_sharded(model: nn.Module, mesh: Mesh) -> bool:
     """Whether ranks hold the model together."""
     shared = mesh.tensor_parallel.size * mesh.pipeline.size * mesh.expert_parallel_size
     return shared > 1 or any(map(is_dtensor, model.parameters()))
-
-
-def _prepare(staging: Path) -> None:
-    staging.mkdir(parents=True, exist_ok=True)
-    for leftover in staging.iterdir():  # by a run that was killed here
-        shutil.rmtree(leftover)
-
-
-def _finish(folder: Path, model: nn.Module, processing_class: Any, write: Callable[[Path], object]) -> None:
-    staging = folder / _STAGING
-    write(staging / "complete")
-    _publish(staging / "complete", folder)
-    write_model_files(folder, model, processing_class)
-    shutil.rmtree(staging)
 
 
 def _largest_file(model: nn.Module) -> int:
@@ -108,7 +109,6 @@ def _write_weights(folder: Path, model: nn.Module, runtime: Runtime, state: Mapp
         on_host = [state[names[name]].cpu() for name in section.entries]
     tensors = {name: in_memory(name, tensor) for name, tensor in zip(section.entries, on_host, strict=True)}
     written = as_written(tensors, section.values.get(WRITTEN))
-    folder.mkdir()
     write_files(folder, weight_files(written, section.group, "safetensors", _largest_file(model)), (), _SILENT)
 
 
@@ -192,24 +192,27 @@ class SavedModel:
         self._waiting: list[Path] = []  # for the next checkpoint
         self._collecting = False
 
-    def write(self, folder: Path, processing_class: Any, timeout: float) -> None:
-        """As `write_model`; into the folder for a checkpoint without weights, which that has. Collective."""
+    def write(
+        self,
+        folder: Path,
+        processing_class: Any,
+        timeout: float,
+        *,
+        alone: bool = False,
+        state: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """As `write_model`; into the folder for a checkpoint without weights, which that has. Collective, unless rank 0
+        is to do it `alone`."""
         if self._collecting and folder == self._folder:
             if self._rank == 0:
                 write_model_files(folder, self.module, processing_class)
         elif extracting_graphs():
             warn_not_saved(f"the model in {folder}")
-        else:
-            write_model(folder, self.module, self._mesh, processing_class, timeout)
-
-    def write_alone(self, folder: Path, processing_class: Any, state: Mapping[str, Tensor] | None) -> None:
-        """As the function. Raises UsageError where ranks hold the model together."""
-        if is_sharded(self.module, self._mesh):
+        elif alone and is_sharded(self.module, self._mesh):
             raise UsageError("_save: ranks hold the model together; call save_model() on all of them")
-        if self._collecting and folder == self._folder:
-            write_model_files(folder, self.module, processing_class)
         else:
-            write_alone(folder, self.module, self._mesh.runtime, processing_class, state)
+            host = HostGroup() if alone else self._mesh.context.host
+            write_model(folder, self.module, self._mesh, processing_class, timeout, host, state)
 
     def collect(self, save_model: Callable[..., None]) -> None:
         """Calls a user's `save_model`, which takes a folder, to write into an empty one. Collective."""
