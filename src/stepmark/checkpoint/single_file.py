@@ -29,6 +29,7 @@ from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.host_memory import GROUP_BYTES, in_groups
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
+from stepmark.filesystem.local_paths import local_path
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.watchdog import Deadline, end_unless
 from stepmark.runtime.base import Runtime
@@ -124,7 +125,7 @@ def _path(path: Any, function: str) -> Path:
         raise UsageError(
             f"path: stepmark.{function} takes the path of a file; for a {type(path).__name__} use torch.{function}"
         )
-    return Path(path)
+    return local_path(path, "path")
 
 
 def _known_device(storage: Any, location: str) -> Any:

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import stepmark
@@ -34,6 +35,7 @@ from stepmark.cli import (
     verify,
 )
 from stepmark.errors import LaunchError, PeerLost, UsageError
+from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 from stepmark.launch.world import World
 from stepmark.liveness.failure_report import FailureReport
@@ -90,6 +92,10 @@ def run(arguments: Sequence[str]) -> int:
         if unknown:
             explain = getattr(parsed, "explain_unknown", "{}: unrecognized argument; see --help".format)
             raise UsageError(explain(unknown[0]))
+        for name, value in vars(parsed).items():
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, Path):
+                    local_path(each, name)
         parsed.arguments = list(arguments)
         if not getattr(command, "ENDS_AT_SIGNALS", False):
             raise_keyboard_interrupts()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
-from stepmark.checkpoint.format.manifest import MANIFEST, WRITTEN
+from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, WRITTEN
 from stepmark.checkpoint.sections import describe
 from stepmark.checkpoint.written_form import own_class
 from stepmark.data.loader.collate import PadTo
@@ -28,7 +28,8 @@ from stepmark.model_folder.output_files import MAX_SHARD, in_memory, write_files
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
-from stepmark.sharding.dtensor import is_dtensor
+from stepmark.sharding.dtensor import is_dtensor, reshard
+from stepmark.sharding.layout import Layout
 from stepmark.tensor_files.strided import as_written
 from stepmark.trainer.compat.overrides import accepts
 from stepmark.trainer.run_folder.adapters import Adapter, saved_module
@@ -85,7 +86,8 @@ def write_model(
 
 
 def is_sharded(model: nn.Module, mesh: Mesh) -> bool:
-    """Whether ranks hold the model together."""
+    """Whether ranks hold the model together; what fully_shard has gathered is freed."""
+    reshard(model)
     shared = mesh.tensor_parallel.size * mesh.pipeline.size * mesh.expert_parallel_size
     return shared > 1 or any(map(is_dtensor, model.parameters()))
 
@@ -100,9 +102,13 @@ def _write_weights(folder: Path, model: nn.Module, runtime: Runtime, state: Mapp
     tied weights once."""
     (section,) = describe({"model": model})
     names = getattr(model, "names", {name: name for name in section.entries})
-    lacking = [name for name in section.entries if state is not None and names[name] not in state]
-    if lacking:
-        raise UsageError(f"state_dict: it has no {lacking[0]!r}; pass all of model.state_dict(), or leave it out")
+    for name, entry in section.entries.items():
+        if entry.layout != Layout.full(entry.layout.shape):
+            raise StepmarkError(
+                f"{name} is a shard of {list(entry.layout.shape)}, so that no complete model was written"
+            )
+        if state is not None and names[name] not in state:
+            raise UsageError(f"state_dict: it has no {names[name]!r}; pass all of model.state_dict(), or leave it out")
     if state is None:
         on_host = runtime.to_host([entry.tensor for entry in section.entries.values()])
     else:
@@ -239,9 +245,10 @@ class SavedModel:
         what was taken."""
         if self._folder not in self._waiting:
             write_model_files(checkpoint, self.module, processing_class)
+        own = MODEL, getattr(self.module, "tensor_group", MODEL)
         for folder in self._waiting:
-            for weights in folder.glob("model*.safetensors*"):
-                weights.unlink()
+            for weights in (path for group in own for path in folder.glob(f"{group}*.safetensors*")):
+                weights.unlink(missing_ok=True)
             shutil.copytree(folder, checkpoint, copy_function=shutil.move, dirs_exist_ok=True)
             shutil.rmtree(folder)
         self._waiting.clear()
