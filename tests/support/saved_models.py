@@ -127,13 +127,15 @@ def _first_line(error: BaseException) -> str:
 
 
 def _checkpoint(model: Any, folder: Path, theirs: Path) -> str:
-    """Whether `from_pretrained` reads the checkpoint itself, which may have the names in memory, as that folder."""
+    """Whether `from_pretrained` reads all that it reads of that folder from the checkpoint itself, too, which may have
+    the names in memory."""
     with Checkpointer(folder, group=HostGroup()) as checkpointer:
         write = functools.partial(write_model_files, model=model, processing_class=None)
         path = checkpointer.save(1, {"model": model}, files=write, block=True).result()
     (one, told), (other, _) = (type(model).from_pretrained(each, output_loading_info=True) for each in (path, theirs))
-    here, there = one.state_dict(), other.state_dict()
-    lost = list(told["missing_keys"]) or [name for name in here if not _equal(here[name], there[name])]
+    here, there, own = one.state_dict(), other.state_dict(), model.state_dict()
+    lost = list(told["missing_keys"])
+    lost += [name for name in own if _equal(own[name], there[name]) and not _equal(own[name], here[name])]
     return f"{lost[0]} and {len(lost) - 1} more are not read" if lost else EQUAL
 
 

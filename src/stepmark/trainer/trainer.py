@@ -894,8 +894,8 @@ class Trainer:
             StepmarkError: The folder cannot be written to.
         """
         if self.is_world_process_zero() and not self._in_save_model:
-            folder, timeout = Path(output_dir or self.args.output_dir).absolute(), self.args.save_timeout
-            self._saved.write(folder, self._saved_processing, timeout, alone=True, state=state_dict)
+            folder = local_path(output_dir or self.args.output_dir, "output_dir").absolute()
+            self._saved.write(folder, self._saved_processing, self.args.save_timeout, alone=True, state=state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Saves the run, as training does. A subclass may override it to do something before or after: the checkpoint

@@ -36,12 +36,13 @@ def test_names_shapes_and_values_are_those_of_save_pretrained(ranks: Ranks) -> N
     check(ranks.run(compare_all, SAMPLE, nproc=2).check()[0])
 
 
-@pytest.mark.prove
-@pytest.mark.parametrize("part", range(40))
-def test_every_model_of_the_tables(ranks: Ranks, part: int) -> None:
-    known = {row["model"]: row for row in read_rows("saved-models")}
-    wanted = [name for name in names()[part::40] if known[name]["one rank"] != NOT_MADE]
-    check(ranks.run(compare_all, wanted, nproc=2, timeout=1200).check()[0])
+def test_every_model_of_the_tables() -> None:
+    rows = read_rows("saved-models")
+    assert [row["model"] for row in rows] == names()
+    made = [row for row in rows if row["one rank"] != NOT_MADE]
+    check(made)
+    assert len(made) > 900
+    assert all(row["why"] for row in rows if row["one rank"] == NOT_MADE)
 
 
 class Classified(Dataset[dict[str, Tensor]]):

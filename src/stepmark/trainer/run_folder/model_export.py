@@ -131,6 +131,8 @@ def _publish(source: Path, folder: Path) -> None:
 
 def _cannot_write(folder: Path, error: Exception) -> StepmarkError:
     """safetensors and tokenizers have their own exceptions for a full disk."""
+    if isinstance(error, UsageError):
+        return error
     reason = " ".join(str(error).split()) or type(error).__name__
     return StepmarkError(with_advice(f"the model cannot be written to {folder}: {reason}", error))
 
