@@ -21,6 +21,7 @@ from transformers.trainer_utils import (
 )
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
+from stepmark.config.optimizers import MUON
 from stepmark.config.training_fields import TrainingFields, set_log_level
 from stepmark.config.unknown_fields import explains_keywords
 from stepmark.data.loader.loader import DataLoader
@@ -32,7 +33,9 @@ from stepmark.evaluation.run_options import RunOptions, function_name
 from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.silent_ranks import PeerWatch
-from stepmark.runtime.context import Context
+from stepmark.runtime.context import Context, start
+from stepmark.runtime.device import runtime_for
+from stepmark.runtime.module_placement import place_module
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.compat.accelerator import Accelerator
@@ -47,6 +50,7 @@ from stepmark.trainer.compat.overrides import (
     check_pipeline,
     hooks_of,
     overrides,
+    refuse_missing_hooks,
     sampler_of,
 )
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
@@ -86,7 +90,7 @@ from stepmark.training.model_labels import names_labels
 from stepmark.training.model_options import attention_of
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.one_graph_per_step.deferred_reads import plain
-from stepmark.training.optimizer import check_step
+from stepmark.training.optimizer import check_step, optimizer_class
 from stepmark.training.weighted_loss import MicroBatchLoss
 
 
@@ -268,6 +272,10 @@ class Trainer:
         """Whether a subclass, or an attribute that was set, replaces a method."""
         return overrides(self, _OWN_HOOKS, name)
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device | str) -> None:
+        """Moves a model of a script's own, such as a teacher, to a device, where tied weights stay tied."""
+        place_module(model, runtime_for(torch.device(device)))
+
     # What callbacks see
 
     @property
@@ -431,6 +439,25 @@ class Trainer:
         if self.optimizer is None:
             self.optimizer = self._optimizers.create(model or self.model, self.args, self.mesh)
         return self.optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Returns the class of the optimizer that training arguments name, and its arguments but for the weight decay,
+        for a `create_optimizer` of one's own with other groups.
+
+        Args:
+            args: The training arguments.
+            model: Ignored; part of transformers' signature.
+
+        Raises:
+            UsageError: It is muon, whose groups only the Trainer makes.
+        """
+        own = converted(args)
+        if own.optim == MUON:
+            raise UsageError("optim: muon needs the groups that create_optimizer of the Trainer makes; call that")
+        betas = own.adam_beta1, own.adam_beta2
+        runtime = start(own.device_name, own.join_timeout).runtime
+        return optimizer_class(own.optim, runtime, own.learning_rate, betas, own.adam_epsilon, own.optimizer_options)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Sets `lr_scheduler` to the one that the arguments name, unless it is set, and returns it.
@@ -1116,4 +1143,5 @@ class Trainer:
                 self._callbacks.write_state(Path(self.args.output_dir))
 
 
+refuse_missing_hooks(Trainer)
 _OWN_HOOKS = hooks_of(Trainer)

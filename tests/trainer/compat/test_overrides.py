@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -964,6 +965,60 @@ def test_the_class_of_an_optimizer_can_be_given(tmp_path: Path) -> None:
 def test_a_method_that_would_never_be_called_is_rejected(name: str) -> None:
     with pytest.raises(UsageError, match=rf"^Mine: {name} is never called by stepmark's Trainer; override ."):
         type("Mine", (Trainer,), {name: lambda self: None})
+
+
+@pytest.mark.parametrize("name", sorted(name for name in refusals("hook") if name not in vars(Trainer)))
+def test_a_method_that_is_lacking_says_what_to_use_when_it_is_called(name: str) -> None:
+    for whose in (Trainer, Trainer.__new__(Trainer)):
+        assert not hasattr(whose, name)
+        with pytest.raises(AttributeError, match=re.escape(f"Trainer has no {name}; use {refusals('hook')[name]}")):
+            getattr(whose, name)()
+
+
+class OwnGroups(Trainer):
+    """Half of the learning rate for biases, as scripts have it that come from transformers' own example."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(self.args)
+        named = list(self.model.named_parameters())
+        groups = [
+            {"params": [each for name, each in named if ("bias" in name) is bias], "lr": options["lr"] * factor}
+            for bias, factor in ((False, 1.0), (True, 0.5))
+        ]
+        self.optimizer = kind(groups, **options)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
+def test_the_class_and_arguments_of_an_optimizer_can_be_asked_for(optim: str, tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), device="cpu", optim=optim, learning_rate=0.1, adam_beta2=0.9)
+    theirs = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, optim=optim, learning_rate=0.1, adam_beta2=0.9, report_to=[]
+    )
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    wanted, wanted_options = transformers.Trainer.get_optimizer_cls_and_kwargs(theirs)
+    assert (kind, options) == (wanted, wanted_options)
+    assert Trainer.get_optimizer_cls_and_kwargs(theirs, Classifier()) == (kind, options)
+    trainer = make(OwnGroups, tmp_path / "run", optim=optim, learning_rate=0.1, lr_scheduler_type="constant")
+    trainer.train()
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.1, 0.05]
+    with pytest.raises(UsageError, match="^optim: muon needs the groups"):
+        Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(str(tmp_path), device="cpu", optim="muon"))
+
+
+def test_a_model_of_a_script_is_moved_to_the_device(tmp_path: Path) -> None:
+    class Distilled(Trainer):
+        def __init__(self, *args: Any, teacher: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.teacher = teacher
+            self._move_model_to_device(teacher, self.args.device)
+
+    teacher = build("gpt2")
+    assert teacher.lm_head.weight is teacher.transformer.wte.weight
+    args = TrainingArguments(str(tmp_path), device="cpu")
+    trainer = Distilled(Classifier(), args, train_dataset=Points(8), teacher=teacher)
+    assert trainer.teacher.lm_head.weight is trainer.teacher.transformer.wte.weight
+    assert trainer.teacher.device == trainer.args.device
 
 
 def test_a_method_of_a_mixin_is_rejected_too() -> None:
