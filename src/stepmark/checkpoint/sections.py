@@ -161,7 +161,7 @@ def _describe_module(name: str, module: nn.Module) -> Section:
     train replicas of a module: those of the first rank are saved, as in DistributedDataParallel."""
     group = getattr(module, "tensor_group", MODEL) if name == MODEL else f"{STATE}/{name}"
     section = Section(name, "module", group, module)
-    state = module.state_dict(keep_vars=True)
+    state = type(module).state_dict(module, keep_vars=True)
     tensors = {
         key: value for key, value in state.items() if isinstance(value, Tensor | Shard) and not is_extra_state(key)
     }
@@ -316,7 +316,7 @@ def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     names: dict[int, str] = {}
     for section, module in modules.items():
         prefix = "" if section == MODEL else f"{section}."
-        state = module.state_dict(keep_vars=True)
+        state = type(module).state_dict(module, keep_vars=True)
         for key, kept in kept_names(module, state).items():
             names.setdefault(id(state[key]), prefix + kept)
         for key, parameter in module.named_parameters():

@@ -40,7 +40,7 @@ class RenamedModel(nn.Module):
         return self._model[0]
 
     def state_dict(self, *, keep_vars: bool = False, **_: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        state = self.model.state_dict(keep_vars=keep_vars)
+        state = type(self.model).state_dict(self.model, keep_vars=keep_vars)
         return {name: state[full] for name, full in self.names.items()}
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
