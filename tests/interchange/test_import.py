@@ -501,3 +501,13 @@ def test_adapter_that_was_gathered(targets: list[str], gathered: bool, tmp_path:
     found = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_files_of_each_rank_are_refused_by_name(tmp_path: Path) -> None:
+    """As accelerate writes them of FSDP2 without DCP."""
+    for rank in range(2):
+        torch.save({"weight": torch.ones(2)}, tmp_path / f"pytorch_model_fsdp_0_rank{rank}.bin")
+    torch.save({}, tmp_path / "optimizer_0_rank0.bin")
+    (tmp_path / "random_states_0.pkl").write_bytes(b"")
+    with pytest.raises(CheckpointMismatch, match=r"rank0.bin: it is one rank's part of the model.*use_dcp=True$"):
+        open_foreign(tmp_path, ImportOptions())
