@@ -140,6 +140,8 @@ def _values(source: ForeignCheckpoint) -> bytes:
     if source.optimizer is not None:
         sections[SECTION] = {"kind": "named", **_optimizer_values(source)}
         sections["run"] = {"kind": "object", "value": encode_plain(run_values(source), "run")}
+    for name in source.prefixes.keys() & sections.keys():
+        sections[name]["prefix"] = source.prefixes[name]
     return values_to_bytes(sections)
 
 

@@ -46,6 +46,7 @@ class ForeignCheckpoint:
         assumed: What the files do not prove, in sentences.
         lost: What is not taken along and why, in sentences.
         adapter: Whether it is a PEFT adapter and not a model.
+        prefixes: What names of a section began with in the state dict that was saved, where that was nested.
         live: Of an adapter with an optimizer: its names to those in the PeftModel, which our optimizers have.
         identity: What a run's identity has of it.
         architecture: The model's class, if the config names it.
@@ -70,6 +71,7 @@ class ForeignCheckpoint:
     architecture: str | None = None
     tied: dict[str, str] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
+    prefixes: dict[str, str] = field(default_factory=dict)
     live: dict[str, str] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
 

@@ -82,7 +82,7 @@ def _weights(folder: Path, found: ForeignCheckpoint) -> dict[str, GlobalTensor]:
     if is_store(sharded):
         store = read_store(sharded)
         found.records += store.records
-        return dcp.model_of(store, None, found.lost)
+        return dcp.model_of(store, None, found.lost, {})
     adapter = adapter_file(folder)
     if adapter is not None and not has_weights(folder):
         found.adapter, found.kind = True, f"{found.kind} with PEFT"
