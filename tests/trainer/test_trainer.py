@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import time
@@ -257,7 +258,7 @@ def test_an_evaluation_returns_the_epoch_as_transformers_does(tmp_path: Path) ->
 def test_a_script_prints_and_saves_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = train(tmp_path, max_steps=2)
     metrics = {"predict_loss": 0.123456, "predict_samples": 7, "predict_runtime": 3725.257, "total_flos": 5.0 * 2**30}
-    capsys.readouterr()
+    assert re.search(r"^data     \d+ samples, \d+ steps per epoch$", capsys.readouterr().err, re.MULTILINE)
     made.log_metrics("predict", metrics)
     ours = capsys.readouterr().out
     log_metrics(made, "predict", metrics)  # transformers' own
