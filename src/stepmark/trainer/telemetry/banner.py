@@ -52,7 +52,7 @@ def too_short(args: TrainingFields, total_steps: int) -> list[str]:
 
 
 def _data(loader: Any) -> str:
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     tokens = getattr(getattr(dataset, "dataset", dataset), "tokens", None)  # perhaps without its unused columns
     steps = loader.steps_per_epoch
     each = f"{steps} step{'' if steps == 1 else 's'} per epoch"
