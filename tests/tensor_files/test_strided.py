@@ -6,11 +6,14 @@ import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from stepmark.errors import CheckpointDamaged
+from stepmark.model_folder.output_files import in_memory
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.array_reader import ArrayReader, Part
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
@@ -113,3 +116,19 @@ def test_a_form_renames_takes_apart_leaves_out_and_joins() -> None:
     }
     assert found.keys() == wanted.keys()
     assert all(torch.equal(read(found[name]), tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize(
+    "view", [["b", 0, [2], [1]], 5, ["a", -4, [2], [1]], ["a", 0, [3, -4], [4, 1]], ["a", 0, [3, 4], [0, 1]], ["a", {}]]
+)
+def test_a_malformed_form_is_corruption(view: Any) -> None:
+    tensors = {"a": in_memory("a", torch.arange(12.0).reshape(3, 4))}
+    with pytest.raises(CheckpointDamaged, match="the form in which the model is written is malformed"):
+        as_written(tensors, {"x": view})
+
+
+@pytest.mark.parametrize("view", [["a", 8, [3, 4], [4, 1]], [[[2, 2], [["a", [5, 5]]]], 0, [2, 2], [2, 1]]])
+def test_a_form_of_more_than_there_is_is_corruption(view: Any) -> None:
+    tensors = {"a": in_memory("a", torch.arange(12.0).reshape(3, 4))}
+    with pytest.raises(CheckpointDamaged, match="its shards cover"):
+        as_written(tensors, {"x": view})["x"].check()

@@ -9,21 +9,28 @@ from itertools import chain, pairwise, product
 from typing import Any
 
 from stepmark.checkpoint.format.dtypes import item_size
+from stepmark.errors import CheckpointDamaged
 from stepmark.sharding.layout import Box, Shape, row_major_boxes
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, moved, row_major_strides
 
 
 def as_written(tensors: Mapping[str, GlobalTensor], form: Mapping[str, Any] | None) -> dict[str, GlobalTensor]:
-    """The tensors of a model as transformers writes them, by a form of `stepmark.checkpoint.written_form`."""
+    """The tensors of a model as transformers writes them, by a form of `stepmark.checkpoint.written_form`. Raises
+    CheckpointDamaged for one that is malformed."""
     changed = form or {}
     kept = {name: tensor for name, tensor in tensors.items() if name not in changed}
-    return kept | {name: _viewed(tensors, view) for name, view in changed.items() if view is not None}
+    try:
+        return kept | {name: _viewed(tensors, view) for name, view in changed.items() if view is not None}
+    except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        raise CheckpointDamaged(f"the form in which the model is written is malformed: {error!r}") from error
 
 
 def _viewed(tensors: Mapping[str, GlobalTensor], view: Any) -> GlobalTensor:
     if isinstance(view, str):
         return tensors[view]
     made, start, lengths, strides = view
+    if start < 0 or min((*lengths, *strides), default=1) < 0:
+        raise ValueError(view)
     whole = tensors[made] if isinstance(made, str) else _made(tensors, *made)
     return strided(whole, start, tuple(lengths), tuple(strides))
 
