@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import random
 import threading
@@ -266,6 +267,26 @@ def test_a_file_with_other_objects_is_not_called_corrupted(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="cannot be read") as caught:
         load(tmp_path / "a.pt")
     assert not isinstance(caught.value, CheckpointDamaged)
+
+
+def test_what_torch_load_takes(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    save({"w": torch.arange(3.0)}, path)
+    for options in ({"weights_only": True, "mmap": True}, {"map_location": {"cuda:0": "cpu"}}, {"mmap": False}):
+        assert load(path, **options)["w"].tolist() == [0.0, 1.0, 2.0]  # type: ignore[arg-type]
+    assert load(path, lambda storage, location: storage)["w"].tolist() == [0.0, 1.0, 2.0]
+    with pytest.raises(UsageError, match="^weights_only: files that stepmark.load reads run no code"):
+        load(path, weights_only=False)
+    with pytest.raises(UsageError, match="^path: stepmark.load takes the path of a file; for a BytesIO use torch.load"):
+        load(io.BytesIO())  # type: ignore[arg-type]
+
+
+def test_what_save_cannot_write_to_or_has_no_values_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="^path: stepmark.save takes the path of a file; for a BytesIO use torch.save"):
+        save({"w": torch.ones(2)}, io.BytesIO())  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="the state has a tensor on the meta device, which has no values"):
+        save({"w": torch.ones(2), "m": torch.empty(2, device="meta")}, tmp_path / "state.pt")
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_cannot_be_pickled_is_refused(tmp_path: Path) -> None:

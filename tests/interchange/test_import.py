@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from stepmark.checkpoint import Checkpointer, dcp
 from stepmark.checkpoint.format.verify import verify
 from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
@@ -23,7 +25,7 @@ from stepmark.interchange.sources.foreign import ImportOptions
 from stepmark.interchange.sources.name_map import read_map
 from stepmark.model_folder.new_folder import WritingListener
 from tests.support import foreign_checkpoints
-from tests.support.foreign_checkpoints import WRITERS, Truth, truth
+from tests.support.foreign_checkpoints import WRITERS, Truth, save_dcp, truth
 from tests.support.ranks import Ranks
 
 SILENT = WritingListener(lambda size: None, lambda size: None)
@@ -501,3 +503,48 @@ def test_adapter_that_was_gathered(targets: list[str], gathered: bool, tmp_path:
     found = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+class App:
+    """A training state as in torch's own tutorial."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1 * seed)
+        for _ in range(seed):
+            self.model(torch.randn(5, 4)).sum().backward()
+            self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(zip(("model", "optim"), get_state_dict(self.model, self.optimizer), strict=True))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def test_a_nested_state_is_read_by_the_loop_that_wrote_it(tmp_path: Path) -> None:
+    saved, other = App(2), App(1)
+    save_dcp({"app": saved}, tmp_path / "theirs")
+    assert run(["import", str(tmp_path / "theirs"), str(tmp_path / "ours" / "step-1")]) == 0
+    dcp.load({"app": other}, checkpoint_id=tmp_path / "ours" / "step-1")
+    assert all(map(torch.equal, other.model.parameters(), saved.model.parameters()))
+    ours, theirs = (each.optimizer.state_dict() for each in (other, saved))
+    assert ours["param_groups"][0]["lr"] == theirs["param_groups"][0]["lr"] == 0.2
+    for number, state in theirs["state"].items():
+        assert all(torch.equal(ours["state"][number][key], value) for key, value in state.items())
+    plain = App(1)
+    Checkpointer(tmp_path / "run").restore(
+        {"model": plain.model, "optimizer": plain.optimizer}, tmp_path / "ours" / "step-1"
+    )
+    assert all(map(torch.equal, plain.model.parameters(), saved.model.parameters()))
+
+
+def test_files_of_each_rank_are_refused_by_name(tmp_path: Path) -> None:
+    """As accelerate writes them of FSDP2 without DCP."""
+    for rank in range(2):
+        torch.save({"weight": torch.ones(2)}, tmp_path / f"pytorch_model_fsdp_0_rank{rank}.bin")
+    torch.save({}, tmp_path / "optimizer_0_rank0.bin")
+    (tmp_path / "random_states_0.pkl").write_bytes(b"")
+    with pytest.raises(CheckpointMismatch, match=r"rank0.bin: it is one rank's part of the model.*use_dcp=True$"):
+        open_foreign(tmp_path, ImportOptions())

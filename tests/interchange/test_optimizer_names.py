@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,15 @@ from stepmark.interchange.sources.foreign import ImportOptions
 from stepmark.interchange.sources.optimizer_names import numbered_names
 from stepmark.model_folder.new_folder import WritingListener
 from tests.support import foreign_checkpoints
-from tests.support.foreign_checkpoints import GROUP, Truth, save_dcp, torch_xla_folder, trainer_folder, truth
+from tests.support.foreign_checkpoints import (
+    GROUP,
+    Truth,
+    save_dcp,
+    torch_xla_folder,
+    trainer_folder,
+    truth,
+    write_config,
+)
 
 SILENT = WritingListener(lambda size: None, lambda size: None)
 KEY, VALUE = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"
@@ -223,3 +233,40 @@ def test_options_of_other_formats(tmp_path: Path) -> None:
         open_foreign(source, ImportOptions(names=[("a", "b")]))
     with pytest.raises(UsageError, match="--heads: .*source has no replicated heads"):
         open_foreign(source, ImportOptions(heads="natural"))
+
+
+FROZEN = ("model.embed_tokens.*", "model.layers.0.*")
+
+
+@pytest.mark.parametrize("groups", [2, 1])
+def test_frozen_parameters_are_named(groups: int, tmp_path: Path) -> None:
+    """An optimizer has states of those that were trained, by number, and nothing says which these are."""
+    moments = truth().moments
+    trained = [name for name in truth().model if not any(map(partial(fnmatch.fnmatch, name), FROZEN))]
+    assert 2 < len(trained) < len(moments)
+    divided = [[name for name in trained if ("norm" in name) is last] for last in (False, True)]
+    listed = divided if groups == 2 else [trained]
+    order = [name for group in listed for name in group]
+    numbers = [[order.index(name) for name in group] for group in listed]
+    optimizer = {
+        "state": {number: moments[name] for number, name in enumerate(order)},
+        "param_groups": [{**GROUP, "params": group} for group in numbers],
+    }
+    if groups == 2:
+        source = trainer_folder(tmp_path / "source", truth())
+        torch.save(optimizer, source / "optimizer.pt")
+    else:
+        source = tmp_path / "source"
+        source.mkdir()
+        torch.save({"model": truth().model, "optimizer": optimizer}, source / "state.pt")
+        with pytest.raises(UsageError, match="^--frozen: names are those of the model's config"):
+            states(source, frozen=FROZEN)
+        write_config(source)
+    with pytest.raises(CheckpointMismatch, match=r"name those that were frozen \(--frozen 'model.layers.0.\*'\)"):
+        states(source)
+    found = states(source, frozen=FROZEN)
+    assert {name.rpartition("/")[0] for name in found} == set(trained)
+    for name in trained:
+        assert all(torch.equal(found[f"{name}/{key}"], value) for key, value in moments[name].items()), name
+    with pytest.raises(UsageError, match="^--frozen: no parameter of the .* is like 'nothing'"):
+        states(source, frozen=["nothing"])

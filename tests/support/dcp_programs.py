@@ -132,6 +132,8 @@ def refused(folder: str) -> dict[str, str]:
     attempt("folder", dcp.save, tensor, f"step-{rank}")
     attempt("value", dcp.save, {"odd": object()} if rank == 1 else tensor, "c")
     attempt("shape", dcp.save, {"w": torch.ones(2 + rank)}, "c")
+    for name, outer in (("kind", "state"), ("kind in the model", "model")):
+        attempt(name, dcp.save, {outer: tensor if rank == 0 else {"w": "a text"}}, "c")
     dcp.save(tensor, checkpoint_id=f"{folder}/c")
     attempt("name", dcp.load, {"w": torch.zeros(2)} if rank == 0 else {"v": torch.zeros(2)}, "c")
     attempt("missing", dcp.load, {"w": torch.zeros(2)}, "nothing")

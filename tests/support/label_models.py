@@ -165,6 +165,20 @@ def make(name: str) -> Case:
     raise NotMade(next((each for each in reasons if "forward" in each), reasons[0]))
 
 
+def small(name: str) -> Any:
+    """A small model of a class, with random weights. Raises NotMade, with the reason."""
+    owner, reason = getattr(transformers, name), ""
+    try:
+        for values in _attempts(owner.config_class, task_of(name)):
+            try:
+                return _small_model(owner, task_of(name), values)
+            except Exception as error:
+                reason = reason or _first_line(error)
+    except Exception as error:
+        reason = _first_line(error)
+    raise NotMade(f"no small configuration: {reason}")
+
+
 def _small_model(owner: Any, task: str, values: dict[str, Any]) -> Any:
     config = owner.config_class(**values)
     if task == "causal" and hasattr(config, "is_decoder"):

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import time
@@ -18,9 +19,10 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import log_metrics
 
 from stepmark import Trainer, TrainingArguments, read_metrics
-from stepmark.errors import DataError, StepmarkError, UsageError
+from stepmark.errors import CheckpointNotFound, DataError, StepmarkError, UsageError
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.liveness.failure_report import FailureReport
 from stepmark.liveness.host_group import HostGroup
@@ -255,12 +257,12 @@ def test_an_evaluation_returns_the_epoch_as_transformers_does(tmp_path: Path) ->
 
 def test_a_script_prints_and_saves_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = train(tmp_path, max_steps=2)
-    made.log_metrics("predict", {"predict_loss": 0.25, "predict_samples": 7})
-    assert capsys.readouterr().out.splitlines()[-3:] == [
-        "predict metrics:",
-        "  predict_loss    = 0.2500",
-        "  predict_samples = 7",
-    ]
+    metrics = {"predict_loss": 0.123456, "predict_samples": 7, "predict_runtime": 3725.257, "total_flos": 5.0 * 2**30}
+    assert re.search(r"^data     \d+ samples, \d+ steps per epoch$", capsys.readouterr().err, re.MULTILINE)
+    made.log_metrics("predict", metrics)
+    ours = capsys.readouterr().out
+    log_metrics(made, "predict", metrics)  # transformers' own
+    assert ours == capsys.readouterr().out
     made.save_metrics("predict", {"predict_loss": 0.25})
     made.save_metrics("test", {"test_loss": 0.5}, combined=False)
     assert read(tmp_path / "predict_results.json") == {"predict_loss": 0.25}
@@ -305,6 +307,17 @@ def test_a_process_may_train_again_where_it_has_finished_a_run(tmp_path: Path) -
     output_folder._FINISHED.clear()  # as in another process
     with pytest.raises(UsageError, match="^output_dir: .*has checkpoints of an earlier run"):
         train_again()
+
+
+def test_an_earlier_run_and_a_model_are_no_checkpoints_to_resume(tmp_path: Path) -> None:
+    made = train(tmp_path / "run", max_steps=1, **steps("save", 1))
+    made.save_model(str(tmp_path / "model"))
+    output_folder._FINISHED.clear()
+    with pytest.raises(UsageError, match=r"in a script train\(resume_from_checkpoint=True\); or choose another"):
+        train(tmp_path / "run", max_steps=2, **steps("save", 1))
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointNotFound, match="it is a model, from which a new run starts: load it as the model"):
+        made.train(resume_from_checkpoint=str(tmp_path / "model"))
 
 
 class Remembering(nn.Module):

@@ -26,7 +26,7 @@ from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest, save_of
 from stepmark.checkpoint.host_memory import StagingMemory
 from stepmark.checkpoint.restore.restore import Restorer
 from stepmark.checkpoint.save_handle import SaveHandle
-from stepmark.checkpoint.state_dicts import SavedStateDict, StateDict, StateDictRestoration, is_stateful
+from stepmark.checkpoint.state_dicts import SavedStateDict, StateDict, StateDictRestoration, in_order, is_stateful
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.local_paths import local_path
@@ -38,7 +38,9 @@ logger = logging.getLogger("stepmark")
 
 _METADATA = ".metadata"  # of a checkpoint of DCP's
 _NUMBER = re.compile(r"\d{1,18}\Z")
-_DEFAULT_PLANNERS = ("DefaultSavePlanner", "DefaultLoadPlanner")
+_PLANNERS = "torch.distributed.checkpoint.default_planner"
+_DEFAULT_PLANNERS = (f"{_PLANNERS}.DefaultSavePlanner", f"{_PLANNERS}.DefaultLoadPlanner")
+_STORAGE = ("storage_writer", "storage_reader")
 _OTHERS = {"storage_writer", "storage_reader", "planner", "async_stager", "async_checkpointer_type", "use_collectives"}
 _NEUTRAL = ("None", "True", "AsyncCheckpointerType.THREAD")  # values of these arguments that ask for nothing
 _savers: dict[Any, _Saver] = {}  # by process group
@@ -47,6 +49,7 @@ atexit.register(_savers.clear)  # a process group that is kept until the interpr
 
 def save(
     state_dict: Mapping[str, Any],
+    storage_writer: Any = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -60,6 +63,7 @@ def save(
     Args:
         state_dict: Nested dicts and lists of tensors, DTensors and plain values. What has `state_dict` and
             `load_state_dict` is saved as what the first of them gives.
+        storage_writer: Refused, unless None: `checkpoint_id` says where.
         checkpoint_id: The folder. A checkpoint there is replaced in one step. Its step is the number at the end of the
             name, or 0.
         process_group: The ranks that save together. Default: all.
@@ -75,12 +79,13 @@ def save(
         CheckpointError: The save has failed on any rank.
     """
     return async_save(
-        state_dict, checkpoint_id=checkpoint_id, process_group=process_group, no_dist=no_dist, **refused
+        state_dict, storage_writer, checkpoint_id=checkpoint_id, process_group=process_group, no_dist=no_dist, **refused
     ).result()
 
 
 def async_save(
     state_dict: Mapping[str, Any],
+    storage_writer: Any = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -92,12 +97,13 @@ def async_save(
     Returns:
         A future; its `result()` waits until the checkpoint is durable, and raises where the save has failed.
     """
-    _check_refused(refused)
+    _check_refused({"storage_writer": storage_writer, **refused})
     return _saver(process_group, no_dist).begin(_folder(checkpoint_id), SavedStateDict(state_dict))
 
 
 def load(
     state_dict: dict[str, Any],
+    storage_reader: Any = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     planner: Any = None,
@@ -112,6 +118,7 @@ def load(
 
     Args:
         state_dict: As for `save`.
+        storage_reader: Refused, unless None.
         checkpoint_id: The checkpoint's folder.
         planner: A DefaultLoadPlanner, of which `allow_partial_load` counts: then the checkpoint may have less, too.
         process_group: The ranks that load together. Default: all.
@@ -124,10 +131,10 @@ def load(
         CheckpointMismatch: It lacks a name, or has another shape; nothing is changed. Or it is one of DCP's.
         CheckpointDamaged: It is corrupted.
     """
-    _check_refused({"planner": planner, **refused})
+    _check_refused({"storage_reader": storage_reader, "planner": planner, **refused})
     state, allow_partial = StateDict(state_dict), getattr(planner, "allow_partial_load", False)
     _saver(process_group, no_dist).load(_folder(checkpoint_id), state, allow_partial=allow_partial)
-    for key, value in state_dict.items():
+    for key, value in in_order(state_dict):
         if is_stateful(value):
             value.load_state_dict(state.live[key])
         else:
@@ -221,10 +228,12 @@ def _folder(checkpoint_id: str | os.PathLike[str] | None) -> Path:
 def _check_refused(arguments: Mapping[str, Any]) -> None:
     """Raises UsageError for arguments of DCP's that ask for something else than what is done here."""
     for name, value in arguments.items():
-        default_planner = type(value).__name__ in _DEFAULT_PLANNERS and value.flatten_state_dict
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        default_planner = kind in _DEFAULT_PLANNERS and value.flatten_state_dict
         if not default_planner and (name not in _OTHERS or str(value) not in _NEUTRAL):
+            instead = "give the folder as checkpoint_id" if name in _STORAGE else "leave it out"
             raise UsageError(
-                f"{name}={value!r} is not supported by stepmark.checkpoint.dcp; leave it out, or use "
+                f"{name}={value!r} is not supported by stepmark.checkpoint.dcp; {instead}, or use "
                 "torch.distributed.checkpoint"
             )
 

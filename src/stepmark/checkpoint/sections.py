@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from stepmark.checkpoint.format.dtypes import dtype_name
 from stepmark.checkpoint.format.json_values import KeyPath, ValueEncoder, show
-from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE
+from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE, WRITTEN
 from stepmark.checkpoint.format.rows import Row
+from stepmark.checkpoint.written_form import own_class, written_form
 from stepmark.errors import UsageError
 from stepmark.liveness.collection import without_collection
 from stepmark.runtime.base import has_addresses
@@ -160,7 +161,7 @@ def _describe_module(name: str, module: nn.Module) -> Section:
     train replicas of a module: those of the first rank are saved, as in DistributedDataParallel."""
     group = getattr(module, "tensor_group", MODEL) if name == MODEL else f"{STATE}/{name}"
     section = Section(name, "module", group, module)
-    state = module.state_dict(keep_vars=True)
+    state = type(module).state_dict(module, keep_vars=True)
     tensors = {
         key: value for key, value in state.items() if isinstance(value, Tensor | Shard) and not is_extra_state(key)
     }
@@ -179,9 +180,10 @@ def _describe_module(name: str, module: nn.Module) -> Section:
     extra = {key: section.encode(value, (name, key)) for key, value in state.items() if key not in tensors}
     section.extra = section.entries.keys() - before
     tied = {key: other for key, other in kept.items() if key != other}
-    # fully_shard gives a module another class, one of torch's that derives from its own
-    own = next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
-    section.values = {"class": own.__name__, "tied": tied, "extra": extra}
+    section.values = {"class": own_class(module).__name__, "tied": tied, "extra": extra}
+    if group == MODEL:
+        form = written_form(module, {key: entry.layout.shape for key, entry in section.entries.items()})
+        section.values |= {WRITTEN: form} if form else {}
     return section
 
 
@@ -314,7 +316,7 @@ def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     names: dict[int, str] = {}
     for section, module in modules.items():
         prefix = "" if section == MODEL else f"{section}."
-        state = module.state_dict(keep_vars=True)
+        state = type(module).state_dict(module, keep_vars=True)
         for key, kept in kept_names(module, state).items():
             names.setdefault(id(state[key]), prefix + kept)
         for key, parameter in module.named_parameters():
@@ -353,8 +355,10 @@ def add_optimizer(
     state: Mapping[str, Mapping[str, Any]],
     groups: list[dict[str, Any]],
     parameters: Mapping[str, Tensor],
+    left_out: tuple[str, ...] = ("params", "param_names"),
 ) -> None:
-    """Adds an optimizer's state by parameter name, and its groups, which have names in place of parameters."""
+    """Adds an optimizer's state by parameter name, and its groups, which have names in place of parameters, without the
+    settings that are `left_out`."""
     values: dict[str, dict[str, Any]] = {}
     members: dict[str, int] = {}
     for parameter, items in state.items():
@@ -374,7 +378,7 @@ def add_optimizer(
     encoded = {}
     for index, group in enumerate(groups):
         members.update(dict.fromkeys(group.get("params", ()), index))
-        plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        plain = {key: value for key, value in group.items() if key not in left_out}
         encoded[str(index)] = section.encode(plain, (section.name, "param_groups", str(index)))
     section.values = {"state": values, "groups": encoded, "members": members}
 

@@ -16,7 +16,7 @@ import secrets
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def save(state: Any, path: str | Path, *, write: bool = True, timeout: float = 1
         CheckpointError: The file could not be written. An existing file is unchanged.
         CheckpointTimeout: A phase ended, but after its deadline.
     """
-    path = local_path(path, "path")
+    path = _path(path, "save")
     with _deadline(path, "copying to the host", timeout), _refused(path):
         on_host = _to_host(state, copy=write)
     if write and extracting_graphs():
@@ -68,13 +68,22 @@ def save(state: Any, path: str | Path, *, write: bool = True, timeout: float = 1
             _write(on_host, path)
 
 
-def load(path: str | Path, map_location: str | torch.device | None = None, *, timeout: float = 1800.0) -> Any:
+def load(
+    path: str | Path,
+    map_location: Any = None,
+    *,
+    weights_only: bool = True,
+    mmap: bool | None = None,
+    timeout: float = 1800.0,
+) -> Any:
     """Loads what `stepmark.save` or torch.save has saved, without executing code from the file.
 
     Args:
         path: The file.
-        map_location: The device for all tensors. None: the device they were saved from, and the host for tensors of
-            lazy devices.
+        map_location: The device for all tensors; or a dict or function, as torch.load takes it. None: the device they
+            were saved from, and the host for tensors of lazy devices.
+        weights_only: True: nothing else is ever loaded.
+        mmap: As of torch.load, whether tensors stay in the file, which is verified all the same.
         timeout: Deadline in seconds. The process is ended where it cannot stop by itself.
 
     Returns:
@@ -87,15 +96,19 @@ def load(path: str | Path, map_location: str | torch.device | None = None, *, ti
         CheckpointError: The file cannot be read at the moment, or holds more than tensors and plain values.
         CheckpointTimeout: Reading ended, but after the deadline.
     """
-    path = local_path(path, "path")
+    path = _path(path, "load")
+    if not weights_only:
+        raise UsageError("weights_only: files that stepmark.load reads run no code; leave it out, or use torch.load")
     if not path.is_file():
         raise CheckpointNotFound(f"file not found: {path}")
-    device = None if map_location is None else torch.device(map_location)
+    given = callable(map_location) or isinstance(map_location, Mapping)
+    device = None if map_location is None or given else torch.device(map_location)
     with _deadline(path, "reading", timeout):
         checked = _check(path)
         lazy = device is not None and device.type == "xla"
         try:
-            state = torch.load(path, map_location="cpu" if lazy else device or _known_device, weights_only=True)
+            where = map_location if given else "cpu" if lazy else device or _known_device
+            state = torch.load(path, map_location=where, mmap=mmap, weights_only=True)
         except OSError as error:
             raise _unreadable(path, error) from error
         except Exception as error:  # torch and pickle raise many types
@@ -105,6 +118,14 @@ def load(path: str | Path, map_location: str | torch.device | None = None, *, ti
             return state
         runtime = runtime_for(device)
         return _map_tensors(state, lambda tensors: _placed(tensors, runtime))
+
+
+def _path(path: Any, function: str) -> Path:
+    if hasattr(path, "read") or hasattr(path, "write"):
+        raise UsageError(
+            f"path: stepmark.{function} takes the path of a file; for a {type(path).__name__} use torch.{function}"
+        )
+    return local_path(path, "path")
 
 
 def _known_device(storage: Any, location: str) -> Any:
@@ -135,6 +156,8 @@ def _to_host(state: Any, *, copy: bool) -> Any:
     `copy`, only runs what is pending on the device."""
 
     def to_host(tensors: list[Tensor]) -> list[Tensor]:
+        if any(tensor.is_meta for tensor in tensors):
+            raise UsageError("the state has a tensor on the meta device, which has no values; materialize it first")
         device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
         if device is None:
             return tensors

@@ -4,11 +4,11 @@ fully qualified names, the keys on the way to them joined by "."."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
 from stepmark.checkpoint.format.json_values import decode
-from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE
+from stepmark.checkpoint.format.manifest import KINDS, MODEL, OPTIMIZER, STATE
 from stepmark.checkpoint.format.rows import ANY_ONE
 from stepmark.checkpoint.restore.optimizer_restoration import tensors_by_parameter
 from stepmark.checkpoint.restore.read_plan import tensor_names
@@ -80,6 +80,11 @@ def is_stateful(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
+def in_order(state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The items in an order that is the same on all ranks: that of the keys, as in DCP."""
+    return sorted(state.items(), key=lambda item: str(item[0]))
+
+
 class StateDict(dict[str, Any]):
     """A state dict that describes itself, once all ranks can learn that one cannot. `live` has the state dicts of
     objects in their place."""
@@ -87,8 +92,9 @@ class StateDict(dict[str, Any]):
     live: dict[str, Any]
 
     def leaves(self) -> dict[str, Leaf]:
-        """The leaves of `live`, by name. Raises UsageError for what an older FSDP gives."""
-        self.live = {key: value.state_dict() if is_stateful(value) else value for key, value in self.items()}
+        """The leaves of `live`, by name. Objects are asked in the order of their keys, since they may communicate.
+        Raises UsageError for what an older FSDP gives."""
+        self.live = {key: value.state_dict() if is_stateful(value) else value for key, value in in_order(self)}
         found = leaves(self.live)
         for name, leaf in found.items():
             if type(leaf.value).__name__ == "ShardedTensor":
@@ -128,6 +134,7 @@ class SavedStateDict(StateDict):
     def sections(self) -> list[Section]:
         """The sections; the values of each hold the prefix that its names have in the state dict."""
         rest = self.leaves()
+        kinds = {name: "a tensor" if _is_tensor(leaf.value) else "a value" for name, leaf in rest.items()}
         sections: dict[str, Section] = {}
         outer = {f"{key}.": value for key, value in self.live.items() if isinstance(value, Mapping)}
         inner = {f"{name}{key}.": item for name, value in outer.items() for key, item in value.items()}
@@ -137,15 +144,17 @@ class SavedStateDict(StateDict):
                 sections[MODEL] = _model({key: leaf for key, leaf in rest.items() if key.startswith(prefix)}, prefix)
             elif _is_optimizer(value) and SECTION_NAME.match(name) and name not in sections:
                 sections[name] = Section(name, "named", f"{OPTIMIZER}/{name}", value)
-                add_optimizer(sections[name], value["state"], value["param_groups"], {})
+                add_optimizer(sections[name], value["state"], value["param_groups"], {}, ("params",))
                 sections[name].values["prefix"] = prefix
                 rest = {key: leaf for key, leaf in rest.items() if not key.startswith(prefix)}
         if MODEL not in sections:
             sections[MODEL] = _model({key: leaf for key, leaf in rest.items() if leaf.container is self.live}, "")
         taken = {sections[MODEL].values["prefix"] + key for key in sections[MODEL].entries}
         values = {key: leaf.value for key, leaf in rest.items() if key not in taken}
-        sections[_REST] = Section(_REST, "nested", f"{STATE}/{_REST}", values)
-        sections[_REST].values = {"prefix": "", "value": sections[_REST].encode(values, (_REST,))}
+        name = next(name for name in (_REST + number * "-" for number in count()) if name not in sections)
+        sections[name] = Section(name, "nested", f"{STATE}/{name}", values)
+        encoded = sections[name].encode(values, (_REST,))
+        sections[name].values = {"prefix": "", "value": encoded, KINDS: kinds}
         for section in sections.values():  # replicas of DTensors are the same; of others, buffers may differ
             for key in section.entries.keys() - section.dtensors.keys():
                 entry = section.entries[key]
@@ -201,14 +210,15 @@ class StateDictRestoration(StateRestoration):
         for optimizer in {name.partition(".param_groups.")[0] for name in section.value if ".param_groups." in name}:
             state = [name for name in stored if name.startswith(f"{optimizer}.state.")]
             if state and not any(name in section.value for name in state):
-                logger.warning("%r has no state yet, so that of %s is not loaded", optimizer, self.where)
+                count = sum(isinstance(stored[name], Stored) for name in state)
+                logger.warning("%r has no state yet: %d tensors of %s are not loaded", optimizer, count, self.where)
 
     def _want_value(self, leaf: Leaf, stored: Any) -> None:
         found: dict[Stored, ReadTarget] = {}
-        tree_map_only(Stored, lambda each: found.setdefault(each, self.want_new(each.group, each.name)), stored)
+        _replaced(stored, lambda each: found.setdefault(each, self.want_new(each.group, each.name)))
 
         def update() -> None:
-            leaf.container[leaf.key] = tree_map_only(Stored, lambda each: found[each].host, stored)
+            leaf.container[leaf.key] = _replaced(stored, lambda each: found[each].host)
 
         self.finishers.append(update)
 
@@ -237,7 +247,7 @@ class StateDictRestoration(StateRestoration):
             else:
                 value = decode(encoded["value"], partial(Stored, f"{STATE}/{name}"))
             inside = leaves(value, encoded.get("prefix", f"{name}.")) if not _is_leaf(value) else {}
-            found |= {key: leaf.value for key, leaf in inside.items()} or {name: value}
+            found |= {key: leaf.value for key, leaf in inside.items()} or ({} if "prefix" in encoded else {name: value})
         return found
 
     def _module(self, group: str, encoded: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,6 +267,11 @@ class StateDictRestoration(StateRestoration):
         for index, settings in values["groups"].items():
             settings["params"] = [name for name, member in members.items() if str(member) == index]
         return {"state": state, "param_groups": list(values["groups"].values())}
+
+
+def _replaced(value: Any, by: Callable[[Stored], Any]) -> Any:
+    """A value with others for the tensors in it; pytree takes a size for a tuple."""
+    return tree_map_only(Stored, by, value, is_leaf=lambda each: isinstance(each, torch.Size))
 
 
 def _some(names: Collection[str]) -> str:

@@ -1,4 +1,5 @@
-"""`stepmark import SOURCE OUT [--tag N] [--model-only] [--config FILE] [--map names.yaml] [--json]`"""
+"""`stepmark import SOURCE OUT [--tag N] [--model-only] [--config FILE] [--map names.yaml] [--frozen PATTERN …]
+[--json]`"""
 
 from __future__ import annotations
 
@@ -27,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads = "order of the query heads if key/value heads are replicated; natural: as neuronx-distributed's converter "
     heads += "writes them for trn2, which the values cannot tell from trn1's"
     add("--heads", choices=("auto", "natural"), default="auto", help=heads)
+    frozen = "names of parameters that were frozen, which optimizers without names leave out: 'model.layers.0.*'"
+    add("--frozen", metavar="PATTERN", nargs="+", default=(), help=frozen)
     add("--json", action="store_true", help="print JSON")
 
 
@@ -37,7 +40,8 @@ def options_of(parsed: argparse.Namespace) -> ImportOptions:
 
     config = config_file(parsed.config)
     names = read_map(parsed.map) if parsed.map is not None else []
-    return ImportOptions(config=config, tag=parsed.tag, model_only=parsed.model_only, names=names, heads=parsed.heads)
+    given = {"tag": parsed.tag, "model_only": parsed.model_only, "heads": parsed.heads, "frozen": parsed.frozen}
+    return ImportOptions(config=config, names=names, **given)
 
 
 def config_file(config: Path | None) -> Path | None:

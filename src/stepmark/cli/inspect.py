@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 from collections import defaultdict
@@ -34,6 +35,7 @@ def run(parsed: argparse.Namespace) -> int:
     another tool's checkpoint it shows what can be told without its model's config."""
     from stepmark.checkpoint.format.checkpoint_folders import checkpoints
     from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
+    from stepmark.checkpoint.format.verify import find
     from stepmark.cli.foreign_checkpoints import is_foreign, show_foreign
     from stepmark.errors import CheckpointNotFound
 
@@ -45,12 +47,26 @@ def run(parsed: argparse.Namespace) -> int:
     if is_run and not (parsed.checkpoint / MANIFEST).exists():
         print_run(parsed.checkpoint, as_json=parsed.json)
         return 0
-    manifest = read_manifest(parsed.checkpoint)
+    manifest = read_manifest(*find(parsed.checkpoint))
+    written = _written(parsed.checkpoint, manifest)
     if parsed.json:
-        print(json.dumps(_to_json(manifest), indent=2))
+        print(json.dumps(_to_json(manifest) | {"written": written}, indent=2))
     else:
-        print("\n".join(_lines(manifest)))
+        print("\n".join(_lines(manifest, written)))
     return 0
+
+
+def _written(checkpoint: Path, manifest: Manifest) -> list[str]:
+    """The names under which `save_pretrained` writes what it changes in the model; none where state.json is corrupted,
+    which `stepmark verify` says."""
+    from stepmark.checkpoint.format.integrity import read_values
+    from stepmark.checkpoint.format.manifest import MODEL, WRITTEN
+    from stepmark.errors import CheckpointDamaged
+
+    with contextlib.suppress(CheckpointDamaged):
+        form = read_values(checkpoint, manifest).get(MODEL, {}).get(WRITTEN, {})
+        return [name for name, view in form.items() if view is not None]
+    return []
 
 
 def _bytes(tensor: TensorEntry) -> int:
@@ -80,7 +96,7 @@ def _place(manifest: Manifest, tensor: TensorEntry) -> str:
     return ", ".join(filter(None, (_placement(tensor), _stages_text(_stages_of(manifest, tensor)))))
 
 
-def _lines(manifest: Manifest) -> list[str]:
+def _lines(manifest: Manifest, written: list[str]) -> list[str]:
     size = sum(file.size for file in manifest.files)
     mesh = " x ".join(f"{axis} {count}" for axis, count in manifest.mesh.items())
     software = ", ".join(f"{name} {version}" for name, version in manifest.software.items())
@@ -92,6 +108,11 @@ def _lines(manifest: Manifest) -> list[str]:
     ]
     if manifest.metrics:
         lines.append(f"metrics   {', '.join(f'{name} {value}' for name, value in manifest.metrics.items())}")
+    if written:
+        lines.append(
+            f"names     those in memory; `stepmark consolidate` writes {len(written)} tensors as save_pretrained does "
+            f"({written[0]}, …)"
+        )
     stages = _stage_lines(manifest)
     if stages:
         lines += ["", "pipeline", *stages]

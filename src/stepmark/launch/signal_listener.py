@@ -57,7 +57,9 @@ def how_to_go_on(resume_from_checkpoint: bool | str | None) -> str:
     """What to do after an interruption, by what the run's arguments say."""
     if resume_from_checkpoint is True:
         return "to continue, start the same command again"
-    return "to continue, start it again with resume_from_checkpoint: true"
+    return (
+        "to continue, start it again with resume_from_checkpoint: true, in a script train(resume_from_checkpoint=True)"
+    )
 
 
 def _ignore(_: signal.Signals) -> None:

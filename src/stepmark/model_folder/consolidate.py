@@ -16,13 +16,14 @@ from pathlib import Path
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
 from stepmark.checkpoint.format.checksums import file_checksum
-from stepmark.checkpoint.format.integrity import check_integrity, check_size
+from stepmark.checkpoint.format.integrity import check_integrity, check_size, read_values
 from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import (
     ADAPTER,
     MANIFEST,
     MODEL,
     VALUES,
+    WRITTEN,
     FileEntry,
     Manifest,
     read_manifest,
@@ -42,6 +43,7 @@ from stepmark.model_folder.output_files import (
     write_folder,
 )
 from stepmark.tensor_files.global_tensor import GlobalTensor
+from stepmark.tensor_files.strided import as_written
 
 UNLIMITED = 2**63  # bytes
 EVALUATION = "evaluation"  # in a checkpoint's metadata: how its run evaluates
@@ -141,6 +143,7 @@ def _consolidate_one(
     source = CheckpointTensors(checkpoint, manifest)
     tensors = source.group(group)
     check_integrity(checkpoint, manifest)
+    tensors = _as_transformers_writes(checkpoint, manifest, tensors)
     model = weight_files(tensors, group, form, max_size if merge is None else UNLIMITED)
     others = [entry for entry in manifest.files if _belongs_to_model(entry)]
     config, reader = ("adapter_config.json", "peft") if group == ADAPTER else ("config.json", "transformers")
@@ -155,6 +158,19 @@ def _consolidate_one(
     if merge is not None:
         size = sum(path.stat().st_size for path in written)
     return Consolidated(checkpoint, final, tuple(path.name for path in written), size)
+
+
+def _as_transformers_writes(
+    checkpoint: Path, manifest: Manifest, tensors: Mapping[str, GlobalTensor]
+) -> dict[str, GlobalTensor]:
+    """The tensors as `save_pretrained` of the saved model would have written them."""
+    try:
+        written = as_written(tensors, read_values(checkpoint, manifest).get(MODEL, {}).get(WRITTEN))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(f"{checkpoint / VALUES}: {WRITTEN!r} of the model is malformed: {error!r}") from error
+    for tensor in written.values():
+        tensor.check()
+    return written
 
 
 def weight_files(tensors: Mapping[str, GlobalTensor], group: str, form: str, max_size: int) -> list[OutputFile]:

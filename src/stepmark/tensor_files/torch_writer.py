@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.errors import CheckpointMismatch
-from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor, row_major_strides
 from stepmark.tensor_files.pickle_reader import STORAGES
 from stepmark.tensor_files.streaming import Place
@@ -57,14 +56,6 @@ class Instance:
 
 
 @dataclass(frozen=True)
-class Reshaped:
-    """A tensor that is stored under another shape of as many elements."""
-
-    tensor: GlobalTensor
-    shape: Shape
-
-
-@dataclass(frozen=True)
 class _Storage:
     kind: Global
     key: str
@@ -97,7 +88,7 @@ class _Pickler(pickle._Pickler):
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         """Writes a value; one that was written before is referred to."""
-        if isinstance(obj, GlobalTensor | Reshaped):
+        if isinstance(obj, GlobalTensor):
             if id(obj) not in self._calls:
                 self._calls[id(obj)] = obj, self._rebuilt(obj)
             obj = self._calls[id(obj)][1]
@@ -123,12 +114,11 @@ class _Pickler(pickle._Pickler):
         else:
             super().save(obj, save_persistent_id)  # type: ignore[misc]
 
-    def _rebuilt(self, value: GlobalTensor | Reshaped) -> Call:
-        tensor = value if isinstance(value, GlobalTensor) else value.tensor
+    def _rebuilt(self, tensor: GlobalTensor) -> Call:
         size, name = DTYPES[tensor.dtype]
-        numel, key = math.prod(value.shape), str(len(self.tensors))
+        numel, key = math.prod(tensor.shape), str(len(self.tensors))
         self.tensors.append(tensor)
-        view: tuple[Any, ...] = (0, tuple(value.shape), row_major_strides(value.shape), False, OrderedDict())
+        view: tuple[Any, ...] = (0, tuple(tensor.shape), row_major_strides(tensor.shape), False, OrderedDict())
         if tensor.dtype in _STORAGES:
             storage = _Storage(Global("torch", _STORAGES[tensor.dtype]), key, numel)
             return Call(Global("torch._utils", "_rebuild_tensor_v2"), (storage, *view))

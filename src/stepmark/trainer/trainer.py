@@ -20,6 +20,8 @@ from transformers.trainer_utils import (
     TrainOutput,
 )
 
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
+from stepmark.config.optimizers import MUON
 from stepmark.config.training_fields import TrainingFields, set_log_level
 from stepmark.config.unknown_fields import explains_keywords
 from stepmark.data.loader.loader import DataLoader
@@ -31,7 +33,9 @@ from stepmark.evaluation.run_options import RunOptions, function_name
 from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.silent_ranks import PeerWatch
-from stepmark.runtime.context import Context
+from stepmark.runtime.context import Context, start
+from stepmark.runtime.device import runtime_for
+from stepmark.runtime.module_placement import place_module
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.compat.accelerator import Accelerator
@@ -46,6 +50,7 @@ from stepmark.trainer.compat.overrides import (
     check_pipeline,
     hooks_of,
     overrides,
+    refuse_missing_hooks,
     sampler_of,
 )
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
@@ -85,7 +90,7 @@ from stepmark.training.model_labels import names_labels
 from stepmark.training.model_options import attention_of
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.one_graph_per_step.deferred_reads import plain
-from stepmark.training.optimizer import check_step
+from stepmark.training.optimizer import check_step, optimizer_class
 from stepmark.training.weighted_loss import MicroBatchLoss
 
 
@@ -158,6 +163,7 @@ class Trainer:
     arguments_class: type[TrainingArguments] | None = None  # of a library's trainer
     _signature_columns: list[str] | None = None
     _trained = False  # by a call of `train`
+    _in_save_model = False  # which calls `_save`
     _passes: Passes | None = None  # of the micro-batch whose `training_step` is called
     _pending_save: tuple[Callable[[], None], Callable[[], None]] | None = None  # what begins it, and waits for it
 
@@ -266,6 +272,10 @@ class Trainer:
     def _overridden(self, name: str) -> bool:
         """Whether a subclass, or an attribute that was set, replaces a method."""
         return overrides(self, _OWN_HOOKS, name)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device | str) -> None:
+        """Moves a model of a script's own, such as a teacher, to a device, where tied weights stay tied."""
+        place_module(model, runtime_for(torch.device(device)))
 
     # What callbacks see
 
@@ -430,6 +440,25 @@ class Trainer:
         if self.optimizer is None:
             self.optimizer = self._optimizers.create(model or self.model, self.args, self.mesh)
         return self.optimizer
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Returns the class of the optimizer that training arguments name, and its arguments but for the weight decay,
+        for a `create_optimizer` of one's own with other groups.
+
+        Args:
+            args: The training arguments.
+            model: Ignored; part of transformers' signature.
+
+        Raises:
+            UsageError: It is muon, whose groups only the Trainer makes.
+        """
+        own = converted(args)
+        if own.optim == MUON:
+            raise UsageError("optim: muon needs the groups that create_optimizer of the Trainer makes; call that")
+        betas = own.adam_beta1, own.adam_beta2
+        runtime = start(own.device_name, own.join_timeout).runtime
+        return optimizer_class(own.optim, runtime, own.learning_rate, betas, own.adam_epsilon, own.optimizer_options)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Sets `lr_scheduler` to the one that the arguments name, unless it is set, and returns it.
@@ -872,21 +901,35 @@ class Trainer:
         if self._overridden("_save") and not extracting_graphs():
             if self.context.host.rank == 0:
                 with own_storages(self.model):
-                    self._save(str(folder))
+                    self._in_save_model = True
+                    try:
+                        self._save(str(folder))
+                    finally:
+                        self._in_save_model = False
             self.context.host.barrier()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Called on rank 0 when `save_model` or a checkpoint has written the model to a folder. A subclass may override
-        it to write more files there, which become part of the checkpoint.
+        """Writes the model as `save_model` does, on rank 0 and without the other ranks, for scripts that call it.
+
+        A subclass may override it to write more files, which become part of checkpoints: `save_model` calls it on rank
+        0 when the model is written, and this method does nothing then.
 
         Args:
-            output_dir: The folder.
-            state_dict: Ignored; part of transformers' signature.
+            output_dir: The folder; default: the run's.
+            state_dict: The model's state dict, whose values are written. Default: those of the model.
+
+        Raises:
+            UsageError: Ranks hold the model together, or the state dict lacks something.
+            StepmarkError: The folder cannot be written to.
         """
+        if self.is_world_process_zero() and not self._in_save_model:
+            folder = local_path(output_dir or self.args.output_dir, "output_dir").absolute()
+            self._saved.write(folder, self._saved_processing, self.args.save_timeout, alone=True, state=state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        """Saves the run, as training does. A subclass may override it to do something before or after, and has to call
-        this method. Then the checkpoint is complete on disk when it returns. Collective.
+        """Saves the run, as training does. A subclass may override it to do something before or after: the checkpoint
+        is complete on disk when this method returns. If the subclass does not call it, the checkpoint is written when
+        the subclass is done, and has what that wrote to its folder. Collective.
 
         Args:
             model: The model.
@@ -912,7 +955,11 @@ class Trainer:
         self._pending_save = save, wait
         self._save_checkpoint(self.model, None)
         if self._pending_save is not None:
-            raise UsageError(f"{type(self).__name__}._save_checkpoint: it has to call super()._save_checkpoint")
+            self._pending_save = None
+            self.context.host.barrier()
+            if self.is_world_process_zero():
+                self._saved.take(checkpoint_path(Path(self.args.output_dir), self.state.global_step))
+            save()
 
     def _get_output_dir(self, trial: Any = None) -> str:
         """The run's folder, for a subclass that asks for that of checkpoints."""
@@ -1098,4 +1145,5 @@ class Trainer:
                 self._callbacks.write_state(Path(self.args.output_dir))
 
 
+refuse_missing_hooks(Trainer)
 _OWN_HOOKS = hooks_of(Trainer)

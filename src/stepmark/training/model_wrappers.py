@@ -84,7 +84,7 @@ def adapter_tensors(model: Any, adapter_name: str) -> dict[str, tuple[str, Tenso
     model is empty for a tensor that peft computes."""
     from peft import get_peft_model_state_dict
 
-    state = model.state_dict(keep_vars=True)
+    state = type(model).state_dict(model, keep_vars=True)  # a script may have replaced the model's own
     names = {id(tensor): name for name, tensor in state.items()}
     saved = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter_name)
     return {name: (names.get(id(tensor), ""), tensor) for name, tensor in saved.items()}
@@ -92,7 +92,7 @@ def adapter_tensors(model: Any, adapter_name: str) -> dict[str, tuple[str, Tenso
 
 def base_tensors(model: Any, own: set[str]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the model that are not the adapter's, by name. `own`: a name in the model of each of these."""
-    state = model.state_dict(keep_vars=True)
+    state = type(model).state_dict(model, keep_vars=True)
     identities = {id(state[name]) for name in own if name in state}
     for name, tensor in sorted(state.items()):
         if id(tensor) not in identities and isinstance(tensor, Tensor):

@@ -141,12 +141,7 @@ def build_optimizer(
     ]
     if name in WHOLE_PARAMETERS:
         _check_device(name, runtime)
-    keywords: dict[str, Any] = {"lr": learning_rate, **(options or {})}
-    if name == ADAFACTOR:
-        keywords = {"scale_parameter": False, "relative_step": False, **keywords}
-    if name in (*ADAMW, *ADAMW_8BIT, MUON):
-        keywords = {"betas": betas, "eps": epsilon, **keywords}
-    kind = _class_of(name, runtime, keywords)
+    kind, keywords = optimizer_class(name, runtime, learning_rate, betas, epsilon, options or {})
     make = _maker(name, kind, keywords, options or {})
     used, mesh = _used_groups(groups, stages), mesh or sharded_over
     if mesh is None and name in WHOLE_PARAMETERS and any(layout_of(each) is not None for _, each in named_parameters):
@@ -311,7 +306,26 @@ def _check_device(name: str, runtime: Runtime) -> None:
         raise UsageError(f"optim: {name} has no kernels for {runtime.name}; use AdamW")
 
 
-def _class_of(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[torch.optim.Optimizer]:
+def optimizer_class(
+    name: str,
+    runtime: Runtime,
+    learning_rate: float,
+    betas: tuple[float, float],
+    epsilon: float,
+    options: Mapping[str, Any],
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class of `build_optimizer`'s optimizer, and its arguments but for the weight decay, which its groups have."""
+    keywords: dict[str, Any] = {"lr": learning_rate, **options}
+    if name == ADAFACTOR:
+        keywords = {"scale_parameter": False, "relative_step": False, **keywords}
+    if name in (*ADAMW, *ADAMW_8BIT, MUON):
+        keywords = {"betas": betas, "eps": epsilon, **keywords}
+    if name == "adamw_torch_fused" and not runtime.lazy and has_fused_kernel(torch.optim.AdamW, runtime.device):
+        keywords["fused"] = True
+    return _class_of(name, runtime), keywords
+
+
+def _class_of(name: str, runtime: Runtime) -> type[torch.optim.Optimizer]:
     if name == ADAFACTOR:
         from transformers.optimization import Adafactor
 
@@ -322,6 +336,4 @@ def _class_of(name: str, runtime: Runtime, keywords: dict[str, Any]) -> type[tor
         return MuonAdamW
     if runtime.lazy:
         return LazyAdamW if name in ADAMW else LazySGD
-    if name == "adamw_torch_fused" and has_fused_kernel(torch.optim.AdamW, runtime.device):
-        keywords["fused"] = True
     return torch.optim.AdamW if name in ADAMW else torch.optim.SGD

@@ -130,6 +130,14 @@ def test_a_path_that_is_not_a_checkpoint(tmp_path: Path) -> None:
         call(verify_command, str(tmp_path))
 
 
+@pytest.mark.parametrize("command", [verify_command, inspect_command])
+def test_checkpoints_under_other_names_are_named(saved: Path, tmp_path: Path, command: Any) -> None:
+    for name in ("step-1", "step-2"):
+        shutil.copytree(saved / "checkpoint-10", tmp_path / name)
+    with pytest.raises(CheckpointNotFound, match="a folder of checkpoints; name one of them: step-1, step-2$"):
+        call(command, str(tmp_path))
+
+
 def test_inspect_shows_what_is_there(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(inspect_command, str(saved / "checkpoint-10")) == 0
     text = capsys.readouterr().out

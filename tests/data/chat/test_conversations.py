@@ -201,3 +201,100 @@ def test_packed_conversations_train_as_each_alone(tmp_path: Path, family: str) -
     assert len(data) < 4
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert torch.allclose(weights[0], weights[1], atol=1e-6)
+
+
+SAYS = [("user", "hello", {}), ("assistant", "how", {}), ("user", "are", {}), ("assistant", "you", {})]
+
+
+def row_with(message: dict[str, Any], number: int = 1, **columns: Any) -> dict[str, Any]:
+    """A conversation with further keys in a message and in the row."""
+    messages = [{"role": role, "content": said} for role, said, _ in SAYS]
+    messages[number] |= message
+    return {"messages": messages, **columns}
+
+
+@pytest.mark.parametrize("key", ["loss_scale", "loss_weight", "label", "supervise", "train", "loss"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_says_that_a_message_is_not_trained_is_refused(key: str, alone: bool) -> None:
+    remedy = f"^row 1, message 2: {key} is not used; set weight: 0, or leave it out"
+    for value in (False, 0, 0.0, 0.5, "none"):
+        with pytest.raises(DataError, match=remedy):
+            Conversations([row_with({key: value})], tokenizer(), assistant_only_loss=alone)
+    for value in (None, [], "", True, 1, 1.0):  # what is done anyway
+        Conversations([row_with({key: value})], tokenizer(), assistant_only_loss=alone)
+    questions = [row_with({key: False}, number=2)]
+    if alone:  # no loss on it anyway
+        Conversations(questions, tokenizer(), assistant_only_loss=True)
+        with pytest.raises(DataError, match=f"^row 1, message 3: {key} is not used; leave it out"):
+            Conversations([row_with({key: True}, number=2)], tokenizer(), assistant_only_loss=True)
+    else:
+        with pytest.raises(DataError, match=f"^row 1, message 3: {key} is not used; set weight: 0"):
+            Conversations(questions, tokenizer())
+    Conversations([row_with({key: False, "weight": 0})], tokenizer(), assistant_only_loss=alone)
+
+
+@pytest.mark.parametrize("key", ["mask", "masked", "ignore"])
+def test_what_says_that_a_message_is_left_out_is_refused(key: str) -> None:
+    for value in (True, 1, "yes"):
+        with pytest.raises(DataError, match=f"^row 1, message 2: {key} is not used; set weight: 0"):
+            Conversations([row_with({key: value})], tokenizer(), assistant_only_loss=True)
+    Conversations([row_with({key: False}), row_with({key: True}, 2)], tokenizer(), assistant_only_loss=True)
+
+
+def test_details_of_a_message_are_refused() -> None:
+    detail = [{"begin_offset": 0, "end_offset": 1, "train": False}]
+    with pytest.raises(DataError, match="^row 1, message 2: train_detail is not used; set weight: 0"):
+        Conversations([row_with({"train_detail": detail})], tokenizer())
+    Conversations([row_with({"train_detail": []})], tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("columns", "remedy"),
+    [
+        ({"mask": "Assistant"}, "set assistant_only_loss, or weight: 0 in messages"),
+        ({"label": False}, "remove the row"),
+        ({"kto_tag": False}, "remove the row"),
+        ({"loss_weight": 0.5}, "repeat the row"),
+        ({"images": ["a.png"]}, "this trains on texts: describe it in one"),
+        ({"videos": ["a.mp4"]}, "this trains on texts"),
+        ({"audios": "a.wav"}, "this trains on texts"),
+    ],
+)
+def test_a_column_that_would_change_what_is_trained_is_refused(
+    columns: dict[str, Any], remedy: str, tmp_path: Path
+) -> None:
+    (name,) = columns
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, [row_with({}), row_with({}, **columns)])))
+    with pytest.raises(DataError, match=rf"chats.jsonl, row 2: {name} is not used; {remedy}.*, or leave it out"):
+        Conversations(path, tokenizer(), assistant_only_loss=True)
+
+
+def test_a_column_that_says_what_is_done_anyway_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    columns = {
+        "mask": False,
+        "label": True,
+        "kto_tag": True,
+        "loss_weight": 1,
+        "images": [],
+        "videos": None,
+        "audios": "",
+    }
+    Conversations([row_with({}, **columns)], tokenizer())
+    Conversations([row_with({}, mask="User")], tokenizer(), assistant_only_loss=True)
+    with pytest.raises(DataError, match="mask is not used"):
+        Conversations([row_with({}, mask="User")], tokenizer())
+    assert caplog.messages == []
+
+
+def test_what_nothing_reads_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [row_with({"name": "Bob"}, 2, score=0.5, id=1), row_with({}, score=0.7), row_with({}, score=None)]
+    Conversations(rows, tokenizer())
+    assert caplog.messages == ["conversations: nothing reads score (2 rows), id (1 rows), name (1 rows)"]
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt"])
+def test_a_system_column_is_the_first_message(column: str) -> None:
+    data = Conversations([row_with({}, **{column: "fine"})], tokenizer(TEMPLATE))
+    first = [WORDS[number] for number in data[0]["input_ids"]][:3]
+    assert first[1:] == ["fine", "<end>"]

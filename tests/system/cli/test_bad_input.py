@@ -366,7 +366,7 @@ def test_an_output_folder_without_room_for_a_checkpoint(
 
 def test_checkpoints_of_an_earlier_run(refused: Callable[..., str], trained: Path) -> None:
     error = refused()
-    assert error.startswith(f"output_dir: {trained} has checkpoints of an earlier run (checkpoint-2); set resume_from_")
+    assert error.startswith(f"output_dir: {trained} has checkpoints of an earlier run (checkpoint-2); to continue ")
     assert read_status(trained)["state"] == "done"
 
 

@@ -43,6 +43,8 @@ def test_every_rank_is_told(ranks: Ranks, tmp_path: Path) -> None:
         assert "save to one folder" in told["folder"]
         assert "odd" in told["value"]
         assert "tensor 'w' is F32 [2] on one rank and F32 [3] on another" in told["shape"]
+        assert "state.w is a value on rank 1 and a tensor on one before it" in told["kind"]
+        assert "model.w is a value on rank 1 and a tensor on one before it" in told["kind in the model"]
         assert "no 'v'" in told["name"]
         assert "CheckpointNotFound" in told["missing"]
     assert sorted(path.name for path in tmp_path.iterdir() if "store" not in path.name) == ["c"]

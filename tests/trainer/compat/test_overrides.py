@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -20,13 +21,16 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from transformers import TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
+from stepmark.checkpoint.format.verify import verify
 from stepmark.config.unknown_fields import refusals
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.trainer.compat.overrides import CALLED
 from stepmark.training.weighted_loss import MicroBatchLoss
+from tests.support.models import build
 from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
+from tests.support.saved_models import EQUAL, difference, tensors_in
 from tests.trainer.compat.test_strategies import steps
 from tests.trainer.test_training_loop import StopsAt
 
@@ -825,13 +829,104 @@ def test_micro_batches_and_saves_have_something_around_them(tmp_path: Path) -> N
     assert (tmp_path / "around/model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", ["training_step", "_save_checkpoint"])
-def test_an_override_that_leaves_out_what_it_is_around_is_an_error(tmp_path: Path, name: str) -> None:
-    kind = type("Mine", (Trainer,), {name: lambda *_, **__: torch.tensor(0.0)})
-    with pytest.raises(UsageError, match=f"^Mine.{name}: it has to call super"):
+def last_line_of_fastchat(trainer: Trainer, folder: str) -> None:
+    """As its train.py ends, and LLaVA's: on rank 0 alone."""
+    state = trainer.model.state_dict()
+    if trainer.args.should_save:
+        on_host = {key: value.cpu() for key, value in state.items()}
+        del state
+        trainer._save(folder, state_dict=on_host)
+
+
+def test_a_script_may_write_the_model_by_save(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path / "run"), device="cpu", max_steps=2, disable_tqdm=True)
+    model = build("mixtral")
+    trainer = Trainer(model, args, train_dataset=Blocks(8, seed=1))
+    trainer.train()
+    model.save_pretrained(tmp_path / "theirs")
+    last_line_of_fastchat(trainer, str(tmp_path / "ours"))
+    assert difference(tmp_path / "theirs", tmp_path / "ours") == EQUAL
+    trainer._save()  # to the run's folder, from the model itself
+    assert difference(tmp_path / "theirs", tmp_path / "run") == EQUAL
+    ones = {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()}
+    trainer._save(str(tmp_path / "ones"), state_dict=ones)
+    assert all(bool((tensor == 1).all()) for tensor in tensors_in(tmp_path / "ones").values())
+    del ones["model.norm.weight"]
+    with pytest.raises(UsageError, match=r"^state_dict: it has no 'model.norm.weight'; pass all of model.state_dict"):
+        trainer._save(str(tmp_path / "less"), state_dict=ones)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in peft
+def test_an_adapter_is_written_by_save(tmp_path: Path) -> None:
+    adapted = build("llama", {"target_modules": ["q_proj"]})
+    args = TrainingArguments(output_dir=str(tmp_path / "run"), device="cpu", max_steps=2, disable_tqdm=True)
+    trainer = Trainer(adapted, args, train_dataset=Blocks(8, seed=1))
+    trainer.train()
+    adapted.save_pretrained(tmp_path / "theirs")
+    last_line_of_fastchat(trainer, str(tmp_path / "ours"))
+    assert difference(tmp_path / "theirs", tmp_path / "ours") == EQUAL
+
+
+def write_by_save(folder: str, options: dict[str, Any]) -> str:
+    args = TrainingArguments(output_dir=f"{folder}/run", device="cpu", max_steps=2, disable_tqdm=True, **options)
+    model = build("llama")
+    trainer = Trainer(model, args, train_dataset=Blocks(8, seed=1))
+    trainer.train(save_model=True)
+    try:
+        last_line_of_fastchat(trainer, f"{folder}/ours")
+    except UsageError as error:
+        return str(error)
+    finally:
+        trainer.accelerator.wait_for_everyone()
+    return difference(Path(folder) / "run", Path(folder) / "ours")
+
+
+def test_one_of_several_ranks_writes_what_it_holds_completely(tmp_path: Path, ranks: Ranks) -> None:
+    for folder, options in (("dp", {}), ("zero", {"zero_1": True})):
+        found = ranks.run(write_by_save, str(tmp_path / folder), options, nproc=2).check()
+        assert found == [EQUAL, EQUAL]
+    found = ranks.run(write_by_save, str(tmp_path / "fsdp"), {"fsdp": "full_shard"}, nproc=2).check()
+    assert found[0] == "_save: ranks hold the model together; call save_model() on all of them"
+
+
+def test_a_step_that_leaves_out_what_it_is_around_is_an_error(tmp_path: Path) -> None:
+    kind = type("Mine", (Trainer,), {"training_step": lambda *_, **__: torch.tensor(0.0)})
+    with pytest.raises(UsageError, match=r"^Mine.training_step: it has to call super"):
         make(kind, tmp_path, **steps("save", 1)).train()
+
+
+@pytest.mark.parametrize("name", ["training_step", "_save_checkpoint"])
+def test_what_training_calls_is_refused_outside_of_it(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match=f"^{name}: "):
-        getattr(make(Trainer, tmp_path / "none"), name)(None, {})
+        getattr(make(Trainer, tmp_path), name)(None, {})
+
+
+class SavesAPart(Trainer):
+    """Like LLaVA's while it trains the projector: a checkpoint has this part only, and super() is not called."""
+
+    def _save_checkpoint(self, model: Any, trial: Any, metrics: Any = None) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.local_rank in (0, -1):
+            (folder / "parts").mkdir(parents=True)
+            torch.save(model.state_dict(), folder / "parts" / "projector.bin")
+            (folder / "model.safetensors").write_bytes(b"of another kind")
+
+
+def test_a_save_without_super_becomes_a_part_of_the_checkpoint(tmp_path: Path) -> None:
+    options = {"max_steps": 4, "lr_scheduler_type": "constant", **steps("save", 2)}
+    whole = make(Trainer, tmp_path / "whole", **options)
+    whole.train()
+    first = make(SavesAPart, tmp_path / "part", **{**options, "max_steps": 2})
+    first.train()
+    folder = tmp_path / "part" / "checkpoint-2"
+    assert torch.load(folder / "parts" / "projector.bin").keys() == first.model.state_dict().keys()
+    assert not verify(folder).faults
+    second = make(SavesAPart, tmp_path / "part", **options)
+    (tmp_path / "part" / "checkpoint-3").mkdir()  # as a kill between its save and ours leaves
+    (tmp_path / "part" / "checkpoint-3" / "projector.bin").write_bytes(b"")
+    second.train(resume_from_checkpoint=True)
+    assert logged(second, "loss")[-2:] == logged(whole, "loss")[-2:]
+    assert not list((tmp_path / "part").glob(".save*"))
 
 
 def test_a_subclass_says_which_columns_are_used(tmp_path: Path) -> None:
@@ -870,6 +965,60 @@ def test_the_class_of_an_optimizer_can_be_given(tmp_path: Path) -> None:
 def test_a_method_that_would_never_be_called_is_rejected(name: str) -> None:
     with pytest.raises(UsageError, match=rf"^Mine: {name} is never called by stepmark's Trainer; override ."):
         type("Mine", (Trainer,), {name: lambda self: None})
+
+
+@pytest.mark.parametrize("name", sorted(name for name in refusals("hook") if name not in vars(Trainer)))
+def test_a_method_that_is_lacking_says_what_to_use_when_it_is_called(name: str) -> None:
+    for whose in (Trainer, Trainer.__new__(Trainer)):
+        assert not hasattr(whose, name)
+        with pytest.raises(AttributeError, match=re.escape(f"Trainer has no {name}; use {refusals('hook')[name]}")):
+            getattr(whose, name)()
+
+
+class OwnGroups(Trainer):
+    """Half of the learning rate for biases, as scripts have it that come from transformers' own example."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(self.args)
+        named = list(self.model.named_parameters())
+        groups = [
+            {"params": [each for name, each in named if ("bias" in name) is bias], "lr": options["lr"] * factor}
+            for bias, factor in ((False, 1.0), (True, 0.5))
+        ]
+        self.optimizer = kind(groups, **options)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
+def test_the_class_and_arguments_of_an_optimizer_can_be_asked_for(optim: str, tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), device="cpu", optim=optim, learning_rate=0.1, adam_beta2=0.9)
+    theirs = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, optim=optim, learning_rate=0.1, adam_beta2=0.9, report_to=[]
+    )
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    wanted, wanted_options = transformers.Trainer.get_optimizer_cls_and_kwargs(theirs)
+    assert (kind, options) == (wanted, wanted_options)
+    assert Trainer.get_optimizer_cls_and_kwargs(theirs, Classifier()) == (kind, options)
+    trainer = make(OwnGroups, tmp_path / "run", optim=optim, learning_rate=0.1, lr_scheduler_type="constant")
+    trainer.train()
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.1, 0.05]
+    with pytest.raises(UsageError, match="^optim: muon needs the groups"):
+        Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(str(tmp_path), device="cpu", optim="muon"))
+
+
+def test_a_model_of_a_script_is_moved_to_the_device(tmp_path: Path) -> None:
+    class Distilled(Trainer):
+        def __init__(self, *args: Any, teacher: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.teacher = teacher
+            self._move_model_to_device(teacher, self.args.device)
+
+    teacher = build("gpt2")
+    assert teacher.lm_head.weight is teacher.transformer.wte.weight
+    args = TrainingArguments(str(tmp_path), device="cpu")
+    trainer = Distilled(Classifier(), args, train_dataset=Points(8), teacher=teacher)
+    assert trainer.teacher.lm_head.weight is trainer.teacher.transformer.wte.weight
+    assert trainer.teacher.device == trainer.args.device
 
 
 def test_a_method_of_a_mixin_is_rejected_too() -> None:

@@ -242,3 +242,23 @@ def test_a_script_may_add_an_adapter_to_checkpoints_of_a_model(tmp_path: Path) -
     assert call(["verify", str(folder)]) == 0
     (folder / "adapter_model.safetensors").write_bytes(b"")
     assert call(["verify", str(folder)]) == 1
+
+
+def test_a_state_dict_that_a_script_has_replaced(tmp_path: Path) -> None:
+    """By that of the adapter, as scripts do that save with torch.save; the run saves what is trained all the same."""
+    pretrained = base(tmp_path / "base")
+    whole = trainer(tmp_path / "whole", pretrained)
+    whole.train()
+    made = trainer(tmp_path / "run", pretrained, StopsAt(4))
+    for each in (made, again := trainer(tmp_path / "run", pretrained)):
+        own = each.model.state_dict
+        each.model.state_dict = lambda *_, model=each.model, own=own, **__: peft.get_peft_model_state_dict(model, own())
+    made.train()
+    again.train(resume_from_checkpoint=True)
+    theirs = again.model.state_dict()
+    wanted = peft.get_peft_model_state_dict(whole.model)
+    assert wanted
+    assert all(theirs[name].equal(each) for name, each in wanted.items())
+    again.save_model(str(tmp_path / "adapter"))
+    assert load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys() == theirs.keys()
+    assert (tmp_path / "adapter" / "README.md").read_text().startswith("---\n")

@@ -13,12 +13,20 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from safetensors.torch import load, load_file
+from torch import Tensor
+from torch.testing import assert_close
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.errors import StepmarkError, UsageError
+from tests.support.models import build
 from tests.support.programs import Blocks, tiny_model
 
 TOKEN = "hf_write"
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert_close(one, other, rtol=0, atol=0)
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -78,7 +86,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     huggingface_hub.utils.close_session()
 
 
-def trainer(folder: Path, **options: Any) -> Trainer:
+def trainer(folder: Path, model: Any = None, **options: Any) -> Trainer:
     args = TrainingArguments(
         output_dir=str(folder / "run"),
         device="cpu",
@@ -89,7 +97,7 @@ def trainer(folder: Path, **options: Any) -> Trainer:
         hub_token=TOKEN,
         **options,
     )
-    return Trainer(tiny_model(), args, train_dataset=Blocks(8, seed=1))
+    return Trainer(model or tiny_model(), args, train_dataset=Blocks(8, seed=1))
 
 
 def test_a_model_is_uploaded_with_its_card(tmp_path: Path, hub: type[Hub]) -> None:
@@ -125,9 +133,17 @@ def test_checkpoints_are_uploaded_while_a_run_trains(
     assert [each["message"] for each in models] == [f"Training in progress, step {step}" for step in (2, 4)]
     assert "manifest.json" not in models[0]["files"]
     assert {path.partition("/")[0] for each in hub.commits for path in each["files"] if "/" in path} == folders
-    last = base64.b64decode(models[1]["files"]["model.safetensors"]["content"])
-    assert last == (tmp_path / "run" / "checkpoint-4" / "model.safetensors").read_bytes()
+    last = load(base64.b64decode(models[1]["files"]["model.safetensors"]["content"]))
+    assert_equal(last, load_file(tmp_path / "run" / "checkpoint-4" / "model.safetensors"))
     assert not list((tmp_path / "run").glob(".hub-*"))
+
+
+def test_uploaded_checkpoints_have_the_names_of_save_pretrained(tmp_path: Path, hub: type[Hub]) -> None:
+    model = build("mixtral")
+    trainer(tmp_path, model, push_to_hub=True, hub_strategy="every_save").train()
+    model.save_pretrained(tmp_path / "theirs")
+    last = [each["files"]["model.safetensors"]["content"] for each in hub.commits][-1]
+    assert_equal(load(base64.b64decode(last)), load_file(tmp_path / "theirs" / "model.safetensors"))
 
 
 def test_an_upload_that_fails_says_so(

@@ -1,18 +1,22 @@
 """Plain values as JSON, exactly: every float bit for bit, tuples, keys of any plain type, bytes; never pickle.
 
 What JSON has is written as such. The rest is an object with the key "$" that names its type:
-tuple, set, frozenset, dict, ordered and counter (pairs), float (16 hexadecimal digits), int (hexadecimal), complex,
-bytes (base64), array and scalar (numpy), size, dtype, device (torch), and tensor (a name in one of the tensor files).
+dict, ordered and counter (pairs), float (16 hexadecimal digits), int (hexadecimal), complex, bytes (base64), array and
+scalar (numpy), size, dtype, device (torch), tensor (a name in one of the tensor files), and those of `_PARTS`. A class
+of the user's own, such as an Enum or a namedtuple, would have to be imported, and nothing that a checkpoint names is.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import math
 import struct
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from datetime import date, datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +29,28 @@ OnTensor = Callable[
     [Any, KeyPath], str
 ]  # takes a tensor or a shard out of the value; returns the name it is stored under
 _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+# What is written as its parts: the name of the type, the parts of a value, and a value of them.
+_PARTS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    tuple: ("tuple", list, tuple),
+    set: ("set", lambda value: sorted(value, key=repr), set),
+    frozenset: ("frozenset", lambda value: sorted(value, key=repr), frozenset),
+    deque: ("deque", lambda value: [list(value), value.maxlen], lambda parts: deque(*parts)),
+    range: ("range", lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+    slice: ("slice", lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts)),
+    bytearray: ("bytearray", bytes, bytearray),
+    io.BytesIO: ("bytesio", lambda value: [value.getvalue(), value.tell()], lambda parts: _file(*parts)),
+    type(Path()): ("path", str, Path),
+    date: ("date", date.isoformat, date.fromisoformat),
+    datetime: ("datetime", datetime.isoformat, datetime.fromisoformat),
+    timedelta: ("timedelta", lambda value: [value.days, value.seconds, value.microseconds], lambda p: timedelta(*p)),
+}
 _LARGEST_DECIMAL = 1 << 1024  # Python refuses to parse very long decimal integers
+
+
+def _file(data: bytes, position: int) -> io.BytesIO:
+    file = io.BytesIO(data)
+    file.seek(position)
+    return file
 
 
 def show(path: KeyPath) -> str:
@@ -62,10 +87,9 @@ class ValueEncoder:
             return self._encode_dict(value, path)
         if kind is list:
             return self._encode_items(value, path)
-        if kind is tuple:
-            return {TAG: "tuple", "v": self._encode_items(value, path)}
-        if kind is set or kind is frozenset:
-            return {TAG: kind.__name__, "v": self._encode_items(sorted(value, key=repr), path)}
+        if kind in _PARTS and type(getattr(value, "tzinfo", None)) in (type(None), timezone):
+            name, parts, _ = _PARTS[kind]
+            return {TAG: name, "v": self._encode(parts(value), path)}
         tagged = _encode_scalar(value)
         if tagged is None:
             raise UsageError(
@@ -124,7 +148,7 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     """
     try:
         return _decode(value, tensor)
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, struct.error) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, struct.error) as error:
         raise CheckpointDamaged(f"a stored value is malformed: {error!r}") from error
 
 
@@ -141,9 +165,9 @@ def _decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     if tag in _DICTS.values():
         pairs = [(_decode(key, tensor), _decode(item, tensor)) for key, item in inner]
         return next(kind for kind, name in _DICTS.items() if name == tag)(dict(pairs) if tag == "counter" else pairs)
-    if tag in ("tuple", "set", "frozenset"):
-        items = [_decode(item, tensor) for item in inner]
-        return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](items)
+    for name, _, made in _PARTS.values():
+        if tag == name:
+            return made(_decode(inner, tensor))
     return _decode_scalar(tag, inner, value)
 
 

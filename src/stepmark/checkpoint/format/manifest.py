@@ -20,6 +20,8 @@ from stepmark.sharding.layout import Box, Shape, TensorSlice
 
 MANIFEST = "manifest.json"
 VALUES = "state.json"
+KINDS = "kinds"  # of a state dict's values there: what is a tensor, by name, on which ranks have to agree
+WRITTEN = "written"  # of a model's values there: the form in which transformers writes it, see written_form.py
 FORMAT = "stepmark-checkpoint"
 VERSION = 1
 

@@ -82,6 +82,9 @@ def find(path: Path) -> list[Path]:
     if (path / MANIFEST).exists():
         return [resolve_link(path)]
     found = checkpoints(path)[::-1]
+    inside = sorted(each.parent.name for each in path.glob(f"*/{MANIFEST}"))
+    if not found and inside:
+        raise CheckpointNotFound(f"{path} is a folder of checkpoints; name one of them: {', '.join(inside)}")
     if not found:
         raise CheckpointNotFound(f"{path} is neither a checkpoint (it has no {MANIFEST}) nor a run with checkpoints")
     return found

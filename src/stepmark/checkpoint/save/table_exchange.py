@@ -11,6 +11,7 @@ from typing import Any
 
 from stepmark.checkpoint.format.checksums import bytes_checksum
 from stepmark.checkpoint.format.json_values import TAG
+from stepmark.checkpoint.format.manifest import KINDS
 from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.save.plan import Holding
 from stepmark.checkpoint.sections import Section
@@ -154,7 +155,7 @@ def _merge(one: Any, other: Any, path: tuple[str, ...], rank: int, first: bool) 
     if one != other:
         where = " / ".join(key for key in path if key != "value")
         differ = f"{where} is {str(other)[:60]} on rank {rank} and {str(one)[:60]} on one before it"
-        if not first or path[1:] == ("kind",):
+        if not first or path[1:2] in (("kind",), (KINDS,)):
             raise UsageError(
                 f"ranks save different values: {differ}; plain values have to be the same on all ranks: gather what "
                 "differs into one value, or leave it out"

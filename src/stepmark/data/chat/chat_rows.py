@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,27 @@ ALIASES = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "chatbot", "model", "ai", "bing", "bard"), ASSISTANT),
     **dict.fromkeys(("observation", "function_response"), "tool"),
 }
-_READ = ("tools", "chat_template_kwargs", "system")
-# What would change what is trained on, and has another name here.
-_UNREAD = {"functions": "name it tools", "history": "put those turns into the messages", "weight": "repeat the row"}
-_UNREAD_OF_MESSAGES = dict.fromkeys(("train", "training", "trainable", "loss", "loss_mask"), "set weight: 0")
+_READ = ("tools", "chat_template_kwargs", "system", "system_prompt")
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
+# What would change what is trained on, and has another name here; and what of it says what is done anyway.
+_MEDIA = "this trains on texts: describe it in one"
+_UNREAD = {
+    "functions": "name it tools",
+    "history": "put those turns into the messages",
+    "weight": "repeat the row",
+    "loss_weight": "repeat the row",
+    "mask": "set assistant_only_loss, or weight: 0 in messages",
+    **dict.fromkeys(("label", "kto_tag"), "remove the row"),
+    **dict.fromkeys(("images", "videos", "audios"), _MEDIA),
+}
+_HARMLESS: dict[str, Callable[[Any, bool], bool]] = {
+    **dict.fromkeys(("weight", "loss_weight"), lambda value, _: value == 1),
+    **dict.fromkeys(("label", "kto_tag"), lambda value, _: value is not False),
+    "mask": lambda value, answers_alone: value is False or (answers_alone and str(value).lower() == "user"),
+}
+# Keys of a message that say whether it is trained, and those that say the opposite.
+_TRAINED = ("train", "training", "trainable", "loss", "loss_mask", "loss_scale", "loss_weight", "supervise", "label")
+_LEFT_OUT = ("mask", "masked", "ignore")
 
 
 @dataclass(frozen=True)
@@ -48,22 +65,30 @@ def read_chat(row: Any, column: str, where: str, answers_alone: bool) -> Chat:
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: should be an object with columns, and is a {type(row).__name__}")
     row = {key: value for key, value in row.items() if value is not None}
-    _refuse_unread(row, _UNREAD, where)
+    for key, instead in _UNREAD.items():
+        value, is_harmless = row.get(key), _HARMLESS.get(key, lambda *_: False)
+        if value not in _NOTHING and not is_harmless(value, answers_alone):
+            raise DataError(f"{where}: {key} is not used; {instead}, or leave it out")
     name = next((each for each in (column, SHAREGPT) if each in row), None)
     found, prompt = (row[name], 0) if name is not None else _instruction(row, column, where)
     if not isinstance(found, (list, tuple)) or not found:
         raise DataError(f"{where}: {name or column} should be a list of messages with role and content")
     messages = [_message(each, f"{where}, message {number}") for number, each in enumerate(found, 1)]
-    if row.get("system") and isinstance(row["system"], str) and messages[0]["role"] not in ("system", "developer"):
-        messages.insert(0, {"role": "system", "content": row["system"]})
-        prompt += prompt > 0
     weights = [message.pop("weight", 1) for message in messages]
+    silent = [weight == 0 or (answers_alone and prompt > n) for n, weight in enumerate(weights)]
+    for number, (message, without) in enumerate(zip(messages, silent, strict=True), 1):
+        trained = not without and (message["role"] == ASSISTANT or not answers_alone)
+        _check_flags(message, trained, f"{where}, message {number}")
+    system = row.get("system") or row.get("system_prompt")
+    if system and isinstance(system, str) and messages[0]["role"] not in ("system", "developer"):
+        messages.insert(0, {"role": "system", "content": system})
+        silent.insert(0, prompt > 0 and answers_alone)
     return Chat(
         messages,
         _parsed(row.get("tools"), list, f"{where}: tools"),
         _parsed(row.get("chat_template_kwargs"), dict, f"{where}: chat_template_kwargs") or {},
-        frozenset(n for n, weight in enumerate(weights) if weight == 0 or (answers_alone and prompt > n)),
-        tuple(key for key in row if key not in (name, *_READ)),
+        frozenset(n for n, without in enumerate(silent) if without),
+        tuple(key for key in row if key not in (name, *_READ, *_UNREAD)),
     )
 
 
@@ -103,15 +128,16 @@ def _message(given: Any, where: str) -> Message:
     weight = message.get("weight", 1)
     if weight not in (0, 1):
         raise DataError(f"{where}: weight {weight!r} is not used; it should be 0 (no loss on the message) or 1")
-    _refuse_unread(message, _UNREAD_OF_MESSAGES, where)
     return message
 
 
-def _refuse_unread(values: Mapping[str, Any], unread: Mapping[str, str], where: str) -> None:
-    for name in unread:
-        if values.get(name) in (None, "", [], {}, 1):
-            continue
-        raise DataError(f"{where}: {name} is not used; {unread[name]}, or leave it out")
+def _check_flags(message: Message, trained: bool, where: str) -> None:
+    """Raises DataError for a key that says something else than what is done."""
+    for key in (*_TRAINED, *_LEFT_OUT, "train_detail"):
+        value = message.pop(key, None)
+        done = {**dict.fromkeys(_TRAINED, trained), **dict.fromkeys(_LEFT_OUT, not trained)}.get(key)
+        if value not in _NOTHING and value != done:
+            raise DataError(f"{where}: {key} is not used; {'set weight: 0, or ' if trained else ''}leave it out")
 
 
 def _parsed(value: Any, kind: type, where: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._column = messages_column
         self._answers_alone = assistant_only_loss
+        self.unread = Counter[str]()  # keys that nothing has read, with the number of their rows
         self._template = lru_cache(MarkedTemplate.of)
         try:
             self._template(tokenizer.get_chat_template())
@@ -56,6 +58,8 @@ class ChatTokenizer:
         with _errors_of(chat, where):
             template = self._template(self._tokenizer.get_chat_template(None, chat.tools))
             _check_variables(chat, template, self._tokenizer.special_tokens_map, where)
+            said = {key for message in chat.messages for key in message if key not in ("role", "content")}
+            self.unread.update({*chat.unread, *(key for key in said if not template.names(key))})
             shown = self._shown(chat, template)
             _check_shown(shown, where)
             encoding = self._tokenizer(shown.text, add_special_tokens=False)

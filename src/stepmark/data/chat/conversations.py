@@ -189,13 +189,17 @@ def block_of(
 
 
 def tokenized(rows: Iterable[tuple[str, Any]], chat: ChatTokenizer) -> Iterator[tuple[list[int], list[bool]]]:
-    """The rows' ids and targets; progress is logged every ten seconds."""
+    """The rows' ids and targets; progress is logged every ten seconds, and at the end what nothing has read."""
     said = time.monotonic()
     for number, (where, row) in enumerate(rows, start=1):
         if time.monotonic() - said > SECONDS_A_LINE:
             said = time.monotonic()
             logger.info("conversations: %s rows are tokenized", number - 1)
         yield chat(row, where)
+    if chat.unread:
+        told = ", ".join(f"{key} ({count} rows)" for key, count in chat.unread.most_common())
+        logger.warning("conversations: nothing reads %s", told)
+        chat.unread.clear()
 
 
 def filler_of(tokenizer: Any) -> int:

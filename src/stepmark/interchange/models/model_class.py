@@ -16,15 +16,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import stepmark
-from stepmark.errors import CheckpointMismatch, UsageError
+from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models.known_outlines import known_outline
 from stepmark.interchange.models.model_outline import ModelOutline, read_config
 from stepmark.model_folder.adapted_model import class_of_task, read_adapter_config
-from stepmark.sharding.layout import Shape
 
 _COUNTS = re.compile(r"(num|n)_.*(layer|expert|block)|depth|(layer|expert)s?$")
 _ENTRIES = 4096  # a list of a config may have so many, or as many as the checkpoint has tensors
@@ -119,9 +117,9 @@ def _few_modules(tensors: int) -> Iterator[None]:
 def _outline(config: dict[str, Any], tensors: int, adapter: str | None = None) -> ModelOutline:
     import torch
     import transformers
-    from transformers.core_model_loading import revert_weight_conversion
 
     from stepmark.checkpoint.sections import kept_names
+    from stepmark.checkpoint.written_form import written_form
 
     kind = config.get("model_type")
     if type(kind) is not str or "auto_map" in config:
@@ -139,37 +137,18 @@ def _outline(config: dict[str, Any], tensors: int, adapter: str | None = None) -
         return _adapted(model, config, adapter)
     state = model.state_dict(keep_vars=True)
     kept = kept_names(model, state)
-    own = {id(tensor): kept[name] for name, tensor in state.items()}
-    written = revert_weight_conversion(model, dict(state))  # where it changes values too, tensors are new ones
+    shapes = {name: tuple(state[name].shape) for name in state if kept[name] == name}
     return ModelOutline(
         config=config,
         architecture=type(model).__name__,
         parameters={kept.get(name, name): tuple(p.shape) for name, p in model.named_parameters()},
-        state={name: tuple(state[name].shape) for name in state if kept[name] == name},
+        state=shapes,
         tied={name: other for name, other in kept.items() if name != other},
         layer_norms=frozenset(_layer_norms(model)),
         frozen=frozenset(kept.get(name, name) for name, p in model.named_parameters() if not p.requires_grad),
-        saved={name: own[id(tensor)] for name, tensor in written.items() if name not in state and id(tensor) in own},
-        joined=_joined(model, written, state),
+        written=written_form(model, shapes),
         optional=tuple(sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())),
     )
-
-
-def _joined(model: Any, written: dict[str, Any], state: dict[str, Any]) -> dict[str, tuple[str, Shape]]:
-    """See `ModelOutline.joined`: as transformers' conversions say, where they only stack and concatenate."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    from stepmark.parallel.loading.pretrained import take_names
-    from stepmark.parallel.loading.tensor_source import JoinedSource, SafetensorsSource
-
-    parts = {name: SafetensorsSource(Path(), name, each.dtype, tuple(each.shape), 0) for name, each in written.items()}
-    mapping = SimpleNamespace(weight_mapping=get_model_conversion_mapping(model))
-    try:
-        named = take_names(model, parts, mapping, state)
-    except UsageError:  # they do something else as well
-        return {}
-    joined = {own: source for own, source in named.items() if isinstance(source, JoinedSource)}
-    return {part.name: (own, box.offsets) for own, source in joined.items() for part, box in source.pieces}
 
 
 def _layer_norms(model: Any) -> Iterator[str]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
 from stepmark.sharding.layout import Shape
+from stepmark.tensor_files.global_tensor import row_major_strides
 
 CONFIG = "config.json"
 
@@ -26,9 +30,7 @@ class ModelOutline:
         layer_norms: Parameters of torch's LayerNorm.
         frozen: Parameters that the class makes without a gradient.
         optional: Patterns of names that old versions of the model stored, and that it does not need.
-        saved: Names in the files that transformers writes to those in the model, where it changes only the name.
-        joined: Names in those files of tensors that are parts of one in the model, such as the weights of one expert:
-            its name, and where the part begins in it.
+        written: How transformers writes what it changes, as `stepmark.checkpoint.written_form` has it.
         live: Of an adapter, whose `parameters` and `state` have the names in PEFT's file: those in the PeftModel.
         identity: Of an adapter, what a run's identity has of it.
     """
@@ -41,10 +43,26 @@ class ModelOutline:
     layer_norms: frozenset[str] = frozenset()
     optional: tuple[str, ...] = ()
     frozen: frozenset[str] = frozenset()
-    saved: dict[str, str] = field(default_factory=dict)
-    joined: dict[str, tuple[str, Shape]] = field(default_factory=dict)
+    written: dict[str, Any] = field(default_factory=dict)
     live: dict[str, str] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def saved(self) -> dict[str, str]:
+        """Names in the files that transformers writes to those in the model, where it changes only the name."""
+        return {name: own for name, own in self.written.items() if isinstance(own, str)}
+
+    @cached_property
+    def joined(self) -> dict[str, tuple[str, Shape]]:
+        """Names in those files of tensors that are parts of one in the model, such as the weights of one expert: its
+        name, and where the part begins in it. The part has its dims in their order, without the first perhaps."""
+        found, sizes = {}, Counter[str]()
+        for name, (own, start, lengths, strides) in ((n, v) for n, v in self.written.items() if isinstance(v, list)):
+            steps = row_major_strides(self.state[own]) if isinstance(own, str) else ()
+            if steps[-len(lengths) :] == tuple(strides):
+                found[name] = own, tuple(start // step % n for step, n in zip(steps, self.state[own], strict=True))
+                sizes[own] += math.prod(lengths)
+        return {name: part for name, part in found.items() if sizes[part[0]] == math.prod(self.state[part[0]])}
 
     def to_json(self) -> str:
         """As text, for another process."""
@@ -56,7 +74,6 @@ class ModelOutline:
         found = json.loads(text)
         for key in ("parameters", "state"):
             found[key] = {name: tuple(shape) for name, shape in found[key].items()}
-        found["joined"] = {name: (own, tuple(begin)) for name, (own, begin) in found["joined"].items()}
         for key in ("layer_norms", "frozen"):
             found[key] = frozenset(found[key])
         return cls(**{**found, "optional": tuple(found["optional"])})

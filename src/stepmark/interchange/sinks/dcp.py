@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stepmark.checkpoint.format.dtypes import DTYPES, item_size
+from stepmark.checkpoint.format.dtypes import DTYPES
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.sinks.export_plan import ExportOptions, ExportPlan, optimizer_of
@@ -22,7 +22,7 @@ from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.model_folder.output_files import ArchivesFile, DataFile, OutputFile, copied_files
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor
-from stepmark.tensor_files.torch_writer import Call, Global, Instance, Reshaped, TorchArchive, dumps
+from stepmark.tensor_files.torch_writer import Call, Global, Instance, TorchArchive, dumps
 
 CHUNK = 64 << 20  # bytes of a tensor in one record, unless a row has more
 FILE = 2 << 30  # bytes of a file, at most about so many
@@ -93,30 +93,30 @@ class _Writer:
             return
         name = ".".join(map(str, path))
         self.paths[name] = path
-        if isinstance(value, GlobalTensor | Reshaped):
+        if isinstance(value, GlobalTensor):
             self._add_tensor(name, value)
         else:
             self.described[name] = _BYTES
             self._place((name, None, None), TorchArchive(value))
 
-    def _add_tensor(self, name: str, value: GlobalTensor | Reshaped) -> None:
+    def _add_tensor(self, name: str, value: GlobalTensor) -> None:
         if id(value) in self._known:  # another name of it: the same records, not a copy
             _, other, records = self._known[id(value)]
             self.described[name] = self.described[other]
             self.places |= {(name, *index[1:]): self.places[index] for index in records}
             return
-        tensor, shape = (value, value.shape) if isinstance(value, GlobalTensor) else (value.tensor, value.shape)
+        shape = value.shape
         chunks: list[Instance] = []
         records = []
-        for number, (start, rows, part) in enumerate(_chunks(tensor, shape)):
+        for number, (start, rows, part) in enumerate(_chunks(value)):
             sizes = (rows, *shape[1:]) if shape else ()
             offsets = (start, *(0 for _ in shape[1:])) if shape else ()
             described = {"offsets": _size(offsets), "sizes": _size(sizes)}
             chunks.append(Instance(Global(_METADATA, "ChunkStorageMetadata"), described))
             records.append((name, offsets, number))
-            self._place(records[-1], TorchArchive(Reshaped(part, sizes)))
+            self._place(records[-1], TorchArchive(part))
         self._known[id(value)] = value, name, records  # an id is that of no other tensor while it is kept
-        tensor_state = {"properties": _properties(tensor.dtype), "size": _size(shape), "chunks": chunks}
+        tensor_state = {"properties": _properties(value.dtype), "size": _size(shape), "chunks": chunks}
         self.described[name] = Instance(Global(_METADATA, "TensorStorageMetadata"), tensor_state)
 
     def _place(self, index: _Index, archive: TorchArchive) -> None:
@@ -137,17 +137,16 @@ class _Writer:
         return DataFile(METADATA, dumps(Instance(Global(_METADATA, "Metadata"), state)))
 
 
-def _chunks(tensor: GlobalTensor, shape: Shape) -> Iterator[tuple[int, int, GlobalTensor]]:
-    """First row, rows and part of each chunk; `shape` is what the tensor is stored as, whose rows may be in groups."""
+def _chunks(tensor: GlobalTensor) -> Iterator[tuple[int, int, GlobalTensor]]:
+    """First row, rows and part of each chunk."""
+    shape = tensor.shape
     if not shape or not math.prod(shape):
         yield 0, shape[0] if shape else 0, tensor
         return
-    group = shape[0] // tensor.shape[0]  # rows of the stored shape in one of the tensor's
-    row = math.prod(tensor.shape[1:]) * item_size(tensor.dtype)
-    count = max(1, CHUNK // row)
-    for start in range(0, tensor.shape[0], count):
-        length = min(count, tensor.shape[0] - start)
-        yield start * group, length * group, tensor.narrow(0, start, length)
+    count = max(1, CHUNK // (tensor.nbytes // shape[0]))
+    for start in range(0, shape[0], count):
+        length = min(count, shape[0] - start)
+        yield start, length, tensor.narrow(0, start, length)
 
 
 def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:

@@ -16,6 +16,7 @@ from stepmark.model_folder.output_files import (
     tensor_file,
     write_folder,
 )
+from stepmark.tensor_files.strided import as_written
 
 
 def write_model_folder(
@@ -30,7 +31,7 @@ def write_model_folder(
         tensor.check()
     adapter = {name: tensor for name, tensor in source.model.items() if source.adapter and name.startswith(PREFIX)}
     base = {name: tensor for name, tensor in source.model.items() if name not in adapter}
-    planned = model_files(base, max_shard) if base else []
+    planned = model_files(as_written(base, source.written), max_shard) if base else []
     planned += [tensor_file(ADAPTER_WEIGHTS, adapter)] if adapter else []
     planned += [*copied_files(source.files), *(DataFile(name, data) for name, data in source.texts.items())]
     return write_folder(planned, source.records, final, out, listener)

@@ -18,7 +18,7 @@ from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum, bytes_checksum, checksum_blocks
 from stepmark.checkpoint.format.json_values import encode_plain
-from stepmark.checkpoint.format.manifest import ADAPTER, MODEL, OPTIMIZER, Manifest
+from stepmark.checkpoint.format.manifest import ADAPTER, MODEL, OPTIMIZER, WRITTEN, Manifest
 from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.save.commit import Commit, values_to_bytes
 from stepmark.checkpoint.save.plan import Holding, PlannedFile, plan_save
@@ -135,12 +135,13 @@ def _tensors(source: ForeignCheckpoint) -> dict[tuple[str, str], GlobalTensor]:
 
 def _values(source: ForeignCheckpoint) -> bytes:
     """The contents of state.json."""
-    sections: dict[str, Any] = {
-        MODEL: {"kind": "module", "class": source.architecture or "Module", "tied": dict(source.tied), "extra": {}}
-    }
+    model = {"kind": "module", "class": source.architecture or "Module", "tied": dict(source.tied), "extra": {}}
+    sections: dict[str, Any] = {MODEL: model | ({WRITTEN: source.written} if source.written else {})}
     if source.optimizer is not None:
         sections[SECTION] = {"kind": "named", **_optimizer_values(source)}
         sections["run"] = {"kind": "object", "value": encode_plain(run_values(source), "run")}
+    for name in source.prefixes.keys() & sections.keys():
+        sections[name]["prefix"] = source.prefixes[name]
     return values_to_bytes(sections)
 
 

@@ -3,6 +3,7 @@ Stepmark run has."""
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import re
 from collections import Counter
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.format.rows import MASTER
-from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch, UsageError
 from stepmark.interchange.models.model_class import outline_of
 from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
@@ -44,9 +45,20 @@ def files_beside(folder: Path) -> dict[str, Path]:
 
 
 def outline_for(found_files: dict[str, Path], options: ImportOptions, tensors: int) -> ModelOutline | None:
-    """The model of the config that the user gave, or that lies in the checkpoint; None where there is none."""
+    """The model of the config that the user gave, or that lies in the checkpoint, with the parameters that the user
+    says were frozen; None where there is none. Raises UsageError for a pattern without a parameter."""
     path = config_path(found_files, options)
-    return None if path is None else outline_of(path, tensors)
+    if path is None and options.frozen:
+        raise UsageError("--frozen: names are those of the model's config, which is not there; give it with --config")
+    if path is None:
+        return None
+    outline, frozen = outline_of(path, tensors), set[str]()
+    for pattern in options.frozen:
+        matching = fnmatch.filter(outline.parameters, pattern)
+        if not matching:
+            raise UsageError(f"--frozen: no parameter of the {outline.architecture} of {path} is like {pattern!r}")
+        frozen.update(matching)
+    return replace(outline, frozen=outline.frozen | frozen)
 
 
 def config_path(found_files: dict[str, Path], options: ImportOptions) -> Path | None:
@@ -124,6 +136,9 @@ def fit_model(found: ForeignCheckpoint, outline: ModelOutline) -> None:
                 f"{other.where} is {list(other.shape)}, and {list(shape)} in the {outline.architecture} of {config}"
             )
     found.model = {name: found.model[name] for name in outline.state if name in found.model}
+    found.written = {
+        name: own for name, own in outline.written.items() if name not in outline.saved or own in found.model
+    }
 
 
 def take_own_names(found: ForeignCheckpoint, outline: ModelOutline | None) -> None:

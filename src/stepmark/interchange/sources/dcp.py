@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models.model_outline import ModelOutline
 from stepmark.interchange.sources import torchtitan
@@ -42,10 +43,11 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     files = files_beside(folder)
     outline = outline_for(files, options, len(store.tensors))
     lost: list[str] = []
-    tensors = model_of(store, outline, lost)
+    prefixes: dict[str, str] = {}
+    tensors = model_of(store, outline, lost, prefixes)
     changed = new_names(tensors, options.names)
     model = {changed[name]: tensor for name, tensor in tensors.items() if name in changed}
-    found = ForeignCheckpoint("torch.distributed.checkpoint", folder, model, files=files, lost=lost)
+    found = ForeignCheckpoint("torch.distributed.checkpoint", folder, model, files=files, lost=lost, prefixes=prefixes)
     take_own_names(found, outline)
     found.records = store.records
     found.mesh = {"ranks": len({piece.array.path for tensor in store.tensors.values() for piece in tensor.pieces})}
@@ -61,8 +63,10 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     return finish(found, options, outline)
 
 
-def model_of(store: DcpStore, outline: ModelOutline | None, lost: list[str]) -> dict[str, GlobalTensor]:
-    """The model's tensors; other tensors are added to `lost`.
+def model_of(
+    store: DcpStore, outline: ModelOutline | None, lost: list[str], prefixes: dict[str, str]
+) -> dict[str, GlobalTensor]:
+    """The model's tensors; other tensors are added to `lost`, and outer keys of a nested state dict to `prefixes`.
 
     Raises CheckpointMismatch where it cannot be told which are the model's.
     """
@@ -80,6 +84,8 @@ def model_of(store: DcpStore, outline: ModelOutline | None, lost: list[str]) -> 
             f"{store.folder / METADATA}: it has no model among {', '.join(sorted(groups)) or 'its names'}; give the "
             "model's config with --config"
         )
+    if "." in chosen:
+        prefixes[MODEL] = f"{chosen}."
     lost += [f"{key}: other tensors of the store, beside {chosen}" for key in groups if key != chosen and chosen]
     counters = {name for name in _STEPS if outline is None or name not in outline.state} if not chosen else set()
     return {name: tensor for name, tensor in without_prefix(groups[chosen]).items() if name not in counters}
@@ -143,6 +149,8 @@ def optimizer_of(
             f"{store.folder / METADATA}: it has {len(keys)} optimizers, {' and '.join(sorted(keys))}; import the model "
             "alone with --model-only"
         )
+    if "." in (key := next(iter(keys))):
+        found.prefixes[OPTIMIZER] = f"{key}."
     where = store.folder / METADATA
     listed = _listed_groups(groups, where)
     ordered = store.ordered and any(tensor.name in store.tensors for tensor in found.model.values())

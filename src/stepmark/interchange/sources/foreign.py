@@ -46,10 +46,12 @@ class ForeignCheckpoint:
         assumed: What the files do not prove, in sentences.
         lost: What is not taken along and why, in sentences.
         adapter: Whether it is a PEFT adapter and not a model.
+        prefixes: What names of a section began with in the state dict that was saved, where that was nested.
         live: Of an adapter with an optimizer: its names to those in the PeftModel, which our optimizers have.
         identity: What a run's identity has of it.
         architecture: The model's class, if the config names it.
         tied: Names of tied tensors to the names they are stored under.
+        written: What transformers changes when it writes the model; see `stepmark.checkpoint.written_form`.
     """
 
     kind: str
@@ -68,6 +70,8 @@ class ForeignCheckpoint:
     adapter: bool = False
     architecture: str | None = None
     tied: dict[str, str] = field(default_factory=dict)
+    written: dict[str, Any] = field(default_factory=dict)
+    prefixes: dict[str, str] = field(default_factory=dict)
     live: dict[str, str] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
 
@@ -83,8 +87,8 @@ class ImportOptions:
     """What the user says about a source, because its files do not.
 
     `config` is a Hugging Face config.json, `tag` the checkpoint to take of a folder with several, `model_only` leaves
-    the optimizer out, `names` are the patterns of a --map file, and `heads` how query heads lie where
-    key/value heads are replicated: "auto", or "natural".
+    the optimizer out, `names` are the patterns of a --map file, `heads` is how query heads lie where key/value heads
+    are replicated: "auto", or "natural", and `frozen` are patterns of names of parameters that were not trained.
     """
 
     config: Path | None = None
@@ -92,6 +96,7 @@ class ImportOptions:
     model_only: bool = False
     names: Sequence[tuple[str, str]] = ()
     heads: str = "auto"
+    frozen: Sequence[str] = ()
 
 
 class CheckpointFormat(Protocol):

@@ -60,7 +60,7 @@ def numbered_names(
         parameters: Names to shapes, in the model's order.
         where: The file, for messages.
         layer_norms: Parameters of torch's LayerNorm.
-        frozen: Parameters that an optimizer may not have, because the model's class does not train them.
+        frozen: Parameters that an optimizer may not have, because the model's class, or the user, does not train them.
         renamed: Names of the saving program to those of `parameters`, where they differ.
         tool: Of optimizers that a tool makes itself, which all do in two groups: its name. One group is then an
             optimizer of the user's, whose order is in no file.
@@ -92,7 +92,7 @@ def numbered_names(
         return dict(zip(flat, fitting, strict=True)), rule
     raise CheckpointMismatch(
         f"{where}: the optimizer's numbers cannot be matched with the model's {len(parameters)} parameters: {unfit}; "
-        "import the model alone with --model-only"
+        "name those that were frozen (--frozen 'model.layers.0.*'), or import the model alone with --model-only"
     )
 
 

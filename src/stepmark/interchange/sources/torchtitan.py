@@ -7,14 +7,14 @@ a rotation alternate. Hugging Face has all first halves of a head before all sec
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models.model_outline import CONFIG, ModelOutline, read_config
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
-from stepmark.tensor_files.global_tensor import GlobalTensor, Piece
-from stepmark.tensor_files.torch_writer import Reshaped
+from stepmark.tensor_files.global_tensor import GlobalTensor, row_major_strides
+from stepmark.tensor_files.strided import strided
 
 EMBEDDING = "tok_embeddings.weight"
 _NAMES = {
@@ -105,27 +105,17 @@ def _rows_of_head(name: str, value: Any, heads: dict[str, int]) -> int | None:
     return rows // count
 
 
-def _reordered(name: str, value: Any, heads: dict[str, int]) -> Any:
-    """Rows in Hugging Face's order; anything but wq and wk as it is."""
+def _reordered(name: str, value: Any, heads: dict[str, int], *, back: bool = False) -> Any:
+    """Rows in Hugging Face's order, or `back` in Meta's, where the two halves of a rotation alternate; anything but wq
+    and wk as it is."""
     size = _rows_of_head(name, value, heads)
     if size is None:
         return value
-    return replace(value, pieces=tuple(part for piece in value.pieces for part in _halves(piece, size)))
-
-
-def _halves(piece: Piece, size: int) -> list[Piece]:
-    """The rows of a shard, those of each head and half separately; `size` is the head's."""
-    begin, end = piece.offsets[0], piece.offsets[0] + piece.array.shape[0]
-    found = []
-    for head in range(begin // size, -(-end // size)):
-        for half in (0, 1):
-            first = head * size + half
-            low = max(0, -((first - begin) // 2) if first < begin else 0)
-            high = min(size // 2, -(-(end - first) // 2))
-            if low < high:
-                array = piece.array.narrow(0, first + 2 * low - begin, high - low, step=2)
-                found.append(Piece(array, (head * size + half * (size // 2) + low, *piece.offsets[1:])))
-    return found
+    inner = size // 2 if back else 2  # rows are [head, outer, inner], and become [head, inner, outer]
+    row, *rest = row_major_strides((1, *value.shape[1:]))
+    lengths = (value.shape[0] // size, inner, size // inner, *value.shape[1:])
+    turned = strided(value, 0, lengths, (size * row, row, inner * row, *rest))
+    return strided(turned, 0, value.shape, row_major_strides(value.shape))
 
 
 # The other way round
@@ -137,7 +127,7 @@ class Titan:
     torchtitan's."""
 
     names: dict[str, str]
-    model: dict[str, GlobalTensor | Reshaped]
+    model: dict[str, GlobalTensor]
     states: dict[str, dict[str, Any]]
 
 
@@ -153,9 +143,9 @@ def exported(found: ForeignCheckpoint) -> Titan:
     states = found.optimizer.states if found.optimizer is not None else {}
     return Titan(
         names,
-        {name: _interleaved(names[name], tensor, heads) for name, tensor in found.model.items()},
+        {name: _reordered(names[name], tensor, heads, back=True) for name, tensor in found.model.items()},
         {
-            name: {key: _interleaved(names[name], value, heads) for key, value in state.items()}
+            name: {key: _reordered(names[name], value, heads, back=True) for key, value in state.items()}
             for name, state in states.items()
         },
     )
@@ -173,27 +163,3 @@ def _titan_name(found: ForeignCheckpoint, name: str) -> str:
         f"{found.folder}: tensor {name!r} is in no Llama of torchtitan, and other models have other rows there; leave "
         "--titan out, and load the names of Hugging Face"
     )
-
-
-def _interleaved(name: str, value: Any, heads: dict[str, int]) -> Any:
-    """Rows in Meta's order, where the two halves of a rotation alternate; anything but wq and wk as it is."""
-    size = _rows_of_head(name, value, heads)
-    if size is None:
-        return value
-    rows, columns = value.shape
-    pieces = [part for piece in value.pieces for part in _head_halves(piece, size)]
-    turned = replace(value, shape=(rows // size, size // 2, 2, columns), pieces=tuple(pieces))
-    return Reshaped(turned, value.shape)
-
-
-def _head_halves(piece: Piece, size: int) -> list[Piece]:
-    """The rows of each head and half of a shard, where they belong in [head, row of a half, half, column]."""
-    begin, end = piece.offsets[0], piece.offsets[0] + piece.array.shape[0]
-    half, found = size // 2, []
-    for number in range(begin // half, -(-end // half)):
-        low, high = max(begin, number * half), min(end, (number + 1) * half)
-        array = piece.array.narrow(0, low - begin, high - low)
-        row, column = array.strides
-        turned = replace(array, shape=(1, high - low, 1, array.shape[1]), strides=(row, row, row, column))
-        found.append(Piece(turned, (number // 2, low - number * half, number % 2, piece.offsets[1])))
-    return found

@@ -32,6 +32,7 @@ TRAINER = "transformers Trainer"
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 _FSDP_MODELS = ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_0")
+_FSDP_PARTS = "pytorch_model_fsdp*_rank*.bin"
 _FSDP_OPTIMIZER = "optimizer_0"
 
 
@@ -39,7 +40,7 @@ def recognize(folder: Path) -> bool:
     """Whether the folder has the files of a Trainer's checkpoint, or of accelerate's save_state."""
     weights = has_weights(folder) or any((folder / name).exists() for name in _FSDP_MODELS) or adapter_file(folder)
     beside = (STATE, *_OPTIMIZERS, _FSDP_OPTIMIZER, "random_states_0.pkl")
-    return bool(weights) and any((folder / name).exists() for name in beside)
+    return bool(weights or any(folder.glob(_FSDP_PARTS))) and any((folder / name).exists() for name in beside)
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
@@ -71,12 +72,17 @@ def _kind(folder: Path) -> str:
 
 def _weights(folder: Path, found: ForeignCheckpoint) -> dict[str, GlobalTensor]:
     whole, sharded = (folder / name for name in _FSDP_MODELS)
+    for part in sorted(folder.glob(_FSDP_PARTS)):
+        raise CheckpointMismatch(
+            f"{part}: it is one rank's part of the model, and does not say which; load it with accelerate on as many "
+            "ranks, and save with SHARDED_STATE_DICT and use_dcp=True"
+        )
     if whole.is_file():
         return without_prefix(read_files([whole], found.records))
     if is_store(sharded):
         store = read_store(sharded)
         found.records += store.records
-        return dcp.model_of(store, None, found.lost)
+        return dcp.model_of(store, None, found.lost, {})
     adapter = adapter_file(folder)
     if adapter is not None and not has_weights(folder):
         found.adapter, found.kind = True, f"{found.kind} with PEFT"

@@ -65,7 +65,7 @@ def check_pipeline(name: str, stages: int) -> None:
 
 
 class RefusedHook:
-    """A method of transformers' Trainer that Stepmark lacks, in a class that is both: reading it says so."""
+    """A method of transformers' Trainer that Stepmark lacks: reading it says what to use."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -73,6 +73,13 @@ class RefusedHook:
     def __get__(self, trainer: Any, kind: type) -> Any:
         instead = refusals("hook").get(self._name, "leave it out")
         raise AttributeError(f"{kind.__name__}: stepmark's Trainer has no {self._name}; use {instead}")
+
+
+def refuse_missing_hooks(base: type) -> None:
+    """Makes reading a hook of transformers' Trainer that `base` lacks say what to use instead."""
+    for name in refusals("hook"):
+        if not hasattr(base, name):
+            setattr(base, name, RefusedHook(name))
 
 
 class Replaceable:

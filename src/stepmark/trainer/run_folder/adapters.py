@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stepmark.checkpoint.format.manifest import ADAPTER
+from stepmark.checkpoint.written_form import own_class
 from stepmark.errors import UsageError
 from stepmark.model_folder.adapted_model import BASE_DIGEST
 from stepmark.parallel.model_digest import mesh_digest
@@ -32,15 +33,15 @@ class RenamedModel(nn.Module):
     def __init__(self, model: Any, names: dict[str, str]) -> None:
         super().__init__()
         self._model = [model]  # in a list, so that it is not a submodule
-        self._names = names
+        self.names = names
 
     @property
     def model(self) -> Any:
         return self._model[0]
 
     def state_dict(self, *, keep_vars: bool = False, **_: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        state = self.model.state_dict(keep_vars=keep_vars)
-        return {name: state[full] for name, full in self._names.items()}
+        state = type(self.model).state_dict(self.model, keep_vars=keep_vars)
+        return {name: state[full] for name, full in self.names.items()}
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         found = self.state_dict(keep_vars=True).values()
@@ -81,18 +82,19 @@ class Adapter(RenamedModel):
         _check_complete(model, saved)
 
     def write_config(self, folder: Path) -> None:
-        """Writes `adapter_config.json`, for inference, as peft does. A base model in a folder is named by its absolute
-        path, so that the adapter is found to belong to it wherever a command is started."""
-        config = copy.copy(self.config)
+        """Writes `adapter_config.json`, for inference, and a model card, as peft does. A base model in a folder is
+        named by its absolute path, so that the adapter is found to belong to it wherever a command is started."""
+        config, inner = copy.copy(self.config), self.model.get_base_model()
         config.inference_mode = True
-        base = config.base_model_name_or_path
-        if base and Path(base).is_dir():
-            config.base_model_name_or_path = str(Path(base).absolute())
-        config.save_pretrained(str(folder))
+        base = config.base_model_name_or_path or getattr(inner, "name_or_path", None)
+        config.base_model_name_or_path = str(Path(base).absolute()) if base and Path(base).is_dir() else base or None
+        kind = {"base_model_class": own_class(inner).__name__, "parent_library": own_class(inner).__module__}
+        config.save_pretrained(str(folder), auto_mapping_dict=None if config.task_type else kind)
+        self.model.create_or_update_model_card(str(folder))
 
     def identity(self, mesh: Mesh) -> dict[str, Any]:
         """The base model's checksum, equal on any mesh, and the adapter's configuration. Collective."""
-        own = set(self._names.values())
+        own = set(self.names.values())
         digest = mesh_digest(base_tensors(self.model, own | self._others), mesh)
         found = {BASE_DIGEST: digest, "adapter": adapter_identity(self.config)}
         if self._others:

@@ -19,6 +19,9 @@ from stepmark.errors import StepmarkError, UsageError
 from stepmark.liveness.console import CONSOLE
 from stepmark.liveness.failure_report import FAILURES
 from stepmark.liveness.host_group import HostGroup
+from stepmark.model_folder.consolidate import consolidate
+from stepmark.model_folder.new_folder import WritingListener
+from stepmark.model_folder.output_files import MAX_SHARD
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.output_folder import EARLIER, on_rank_0
 from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, SYSTEM
@@ -35,7 +38,6 @@ NOT_MODEL = [
     *("checkpoint-*", "checkpoint-*/**", ".*", ".*/**", "best"),
     *(METRICS, EVENTS, STATUS, f"{SYSTEM}/**", f"{FAILURES}/**", f"{CONSOLE}/**", f"{EARLIER}*/**"),
 ]
-NOT_OF_MODEL = ["optimizer/**", "manifest.json", "state.json", "trainer_state.json"]  # in a checkpoint
 
 
 class HubUploads(TrainerCallback):
@@ -92,16 +94,19 @@ class HubUploads(TrainerCallback):
         staged = Path(args.output_dir) / f".hub-{step}"  # outlives the checkpoint; in hard links where it can
         shutil.rmtree(staged, ignore_errors=True)
         shutil.copytree(folder, staged, copy_function=_link)
+        model = staged.with_name(f"{staged.name}-model")
         complete = {"checkpoint": LAST_CHECKPOINT, "all_checkpoints": folder.name}.get(args.hub_strategy)
         message = f"Training in progress, step {step}"
 
         def upload() -> None:
             try:
-                self._upload(staged, message, NOT_OF_MODEL, args.hub_revision)
+                consolidate(staged, model, "safetensors", MAX_SHARD, WritingListener())
+                self._upload(model, message, [], args.hub_revision)
                 if complete is not None:
                     self._upload(staged, message, [], args.hub_revision, complete)
             finally:
                 shutil.rmtree(staged, ignore_errors=True)
+                shutil.rmtree(model, ignore_errors=True)
 
         self._in_background(upload)
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
-from stepmark.checkpoint.format.manifest import MODEL
+from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, WRITTEN
 from stepmark.checkpoint.sections import describe
+from stepmark.checkpoint.written_form import own_class
 from stepmark.data.loader.collate import PadTo
-from stepmark.errors import StepmarkError
+from stepmark.errors import StepmarkError, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import with_advice
+from stepmark.liveness.host_group import HostGroup
 from stepmark.model_folder.consolidate import UNLIMITED, consolidate, weight_files
 from stepmark.model_folder.new_folder import WritingListener
 from stepmark.model_folder.output_files import MAX_SHARD, in_memory, write_files
@@ -27,6 +30,7 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.sharding.dtensor import is_dtensor, reshard
 from stepmark.sharding.layout import Layout
+from stepmark.tensor_files.strided import as_written
 from stepmark.trainer.compat.overrides import accepts
 from stepmark.trainer.run_folder.adapters import Adapter, saved_module
 from stepmark.trainer.run_folder.output_folder import on_rank_0
@@ -36,13 +40,22 @@ _SILENT = WritingListener()
 _INDEX = "model.safetensors.index.json"
 
 
-def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: Any, timeout: float) -> None:
+def write_model(
+    folder: Path,
+    model: nn.Module,
+    mesh: Mesh,
+    processing_class: Any,
+    timeout: float,
+    host: HostGroup | None = None,
+    state: Mapping[str, Tensor] | None = None,
+) -> None:
     """Writes the complete model under Hugging Face's file names. Each file appears atomically, and weight files of an
-    earlier model are removed last. The model does not change. Collective; `timeout`, in seconds, bounds each phase.
+    earlier model are removed last. The model does not change. Collective among the mesh's ranks, or those of `host`;
+    `timeout`, in seconds, bounds each phase. With `state`, a state dict, its values are written.
 
     Raises StepmarkError, on all ranks, where the folder cannot be written.
     """
-    runtime, host = mesh.runtime, mesh.context.host
+    runtime, host = mesh.runtime, host or mesh.context.host
     staging = folder / _STAGING
 
     def prepare() -> None:
@@ -51,10 +64,9 @@ def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: An
             shutil.rmtree(leftover)
 
     on_rank_0(host, prepare, partial(_cannot_write, folder))
-    runtime.step_boundary()
-    reshard(model)
-    divided = any(map(is_dtensor, model.parameters()))
-    sharded = divided or mesh.tensor_parallel.size * mesh.pipeline.size * mesh.expert_parallel_size > 1
+    sharded = is_sharded(model, mesh)
+    if state is None:
+        runtime.step_boundary()
     if sharded:
         with Checkpointer(staging, group=host, runtime=runtime, async_save=False, save_timeout=timeout) as checkpointer:
             checkpointer.save(0, {"model": model}, model_only=True)
@@ -65,7 +77,7 @@ def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: An
             consolidate(checkpoint_path(staging, 0), complete, "safetensors", _largest_file(model), _SILENT)
         else:
             complete.mkdir()
-            _write_weights(complete, model, runtime)
+            _write_weights(complete, model, runtime, state)
         _publish(complete, folder)
         write_model_files(folder, model, processing_class)
         shutil.rmtree(staging)
@@ -73,22 +85,37 @@ def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: An
     on_rank_0(host, finish, partial(_cannot_write, folder))
 
 
+def is_sharded(model: nn.Module, mesh: Mesh) -> bool:
+    """Whether ranks hold the model together; what fully_shard has gathered is freed."""
+    reshard(model)
+    shared = mesh.tensor_parallel.size * mesh.pipeline.size * mesh.expert_parallel_size
+    return shared > 1 or any(map(is_dtensor, model.parameters()))
+
+
 def _largest_file(model: nn.Module) -> int:
     """Bytes of tensors in one file; peft reads only one."""
     return UNLIMITED if isinstance(model, Adapter) else MAX_SHARD
 
 
-def _write_weights(folder: Path, model: nn.Module, runtime: Runtime) -> None:
-    """Writes the weights of a model that this rank holds completely; tied weights once."""
+def _write_weights(folder: Path, model: nn.Module, runtime: Runtime, state: Mapping[str, Tensor] | None = None) -> None:
+    """Writes the weights of a model that this rank holds completely, with the values of a state dict, if it is given;
+    tied weights once."""
     (section,) = describe({"model": model})
+    names = getattr(model, "names", {name: name for name in section.entries})
     for name, entry in section.entries.items():
         if entry.layout != Layout.full(entry.layout.shape):
             raise StepmarkError(
                 f"{name} is a shard of {list(entry.layout.shape)}, so that no complete model was written"
             )
-    on_host = runtime.to_host([entry.tensor for entry in section.entries.values()])
+        if state is not None and names[name] not in state:
+            raise UsageError(f"state_dict: it has no {names[name]!r}; pass all of model.state_dict(), or leave it out")
+    if state is None:
+        on_host = runtime.to_host([entry.tensor for entry in section.entries.values()])
+    else:
+        on_host = [state[names[name]].cpu() for name in section.entries]
     tensors = {name: in_memory(name, tensor) for name, tensor in zip(section.entries, on_host, strict=True)}
-    write_files(folder, weight_files(tensors, section.group, "safetensors", _largest_file(model)), (), _SILENT)
+    written = as_written(tensors, section.values.get(WRITTEN))
+    write_files(folder, weight_files(written, section.group, "safetensors", _largest_file(model)), (), _SILENT)
 
 
 def _publish(source: Path, folder: Path) -> None:
@@ -104,6 +131,8 @@ def _publish(source: Path, folder: Path) -> None:
 
 def _cannot_write(folder: Path, error: Exception) -> StepmarkError:
     """safetensors and tokenizers have their own exceptions for a full disk."""
+    if isinstance(error, UsageError):
+        return error
     reason = " ".join(str(error).split()) or type(error).__name__
     return StepmarkError(with_advice(f"the model cannot be written to {folder}: {reason}", error))
 
@@ -112,24 +141,30 @@ def write_model_files(folder: Path, model: nn.Module, processing_class: Any) -> 
     """Writes the files of a Hugging Face model folder except the weights: config, generation config, tokenizer, and
     Python code that came with them. Of an adapter there is only its own config, since one of the base would make a
     model with random weights of the folder."""
-    parts: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None), processing_class]
+    parts: list[Any] = [_config_of(folder, model), getattr(model, "generation_config", None), processing_class]
     if isinstance(model, Adapter):
         model.write_config(folder)
         parts = [processing_class]
-    elif getattr(model, "_auto_class", None) is not None:
-        _save_code(folder, model)
     for part in parts:
         if hasattr(part, "save_pretrained"):
             part.save_pretrained(folder)
 
 
-def _save_code(folder: Path, model: nn.Module) -> None:
-    """Copies the modules of a model class that came with its weights (`trust_remote_code`), and names them in its
-    config, as transformers' `save_pretrained` of the model does; the other parts do so themselves."""
+def _config_of(folder: Path, model: nn.Module) -> Any:
+    """The config as `save_pretrained` of a transformers model writes it, whose class and type it names. The modules of
+    a class that came with its weights (`trust_remote_code`) are copied and named there, too."""
+    from transformers import PreTrainedModel
     from transformers.dynamic_module_utils import custom_object_save
 
-    config: Any = model.config
-    custom_object_save(model, folder, config=config)
+    config: Any = getattr(model, "config", None)
+    if not isinstance(model, PreTrainedModel):
+        return config
+    config = copy.deepcopy(config)
+    config.architectures = [own_class(model).__name__]
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    if model._auto_class is not None:
+        custom_object_save(model, folder, config=config)
+    return config
 
 
 @contextlib.contextmanager
@@ -161,17 +196,31 @@ class SavedModel:
         self._mesh = mesh
         self._rank = mesh.context.host.rank
         self._folder = (output_folder / ".save_model").absolute()
-        self._collecting = self._collected = False
+        self._taken = (output_folder / ".save_checkpoint").absolute()
+        self._waiting: list[Path] = []  # for the next checkpoint
+        self._collecting = False
 
-    def write(self, folder: Path, processing_class: Any, timeout: float) -> None:
-        """As `write_model`; into the folder for a checkpoint without weights, which that has. Collective."""
+    def write(
+        self,
+        folder: Path,
+        processing_class: Any,
+        timeout: float,
+        *,
+        alone: bool = False,
+        state: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """As `write_model`; into the folder for a checkpoint without weights, which that has. Collective, unless rank 0
+        is to do it `alone`."""
         if self._collecting and folder == self._folder:
             if self._rank == 0:
                 write_model_files(folder, self.module, processing_class)
         elif extracting_graphs():
             warn_not_saved(f"the model in {folder}")
+        elif alone and is_sharded(self.module, self._mesh):
+            raise UsageError("_save: ranks hold the model together; call save_model() on all of them")
         else:
-            write_model(folder, self.module, self._mesh, processing_class, timeout)
+            host = HostGroup() if alone else self._mesh.context.host
+            write_model(folder, self.module, self._mesh, processing_class, timeout, host, state)
 
     def collect(self, save_model: Callable[..., None]) -> None:
         """Calls a user's `save_model`, which takes a folder, to write into an empty one. Collective."""
@@ -184,20 +233,27 @@ class SavedModel:
             save_model(str(self._folder), **({"_internal_call": True} if accepts(save_model, "_internal_call") else {}))
         finally:
             self._collecting = False
-        self._collected = True
+        self._waiting.append(self._folder)
         self._mesh.context.host.barrier()
 
+    def take(self, folder: Path) -> None:
+        """Takes what a user's `_save_checkpoint` has written under the name of the next checkpoint as a part of it."""
+        if folder.is_dir() and not (folder / MANIFEST).exists():
+            shutil.rmtree(self._taken, ignore_errors=True)
+            self._waiting.append(folder.rename(self._taken))
+
     def add_to(self, checkpoint: Path, processing_class: Any) -> None:
-        """Adds the files to a checkpoint: those that were collected for it but the weights, or the usual ones."""
-        if not self._collected:
+        """Adds the files to a checkpoint: those that were collected for it but the weights, or else the usual ones, and
+        what was taken."""
+        if self._folder not in self._waiting:
             write_model_files(checkpoint, self.module, processing_class)
-            return
         own = MODEL, getattr(self.module, "tensor_group", MODEL)
-        for path in self._folder.iterdir():
-            if not any(path.match(f"{each}*.safetensors*") for each in own):
-                shutil.move(path, checkpoint / path.name)
-        shutil.rmtree(self._folder)
-        self._collected = False
+        for folder in self._waiting:
+            for weights in (path for group in own for path in folder.glob(f"{group}*.safetensors*")):
+                weights.unlink(missing_ok=True)
+            shutil.copytree(folder, checkpoint, copy_function=shutil.move, dirs_exist_ok=True)
+            shutil.rmtree(folder)
+        self._waiting.clear()
 
 
 def saved_processing(processing_class: Any, collator: Any) -> Any:

@@ -87,8 +87,8 @@ def check_no_earlier_run(folder: Path, args: TrainingFields, *, resumes: bool) -
     existing = checkpoints(folder)
     if args.save_strategy != "no" and existing and not resumes:
         raise UsageError(
-            f"output_dir: {folder} has checkpoints of an earlier run ({existing[0].name}); set resume_from_checkpoint: "
-            "true to continue it, or choose another folder"
+            f"output_dir: {folder} has checkpoints of an earlier run ({existing[0].name}); to continue it, set "
+            "resume_from_checkpoint: true, in a script train(resume_from_checkpoint=True); or choose another folder"
         )
 
 
@@ -99,6 +99,10 @@ def check_named_checkpoint(checkpoint: Path) -> None:
         raise CheckpointNotFound(f"resume_from_checkpoint: there is no {checkpoint}; {advice}")
     if not (checkpoint / MANIFEST).is_file():
         hint = import_hint(checkpoint, f"{checkpoint.name}-imported") or advice
+        if (checkpoint / "config.json").is_file() and not any(checkpoint.glob("trainer_state.json")):
+            hint = (
+                "it is a model, from which a new run starts: load it as the model, and leave resume_from_checkpoint out"
+            )
         raise CheckpointNotFound(
             f"resume_from_checkpoint: {checkpoint} is not a Stepmark checkpoint: it has no {MANIFEST}; {hint}"
         )

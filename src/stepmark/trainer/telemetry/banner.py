@@ -52,11 +52,12 @@ def too_short(args: TrainingFields, total_steps: int) -> list[str]:
 
 
 def _data(loader: Any) -> str:
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     tokens = getattr(getattr(dataset, "dataset", dataset), "tokens", None)  # perhaps without its unused columns
     steps = loader.steps_per_epoch
     each = f"{steps} step{'' if steps == 1 else 's'} per epoch"
-    return f"{count(tokens)} tokens, {each}" if isinstance(tokens, int) else each
+    samples = f"{count(len(dataset))} samples, {each}" if hasattr(dataset, "__len__") else each
+    return f"{count(tokens)} tokens, {each}" if isinstance(tokens, int) else samples
 
 
 def _parameters(model: nn.Module) -> str:
