@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.checkpoint.format.dtypes import dtype_name
-from stepmark.checkpoint.format.json_values import KeyPath, ValueEncoder, show
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE
 from stepmark.checkpoint.format.rows import Row
 from stepmark.errors import UsageError
+from stepmark.filesystem.json_values import KeyPath, ValueEncoder, show
 from stepmark.liveness.collection import without_collection
 from stepmark.runtime.base import has_addresses
 from stepmark.sharding.dtensor import is_dtensor, layout_of_dtensor, local_of, shard_of

@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
 from stepmark.errors import CheckpointDamaged
+from stepmark.filesystem.json_values import decode_plain
 from stepmark.model_folder.consolidate import EVALUATION, EVALUATION_FILE
 
 DEFAULT_BATCH_SIZE = 8

@@ -116,9 +116,10 @@ def _end(parent: int, stacks: int, rank: int, reports: str, missed: Countdown) -
 
 def _replace(target: str, content: dict) -> None:
     """Writes the file atomically, like FailureReport.leave."""
-    with open(f"{target}.part", "w") as file:
+    part = os.path.join(os.path.dirname(target), f".stepmark-{os.urandom(16).hex()}")
+    with open(part, "x") as file:
         json.dump(content, file)
-    os.rename(f"{target}.part", target)
+    os.rename(part, target)
 
 
 if __name__ == "__main__":

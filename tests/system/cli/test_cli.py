@@ -166,7 +166,7 @@ def test_of_several_ranks_one_reports_a_wrong_call(
     ],
 )
 def test_ranks_get_the_same_call_without_nproc(arguments: list[str], kept: list[str]) -> None:
-    assert rank_command(arguments) == [sys.executable, "-m", "stepmark", *kept]
+    assert rank_command(arguments) == [sys.executable, "-P", "-m", "stepmark", *kept]
 
 
 def test_training_as_a_user_calls_it(tmp_path: Path) -> None:

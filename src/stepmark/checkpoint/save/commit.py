@@ -24,8 +24,9 @@ from stepmark.checkpoint.format.manifest import (
 )
 from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.timestamps import TimestampSource
-from stepmark.errors import CheckpointBusy
+from stepmark.errors import CheckpointBusy, UsageError
 from stepmark.filesystem import files
+from stepmark.filesystem.json_files import is_too_large
 
 INDEX = "model.safetensors.index.json"
 
@@ -116,5 +117,8 @@ def tensor_entries(plan: SavePlan) -> dict[str, dict[str, TensorEntry]]:
 
 
 def values_to_bytes(values: Mapping[str, Any]) -> bytes:
-    """The contents of state.json."""
-    return json.dumps({"version": VERSION, "sections": values}).encode()
+    """The contents of state.json. Raises UsageError where no restore would read so much."""
+    data = json.dumps({"version": VERSION, "sections": values}).encode()
+    if is_too_large(data):
+        raise UsageError("what the state has besides tensors is too large for state.json; save long lists as tensors")
+    return data
