@@ -1,17 +1,22 @@
-"""Looking where another thread is never hangs."""
+"""Looking where another thread is never hangs, and keeps nothing alive."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
+import weakref
+from typing import Any
 
-from stepmark.liveness.thread_frames import frame_of
+import pytest
+
+from stepmark.liveness.thread_frames import innermost, is_waiting, places_of, stack
 
 # Garbage is collected at every possible allocation within the call, and what it frees is held by a thread.
 PROGRAM = """
 import faulthandler, gc, threading
-from stepmark.liveness.thread_frames import frame_of
+from stepmark.liveness.thread_frames import places_of
 
 class Cycle:
     pass
@@ -31,7 +36,7 @@ for allocations in range(30):
     make_garbage()
     gc.set_threshold(gc.get_count()[0] + allocations)
     gc.enable()
-    assert frame_of(threading.get_ident()) is not None
+    assert places_of(threading.get_ident())
     assert gc.isenabled()
 print("done")
 """
@@ -42,25 +47,43 @@ def test_it_does_not_wait_for_garbage() -> None:
     assert (found.returncode, found.stdout) == (0, "done\n"), found.stderr
 
 
-def test_the_frame_of_a_thread() -> None:
+class Value:
+    """What a function computes."""
+
+
+def test_where_a_thread_is_and_nothing_of_it_is_kept() -> None:
     begun, wait = threading.Event(), threading.Event()
+    kept: list[Any] = []
 
     def stand_still() -> None:
+        value = Value()
+        kept.append(weakref.ref(value))
         begun.set()
         wait.wait()
 
     thread = threading.Thread(target=stand_still)
     thread.start()
     begun.wait()
-    frame = frame_of(thread.ident or 0)
-    functions = set()
-    while frame is not None:
-        functions.add(frame.f_code.co_name)
-        frame = frame.f_back
-    assert "stand_still" in functions
-    own = frame_of(threading.get_ident())
-    assert own is not None
-    assert own.f_code.co_name == "test_the_frame_of_a_thread"
+    places = places_of(thread.ident or 0)
+    assert "stand_still" in [each.function for each in places]
+    assert innermost(places).startswith("stand_still (test_thread_frames.py, line ")
+    assert not is_waiting(places)
+    assert any(line.endswith(", in stand_still") and f'"{__file__}"' in line for line in stack(places))
+    (own, *_) = places_of(threading.get_ident())
+    assert (own.file, own.function) == (__file__, "test_where_a_thread_is_and_nothing_of_it_is_kept")
+    assert kept[0]() is not None
     wait.set()
     thread.join()
-    assert frame_of(thread.ident or 0) is None
+    assert kept[0]() is None
+    assert places
+    assert innermost(places_of(thread.ident or 0)) == "an unknown place"
+
+
+def test_without_a_file_to_write_to_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", fail, raising=False)
+    assert places_of(threading.get_ident()) == []
+    monkeypatch.delattr(os, "memfd_create")
+    assert places_of(threading.get_ident())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,19 @@ def test_a_save_is_copied_beside_the_next_step(native_ranks: Ranks, tmp_path: Pa
     trained = 6 * 4  # each parameter with its step and two moments
     expected = {"later": trained, "waits": [[], []], "early": [False, False, False], "hazard": 0, "changed": True}
     assert found == {**expected, "restored": [True, True]}
+
+
+def test_a_device_whose_allocator_cannot_copy_saves_as_before_copy_on_write(
+    native_ranks: Ranks, tmp_path: Path
+) -> None:
+    """torch ends the process where it frees a tensor that such an allocator could not copy."""
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
+    given = {**options, "output_dir": str(tmp_path / "device")}
+    saved = native_ranks.run(ON_DEVICE, given, 0, ["copy_data"]).check()[0]
+    shutil.rmtree(tmp_path / "device" / "checkpoint-4")
+    shutil.rmtree(tmp_path / "device" / "checkpoint-3")
+    resumed = native_ranks.run(ON_DEVICE, {**given, "resume_from_checkpoint": True}, 0, ["copy_data"]).check()[0]
+    assert resumed["weights"] == saved["weights"]
 
 
 def test_what_is_tried_draws_nothing_on_the_host_or_the_device(native_ranks: Ranks) -> None:

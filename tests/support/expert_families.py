@@ -12,7 +12,6 @@ from scripts.small_models import SMALL, narrow_model
 from stepmark import Mesh, parallelize
 from stepmark.parallel.architectures import TENSOR_PARALLEL
 from stepmark.parallel.parallelize import local_shard
-from stepmark.parallel.tensor.expert_parallel import shares_of_tokens
 from stepmark.runtime.collectives import Collectives
 from stepmark.sharding.layout import layout_of
 from stepmark.sharding.replication import replication_of
@@ -49,16 +48,16 @@ def compare(kind: str, mesh: Mesh) -> str:
         batches = [row[None, :length] for row, length in zip(tokens, LENGTHS, strict=True)]
         shares = [(length - 1) / (sum(LENGTHS) - 2) for length in LENGTHS]
     rank = mesh.data_parallel.rank
-    shares_of_tokens(mesh).begin(torch.tensor(float(batches[rank].numel() - len(batches[rank]))))
     expected = [_run(model, *each) for each in zip(batches, shares, strict=True)][rank]
-    for name, ours, theirs in zip(("logits", "loss"), _run(divided, batches[rank], 1.0), expected, strict=True):
+    found = _run(divided, batches[rank], shares[rank])
+    for name, ours, theirs in zip(("logits", "loss"), found, expected, strict=True):
         if not _close(ours, theirs, theirs):
             return f"{name} differ"
     wrong = ""
     whole = dict(model.named_parameters())
     for name, local in divided.named_parameters():  # each is reduced on both ranks, also where an earlier one differs
         gradient = torch.zeros_like(local) if local.grad is None else local.grad
-        gradient = _complete(gradient, local, mesh, shares[rank])
+        gradient = _complete(gradient, local, mesh)
         complete, layout = whole[name].grad, layout_of(local)
         complete = torch.zeros_like(whole[name]) if complete is None else complete
         theirs = complete if layout is None else local_shard(complete, layout, tuple(local.shape))
@@ -89,12 +88,12 @@ def _run(model: Any, tokens: Tensor, share: float) -> tuple[Tensor, Tensor]:
     return logits, loss.detach()
 
 
-def _complete(gradient: Tensor, local: Tensor, mesh: Mesh, share: float) -> Tensor:
-    """The mean over the tokens of all ranks."""
+def _complete(gradient: Tensor, local: Tensor, mesh: Mesh) -> Tensor:
+    """The sum over all ranks."""
     axis: Collectives
     if mesh.data_parallel.size > 1:
         axis, replication = mesh.data_parallel, replication_of(local, 1)
-        return gradient if replication.experts else axis.all_reduce([gradient * share])[0]
+        return gradient if replication.experts else axis.all_reduce([gradient.clone()])[0]
     axis = mesh.tensor_parallel
     return axis.all_reduce([gradient.clone()])[0] if replication_of(local, axis.size).partial else gradient
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,6 +19,9 @@ import xxhash
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
+from stepmark.liveness import late_rank
+from stepmark.liveness.late_rank import Beat
+from stepmark.liveness.progress import Progress
 from stepmark.sharding.dtensor import local_of
 from stepmark.trainer.run_folder.run_log import read_metrics
 
@@ -117,7 +123,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     """Trains the tiny model and returns its losses, weights and counters. `options` are TrainingArguments and samples,
     eval_samples, eval_sets (the names of several), ragged, dropout, layers, model_seed (a list: one a rank), kill_at,
     kill_ranks, kill_at_event, signal_at (what SignalAt is made with), noise (draw random numbers from every generator
-    between steps), counted (count graphs after every step)."""
+    between steps), counted (count graphs after every step), observed (heartbeats all the time)."""
     options = dict(options)
     samples, eval_samples = options.pop("samples", 30), options.pop("eval_samples", 7)
     eval_sets = options.pop("eval_sets", None)
@@ -131,6 +137,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         callbacks.append(KillAtEvent(options.pop("kill_at_event")))
     if "signal_at" in options:
         callbacks.append(SignalAt(**options.pop("signal_at")))
+    observed = options.pop("observed", False)
     count = CountGraphs()
     if options.pop("counted", False):
         callbacks.append(count)
@@ -148,7 +155,8 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         callbacks=callbacks,
     )
     count.trainer = trainer
-    trainer.train()
+    with observing() if observed else nullcontext():
+        trainer.train()
     return {
         **logged(Path(args.output_dir)),
         "weights": checksum(trainer),
@@ -157,6 +165,29 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         "rates": count.rates,
         "weighted": weighted_losses(trainer),
     }
+
+
+@contextmanager
+def observing() -> Iterator[None]:
+    """Inside the block, another thread looks where this one is all the time, on a processor that is busy elsewhere."""
+    at, done = Progress(), threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.001):
+            Beat.of(0, "", at)
+
+    def delayed(found: Any) -> str:
+        time.sleep(0.02)
+        return late_rank.stack(found)[-1]
+
+    thread = threading.Thread(target=look)
+    with mock.patch.object(late_rank, "innermost", delayed):
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
 
 def train_each(*runs: dict[str, Any]) -> list[dict[str, Any]]:

@@ -77,7 +77,7 @@ def evaluator_of() -> Any:
 
 def make(kind: str, folder: Path, **options: Any) -> Any:
     """The trainer of a kind, on Stepmark or `plain`. `options` are fields of its arguments, and `rows`, `eval_rows`,
-    `evaluates`, `loss` and `callbacks`."""
+    `evaluates`, `loss`, `callbacks` and `lora`: whether an adapter is trained, and the layer behind the model."""
     import sentence_transformers
     from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
 
@@ -92,6 +92,7 @@ def make(kind: str, folder: Path, **options: Any) -> Any:
     more["eval_dataset"] = dataset(kind, eval_rows) if eval_rows else None
     more["evaluator"] = evaluator_of() if options.pop("evaluates", False) else None
     more |= {"model_init": options.pop("model_init")} if "model_init" in options else {}
+    lora = options.pop("lora", False)
     make_loss = options.pop("loss", lambda model: loss_of(kind, model))
     fields = {
         "output_dir": str(folder / "run"),
@@ -116,10 +117,35 @@ def make(kind: str, folder: Path, **options: Any) -> Any:
     width = transformer.get_embedding_dimension()
     modules = [transformer, Pooling(width), Dense(width, 8)]
     model = sentence_transformers.SentenceTransformer(modules=modules, device="cpu")
+    if lora:
+        from peft import LoraConfig, TaskType
+
+        task = TaskType.FEATURE_EXTRACTION
+        model.add_adapter(LoraConfig(task_type=task, r=4, lora_dropout=0.0, target_modules="all-linear"))
     args = library.SentenceTransformerTrainingArguments(**fields)
     return library.SentenceTransformerTrainer(
         model=model, args=args, train_dataset=dataset(kind, rows), loss=make_loss(model), **more
     )
+
+
+def reranker(folder: Path, **options: Any) -> Any:
+    """A CrossEncoder whose adapter is trained."""
+    from peft import LoraConfig, TaskType
+    from sentence_transformers import CrossEncoder
+    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+
+    import stepmark.sentence_transformers as on_stepmark
+
+    base = folder / "reranker"
+    if not base.exists():  # with the head, which an adapter leaves to its base
+        CrossEncoder(str(save_model(folder / "model")), num_labels=1, device="cpu").save_pretrained(str(base))
+    torch.manual_seed(1)
+    model = CrossEncoder(str(base), device="cpu")
+    model.add_adapter(LoraConfig(task_type=TaskType.SEQ_CLS, r=4, lora_dropout=0.0, target_modules="all-linear"))
+    fields = {"max_steps": 6, "save_steps": 3, "learning_rate": 1e-2, "use_cpu": True, "disable_tqdm": True, **options}
+    args = on_stepmark.CrossEncoderTrainingArguments(per_device_train_batch_size=4, report_to="none", **fields)
+    loss = BinaryCrossEntropyLoss(model)
+    return on_stepmark.CrossEncoderTrainer(model=model, args=args, train_dataset=dataset("similarity", 64), loss=loss)
 
 
 def trained(kind: str, folder: str, options: dict[str, Any]) -> list[dict[str, float]]:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import GPT2LMHeadModel
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.checkpoint.host_memory import _RESERVE as RESERVE
@@ -133,7 +135,7 @@ def test_predictions_that_do_not_fit_are_refused_after_the_first_batch(
     assert bytes_of(trainer.predict(Blocks(8))) < whole
 
 
-@pytest.mark.parametrize("remedy", [{}, {"preprocess": ids_alone}, {"batch_eval_metrics": True}])
+@pytest.mark.parametrize("remedy", [{}, {"preprocess": ids_alone}, {"batch_eval_metrics": True}])  # code of one's own
 def test_a_run_whose_evaluations_do_not_fit_is_refused_before_it_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], remedy: dict[str, Any]
 ) -> None:
@@ -145,7 +147,7 @@ def test_a_run_whose_evaluations_do_not_fit_is_refused_before_it_trains(
         trainer.train()
         assert "eval_mean" in trainer.state.log_history[0]
         foretold = "predictions of an evaluation take" in capfd.readouterr().err
-        assert foretold != bool(remedy)  # batch by batch there is nothing to foretell
+        assert not foretold  # batch by batch there is nothing to foretell, and what is one's own is not called
         return
     with pytest.raises(PredictionsTooLarge):
         trainer.train()
@@ -187,3 +189,75 @@ def trained(folder: Path, preprocess: Any = None, **options: Any) -> Trainer:
         compute_metrics=mean,
         preprocess_logits_for_metrics=preprocess,
     )
+
+
+class Counts:
+    """Calls, and the samples of each, of code that users write."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def of(self, name: str, samples: int) -> None:
+        self.seen.append((name, samples))
+
+
+def counting(folder: Path, own: str) -> tuple[Trainer, Counts]:
+    """A Trainer with code of one kind, beside a function for metrics."""
+    counts = Counts()
+
+    class CountsLosses(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+            counts.of("train" if model.training else "eval", len(inputs["labels"]))
+            return super().compute_loss(model, inputs, return_outputs, **options)
+
+    class CountsBatches(Trainer):
+        def prediction_step(self, model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
+            counts.of("eval", len(inputs["labels"]))
+            return super().prediction_step(model, inputs, *given, **options)
+
+    class CountsLoops(Trainer):
+        def evaluation_loop(self, dataloader: Any, *given: Any, **options: Any) -> Any:
+            counts.of("eval", len(dataloader.dataset))
+            return super().evaluation_loop(dataloader, *given, **options)
+
+    class CountsCalls(GPT2LMHeadModel):
+        def forward(self, input_ids: Any, labels: Any) -> Any:  # type: ignore[override]
+            counts.of("train" if self.training else "eval", len(labels))
+            return super().forward(input_ids=input_ids, labels=labels)
+
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        counts.of("train" if len(samples) == 3 else "eval", len(samples))
+        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+    def preprocess(logits: Any, labels: Any) -> Any:
+        counts.of("eval", len(labels))
+        return logits.argmax(-1)
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        counts.of("metrics", len(prediction.predictions))
+        return {"called": float(len(counts.seen))}
+
+    kinds = {"compute_loss": CountsLosses, "prediction_step": CountsBatches, "evaluation_loop": CountsLoops}
+    model = tiny_model() if own != "forward" else CountsCalls(tiny_model().config)
+    args = TrainingArguments(
+        str(folder), device="cpu", per_device_train_batch_size=3, per_device_eval_batch_size=2, max_steps=4,
+        eval_strategy="steps", eval_steps=2, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = kinds.get(own, Trainer)(
+        model, args, train_dataset=Blocks(12), eval_dataset=Blocks(4), compute_metrics=metrics,
+        data_collator=collate if own == "data_collator" else None,
+        preprocess_logits_for_metrics=preprocess if own == "preprocess" else None,
+    )  # fmt: skip
+    return trainer, counts
+
+
+OWN = ["", "compute_loss", "prediction_step", "evaluation_loop", "forward", "data_collator", "preprocess"]
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_what_users_write_is_called_by_evaluations_alone(tmp_path: Path, own: str) -> None:
+    """Sums that it keeps are those of two evaluations of four samples, as in transformers."""
+    trainer, counts = counting(tmp_path, own)
+    trainer.train()
+    sums = {name: sum(samples for each, samples in counts.seen if each == name) for name in ("eval", "metrics")}
+    assert sums == {"eval": 8 if own else 0, "metrics": 8}

@@ -16,7 +16,7 @@ library = pytest.importorskip("sentence_transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.prove]
 
 from stepmark.trainer.library_trainers import _check_arguments as check_arguments  # noqa: E402
-from tests.support.sentence_programs import KINDS, evaluated, make, trained  # noqa: E402
+from tests.support.sentence_programs import KINDS, evaluated, make, reranker, trained  # noqa: E402
 from tests.support.trl_programs import logs  # noqa: E402
 
 TRAINED = "tests.support.sentence_programs:trained"
@@ -147,3 +147,28 @@ def test_a_loss_with_parts_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert [log["loss"] for log in found] == [log["loss"] for log in expected]
     for log in expected:
         assert log["distance"] + log["size"] == pytest.approx(log["loss"], abs=1e-3)
+
+
+PAIR = ("w1 w2", "w3")
+
+
+@pytest.mark.parametrize("kind", ["embeddings", "reranker"])
+def test_an_adapter_is_saved_loaded_and_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    def train(name: str, resume: str | None = None) -> tuple[Any, Any]:
+        options: dict[str, Any] = {"output_dir": str(tmp_path / name), "max_steps": 6, "save_steps": 3}
+        if kind == "reranker":
+            trainer = reranker(tmp_path, **options)
+        else:
+            trainer = make("ranking", tmp_path, lora=True, save_strategy="steps", **options)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer, answer(trainer.model)
+
+    def answer(model: Any) -> Any:
+        return model.predict([PAIR]) if kind == "reranker" else model.encode(list(PAIR))
+
+    trainer, expected = train("whole")
+    trainer.save_model(str(tmp_path / "final"))
+    load: Any = library.CrossEncoder if kind == "reranker" else library.SentenceTransformer
+    for folder in (tmp_path / "final", tmp_path / "whole" / "checkpoint-6"):
+        assert np.allclose(answer(load(str(folder), device="cpu")), expected, atol=1e-6)
+    assert np.array_equal(train("resumed", str(tmp_path / "whole" / "checkpoint-3"))[1], expected)

@@ -238,28 +238,27 @@ def metrics_of(fails: Any) -> Any:
 BOTH = {**steps("save", 2), **steps("eval", 2), "max_steps": 4}
 
 
-def test_a_metrics_function_that_fails_does_so_before_training(tmp_path: Path) -> None:
-    made, recorder = trainer(tmp_path, **BOTH)
-    made.compute_metrics = metrics_of(lambda calls: True)
-    with pytest.raises(IndexError):
-        made.train()
-    assert (made.state.global_step, recorder.order) == (0, [])
-    assert made.compute_metrics.calls == [2, 3]
-    assert ", in compute)" in (tmp_path / "failures" / "rank-0.txt").read_text().splitlines()[0]
-
-
-def test_a_metrics_function_may_need_more_than_two_samples(tmp_path: Path) -> None:
+def test_a_metrics_function_is_called_by_evaluations_alone_and_fails_before_training_if_they_begin_there(
+    tmp_path: Path,
+) -> None:
+    """It may keep sums."""
     made, recorder = trainer(tmp_path, **BOTH)
     made.compute_metrics = metrics_of(lambda calls: calls[-1] < 3)
     made.train()
     assert recorder.evaluations == [2, 4]
-    assert made.state.log_history[-2]["eval_count"] == 3
+    assert made.compute_metrics.calls == [3, 3]
+    made, recorder = trainer(tmp_path / "start", eval_on_start=True, **BOTH)
+    made.compute_metrics = metrics_of(lambda calls: True)
+    with pytest.raises(IndexError):
+        made.train()
+    assert (made.state.global_step, recorder.order) == (0, [])
+    assert ", in compute)" in (tmp_path / "start" / "failures" / "rank-0.txt").read_text().splitlines()[0]
 
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_what_was_trained_is_saved_where_the_metrics_of_the_step_fail(tmp_path: Path, async_save: bool) -> None:
     made, _ = trainer(tmp_path, async_save=async_save, **BOTH)
-    made.compute_metrics = metrics_of(lambda calls: len(calls) > 2)
+    made.compute_metrics = metrics_of(lambda calls: len(calls) > 1)
     with pytest.raises(IndexError):
         made.train()
     assert (tmp_path / "checkpoint-4").is_dir()

@@ -154,6 +154,56 @@ def test_ranks_leave_out_the_same_steps(tmp_path: Path, ranks: Ranks) -> None:
     assert 0 < sum(whole[0][1]) < STEPS
 
 
+class Many(nn.Module):
+    """A sample has a million targets, so that the gradient of each logit is about 1e-6, below what float16 holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(features)[:, None].expand(-1, labels.shape[1], -1)
+        return {"loss": nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())}
+
+
+class ManyTargets(Points):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        labels = torch.randint(CLASSES, (2**18,), generator=torch.Generator().manual_seed(index))
+        labels[: index * 2**12] = -100
+        return {"features": self.features[index], "labels": labels}
+
+
+def norms_of_a_rank(folder: str, options: dict[str, Any]) -> list[float]:
+    model = Many()
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=2, device="cpu", disable_tqdm=True, logging_steps=1, save_strategy="no",
+        train_sampling_strategy="sequential", max_grad_norm=0.0, **options,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=ManyTargets())
+    trainer.train()
+    return [*logged(trainer, "grad_norm"), *(float(each.detach().sum()) for each in model.parameters())]
+
+
+@pytest.mark.parametrize("form", [{}, {"zero_1": True}, {"fsdp": "full_shard"}], ids=["plain", "zero_1", "fsdp"])
+def test_a_million_targets_on_several_ranks_leave_the_gradients_of_one_rank(
+    tmp_path: Path, ranks: Ranks, form: dict[str, Any]
+) -> None:
+    """The loss is divided by the targets of all ranks before the backward pass; what float16 holds does not change."""
+    exact = norms_of_a_rank(str(tmp_path / "exact"), {"per_device_train_batch_size": 4})
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "fp16": True, **form}
+    for found in ranks.run(norms_of_a_rank, str(tmp_path / "ranks"), options, nproc=2).check():
+        assert found[:2] == pytest.approx(exact[:2], rel=2e-3)
+        assert form.get("fsdp") or found[2:] == pytest.approx(exact[2:], rel=2e-3)
+
+
+def test_the_factor_of_a_rank_does_not_change_what_float16_rounds() -> None:
+    assert [LossScaler(8.0, ranks=ranks).factor for ranks in (1, 2, 3, 4, 5)] == [8.0, 16.0, 32.0, 32.0, 64.0]
+    scaler = LossScaler(8.0, ranks=3)
+    assert scaler.of(torch.zeros(())).item() == scaler.factor
+    assert scaler.state_dict()["scale"] == 8.0
+
+
 def test_the_scale_grows_after_enough_steps_and_falls_at_an_overflow() -> None:
     scaler = LossScaler(4.0)
     assert all(scaler.accept(1.0) for _ in range(1999))

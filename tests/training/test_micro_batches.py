@@ -21,15 +21,13 @@ class Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[str] = []
-        self.tokens: list[float] = []
         self._model = model
 
     def collect(self) -> None:
         self.calls.append("collect")
 
-    def begin(self, tokens: Tensor) -> None:
+    def begin(self) -> None:
         self.calls.append("begin")
-        self.tokens.append(float(tokens))
 
     def last_backward(self) -> None:
         self.calls.append("last backward")
@@ -68,7 +66,7 @@ def test_the_reducer_is_called_after_each_backward_pass_and_the_last_is_announce
     assert gradients.calls == ["begin", *between, "last backward", "collect"]
     expected = sum(micro_batch.targets or 0 for micro_batch in batch.micro_batches)
     assert (tokens.shape, loss.shape) == ((), ())
-    assert float(tokens) == gradients.tokens[0] == expected
+    assert float(tokens) == expected
 
 
 def test_micro_batches_add_up_to_one_large_batch() -> None:

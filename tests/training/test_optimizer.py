@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, ResNetConfig, SwinConfig, T5Config
 from transformers import Trainer as TransformersTrainer
+from transformers import TrainingArguments as TransformersArguments
 from transformers.optimization import Adafactor, AdafactorSchedule
 
 from stepmark import Checkpointer, Mesh, Trainer, TrainingArguments, ZeroRedundancyOptimizer
@@ -20,7 +21,7 @@ from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.optimizer.replicated import Replicated
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.sharding.layout import Layout, annotate
-from stepmark.training.optimizer import build_optimizer, decays_by_default, wrap_optimizer
+from stepmark.training.optimizer import build_optimizer, check_step, decays_by_default, wrap_optimizer
 from tests.support.models import build
 from tests.support.programs import Blocks, tiny_model
 from tests.trainer.test_training_loop import StopsAt
@@ -207,9 +208,9 @@ def test_what_cannot_get_whole_parameters_is_refused_where_they_are_shards(monke
     ):
         wrap_optimizer(Undeclared(module.parameters()), names, mesh)
     with pytest.raises(
-        UsageError, match=r"tensor_parallel_size: LBFGS uses .* otherwise set tensor_parallel_size to 1"
+        UsageError, match=r"tensor_parallel_size: SparseAdam uses .* otherwise set tensor_parallel_size to 1"
     ):
-        wrap_optimizer(torch.optim.LBFGS(module.parameters()), names, mesh)
+        wrap_optimizer(torch.optim.SparseAdam(list(module.parameters())), names, mesh)
     stateful = Adafactor(module.parameters())
     stateful.state[module.weight]["step"] = 1
     with pytest.raises(UsageError, match="optimizers: Adafactor has a state of weight already"):
@@ -339,17 +340,39 @@ def test_plain_values_of_an_optimizer_of_the_users_are_restored(tmp_path: Path) 
     assert all(map(torch.equal, whole, trained(tmp_path / "parts")))
 
 
+class Remembers(Counting):
+    """Also counts in an attribute, which its state dict has under another name; and in one that it lacks."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.count = self.calls = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count, self.calls = self.count + 1, self.calls + 1
+        for group in self.param_groups:
+            group["rates"] += self.count
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["steps"]
+        super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
+
+
+@pytest.mark.parametrize("own", [Counting, Remembers])
 @pytest.mark.parametrize("saved_by", ["zero", "torch"])
 @pytest.mark.parametrize("restored_by", ["zero", "torch"])
 def test_plain_values_pass_between_optimizers_with_and_without_zero_1(
-    tmp_path: Path, saved_by: str, restored_by: str
+    tmp_path: Path, saved_by: str, restored_by: str, own: Any
 ) -> None:
     def make(kind: str) -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
         if kind == "torch":
-            return model, Counting(model.parameters())
-        return model, ZeroRedundancyOptimizer(model.named_parameters(), Counting, mesh=Mesh.create(device="cpu"))
+            return model, own(model.parameters())
+        return model, ZeroRedundancyOptimizer(model.named_parameters(), own, mesh=Mesh.create(device="cpu"))
 
     def train(model: nn.Module, optimizer: Any, steps: int) -> None:
         for step in range(steps):
@@ -363,6 +386,7 @@ def test_plain_values_pass_between_optimizers_with_and_without_zero_1(
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(3, {"model": model, "optimizer": optimizer}).wait()
         checkpointer.restore({"model": other, "optimizer": resumed})
+    assert getattr(getattr(resumed, "inner", resumed), "calls", 0) == 0  # also where a step has made the state
     train(model, optimizer, 2)
     train(other, resumed, 2)
     assert torch.equal(model.weight, other.weight)  # type: ignore[arg-type]
@@ -430,3 +454,88 @@ def test_adafactor_has_an_eps_of_its_own() -> None:
     args = TrainingArguments(optim="adafactor", optim_args='{"eps": [1e-30, 1e-2]}')
     made = build_optimizer("adafactor", list(nn.Linear(2, 2).named_parameters()), CPU, options=args.optimizer_options)
     assert made.param_groups[0]["eps"] == [1e-30, 1e-2]
+
+
+# Closures
+
+
+class Asserts(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert closure is not None, "two passes"
+        return super().step(closure)
+
+
+class Raises(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if closure is None:
+            raise RuntimeError("two passes")
+        return super().step(closure)
+
+
+class Forwards(torch.optim.SGD):
+    def step(self, *arguments: Any, **keywords: Any) -> Any:
+        return super().step(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Asserts, Raises])
+@pytest.mark.parametrize("way", ["optimizers", "optimizer_cls_and_kwargs"])
+def test_optimizers_that_need_a_closure_are_refused_when_the_trainer_is_made(
+    tmp_path: Path, kind: Any, way: str
+) -> None:
+    model, args = tiny_model(), TrainingArguments(str(tmp_path), device="cpu")
+    given: Any = (kind(model.parameters()), None) if way == "optimizers" else (kind, {})
+    with pytest.raises(UsageError, match=rf"^optimizers: {kind.__name__}\.step needs a closure"):
+        Trainer(model, args, train_dataset=Blocks(8), **{way: given})
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Forwards, Counting, Adafactor])
+def test_a_closure_that_may_be_left_out_is_no_reason_to_refuse(kind: Any) -> None:
+    check_step(kind)
+
+
+# What is clipped
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_norm_is_that_of_the_models_gradients_as_in_transformers(tmp_path: Path, accumulation: int) -> None:
+    """Also of those that are trained by no optimizer: here all but the last layer norm's."""
+    data, norms = Blocks(16, ragged=False), []
+    data.labels[:, 0] = -100  # which transformers would count
+    for kind, arguments in ((Trainer, TrainingArguments), (TransformersTrainer, TransformersArguments)):
+        model = tiny_model(0.0)
+        args = arguments(
+            output_dir=str(tmp_path), max_steps=3, logging_steps=1, per_device_train_batch_size=2, disable_tqdm=True,
+            save_strategy="no", gradient_accumulation_steps=accumulation, train_sampling_strategy="sequential",
+            lr_scheduler_type="constant", max_grad_norm=0.5, report_to="none", use_cpu=True,
+        )  # fmt: skip
+        own = (torch.optim.SGD(model.transformer.ln_f.parameters(), lr=0.5), None)
+        trainer = kind(model, args, train_dataset=data, optimizers=own)
+        trainer.train()
+        logged = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
+        norms.append([*logged, *model.transformer.ln_f.weight.tolist()])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+class Calls(torch.optim.AdamW):
+    """Notes the calls of its methods."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-3)
+        self.calls: list[str] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls.append("step")
+        return super().step(closure)
+
+
+def test_resuming_never_calls_the_step_of_a_users_optimizer(tmp_path: Path) -> None:
+    def run(*callbacks: Any) -> list[str]:
+        model = tiny_model()
+        args = TrainingArguments(str(tmp_path), device="cpu", max_steps=4, save_steps=2, disable_tqdm=True)
+        own = Calls(model.parameters())
+        trainer = Trainer(model, args, train_dataset=Blocks(80), optimizers=(own, None), callbacks=list(callbacks))
+        trainer.train(resume_from_checkpoint=True)
+        return own.calls
+
+    assert run(StopsAt(2)) == ["step"] * 2
+    assert run() == ["step"] * 2

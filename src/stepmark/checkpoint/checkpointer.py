@@ -62,6 +62,7 @@ from stepmark.checkpoint.sections import Section, check_state, describe
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
 from stepmark.filesystem.json_values import decode_plain
+from stepmark.filesystem.local_paths import local_path
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.process_exit import end_process
@@ -143,7 +144,7 @@ class Checkpointer:
             raise UsageError(f"keep_last: {keep_last} is too few; the newest checkpoint always stays")
         if not 0 < save_timeout < math.inf:
             raise UsageError(f"save_timeout: {save_timeout!r} is not a finite number of seconds above 0")
-        self.folder = Path(folder).absolute()
+        self.folder = local_path(folder, "folder").absolute()
         longest = max(save_timeout, CLAIMING, APART) + MARGIN
         self._group = group or HostGroup.of_processes(timedelta(seconds=longest))
         self._timed_group = TimedGroup(self._group, save_timeout)
@@ -403,7 +404,10 @@ class Checkpointer:
                 raise CheckpointError(f"rank {rank}: {other}")
 
     def _resolve(self, checkpoint: str | Path | int) -> Path:
-        path = resolve_link(Path(checkpoint)) if isinstance(checkpoint, str | Path) else self._path_of(checkpoint)
+        if isinstance(checkpoint, (str, Path)):
+            path = resolve_link(local_path(checkpoint, "checkpoint"))
+        else:
+            path = self._path_of(checkpoint)
         if not path.is_dir():
             raise CheckpointNotFound(f"there is no checkpoint {path}")
         if not (path / MANIFEST).exists() and (found := checkpoints(path)):

@@ -29,6 +29,7 @@ from stepmark.checkpoint.save_handle import SaveHandle
 from stepmark.checkpoint.state_dicts import SavedStateDict, StateDict, StateDictRestoration, is_stateful
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
+from stepmark.filesystem.local_paths import local_path
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.status_store import UnsharedStore
@@ -212,9 +213,9 @@ def _saver(process_group: dist.ProcessGroup | None, no_dist: bool) -> _Saver:
 
 
 def _folder(checkpoint_id: str | os.PathLike[str] | None) -> Path:
-    if not checkpoint_id or "://" in os.fspath(checkpoint_id):
+    if not checkpoint_id:
         raise UsageError(f"checkpoint_id: {checkpoint_id!r} is not a folder; give the path of the checkpoint's")
-    return resolve_link(Path(os.path.abspath(checkpoint_id)))
+    return resolve_link(local_path(os.fspath(checkpoint_id), "checkpoint_id").absolute())
 
 
 def _check_refused(arguments: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from stepmark.checkpoint.format.dtypes import dtype_name
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE
@@ -55,7 +56,7 @@ class Section:
 
     Of the names in `entries`, `shards` are those that were Shards, `dtensors` those that were DTensors, with these,
     `derived` those of a module's state dict that are neither parameters nor buffers, and `extra` those inside values of
-    a module.
+    a module. `names` are those of an optimizer's parameters, by identity.
     """
 
     name: str
@@ -68,6 +69,13 @@ class Section:
     dtensors: dict[str, DTensor] = field(default_factory=dict)
     derived: set[str] = field(default_factory=set)
     extra: set[str] = field(default_factory=set)
+    names: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that it is of, or that is inside what names its state."""
+        inner = self.value if self.kind == "optimizer" else getattr(self.value, "inner", None)
+        return inner if isinstance(inner, torch.optim.Optimizer) else None
 
     def add(self, name: str, tensor: Tensor | Shard, layout: Layout | None = None, *, first: bool = False) -> None:
         """Adds a tensor, or a DTensor's shard. Raises UsageError where it cannot be stored, or the name is taken."""
@@ -217,8 +225,10 @@ def kept_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
     """Each tensor's name in the state dict to the name it is stored under; tied tensors are stored once.
 
     transformers names those of a tied set that it does not store in `_tied_weights_keys`; without it, the first is
-    kept.
+    kept. A module with `stores_all_names` keeps all.
     """
+    if getattr(module, "stores_all_names", False):
+        return {key: key for key in state}
     same: dict[int, list[str]] = {}
     for key, value in state.items():
         if isinstance(value, Tensor | Shard):
@@ -233,19 +243,21 @@ def kept_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> Section:
-    if isinstance(value, torch.optim.Optimizer) and not hasattr(value, "named_state"):
-        section = Section(name, "optimizer", f"{OPTIMIZER}/{name}", value)
-        names = parameter_names(modules)
-        state, groups = optimizer_state(name, value, names)
-        layouts = {names[id(p)]: p for group in value.param_groups for p in group["params"]}
+    held = getattr(value, "held_names", None)
+    if held is not None or (isinstance(value, torch.optim.Optimizer) and not hasattr(value, "named_state")):
+        inner, names = (value, parameter_names(modules)) if held is None else (value.inner, held)
+        section = Section(name, "optimizer", f"{OPTIMIZER}/{name}", inner, names=names)
+        state, groups = optimizer_state(name, inner, names)
+        layouts = {names[id(p)]: p for group in inner.param_groups for p in group["params"]}
         add_optimizer(section, state, groups, layouts)
-        section.values["class"] = type(value).__name__
-        _add_others(section, value)
+        section.values["class"] = type(inner).__name__
+        _add_others(section, getattr(value, "divided_by", None))
     elif hasattr(value, "named_state") and hasattr(value, "named_groups"):
         section = Section(name, "named", f"{OPTIMIZER}/{name}", value)
         names = parameter_names(modules)
         parameters = {names[id(p)]: p for module in modules.values() for p in module.parameters()}
         add_optimizer(section, value.named_state(), value.named_groups(), parameters)
+        _add_others(section, getattr(value, "divided_by", None))
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         section = Section(name, "object", f"{STATE}/{name}", value)
         section.values = {"value": section.encode(_state_of_object(value), (name,))}
@@ -255,8 +267,11 @@ def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> 
     return section
 
 
-def _add_others(section: Section, optimizer: torch.optim.Optimizer) -> None:
+def _add_others(section: Section, divided_by: str | None) -> None:
     """State under keys other than parameters, and what the optimizer's own state_dict() adds to torch's."""
+    optimizer, known = section.optimizer, set(section.entries)
+    if optimizer is None:
+        return
     keys = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     if keys:
         section.values["keys"] = section.encode(keys, (section.name, "keys"))
@@ -266,6 +281,20 @@ def _add_others(section: Section, optimizer: torch.optim.Optimizer) -> None:
         own = {key: value for key, value in optimizer.state_dict().items() if key not in torchs}
         if own:
             section.values["own"] = section.encode(own, (section.name, "own"))
+    added = {name: entry.tensor for name, entry in section.entries.items() if name not in known}
+    check_own_tensors(optimizer, added, divided_by)
+
+
+def check_own_tensors(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], divided_by: str | None) -> None:
+    """Raises UsageError where an optimizer has tensors beside its states of parameters, in the values of `own`, and
+    ranks update different ones, by the field `divided_by`."""
+    tensors = ((name, each) for name, value in own.items() for each in tree_leaves(value) if isinstance(each, Tensor))
+    found = next((name for name, each in tensors if each.numel() > 1), None)
+    if divided_by is not None and found is not None:
+        raise UsageError(
+            f"{divided_by}: {type(optimizer).__name__} has tensors of its own ({found}) beside its states of "
+            f"parameters, and each rank would have others; keep them in state[parameter], or leave {divided_by} out"
+        )
 
 
 def _state_of_object(value: Any) -> Any:

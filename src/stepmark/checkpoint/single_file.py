@@ -29,6 +29,7 @@ from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.host_memory import GROUP_BYTES, in_groups
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
+from stepmark.filesystem.local_paths import local_path
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.watchdog import Deadline, end_unless
 from stepmark.runtime.base import Runtime
@@ -57,7 +58,7 @@ def save(state: Any, path: str | Path, *, write: bool = True, timeout: float = 1
         CheckpointError: The file could not be written. An existing file is unchanged.
         CheckpointTimeout: A phase ended, but after its deadline.
     """
-    path = Path(path)
+    path = local_path(path, "path")
     with _deadline(path, "copying to the host", timeout), _refused(path):
         on_host = _to_host(state, copy=write)
     if write and extracting_graphs():
@@ -86,7 +87,7 @@ def load(path: str | Path, map_location: str | torch.device | None = None, *, ti
         CheckpointError: The file cannot be read at the moment, or holds more than tensors and plain values.
         CheckpointTimeout: Reading ended, but after the deadline.
     """
-    path = Path(path)
+    path = local_path(path, "path")
     if not path.is_file():
         raise CheckpointNotFound(f"file not found: {path}")
     device = None if map_location is None else torch.device(map_location)

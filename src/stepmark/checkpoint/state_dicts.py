@@ -187,7 +187,7 @@ class StateDictRestoration(StateRestoration):
     def _check_kind(self, section: Section) -> None:
         """Only names count; no group of tensors is the section's, so none is unexpected."""
 
-    def _compare_section(self, section: Section, state: Any, modules: Any) -> None:
+    def _compare_section(self, section: Section, state: Any) -> None:
         stored = self._stored_values()
         missing = [name for name in section.value if name not in stored]
         if missing and not self._allow_partial:

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import stepmark
@@ -36,6 +37,7 @@ from stepmark.cli import (
     verify,
 )
 from stepmark.errors import LaunchError, PeerLost, UsageError
+from stepmark.filesystem.local_paths import local_path
 from stepmark.filesystem.printable import PrintableOutput, printable_record
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 from stepmark.launch.world import World
@@ -93,6 +95,10 @@ def run(arguments: Sequence[str]) -> int:
         if unknown:
             explain = getattr(parsed, "explain_unknown", "{}: unrecognized argument; see --help".format)
             raise UsageError(explain(unknown[0]))
+        for name, value in vars(parsed).items():
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, Path):
+                    local_path(each, name)
         parsed.arguments = list(arguments)
         if not getattr(command, "ENDS_AT_SIGNALS", False):
             raise_keyboard_interrupts()

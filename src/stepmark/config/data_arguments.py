@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from stepmark.config.fields import (
+    LOCAL,
     Help,
     Section,
     Values,
@@ -86,11 +87,12 @@ class DataArguments:
     assistant_only_loss: Annotated[bool, Help("compute the loss on assistant messages only", "true")] = False
     packing: Annotated[bool, Help(
         "pack several conversations into one block, without attention across them", "true")] = False
-    train_file: Annotated[str | list | None, Help(
+    train_file: Annotated[str | list | None, LOCAL, Help(
         "training texts: a file, a folder, a pattern or a list of them, also compressed", '"data/*.jsonl"')] = None
     dataset_mixture: Annotated[list | None, Help(
         "several sources, sampled by weight", "[{train_file: a.txt, weight: 3}, {train_file: b/, weight: 1}]")] = None
-    validation_file: Annotated[str | list | None, Help("validation texts, in the same forms", "held_out.txt")] = None
+    validation_file: Annotated[str | list | None, LOCAL, Help(
+        "validation texts, in the same forms", "held_out.txt")] = None
     block_size: Annotated[int | None, at_least(2), Help(
         "tokens per sample", "512", "1024, or the model's maximum if that is less")] = None
     validation_split_percentage: Annotated[int, _PERCENT, Help(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from stepmark.errors import UsageError
+from stepmark.filesystem.local_paths import WANTED, is_address
 
 
 class Help(NamedTuple):
@@ -60,6 +61,7 @@ def one_of(*choices: str) -> Values:
 FINITE = Values(math.isfinite, "a finite number")
 ABOVE_0 = Values(lambda value: value > 0, "above 0", {"exclusiveMinimum": 0})
 FRACTION = Values(lambda value: 0 <= value < 1, "from 0 to below 1", {"minimum": 0, "exclusiveMaximum": 1})
+LOCAL = Values(lambda value: not is_address(value), WANTED)
 SECONDS = Values(lambda value: 0 < value < math.inf, "a number of seconds above 0", {"exclusiveMinimum": 0})
 INTERVAL = Values(
     lambda value: 0 < value < 1 or (value >= 1 and value % 1 == 0),

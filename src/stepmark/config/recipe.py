@@ -14,6 +14,7 @@ from stepmark.config.data_arguments import SOURCE_FIELDS, WEIGHT, DataArguments
 from stepmark.config.fields import (
     ABOVE_0,
     FRACTION,
+    LOCAL,
     Field,
     Help,
     Section,
@@ -48,15 +49,15 @@ class ModelArguments:
     """
 
     # fmt: off
-    model_name_or_path: Annotated[str | None, Section("model"), Help(
+    model_name_or_path: Annotated[str | None, Section("model"), LOCAL, Help(
         "pretrained model to train: a folder, or a name of the hub", "runs/first")] = None
-    config_name: Annotated[str | None, Help(
+    config_name: Annotated[str | None, LOCAL, Help(
         "new model to train: a model type of transformers, or a folder with a config.json", "gpt2")] = None
     config_overrides: Annotated[dict | str | None, Help(
         "configuration of the new model", "{n_layer: 4, n_embd: 256}")] = None
-    tokenizer_name: Annotated[str | None, Help(
+    tokenizer_name: Annotated[str | None, LOCAL, Help(
         "tokenizer: a folder, a name of the hub, or bytes (built in)", "bytes", "that of the model")] = None
-    chat_template_path: Annotated[str | None, Help(
+    chat_template_path: Annotated[str | None, LOCAL, Help(
         "file with a chat template", "chat.jinja", "that of the tokenizer")] = None
     trust_remote_code: Annotated[bool, Help(
         "execute Python code that comes with the model or tokenizer", "true")] = False

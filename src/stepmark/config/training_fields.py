@@ -16,6 +16,7 @@ from stepmark.config.fields import (
     FINITE,
     FRACTION,
     INTERVAL,
+    LOCAL,
     OR_BOOL,
     SECONDS,
     Help,
@@ -63,7 +64,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     # Of a field that may be text and of another type, text comes second: HfArgumentParser reads the last but None.
 
     # fmt: off
-    output_dir: Annotated[str, _FOLDER, Section("output and logs"), Help(
+    output_dir: Annotated[str, _FOLDER, LOCAL, Section("output and logs"), Help(
         "folder of the run; all ranks must see it", "runs/first")] = "trainer_output"
     run_name: Annotated[str | None, Help("name of the run for report_to", "first")] = None
     logging_strategy: Annotated[str, one_of("no", "steps", "epoch"), Help("when to log", "epoch")] = "steps"
@@ -75,7 +76,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
         "log level; passive: leave the loggers as they are", "info")] = "passive"
     disable_tqdm: Annotated[bool | None, Help("show no progress bar", "true")] = None
     report_to: Annotated[list | str | None, Help("loggers of transformers to report to", "tensorboard")] = "none"
-    prometheus_file: Annotated[str | None, Help(
+    prometheus_file: Annotated[str | None, LOCAL, Help(
         "keep the newest metrics in this file, in Prometheus's text format", "/var/lib/node/run.prom",
         more="Such as a .prom file in the folder of node_exporter's textfile collector.")] = None
 
@@ -228,7 +229,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
         "number of newest checkpoints to keep", "3", "all")] = None
     save_only_model: Annotated[bool, Help(
         "save only weights; such a checkpoint cannot be resumed from", "true")] = False
-    resume_from_checkpoint: Annotated[str | None, OR_BOOL, Help(
+    resume_from_checkpoint: Annotated[str | None, OR_BOOL, LOCAL, Help(
         "checkpoint to resume from; true: the newest valid one", "true")] = None
     accept_changes: Annotated[list | str | None, Help(
         "what a resumption changes on purpose: data, model, optim, seed or tokenizer", "data,seed", "nothing",

@@ -15,6 +15,7 @@ from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import ComputeMetrics, summarize
 from stepmark.evaluation.restored_model import ModelReader
+from stepmark.filesystem.local_paths import local_path
 from stepmark.parallel.parallelize import parallelized
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
@@ -80,7 +81,7 @@ def evaluate(
         model = without_wrapper(model)
         place_module(model, mesh.runtime)
     else:
-        model = ModelReader(mesh.runtime, trust_remote_code=trust_remote_code).read(Path(model))
+        model = ModelReader(mesh.runtime, trust_remote_code=trust_remote_code).read(local_path(model, "model"))
     runtime, axis = mesh.runtime, mesh.data_parallel
     dtype = autocast_dtype(bf16=bf16, fp16=fp16)
     loss = MicroBatchLoss(

@@ -19,10 +19,10 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from stepmark.filesystem import files
-from stepmark.liveness.thread_frames import outwards
 
 CONSOLE = "console"  # the folder of these lines, in the run's
 MOST_KEPT = 1_000_000  # bytes of a file, which is then renamed to the earlier one
@@ -130,9 +130,11 @@ def json_line(values: dict[str, Any], level: str = "info", rank: int | None = 0)
 
 def _level(line: str) -> str:
     """The level of the logger that is writing this line, or the one that the line suggests."""
-    for frame in outwards(sys._getframe(1)):
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         if frame.f_code is logging.StreamHandler.emit.__code__:
             return str(frame.f_locals["record"].levelname.lower())
         if frame.f_globals.get("__name__") == "warnings":
             return "warning"
+        frame = frame.f_back
     return "error" if _ERROR.match(line) else "warning" if _WARNING.match(line) else "info"

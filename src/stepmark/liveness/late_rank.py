@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 from stepmark.liveness import progress
 from stepmark.liveness.progress import Progress
-from stepmark.liveness.thread_frames import frame_of, innermost, is_waiting, outwards, stack
+from stepmark.liveness.thread_frames import innermost, is_waiting, places_of, stack
 
 LEFT = "left"  # instead of a heartbeat: the rank has exited normally
 _NAMED = 8  # ranks that a message names
@@ -42,10 +42,9 @@ class Beat:
 
     @classmethod
     def of(cls, count: int, host: str, at: Progress) -> Beat:
-        position, frame = at.position, frame_of(at.thread)
-        for each in outwards(frame):
-            if each.f_code.co_filename.endswith(_OWN):  # it is about to train, or exiting
-                frame = each.f_back
+        position, places = at.position, places_of(at.thread)
+        own = [number for number, each in enumerate(places, start=1) if each.file.endswith(_OWN)]
+        places = places[own[-1] if own else 0 :]  # it is about to train, or exiting
         seconds, (named, ended) = at.seconds(position), at.limits(position)
         slow = seconds > progress.FLOOR / 2
         return cls(
@@ -54,14 +53,14 @@ class Beat:
             position.step,
             position.order,
             position.words,
-            innermost(frame),
+            innermost(places),
             round(seconds, 1),
             over=named is not None and seconds > named,
             ends=ended is not None and seconds > ended,
             limit=ended,
-            waits=slow and position.phase != progress.DATA and is_waiting(frame),
+            waits=slow and position.phase != progress.DATA and is_waiting(places),
             outside=position.phase == progress.BEFORE,
-            stack=stack(frame) if slow else [],
+            stack=stack(places) if slow else [],
         )
 
     @classmethod

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from stepmark.liveness.running_time import running_time
-from stepmark.liveness.thread_frames import frame_of, is_compiling
+from stepmark.liveness.thread_frames import is_compiling, places_of
 
 AUTO, OFF = "auto", "off"
 FLOOR, END_FLOOR = 30.0, 300.0  # seconds before which nothing is named, or ended by `auto`
@@ -120,7 +120,7 @@ class Progress:
     def seconds(self, position: Position) -> float:
         """Seconds since the phase began, not counting compilations by torch.compile."""
         now = running_time()
-        if now - position.since > FLOOR / 2 and is_compiling(frame_of(self.thread)):
+        if now - position.since > FLOOR / 2 and is_compiling(places_of(self.thread)):
             self._compiled = now
         return now - max(position.since, 0.0 if isinstance(self.timeout, float) else self._compiled)
 

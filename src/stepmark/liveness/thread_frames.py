@@ -1,82 +1,81 @@
-"""What another thread is executing."""
+"""What another thread is executing.
+
+Who holds a frame of Python's keeps its local variables alive when its function returns. Tensors among them would be
+results of a lazy device's next graph, which would be another one than in other steps. So frames are never touched:
+faulthandler writes them as text, in one go.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import os
-import sys
+import re
 import sysconfig
+import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-
-from stepmark.liveness.collection import without_collection
+from typing import NamedTuple
 
 _PACKAGE = Path(__file__).parents[1]
 _COMPILERS = ("_compile", "compile_fx_inner")  # of torch._dynamo and torch._inductor, while they compile
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+).*:\n((?:  .*\n?)*)")
+_PLACE = re.compile(r'  File "(.*)", line (\d+|\?+) in (.*)')
 
 
-def frame_of(thread: int) -> FrameType | None:
-    """The frame that the thread of this identity executes, for the calling one that of the caller; None where it has
-    ended.
+class Place(NamedTuple):
+    """A function that a thread is in, and at which line."""
 
-    Python 3.11 may collect garbage while it gathers the frames of all threads, and then holds a lock that the end of a
-    `threading.local` waits for: the process would hang forever (CPython issue 106883). So no garbage is collected
-    meanwhile.
-    """
-    with without_collection():
-        frame = sys._current_frames().get(thread)
-    return frame.f_back if frame is not None and thread == threading.get_ident() else frame
+    file: str
+    line: str
+    function: str
 
 
-def is_compiling(frame: FrameType | None) -> bool:
+def places_of(thread: int) -> list[Place]:
+    """Where the thread of this identity is, the innermost function first, at most 100; the calling one is where it
+    calls this. Empty where it has ended, or where the system gives no file."""
+    memory = hasattr(os, "memfd_create")  # a file system may hang
+    try:
+        with open(os.memfd_create("threads"), "r+b") if memory else tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+    except OSError:
+        text = ""
+    lines = next((each[2] for each in _THREAD.finditer(text) if int(each[1], 16) == thread), "")
+    return [Place(*found) for found in _PLACE.findall(lines)][thread == threading.get_ident() :]
+
+
+def is_compiling(places: Sequence[Place]) -> bool:
     """Whether a thread is in a compilation of torch.compile."""
-    return any(each.f_code.co_name in _COMPILERS and "/torch/_" in each.f_code.co_filename for each in outwards(frame))
+    return any(each.function in _COMPILERS and "/torch/_" in each.file for each in places)
 
 
-def is_waiting(frame: FrameType | None) -> bool:
+def is_waiting(places: Sequence[Place]) -> bool:
     """Whether a thread waits in a collective or in a wait of this package, rather than in a function of the user's."""
-    first = next((each for each in outwards(frame) if not _is_library(each)), None)
-    if first is None:
-        return False
-    file = first.f_code.co_filename
-    return "/torch/distributed/" in file or Path(file).is_relative_to(_PACKAGE)
+    first = next((each for each in places if not _is_library(each)), None)
+    return first is not None and ("/torch/distributed/" in first.file or Path(first.file).is_relative_to(_PACKAGE))
 
 
-def innermost(frame: FrameType | None) -> str:
+def innermost(places: Sequence[Place]) -> str:
     """The innermost function of a thread that is neither torch's nor Python's own, with file and line."""
-    other = (each for each in outwards(frame) if not _is_library(each) and "/torch/" not in each.f_code.co_filename)
-    found = next(other, frame)
-    if found is None:
-        return "a thread that has ended"
-    path = Path(found.f_code.co_filename)
+    if not places:
+        return "an unknown place"
+    other = (each for each in places if not _is_library(each) and "/torch/" not in each.file)
+    found = next(other, places[0])
+    path = Path(found.file)
     shown = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name
-    return f"{found.f_code.co_name} ({shown}, line {found.f_lineno})"
+    return f"{found.function} ({shown}, line {found.line})"
 
 
-def stack(frame: FrameType | None, frames: int = 12) -> list[str]:
-    """The innermost frames of a thread, the innermost last. Source files, whose file system may hang, are not read."""
-    shown = [
-        f'File "{each.f_code.co_filename}", line {each.f_lineno}, in {each.f_code.co_name}' for each in outwards(frame)
-    ]
-    return shown[:frames][::-1]
+def stack(places: Sequence[Place], number: int = 12) -> list[str]:
+    """The innermost functions of a thread, the innermost last. Source files, whose file system may hang, are not
+    read."""
+    return [f'File "{each.file}", line {each.line}, in {each.function}' for each in places[:number]][::-1]
 
 
-def outwards(frame: FrameType | None) -> list[FrameType]:
-    """The frame and those that called it.
-
-    Reading `f_back` makes an object for the caller's frame. In Python 3.11 that may collect garbage, and so let the
-    frame's own thread return from it first: what is read then is freed memory. So no garbage is collected meanwhile.
-    """
-    found = []
-    with without_collection():
-        while frame is not None:
-            found.append(frame)
-            frame = frame.f_back
-    return found
-
-
-def _is_library(frame: FrameType) -> bool:
+def _is_library(place: Place) -> bool:
     """Whether a function is of Python's own library, or of what calls torch's operators."""
-    file = frame.f_code.co_filename
-    return (file.startswith((_LIBRARY, "<frozen")) and "site-packages" not in file) or file.endswith("/torch/_ops.py")
+    own = place.file.startswith((_LIBRARY, "<frozen")) and "site-packages" not in place.file
+    return own or place.file.endswith("/torch/_ops.py")

@@ -1,24 +1,28 @@
 """Parameters sharded over the data parallel ranks by torch's `fully_shard` (FSDP2), layer by layer.
 
 torch gathers a layer's parameters before its forward and its backward pass, and frees them afterwards. It calls
-`LayerGradients` to reduce the layer's gradients, so that weights, dtypes and sums are those of all other reducers:
+`LayerGradients` to reduce the layer's gradients, so that dtypes and sums are those of all other reducers:
 see gradients/sums.py and docs/decisions/0019-sharded-parameters.md.
 """
 
 from __future__ import annotations
 
-import math
+from array import array
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepmark.config.full_sharding import LAYERS, FullSharding
 from stepmark.errors import UsageError
-from stepmark.runtime.collectives import GroupCollectives, RankWeights
+from stepmark.liveness.host_group import HostGroup
+from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from stepmark.sharding.dtensor import is_dtensor, local_of
@@ -29,61 +33,136 @@ HOOKS = "which would see none, or a shard; change gradients in on_pre_optimizer_
 _replaced: Any = WeakTensorKeyDictionary()  # parameters before they were sharded, to those that took their place
 
 
-class LayerParameters:
-    """Gathers the parameters of a layer (torch's `AllGather`), between hosts by sends and receives."""
+DOUBLE = (
+    "fsdp: a gradient of a gradient (create_graph=True) needs parameters that torch has freed by then; use zero_1, or "
+    "leave fsdp out"
+)
+GATHERS, REDUCES = "gathers the parameters of", "reduces the gradients of"
+PIECES, BITS = 3, 12  # of a digest that ranks add up: sums of pieces are exact in float32
 
-    def __init__(self, axis: GroupCollectives) -> None:
+
+class Calls(NamedTuple):
+    """What a rank has gathered, reduced and received, one after the other: positions in `words`."""
+
+    made: Sequence[int]
+    words: Sequence[str] = ()
+
+    def digest(self) -> list[float]:
+        """Numbers that are different where the calls are."""
+        number = crc32(array("L", self.made).tobytes())
+        return [float(number >> piece * BITS & (1 << BITS) - 1) for piece in range(PIECES)]
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients of any layer were reduced."""
+        return any(self.words[each].startswith(REDUCES) for each in self.made)
+
+    def compare(self, host: HostGroup) -> None:
+        """Raises UsageError on all ranks where their calls differ. Collective."""
+        told = host.all_gather(self.digest())
+        if all(each == told[0] for each in told):
+            return
+        other = next(rank for rank, each in enumerate(told) if each != told[0])
+        calls = [host.broadcast([self.words[each] for each in self.made], source) for source in (0, other)]
+        one, another = next(
+            pair for pair in zip_longest(*calls, fillvalue="calls no further layer") if len({*pair}) > 1
+        )
+        raise UsageError(
+            f"fsdp: rank 0 {one} where rank {other} {another}; torch exchanges whatever comes next, so that values of "
+            "one would reach the other: let every rank use the same layers in the same order, or use zero_1"
+        )
+
+
+class LayerCalls:
+    """Records the calls of a model's layers."""
+
+    def __init__(self) -> None:
+        self._words: list[str] = []
+        self._made: list[int] = []
+
+    def number(self, words: str) -> int:
+        """What `note` is given for a new kind of call."""
+        self._words.append(words)
+        return len(self._words) - 1
+
+    def note(self, number: int) -> None:
+        self._made.append(number)
+
+    def take(self) -> Calls:
+        """Those since they were taken before."""
+        made, self._made = self._made, []
+        return Calls(made, self._words)
+
+
+class LayerParameters:
+    """Gathers the parameters of a layer (torch's `AllGather`), between hosts by sends and receives.
+
+    Attributes:
+        calls: Records what is gathered, and in `LayerGradients` reduced.
+    """
+
+    def __init__(self, axis: GroupCollectives, calls: LayerCalls, name: str, does: str = GATHERS) -> None:
         self._axis = axis
+        self.calls = calls
+        self._call = calls.number(f"{does} {name or 'the rest of the model'}")
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         """`input_tensor` is this rank's part of `output_tensor`."""
+        self.calls.note(self._call)
         self._axis.start_gather_in_place(output_tensor)()
 
 
 class LayerGradients(LayerParameters):
     """Reduce-scatters the gradients of the parameters that torch gathers together (its `ReduceScatter`).
 
-    Without `shares`, as in a loop that reads `parameter.grad`, the result is the mean over the ranks.
+    Outside of a step, as in a loop that reads `parameter.grad`, the result is the mean over the ranks.
 
     Attributes:
-        shares: The ranks' shares of the step's target tokens.
+        in_step: Whether the gradients are summed for a reducer.
         dtype: In which gradients are sent; sums are in float32.
         copies: The ranks that hold the same shards.
     """
 
-    def __init__(self, axis: GroupCollectives, copies: int) -> None:
-        super().__init__(axis)
+    def __init__(self, axis: GroupCollectives, calls: LayerCalls, name: str, copies: int) -> None:
+        super().__init__(axis, calls, name, REDUCES)
         self.copies = copies
-        self.shares: RankWeights | None = None
+        self.in_step = False
         self.dtype = torch.float32
         self._output: Tensor | None = None
+        self._taken: set[int] = set()  # the parameters whose part of it was taken
 
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """`input_tensor`: the gradients' padded shards for each rank of the axis, one rank after the other."""
-        if self.shares is None:
+        self.calls.note(self._call)
+        if not self.in_step:
             input_tensor.div_(self._axis.size * self.copies)
-        elif self.copies > 1:  # `shares` are those of all ranks, and the axis has some of them
-            input_tensor.mul_(self.shares.own())
-        shares = self.shares if self.copies == 1 else None
-        output_tensor.copy_(self._axis.start_reduce_scatter(input_tensor, shares, self.dtype)())
-        self._output = None if self.shares is None else output_tensor
+        output_tensor.copy_(self._axis.start_reduce_scatter(input_tensor, self.dtype)())
+        self._output = output_tensor if self.in_step else None
+        self._taken.clear()
 
     def take(self, parameter: Any) -> Tensor:
         """The reduced gradient of a parameter of the last call, in float32, of its local shape. torch has made its
         `grad` of the result: a view at the same place, in the parameter's dtype."""
-        if self._output is None:  # another gradient than that of a layer's pass
-            raise UsageError(LOSS)
-        shown, rows = local_of(parameter.grad), -(-parameter.shape[0] // self._axis.size)
+        shown, whole = local_of(parameter.grad), self._output
+        if whole is None or id(parameter) in self._taken or not _may_view(shown, whole):
+            raise UsageError(LOSS)  # another gradient than that of a layer's pass
+        self._taken.add(id(parameter))
         begin = shown.storage_offset()
-        found = self._output[begin : begin + shown.numel()].view(shown.shape)
-        if begin + rows * math.prod(parameter.shape[1:]) == self._output.numel():  # the last one
-            self._output = None
-        return found
+        return whole[begin : begin + shown.numel()].view(shown.shape)
+
+    def pass_ended(self) -> None:
+        """A backward pass is over: what comes now is none of its gradients."""
+        self._output = None
+
+
+def _may_view(shown: Tensor, whole: Tensor) -> bool:
+    """Whether a tensor is a view of `whole`, where both have one dtype."""
+    return shown.dtype != whole.dtype or shown.untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 
 def layer_of(parameter: Tensor) -> LayerGradients:
@@ -128,27 +207,31 @@ def shard_fully(model: nn.Module, mesh: Mesh, sharding: FullSharding) -> None:
     for parameter in before.values():
         parameter.data = parameter.data.contiguous()
     sharded: list[FSDPModule] = []
+    calls, names = LayerCalls(), {module: name for name, module in model.named_modules()}
     for module in [*layers, model]:
         if not any(each.is_meta for each in module.parameters()):
             place_module(module, mesh.runtime)  # a layer at a time; torch cannot move Parameters to a native device
         kind, policy = type(module), MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        module.register_forward_hook(_open)
         reshard: Any = sharding.reshard_after_forward
         if module is model:  # the first that the backward pass needs
             reshard = None if reshard else False
         made: Any = fully_shard(module, mesh=devices, reshard_after_forward=reshard, mp_policy=policy)
         for attribute in ("__name__", "__qualname__", "__module__"):  # the model stays what it is called
             setattr(type(made), attribute, getattr(kind, attribute))
-        gradients = LayerGradients(axis, count)
-        made.set_custom_all_gather(LayerParameters(axis))
+        gradients = LayerGradients(axis, calls, names[module], count)
+        made.set_custom_all_gather(LayerParameters(axis, calls, names[module]))
         made.set_custom_reduce_scatter(gradients)
         made.set_gradient_divide_factor(1.0)
         made.set_force_sum_reduction_for_comms(True)
+        made.register_forward_hook(_close)
         for parameter in module.parameters():
             if not hasattr(parameter, _ATTRIBUTE):
                 setattr(parameter, _ATTRIBUTE, gradients)
         sharded.append(made)
     for name, parameter in model.named_parameters():
         _replaced[before[name]] = parameter
+    _take_data_of(type(next(model.parameters())))
 
     def free() -> None:
         for each in sharded:
@@ -158,6 +241,69 @@ def shard_fully(model: nn.Module, mesh: Mesh, sharding: FullSharding) -> None:
     in_backward = torch._C._current_graph_task_id  # -1 outside of it; there it frees what it has gathered
     model.register_forward_pre_hook(lambda *_: free() if in_backward() == -1 else None, prepend=True)
     model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else free())
+
+
+class _Opened(NamedTuple):
+    """A layer's output with the tensors in it that torch would not find; it begins the layer's backward pass with the
+    gradient of what it finds. `output` returns the layer's own."""
+
+    tensors: list[Tensor]
+    output: Callable[[], Any]
+
+
+def _open(module: nn.Module, inputs: Any, output: Any) -> _Opened | None:
+    """Before torch's own hook of a layer."""
+    if not torch.is_grad_enabled():
+        return None
+    hidden: list[Tensor] = []
+    for tensor, inside in _tensors_of(output, inside=False, seen=set()):
+        if tensor.requires_grad:
+            tensor.register_hook(_refuse_double)
+            hidden += [tensor] if inside else []
+    return _Opened(hidden, lambda: output) if hidden else None
+
+
+def _close(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """After it."""
+    return output.output() if isinstance(output, _Opened) else None
+
+
+def _refuse_double(_: Tensor) -> None:
+    if torch.is_grad_enabled():  # in a backward pass: create_graph
+        raise UsageError(DOUBLE)
+
+
+def _tensors_of(value: Any, *, inside: bool, seen: set[int]) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors of an output, and whether each is `inside` an object that is no pytree."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf, inside
+        elif id(leaf) not in seen and not isinstance(leaf, (nn.Module, type)):
+            seen.add(id(leaf))
+            names = (name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ()))
+            slots = {name: getattr(leaf, name, None) for name in names if isinstance(name, str)}
+            yield from _tensors_of([*slots.values(), *getattr(leaf, "__dict__", {}).values()], inside=True, seen=seen)
+
+
+def _take_data_of(kind: Any) -> None:
+    """Makes `parameter.data = …` of sharded parameters copy the values: torch drops them without a word."""
+    if isinstance(vars(kind).get("data"), property):
+        return
+    data: Any = Tensor.data
+
+    def assign(parameter: Any, value: Tensor) -> None:
+        if not hasattr(parameter, _ATTRIBUTE):
+            data.__set__(parameter, value)
+        elif not is_dtensor(value) or (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
+            raise UsageError(
+                f"fsdp: data of a parameter: a {type(value).__name__} of shape {list(value.shape)} and {value.dtype} "
+                f"cannot be assigned; give it a DTensor of shape {list(parameter.shape)} and {parameter.dtype}"
+            )
+        else:
+            with torch.no_grad():
+                parameter.copy_(value)
+
+    kind.data = property(data.__get__, assign)
 
 
 def replicas(mesh: Mesh, sharding: FullSharding) -> int:

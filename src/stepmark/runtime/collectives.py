@@ -19,7 +19,6 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.liveness.host_group import Group, gather
 from stepmark.runtime.base import Runtime
@@ -134,21 +133,17 @@ class GroupCollectives:
         shards += [finish() for finish in in_flight]
         return [shard.movedim(0, dim) for shard in shards]
 
-    def start_reduce_scatter(
-        self, tensor: Tensor, shares: RankWeights | None = None, dtype: torch.dtype | None = None
-    ) -> Callable[[], Tensor]:
+    def start_reduce_scatter(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
         """Starts the reduce-scatter of one contiguous tensor along dim 0; calling the result waits for this rank's
-        shard: the sum, or with `shares` the sum weighted by them, which between hosts is computed in float32. `dtype`:
-        send the tensor in that, and add in the tensor's own. It must not be used afterwards.
+        shard of the sum. `dtype`: send the tensor in that, and add in the tensor's own. It must not be used afterwards.
 
         Between hosts, and with another `dtype`, each rank sends the others their shards and adds what it receives.
         """
         if self._between_hosts(tensor):
-            return self._start_exchange_of_shards(tensor, shares, dtype)
-        weighted = tensor if shares is None else tensor.mul_(shares.own())
+            return self._start_exchange_of_shards(tensor, dtype)
         if dtype in (None, tensor.dtype):
-            return self._start_reduce_scatter_between_devices(weighted)
-        return self._start_exchange_between_devices(weighted.to(dtype), tensor.dtype)
+            return self._start_reduce_scatter_between_devices(tensor)
+        return self._start_exchange_between_devices(tensor.to(dtype), tensor.dtype)
 
     def _start_exchange_between_devices(self, sent: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
         received = torch.empty_like(sent)
@@ -162,9 +157,7 @@ class GroupCollectives:
         work = dist.reduce_scatter_tensor(shard, sent, group=self._group.process_group, async_op=True)
         return lambda: _after([work], lambda: shard)
 
-    def _start_exchange_of_shards(
-        self, tensor: Tensor, shares: RankWeights | None, dtype: torch.dtype | None
-    ) -> Callable[[], Tensor]:
+    def _start_exchange_of_shards(self, tensor: Tensor, dtype: torch.dtype | None) -> Callable[[], Tensor]:
         sent = tensor if dtype is None else tensor.to(dtype)
         parts = self._spare.take(sent, (self.size - 1, sent.shape[0] // self.size, *sent.shape[1:]))
         received = dict(zip([rank for rank in range(self.size) if rank != self.rank], parts, strict=True))
@@ -172,22 +165,16 @@ class GroupCollectives:
 
         def finish() -> Tensor:
             _wait(works)
-            total = self._add(self.own_shard(tensor), received, shares)
+            total = self._add(self.own_shard(tensor), received)
             self._spare.give_back(parts)
             return total
 
         return finish
 
-    def _add(self, own: Tensor, received: Mapping[int, Tensor], shares: RankWeights | None) -> Tensor:
+    def _add(self, own: Tensor, received: Mapping[int, Tensor]) -> Tensor:
         """Adds the shards that other ranks have sent to this rank's own, in rank order."""
-        if shares is None:
-            for part in received.values():
-                own.add_(part)
-            return own
-        share = shares.on_host()
-        own.mul_(share[self.rank])
-        for rank, part in received.items():
-            own.add_(part, alpha=share[rank])
+        for part in received.values():
+            own.add_(part)
         return own
 
     def _between_hosts(self, tensor: Tensor) -> bool:
@@ -262,44 +249,6 @@ class GroupCollectives:
     def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         length = tensor.shape[dim] // self.size
         return tensor.narrow(dim, self.rank * length, length)
-
-
-class RankWeights:
-    """The ranks' shares of a step's target tokens. What they have to tell each other is on its way from the start.
-
-    Args:
-        tokens: This rank's target tokens, a 0-dim float32 tensor on the device.
-        axis: The data parallel axis, or that of the ranks that hold the same experts.
-    """
-
-    def __init__(self, tokens: Tensor, axis: Collectives) -> None:
-        self._rank = axis.rank
-        self._finish: Callable[[], Tensor] | None = None
-        if isinstance(axis, GroupCollectives):
-            self._finish = axis.start_all_gather(tokens.reshape(1))
-        self._tokens = tokens.reshape(1)
-        self._on_host: list[float] | None = None
-
-    def own(self) -> Tensor:
-        """This rank's share: a 0-dim float32 tensor on the device."""
-        return self._shares()[self._rank]
-
-    def factor(self) -> Tensor | float:
-        """This rank's share, as a number where that is known without waiting for the device."""
-        known = self._tokens.device.type == "cpu" and not is_fake(self._tokens)
-        return self.on_host()[self._rank] if known else self.own()
-
-    def on_host(self) -> list[float]:
-        """The share of each rank; waits for the device."""
-        if self._on_host is None:
-            self._on_host = [float(share) for share in self._shares().tolist()]
-        return self._on_host
-
-    def _shares(self) -> Tensor:
-        """Zeros in a step without any target."""
-        if self._finish is not None:
-            self._tokens, self._finish = self._finish(), None
-        return self._tokens / self._tokens.sum().clamp(min=1)
 
 
 class SpareBuffers:

@@ -19,7 +19,7 @@ from stepmark.errors import UsageError
 from stepmark.sharding.layout import Layout, Part, Shape, Shard, TensorSlice
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed.tensor import DTensor
 
 _Runs = list[tuple[int, int]]  # (first, length) of neighbouring indices along a dim, in the local tensor's order
@@ -40,6 +40,15 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether it is a DTensor; does not import torch.distributed.tensor, which takes long."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
+
+
+def reshard(module: nn.Module) -> None:
+    """Frees parameters that torch's `fully_shard` has gathered in a forward pass without a backward pass, so that they
+    are DTensors again."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    for each in module.modules() if kind is not None else ():
+        if isinstance(each, kind):
+            each.reshard()
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from stepmark.evaluation.metrics import by_batch, summarize
 from stepmark.evaluation.prompt_samples import PromptSampler
 from stepmark.filesystem.sizes import size
 from stepmark.liveness.process_exit import say
+from stepmark.parallel.optimizer.arrivals import of_known_libraries
 from stepmark.runtime.seeds import derive_seed
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.loaders import LoaderFactory
@@ -198,32 +199,22 @@ class TrainerEvaluation:
         texts = sampler.texts(each.model, each.runtime, each.autocast_dtype, seed)
         return [(prompt, *both) for prompt, both in zip(sampler.prompts, texts, strict=True)]
 
-    def try_metrics(self, datasets: Iterable[Any], batches: Callable[[Any], Any]) -> None:
-        """Calls `compute_metrics` with two samples of each dataset, so that one that fails does so before training and
-        not hours later. One that needs more samples gets the whole set. Raises PredictionsTooLarge where the
-        predictions of a whole set would not fit into host memory."""
-        if self.compute_metrics is None or self.args.batch_eval_metrics:
+    def foretell_memory(self, datasets: Iterable[Any], batches: Callable[[Any], Any]) -> None:
+        """Evaluates two samples of each dataset, where that calls no code of the user's, which may keep sums. Raises
+        PredictionsTooLarge where the predictions of a whole set would not fit into host memory."""
+        each = self.evaluator
+        theirs = self.loaders.own_loss or self.loaders.data_collator is not None or each.preprocess_logits is not None
+        theirs |= each.loss.replaces_own or not of_known_libraries(each.model)
+        if self.compute_metrics is None or self.args.batch_eval_metrics or theirs:
             return
-
-        def attempt(dataset: Any) -> Evaluation:
-            found = self.run(batches(dataset), gather=True, announces=False)
-            self.metrics(found, "eval")
-            return found
-
         for dataset in datasets:
             if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
                 continue
             two = range(min(2, len(dataset)))
-            try:
-                found = attempt(dataset.select(two) if hasattr(dataset, "select") else Subset(dataset, two))
-            except Exception as error:
-                if self.evaluator.host.rank == 0:
-                    told = f"{type(error).__name__}: {error}"
-                    logger.warning("compute_metrics failed on two samples (%s); retrying with all of them", told)
-                attempt(dataset)
-                continue
+            given = dataset.select(two) if hasattr(dataset, "select") else Subset(dataset, two)
+            found = self.run(batches(given), gather=True, announces=False)
             rows = found.rows.bytes * len(dataset) / max(found.samples, 1)
-            need = self.evaluator.check_memory(rows, joined=self.args.eval_do_concat_batches)
+            need = each.check_memory(rows, joined=self.args.eval_do_concat_batches)
             if self.callbacks.run_log.writes:
                 say(f"metrics  predictions of an evaluation take {size(need)} of host memory on each rank")
 

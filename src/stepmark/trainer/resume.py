@@ -88,7 +88,9 @@ def restore_run(
     path = checkpoint or checkpoint_path(folder, step)
     callbacks.restore_state(TrainerState.load_from_json(str(path / TRAINER_STATE)))
     if parts.args.load_best_model_at_end:
-        _locate_best(callbacks.state, path, host)
+        locate_best(
+            callbacks.state, path.absolute().parent, host, "the best model will be chosen from later evaluations"
+        )
     if host.rank == 0:
         _warn_of_later_checkpoints(path, step, folder)
         saved = checkpointer.metadata(path)
@@ -106,22 +108,19 @@ def _remedy(section: str | None, accepted: Collection[str]) -> str | None:
     return None
 
 
-def _locate_best(state: TrainerState, restored: Path, host: HostGroup) -> None:
-    """Finds the best checkpoint: next to the restored one, since the run's folder may have been moved, or where it was
-    saved. One that is in neither place is forgotten."""
+def locate_best(state: TrainerState, folder: Path, host: HostGroup, otherwise: str) -> None:
+    """Finds the best checkpoint: in `folder`, since the run's may have been moved, or where it was saved. One that is
+    in neither place is forgotten, with a warning."""
     saved = state.best_model_checkpoint
     if saved is None:
         return
-    candidates = [restored.absolute().parent / Path(saved).name, Path(saved)]
+    candidates = [folder / Path(saved).name, Path(saved)]
     found = host.broadcast(next((str(path) for path in candidates if (path / MANIFEST).is_file()), None))
     state.best_model_checkpoint = found
     if found is None:
         state.best_metric = state.best_global_step = None
         if host.rank == 0:
-            logger.warning(
-                "load_best_model_at_end: %s no longer exists; the best model will be chosen from later evaluations",
-                saved,
-            )
+            logger.warning("load_best_model_at_end: %s no longer exists; %s", saved, otherwise)
 
 
 def _warn_of_later_checkpoints(path: Path, step: int, folder: Path) -> None:

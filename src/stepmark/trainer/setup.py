@@ -51,7 +51,7 @@ from stepmark.training.model_options import (
     check_not_quantized,
     enable_gradient_checkpointing,
 )
-from stepmark.training.optimizer import build_optimizer, decays_by_default, parameter_kinds, wrap_optimizer
+from stepmark.training.optimizer import build_optimizer, check_step, decays_by_default, parameter_kinds, wrap_optimizer
 from stepmark.training.packing_check import check_packing
 from stepmark.training.step import TrainStep
 from stepmark.training.weighted_loss import MicroBatchLoss
@@ -287,6 +287,8 @@ class RunOptimizer:
 
     def __init__(self, given: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None) -> None:
         self._given = given
+        if given is not None:
+            check_step(given[0])
         self.named: NamedOptimizer | None = None  # made last
         self._made: list[Any] = []  # the optimizer and the schedule that were made for the last run
 
@@ -348,7 +350,7 @@ def make_step(
         pipeline_schedule=args.pipeline_schedule,
         max_grad_norm=args.max_grad_norm,
         autocast=autocast_dtype(bf16=args.bf16, fp16=args.fp16),
-        scaler=LossScaler() if args.fp16 else None,
+        scaler=LossScaler(ranks=mesh.data_parallel.size) if args.fp16 else None,
         around=around,
         reduce_dtype=getattr(torch, args.reduce_dtype),
         seed=args.seed,

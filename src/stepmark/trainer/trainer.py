@@ -29,6 +29,7 @@ from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import check_by_batch
 from stepmark.evaluation.run_options import RunOptions, function_name
 from stepmark.filesystem.files import make_folder
+from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.silent_ranks import PeerWatch
 from stepmark.runtime.context import Context
@@ -85,6 +86,7 @@ from stepmark.training.model_labels import names_labels
 from stepmark.training.model_options import attention_of
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.one_graph_per_step.deferred_reads import plain
+from stepmark.training.optimizer import check_step
 from stepmark.training.weighted_loss import MicroBatchLoss
 
 
@@ -215,6 +217,8 @@ class Trainer:
         self.processing_class = processing_class
         self.compute_metrics = compute_metrics
         self.optimizer, self.lr_scheduler = optimizers
+        if self.optimizer is not None:
+            check_step(type(self.optimizer))
         self._optimizers = RunOptimizer(optimizer_cls_and_kwargs)
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.compute_loss_func = compute_loss_func
@@ -599,8 +603,9 @@ class Trainer:
             self._callbacks.show(parts, own.given if isinstance(own, GivenLoader) else own.again())
             with loop.recording_end():
                 with loop.stopping_at_signals(), watch:
-                    if evaluates and not extracting_graphs() and not self._overridden("evaluate"):
-                        self.evaluation.try_metrics(self._eval_sets().values(), self.get_eval_dataloader)
+                    theirs = any(map(self._overridden, ("evaluate", "evaluation_loop", "get_eval_dataloader")))
+                    if evaluates and not extracting_graphs() and not theirs:
+                        self.evaluation.foretell_memory(self._eval_sets().values(), self.get_eval_dataloader)
                     metrics, steps = loop.train(loop.restore(resume))
                     self._hub.wait()
                     metrics = run.write_training(metrics, steps, self.train_dataset)
@@ -861,7 +866,7 @@ class Trainer:
         Raises:
             StepmarkError: The folder cannot be written to; on all ranks.
         """
-        folder = Path(output_dir or self.args.output_dir).absolute()
+        folder = local_path(output_dir or self.args.output_dir, "output_dir").absolute()
         self._saved.write(folder, self._saved_processing, self.args.save_timeout)
         if self._overridden("_save") and not extracting_graphs():
             if self.context.host.rank == 0:

@@ -14,10 +14,12 @@ from transformers.trainer_callback import TrainerControl
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, step_of
+from stepmark.checkpoint.sections import describe
 from stepmark.data.loader.batch import StepBatch
 from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.prefetcher import DevicePrefetcher
 from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
+from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.signal_listener import RunInterrupted, how_to_go_on
 from stepmark.launch.step_board import StepPlace, show_step
 from stepmark.liveness.process_exit import say
@@ -28,7 +30,7 @@ from stepmark.trainer.callbacks import RunCallbacks, is_better
 from stepmark.trainer.evaluation import PausableEvaluation
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.run_end import reason_to_stop, record_end, withdraw
-from stepmark.trainer.resume import restore_run
+from stepmark.trainer.resume import locate_best, restore_run
 from stepmark.trainer.run_folder.output_folder import set_aside_earlier_attempt, set_aside_finished_run
 from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.status import INTERRUPTED
@@ -122,8 +124,10 @@ class TrainingLoop:
     def state_dict(self) -> dict[str, Any]:
         """Everything but tensors, as plain values."""
         scaler, own = self._parts.step.scaler, self._own_state()
+        numbers = self._parts.optimizer.changed_numbers() if self._parts.context.host.rank == 0 else {}
         return {
             **({"own": own} if own else {}),
+            **({"optimizer": numbers} if numbers else {}),
             "step": self._step,
             "epoch": self._callbacks.state.epoch,
             "epoch_open": self._epoch_open,
@@ -155,6 +159,7 @@ class TrainingLoop:
         restore_schedule(self._parts.schedule, state["schedule"], rates)
         self._learning_rate = state.get("learning_rate", rates[0])  # older checkpoints have no rate of the last step
         self._parts.step.loss.guess = state.get("causal_shift", self._parts.step.loss.guess)
+        vars(self._parts.optimizer.inner).update(state.get("optimizer", {}))
         if state.get("own"):
             self._load_own_state(state["own"])
         if self._parts.step.scaler is not None and state.get("loss_scaler") is not None:
@@ -172,6 +177,7 @@ class TrainingLoop:
         check_start(folder, parts.saved, self._args, parts.context, resumes=goes_on)
         self._checkpointer.claim()
         if self._args.save_strategy != "no":
+            describe({"optimizer": parts.optimizer})  # what cannot be saved of it is named before training
             self._withdraw_stop_request()
 
     def restore(self, resume: bool | str | None) -> Path | None:
@@ -182,7 +188,7 @@ class TrainingLoop:
         """
         path = None
         if resume:
-            named = Path(resume) if isinstance(resume, str) else None
+            named = local_path(resume, "resume_from_checkpoint") if isinstance(resume, str) else None
             path = restore_run(self.sections(), self._parts, self._callbacks, self._checkpointer, named, self._changes)
         if path is not None:
             for message in self._changes.values():
@@ -212,6 +218,10 @@ class TrainingLoop:
         mean_loss = self._losses.mean_loss()
         # The time since the last log, in which the last evaluation and the last save were.
         machine = {**self._monitor.part_fields(), "target_tokens": self._losses.since_start["tokens"]}
+        if self._args.load_best_model_at_end:
+            locate_best(
+                callbacks.state, self._checkpointer.folder, parts.context.host, "the last model is the final one"
+            )
         best = callbacks.state.best_model_checkpoint
         if self._args.load_best_model_at_end and best is not None:
             self._checkpointer.restore({"model": parts.saved}, Path(best))
@@ -376,8 +386,9 @@ class TrainingLoop:
             after_micro_step=lambda: callbacks.event("on_substep_end"),
             before_update=lambda: callbacks.event("on_pre_optimizer_step"),
             after_update=lambda: callbacks.event("on_optimizer_step"),
-            updated=lambda: advance(parts.schedule),
+            updated=self._advance_schedule,
             look_at_gradients=callbacks.hears("on_pre_optimizer_step") or callbacks.hears("on_optimizer_step"),
+            look_at_sums=callbacks.hears("on_substep_end"),
         )
         show_step(StepPlace.of(self._step + 1, batch.samples, batch.state))
         if self._first_step is None:
@@ -402,6 +413,10 @@ class TrainingLoop:
         self._follow_control()
         self._checkpointer.check()
         show_step(StepPlace(self._step + 1))
+
+    def _advance_schedule(self) -> None:
+        self._parts.optimizer.check_groups()  # before torch's schedules find out
+        advance(self._parts.schedule)
 
     def _follow_control(self) -> None:
         """Logs, evaluates and saves, in this order, as the control's flags say."""
@@ -536,6 +551,7 @@ class TrainingLoop:
         earlier = {} if self._unfinished is None else self._unfinished["evaluated"]
         may_continue = (lambda: True) if self._preemption is None else self._preemption.may_continue
         evaluation = PausableEvaluation(may_continue, earlier)
+        self._parts.optimizer.switch("eval")  # where a callback has changed that
         try:
             with self._monitor.within("evaluation", self._step):
                 return self._evaluate_data(evaluation)
@@ -583,6 +599,7 @@ class TrainingLoop:
         best = {key: metrics[key]} if key is not None and evaluated_at == self._step and key in metrics else {}
         if state.best_global_step == self._step:
             state.best_model_checkpoint = str(checkpoint_path(self._checkpointer.folder, self._step))
+        self._parts.optimizer.switch("eval")
         self._before_save()
         handle = self._checkpointer.save(
             self._step,

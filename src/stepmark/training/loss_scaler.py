@@ -22,18 +22,29 @@ class LossScaler:
     A step whose gradients are not finite is left out, and the scale halved; after 2000 steps without one it is doubled.
     All ranks decide by the same norm.
 
+    Args:
+        scale: The first scale.
+        ranks: How many ranks have a part of a step's loss each. A part is multiplied by their number too, rounded up to
+            a power of two: otherwise gradients would be smaller on more ranks.
+
     Attributes:
-        scale: What losses are multiplied with.
+        scale: What the loss of a step is multiplied with.
     """
 
-    def __init__(self, scale: float = FIRST) -> None:
+    def __init__(self, scale: float = FIRST, ranks: int = 1) -> None:
         self.scale = scale
+        self._of_rank = 2.0 ** math.ceil(math.log2(ranks))
         self._good_steps = 0  # since the scale has changed
         self._warned = False
 
     def of(self, loss: Tensor) -> Tensor:
-        """The gradient that the backward pass of a loss starts from: the scale, in the loss's shape and dtype."""
-        return torch.full_like(loss, self.scale)
+        """The gradient that the backward pass of a loss starts from: the factor, in the loss's shape and dtype."""
+        return torch.full_like(loss, self.factor)
+
+    @property
+    def factor(self) -> float:
+        """What a rank's part of the loss, and so its gradients, are multiplied with."""
+        return self.scale * self._of_rank
 
     def accept(self, norm: float) -> bool:
         """Follows the norm of a step's gradient: whether the step may update the parameters."""

@@ -28,14 +28,14 @@ from stepmark.training.weighted_loss import MicroBatchLoss, Weight
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Target tokens of one rank's step, on the device, as vectors of one element.
+    """Target tokens of a step, on the device, as vectors of one element.
 
     On a lazy device a 0-dim 0 or 1 would become a constant of the graph, and another graph would be compiled.
 
     Attributes:
-        total: Of all micro-batches.
-        divisor: The same but at least 1, so that a rank without target tokens contributes zeros.
-        each: Of each micro-batch.
+        total: Of all data parallel ranks.
+        divisor: The same but at least 1.
+        each: Of each micro-batch of this rank.
         zero: A zero to add losses to.
     """
 
@@ -45,11 +45,16 @@ class TokenCounts:
     zero: Tensor
 
     @classmethod
-    def of(cls, counts: Sequence[int], runtime: Runtime) -> TokenCounts:
-        """`counts`: target tokens of each micro-batch."""
-        total_count = sum(counts)
-        total, divisor, zero, *each = (runtime.numbers([n]) for n in [total_count, max(total_count, 1), 0, *counts])
-        return cls(total, divisor, each, zero)
+    def of(cls, counts: Sequence[int], mesh: Mesh) -> TokenCounts:
+        """`counts`: target tokens of each micro-batch of this rank. Collective."""
+        if mesh.runtime.lazy:  # data of the graph, which is then the same for every micro-batch
+            told = mesh.context.host.all_gather(sum(counts))
+            whole = sum(told) * mesh.data_parallel.size // len(told)
+            total, divisor, zero, *each = (mesh.runtime.numbers([n]) for n in [whole, max(whole, 1), 0, *counts])
+            return cls(total, divisor, each, zero)
+        own, zero, *each = (mesh.runtime.numbers([n]) for n in [sum(counts), 0, *counts])
+        (total,) = mesh.data_parallel.all_reduce([own])
+        return cls(total, total.clamp(min=1), each, zero)
 
 
 Passes = Callable[[Any], Tensor]
@@ -74,7 +79,8 @@ class MicroBatchSchedule(Protocol):
             after_micro_batch: Called after each micro-batch but the last.
 
         Returns:
-            This rank's mean loss over its target tokens, and their number: 0-dim float32 tensors on the device.
+            This rank's part of the mean loss over the target tokens of all ranks, and their number: 0-dim float32
+            tensors on the device.
         """
 
 
@@ -105,6 +111,7 @@ class SequentialSchedule:
         self._arrivals = arrivals or Arrivals()
         self._loss = loss
         self._gradients = gradients
+        self._mesh = mesh
         self._runtime = mesh.runtime
         self._rank = mesh.data_parallel.rank
         # Whether what no rank has samples for, at the end of an epoch, can be left out.
@@ -129,8 +136,8 @@ class SequentialSchedule:
             self._decision.conclude()
             first = nullcontext  # that call was the step's first forward pass
         targets = [self._loss.count(micro_batch) for micro_batch in batch.micro_batches]
-        counts = TokenCounts.of(targets, self._runtime)
-        self._gradients.begin(counts.total.reshape(()))
+        counts = TokenCounts.of(targets, self._mesh)
+        self._gradients.begin()
         total, several = counts.zero, len(batch.micro_batches) > 1
         rows = [each.rows or not self._alone for each in batch.micro_batches]
         last = max((index for index, present in enumerate(rows) if present), default=len(rows) - 1)

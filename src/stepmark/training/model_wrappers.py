@@ -91,7 +91,9 @@ def adapter_tensors(model: Any, adapter_name: str) -> dict[str, tuple[str, Tenso
 
 
 def base_tensors(model: Any, own: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the model that are not the adapter's, by name. `own`: the names of the adapter's in the model."""
-    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
-        if name not in own and isinstance(tensor, Tensor):
+    """The tensors of the model that are not the adapter's, by name. `own`: a name in the model of each of these."""
+    state = model.state_dict(keep_vars=True)
+    identities = {id(state[name]) for name in own if name in state}
+    for name, tensor in sorted(state.items()):
+        if id(tensor) not in identities and isinstance(tensor, Tensor):
             yield name, tensor

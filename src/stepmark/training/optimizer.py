@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from stepmark.checkpoint.sections import check_own_tensors
 from stepmark.config.optimizers import ADAFACTOR, ADAMW, ADAMW_8BIT, MUON, WHOLE_PARAMETERS, check_optimizer
 from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
-from stepmark.parallel.full_sharding import is_fully_sharded, now
+from stepmark.parallel.full_sharding import now
 from stepmark.parallel.optimizer.distribute import distribute, sharding_unit
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.optimizer.own_classes import (
@@ -28,7 +32,9 @@ from stepmark.parallel.optimizer.own_classes import (
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import has_fused_kernel
 from stepmark.runtime.mesh import Mesh
+from stepmark.sharding.dtensor import local_of
 from stepmark.sharding.layout import layout_of
+from stepmark.sharding.views import copy_slices
 
 # Patterns of the names, in lower case, of modules and parameters without weight decay.
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -197,6 +203,7 @@ def wrap_optimizer(
             optimizer needs all parameters at once, it is unknown what it needs, or the device is lazy.
     """
     kind, groups = type(given), []
+    check_step(kind)
     for group in given.param_groups:
         parameters = [now(parameter) for parameter in group["params"]]
         if any(parameter not in names for parameter in parameters):
@@ -205,22 +212,59 @@ def wrap_optimizer(
                 "have it; make its module part of the model (model.criterion = …), or leave it out"
             )
         groups.append({**group, "params": [(names[parameter], parameter) for parameter in parameters]})
-    if given.state and any(map(is_fully_sharded, names)):
-        raise UsageError("fsdp and optimizers: the optimizer has a state already; pass one that has taken no step")
     held = [(name, each) for group in groups for name, each in group["params"] if layout_of(each) is not None]
     if held and sharding_unit(kind, "tensor_parallel_size") != "element":
         _check_whole(given, held, mesh.runtime)
 
     def exchange(own: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        before = {names[now(each)]: each for group in given.param_groups for each in group["params"]}
         for group, tensors in zip(given.param_groups, own, strict=True):
             group["params"] = tensors["params"]
+        for each in distribution.held:
+            state = given.state.pop(before[str(each.key)], None)
+            if state is not None:
+                given.state[each.tensor] = {key: _part(value, each.tensor) for key, value in state.items()}
         return given
 
     order = list(names.values())
     distribution = distribute(
         groups, kind, mesh.runtime, mesh, order=order, master_weights=False, bucket_elements=bucket_elements
     )
+    updated = set(distribution.names)
+    counted = [(name, each) for each, name in names.items() if each.requires_grad or name in updated]
+    distribution.names = [name for name, _ in counted]  # a norm is of the model's gradients, as in transformers
+    distribution.parameters = [each for _, each in counted]
+    sizes = mesh.tensor_parallel.size, mesh.pipeline.size, mesh.expert_parallel_size
+    axes = (axis for axis, size in zip(("tensor", "pipeline", "expert"), sizes, strict=True) if size > 1)
+    distribution.divided_by = next((f"{axis}_parallel_size" for axis in axes), distribution.divided_by)
+    own = {name: value for name, value in vars(given).items() if name not in ("state", "param_groups")}
+    check_own_tensors(given, own, distribution.divided_by)
     return NamedOptimizer(distribution, groups, exchange, mesh.runtime, given=True)
+
+
+def _part(value: Any, tensor: Tensor) -> Any:
+    """A value of the state of a parameter, for the tensor that holds this rank's part of it."""
+    layout, value = layout_of(tensor), local_of(value)
+    if layout is None or not isinstance(value, Tensor) or tensor.shape == value.shape or value.shape != layout.shape:
+        return value
+    part = torch.zeros_like(tensor, dtype=value.dtype, device=value.device)
+    copy_slices(value, part, layout)
+    return part
+
+
+def check_step(kind: type[torch.optim.Optimizer]) -> None:
+    """Raises UsageError for a class whose `step` cannot be called without arguments, by its signature or what it says
+    of `closure`."""
+    step = inspect.unwrap(kind.step)
+    given = list(inspect.signature(step).parameters.values())[1:]
+    needs = any(each.default is each.empty and "VAR_" not in each.kind.name for each in given)
+    with suppress(OSError, TypeError):  # of no file
+        needs |= bool(re.search(r"assert closure|if (closure is None|not closure):\s+raise", inspect.getsource(step)))
+    if needs:
+        raise UsageError(
+            f"optimizers: {kind.__name__}.step needs a closure, which computes gradients once more; the Trainer passes "
+            "none: choose another optimizer, or write a loop of your own around stepmark.Checkpointer"
+        )
 
 
 def _check_whole(given: torch.optim.Optimizer, held: Sequence[tuple[str, nn.Parameter]], runtime: Runtime) -> None:

@@ -73,7 +73,7 @@ class PipelinedSchedule:
         for micro_batch in batch.micro_batches:
             self._forward.decide_labels(micro_batch)
         targets = [self.loss.count(micro_batch) for micro_batch in batch.micro_batches]
-        counts = TokenCounts.of(targets, self.mesh.runtime)
+        counts = TokenCounts.of(targets, self.mesh)
         schedule = make_schedule(self.kind, self.mesh.pipeline.size, len(batch), len(self.stages.own))
         running = _Step(self, schedule, batch.micro_batches, counts, after_micro_batch)
         for number in range(len(schedule.ticks)):
@@ -121,7 +121,7 @@ class _Step:
         self._random_numbers: Tensor | None = None  # the generator's state before this rank draws any, if it is sought
         self.drew = False
         self.loss = counts.zero
-        parts.gradients.begin(counts.total.reshape(()))
+        parts.gradients.begin()
 
     def tick(self, number: int, seed: Callable[[int], int]) -> None:
         """Runs this rank's tasks of a tick, and starts its exchanges."""

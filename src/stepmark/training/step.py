@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from stepmark.config.fields import fields_of, refuse
 from stepmark.config.training_fields import TrainingFields, check_reduce_dtype, schedule_contradictions
 from stepmark.data.loader.batch import StepBatch
+from stepmark.errors import UsageError
 from stepmark.liveness.progress import PASSES, REDUCE, UPDATE, entering
 from stepmark.parallel.gradients.arithmetic import scale_to
 from stepmark.parallel.gradients.reduced import ReducedGradients
@@ -59,13 +61,15 @@ def _nothing() -> None:
 class StepHooks:
     """Functions that a step calls on the host: after each micro-batch but the last, before and after the update.
     `updated` is called once parameters have been updated, while their gradients are there; not after an overflow.
-    `look_at_gradients`: those around the update may use `parameter.grad`, which is completed for them."""
+    `look_at_gradients`: those around the update may use `parameter.grad`, which is completed for them;
+    `look_at_sums`: so may the first, which sees what has been added up so far."""
 
     after_micro_step: Callable[[], Any] = field(default=_nothing)
     before_update: Callable[[], Any] = field(default=_nothing)
     after_update: Callable[[], Any] = field(default=_nothing)
     updated: Callable[[], Any] = field(default=_nothing)
     look_at_gradients: bool = False
+    look_at_sums: bool = False
 
 
 class TrainStep:
@@ -157,11 +161,12 @@ class TrainStep:
             The step's statistics; reading them waits for the device.
         """
         hooks = hooks or StepHooks()
+        self.optimizer.switch("train")
         entering(PASSES)
         on_host = torch.random.fork_rng(devices=[]) if self._runtime.lazy else nullcontext()
         with kept_host_generators(), on_host:
             self._loads.begin()
-            loss, tokens = self._schedule.run(step, batch, hooks.after_micro_step)
+            loss, tokens = self._schedule.run(step, batch, partial(self._between_passes, hooks))
         entering(REDUCE)
         counts = self._loads.counts()
         given = (loss, tokens) if counts is None else (loss, tokens, counts)
@@ -200,24 +205,46 @@ class TrainStep:
         """The true gradients, and whether they may update the parameters; with a scaler this waits for the device."""
         if self.scaler is None:
             return reduced, True
-        inverse = 1.0 / self.scaler.scale
+        inverse = 1.0 / self.scaler.factor
         present = [gradient for gradient in reduced.gradients if gradient is not None]
         if present:
             torch._foreach_mul_(present, inverse)
         norm = reduced.norm * inverse
         return replace(reduced, norm=norm), self.scaler.accept(float(norm))
 
+    def _between_passes(self, hooks: StepHooks) -> None:
+        if not hooks.look_at_sums:
+            hooks.after_micro_step()
+            return
+        before = self._values_in_flight()
+        with self._gradients.shown_so_far():
+            hooks.after_micro_step()
+        if before != self._values_in_flight():
+            raise UsageError(
+                "pipeline_parallel_size: parameters were changed, frozen or unfrozen in on_substep_end, when other "
+                "micro-batches of the step had used them; do so in on_step_begin or on_step_end"
+            )
+
+    def _values_in_flight(self) -> list[tuple[int, int, bool]]:
+        """What tells whether somebody changes parameters while other passes of a pipeline wait for theirs."""
+        waiting = self.model.parameters() if isinstance(self._schedule, PipelinedSchedule) else ()
+        return [(each.untyped_storage()._cdata, each._version, each.requires_grad) for each in waiting]
+
     def _update(self, reduced: ReducedGradients, hooks: StepHooks, *, updates: bool) -> None:
-        self.optimizer.set_gradients(reduced.gradients)
-        take = self._gradients.show(reduced.gradients) if hooks.look_at_gradients else _nothing
-        hooks.before_update()
-        take()
+        if hooks.look_at_gradients:
+            take = self._gradients.show(reduced)
+            hooks.before_update()
+            reduced = take()
+        else:
+            hooks.before_update()
+        self.optimizer.set_gradients(reduced.gradients, reduced.used)
         if updates:
             self.optimizer.step()
             self._loads.update_biases(reduced.loads)
         hooks.after_update()
         if updates:
             hooks.updated()
+        self.optimizer.switch("eval")  # after every step, so that its bits do not depend on evaluations and saves
         self.optimizer.set_gradients([None] * len(reduced.gradients))
         self._gradients.reset()
 

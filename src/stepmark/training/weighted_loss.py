@@ -1,8 +1,8 @@
 """The loss of a micro-batch as its share of the step's mean over target tokens.
 
-Every loss is the mean over its micro-batch, weighted by (the micro-batch's targets) / (the step's targets on this
-rank). It therefore makes no difference whether a model divides by `num_items_in_batch` or ignores it. Losses of
-micro-batches are summed, and ranks are weighted by their targets when gradients are reduced. Without labels to count,
+Every loss is the mean over its micro-batch, weighted by (the micro-batch's targets) / (the step's targets on all
+ranks). It therefore makes no difference whether a model divides by `num_items_in_batch` or ignores it. Losses of
+micro-batches are summed, and so are gradients over the ranks. Without labels to count,
 and where what computes the loss declares it (`averages_samples`), the mean is over samples.
 """
 
@@ -44,8 +44,8 @@ Override = Callable[[nn.Module, Any, Tensor], tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class Weight:
-    """0-dim float32 tensors on the device: the number of targets of the micro-batch, and of the step on this rank (at
-    least 1), by which the sum of losses is divided."""
+    """0-dim float32 tensors on the device: the number of targets of the micro-batch, and of the step on all ranks
+    (at least 1), by which the sum of losses is divided."""
 
     count: Tensor
     divisor: Tensor

@@ -165,22 +165,3 @@ def test_hooks_that_are_registered_later_come_first() -> None:
     sums.reset()
     net(torch.ones(2, 3)).backward()
     assert found(sums)[:6] == [1.0] * 6
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_that_are_weighted_on_arrival_make_the_same_sums(dtype: torch.dtype) -> None:
-    """`scale` has one from before; that of `first` comes in the weighted pass alone, and twice."""
-    results = []
-    for weighing in ((0,), ()):
-        net = Net(dtype)
-        sums = sums_of(net)
-        (net.scale.float() * 3).sum().backward()
-        sums.collect()
-        sums.weigh_arriving(dict.fromkeys(weighing, 0.5))
-        for _ in range(2):
-            net(torch.ones(2, 3)).backward()
-        sums.collect()
-        results.append(sums.weighted(0, 0.5).tolist())
-        assert sums.got() == [True, True, False]
-    assert results[0] == results[1]
-    assert results[0][:7] == [2.0] * 6 + [3 * 0.5 + 15.0]

@@ -144,6 +144,7 @@ struct Open {  // makes the memory of tensors accessible
 thread_local DeviceIndex current_device = 0;
 void writes(const void* address);
 void copies(void* target, const void* source, size_t size);
+std::unordered_set<std::string> refused;  // operations that the device does not have; `copy_data`, of its allocator
 void release(void* address) {
   writes(address);  // others may get the memory, in the order of the stream
   std::lock_guard<std::mutex> hold(memory_lock);
@@ -164,7 +165,10 @@ struct DeviceMemory final : c10::Allocator {
     return {address, address, &release, device};
   }
   at::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* target, const void* source, size_t size) const override { copies(target, source, size); }
+  void copy_data(void* target, const void* source, size_t size) const override {
+    TORCH_CHECK(!refused.count("copy_data"), "this device's allocator cannot copy");
+    copies(target, source, size);
+  }
 };
 DeviceMemory device_memory;
 REGISTER_ALLOCATOR(KIND, &device_memory);
@@ -617,7 +621,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
   auto back = [&](const at::Tensor& each) { return each.defined() ? each.to(input.device()) : each; };
   return {back(first), back(second), back(third)};
 }
-std::unordered_set<std::string> refused;  // operations that the device does not have
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   static const std::unordered_set<std::string> reads = {"aten::equal",    "aten::nonzero",    "aten::masked_select",
                                                         "aten::_unique2", "aten::unique_dim", "aten::is_nonzero",

@@ -883,7 +883,8 @@ VALUES = (
         "status-of-wrong-types",
         (
             _status(
-                '{"state": ["failed"], "step": "x", "time": "now", "reason": {"a": 1}, "total_steps": "many", "eta_seconds": [], "process": {}, "stuck": 7}'
+                '{"state": ["failed"], "step": "x", "time": "now", "reason": {"a": 1}, "total_steps": "many",'
+                ' "eta_seconds": [], "process": {}, "stuck": 7}'
             ),
         ),
         "inspect-run report resume evaluate-run",
@@ -892,7 +893,8 @@ VALUES = (
         "status-that-runs",
         (
             _status(
-                '{"state": "running", "step": 1e999, "time": -1e300, "eta_seconds": 1e999, "total_steps": 1e400, "stuck": {"where": 1}, "process": 99999999999999999999999, "host": 1}'
+                '{"state": "running", "step": 1e999, "time": -1e300, "eta_seconds": 1e999,'
+                ' "total_steps": 1e400, "stuck": {"where": 1}, "process": 99999999999999999999999, "host": 1}'
             ),
         ),
         "inspect-run report resume",
@@ -901,7 +903,8 @@ VALUES = (
         "status-of-10-to-the-400",
         (
             _status(
-                f'{{"state": "running", "step": {HUGE}, "time": {HUGE}, "eta_seconds": {HUGE}, "total_steps": {HUGE}, "restart_delay": {HUGE}}}'
+                f'{{"state": "running", "step": {HUGE}, "time": {HUGE}, "eta_seconds": {HUGE},'
+                f' "total_steps": {HUGE}, "restart_delay": {HUGE}}}'
             ),
         ),
         "inspect-run report resume",

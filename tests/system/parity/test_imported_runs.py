@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.optimization import Adafactor
 
 import stepmark
@@ -140,3 +141,42 @@ def test_foreign_folder_is_no_checkpoint_to_resume_from(tmp_path: Path) -> None:
     trainer = Ours(model_of("gpt2"), arguments, train_dataset=samples())
     with pytest.raises(CheckpointNotFound, match=f"stepmark import {source}"):
         trainer.train(resume_from_checkpoint=str(source))
+
+
+# The best checkpoint of the run
+
+
+BEST: dict[str, Any] = {
+    **SETTINGS, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "save_total_limit": 2, "warmup_steps": 0,
+    "load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True, "learning_rate": 1e-2,
+    "per_device_train_batch_size": 4, "use_cpu": True,
+}  # fmt: skip
+"""The first evaluation has the largest loss, and so is the best."""
+
+
+class Removes(transformers.TrainerCallback):
+    """Removes the best checkpoint, as somebody might do by hand."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        shutil.rmtree(state.best_model_checkpoint)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_the_best_checkpoint_of_an_imported_run_is_kept_and_its_end_without_it_is_the_last_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, removed: bool
+) -> None:
+    theirs = transformers.TrainingArguments(str(tmp_path / "theirs"), max_steps=4, **BEST)
+    data: Any = samples()
+    transformers.Trainer(model_of("gpt2"), theirs, train_dataset=data, eval_dataset=data[:8]).train()
+    for name in ("checkpoint-2", "checkpoint-4"):
+        assert run(["import", str(tmp_path / "theirs" / name), str(tmp_path / "ours" / name)]) == 0
+    ours = stepmark.TrainingArguments(str(tmp_path / "ours"), max_steps=10, **BEST)
+    callbacks = [Removes()] if removed else []
+    trainer = stepmark.Trainer(model_of("gpt2"), ours, train_dataset=data, eval_dataset=data[:8], callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=True, save_model=True)
+    of = tmp_path / ("ours/checkpoint-10" if removed else "theirs/checkpoint-2")
+    expected, found = (load_file(folder / "model.safetensors") for folder in (of, tmp_path / "ours"))
+    assert all(torch.equal(expected[name], value) for name, value in found.items())
+    assert (tmp_path / "ours" / "checkpoint-2").exists() != removed
+    assert ("load_best_model_at_end: " in caplog.text) == removed
+    assert json.loads((tmp_path / "ours" / "status.json").read_text())["state"] == "done"

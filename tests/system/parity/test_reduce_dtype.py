@@ -71,14 +71,14 @@ ELEMENTS, UNIT = 8, 2.0**-9  # half of bfloat16's distance between 0.5 and 1, an
 
 
 def reduced(zero_1: bool, between_hosts: bool, dtype: str) -> list[float]:
-    """Of four ranks, one has gradients of 4, each other one of 4 times UNIT: what this one gets of their mean."""
+    """Of four ranks, one has gradients of 1, each other one of UNIT: what this one gets of their sum."""
     mesh = Mesh.create(device="cpu")
     parameter = nn.Parameter(torch.zeros(ELEMENTS))
     with patch.object(GroupCollectives, "_between_hosts", lambda *_: between_hosts):
         groups = [{"params": [("weight", parameter)]}]
         distribution = FlatShards(groups, mesh) if zero_1 else Replicated(groups, mesh.runtime)
         reducer = distribution.gradients(mesh, accumulation=1, reduce_dtype=getattr(torch, dtype), on_arrival=False)
-        scale = 4.0 if mesh.data_parallel.rank == 3 else 4.0 * UNIT
+        scale = 1.0 if mesh.data_parallel.rank == 3 else UNIT
         (parameter * scale).sum().backward()
         one = torch.ones(())
         (gradient,) = reducer.reduce(one, one).gradients

@@ -72,6 +72,14 @@ def test_nothing_compiles_after_step_two_whatever_is_saved_and_evaluated(ranks: 
 
 
 @pytest.mark.xla
+def test_heartbeats_make_no_graph(ranks: Ranks, tmp_path: Path) -> None:
+    """Whoever holds a frame of the training thread keeps its tensors, which the next graph would return."""
+    options = {**BUSY, "device": "xla", "max_steps": 6, "output_dir": str(tmp_path), "gradient_accumulation_steps": 2}
+    (result,) = ranks.run(PROGRAM, {**options, "counted": True, "samples": 22, "observed": True}).check()
+    assert [graph[0] for graph in result["graphs"]] == [2, 3, 3, 3, 3, 3]
+
+
+@pytest.mark.xla
 def test_a_resumed_run_compiles_no_more_than_a_fresh_one(ranks: Ranks, tmp_path: Path) -> None:
     options = {**BUSY, "device": "xla", "output_dir": str(tmp_path), "resume_from_checkpoint": True}
     (fresh,) = ranks.run(PROGRAM, {**options, "max_steps": 3}).check()

@@ -10,7 +10,7 @@ import torch
 
 peft = pytest.importorskip("peft")
 
-from safetensors.torch import load_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from stepmark import Trainer, TrainingArguments  # noqa: E402
@@ -98,6 +98,38 @@ def test_a_resumed_run_continues_exactly(tmp_path: Path, options: dict[str, Any]
     assert all(torch.equal(a, b) for a, b in zip(complete.model.parameters(), resumed.model.parameters(), strict=True))
 
 
+TIED: dict[str, dict[str, Any]] = {
+    "modules": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "two modules": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "tokens": {"trainable_token_indices": [3, 4, 5]},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("kind", TIED)
+@pytest.mark.parametrize("options", [{}, {"zero_1": True}])
+def test_tensors_with_two_names_are_loaded_resumed_and_merged(tmp_path: Path, kind: str, options: Any) -> None:
+    """The head is the table of embeddings; peft saves, and asks for, each name."""
+    pretrained = tmp_path / "base"
+    build("llama", tie_word_embeddings=True).save_pretrained(pretrained)
+    options = {**options, "lora": {"target_modules": ["q_proj"], "fan_in_fan_out": False, **TIED[kind]}}
+    complete = trainer(tmp_path / "complete", pretrained, **options)
+    complete.train()
+    expected, folder = logits(complete.model), tmp_path / "complete" / "checkpoint-6"
+    assert (
+        load_file(folder / "adapter_model.safetensors").keys() == peft.get_peft_model_state_dict(complete.model).keys()
+    )
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pretrained), folder)
+    assert torch.equal(logits(loaded), expected)
+    assert call(["consolidate", str(folder), str(tmp_path / "merged"), "--merge-adapters"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
+    trainer(tmp_path / "resumed", pretrained, StopsAt(2), **options).train()
+    resumed = trainer(tmp_path / "resumed", pretrained, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(logits(resumed.model), expected)
+
+
 def test_a_run_is_not_resumed_with_another_base_or_adapter(tmp_path: Path) -> None:
     trainer(tmp_path / "run", base(tmp_path / "base"), StopsAt(2)).train()
     with pytest.raises(CheckpointMismatch, match="its weights of the frozen base model was .* and is now"):
@@ -168,3 +200,45 @@ def test_the_base_of_an_adapter_is_found_from_everywhere(tmp_path: Path, monkeyp
     monkeypatch.chdir("/")
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
         assert peft.PeftConfig.from_pretrained(folder).base_model_name_or_path == str(tmp_path / "base")
+
+
+def test_an_adapter_that_is_part_of_a_model_of_transformers_is_refused(tmp_path: Path) -> None:
+    model = build("gpt2")
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=list(NAMES), fan_in_fan_out=True))
+    with pytest.raises(UsageError, match=r"^model: transformers' add_adapter .* use peft\.get_peft_model"):
+        Trainer(model, TrainingArguments(str(tmp_path), device="cpu"), train_dataset=Blocks(4))
+
+
+class SavesItself(Trainer):
+    """As scripts for peft do."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self.model.save_pretrained(output_dir)
+
+
+def test_checkpoints_have_the_adapter_once_where_a_script_saves_it_too(tmp_path: Path) -> None:
+    pretrained = base(tmp_path / "base")
+    made = trainer(tmp_path / "run", pretrained)
+    made.__class__ = SavesItself
+    made.train()
+    folder = tmp_path / "run" / "checkpoint-6"
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pretrained), folder)
+    assert torch.equal(logits(loaded), logits(made.model))
+    assert call(["verify", str(folder)]) == 0
+
+
+class SavesAdapter(Trainer):
+    """As sentence-transformers, which writes the adapter of a model in its first module."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        save_file({"lora_A": torch.ones(2)}, Path(str(output_dir)) / "adapter_model.safetensors")
+
+
+def test_a_script_may_add_an_adapter_to_checkpoints_of_a_model(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), max_steps=2, device="cpu", disable_tqdm=True, **steps("save", 2))
+    SavesAdapter(build("gpt2"), args, train_dataset=Blocks(10)).train()
+    folder = tmp_path / "checkpoint-2"
+    assert load_file(folder / "adapter_model.safetensors")["lora_A"].tolist() == [1, 1]
+    assert call(["verify", str(folder)]) == 0
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    assert call(["verify", str(folder)]) == 1

@@ -29,14 +29,12 @@ _OWN = frozenset({"foreach", "fused", "capturable", "param_names"})
 
 
 class OptimizerRestoration:
-    """The comparison of one optimizer with the checkpoint. `saved` is its values in state.json; `names` those of all
-    parameters by identity."""
+    """The comparison of one optimizer with the checkpoint. `saved` is its values in state.json."""
 
-    def __init__(self, plan: ReadPlan, section: Section, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
+    def __init__(self, plan: ReadPlan, section: Section, saved: Mapping[str, Any]) -> None:
         self._plan = plan
         self._section = section
         self._saved = saved
-        self._names = names
         self._blank: list[tuple[str, Entry]] = []  # live states that the checkpoint has not, with their parameters
         self._on_device: set[int] = set()  # of the parameters whose steps are counted on the device, the identities
 
@@ -45,7 +43,7 @@ class OptimizerRestoration:
         section, saved = self._section, self._saved
         parameters: dict[str, Tensor] = {}
         if section.kind == "optimizer":
-            state, groups = optimizer_state(section.name, section.value, self._names)
+            state, groups = optimizer_state(section.name, section.value, section.names)
             for group, named in zip(section.value.param_groups, groups, strict=True):
                 parameters.update(zip(named["params"], group["params"], strict=True))
                 if group.get("capturable") or group.get("fused"):  # else torch's optimizers count steps on the host
@@ -69,8 +67,8 @@ class OptimizerRestoration:
                 self._compare_named(name, stored.get(name, {}), nested, live.get(name, {}))
         self._plan.finishers.append(self._clear)
         self._compare_groups(groups)
-        if section.kind == "optimizer":
-            self._compare_others()
+        if section.optimizer is not None:
+            self._compare_others(section.optimizer)
 
     def _check_class(self) -> None:
         was, now = self._saved.get("class"), self._section.values.get("class")
@@ -190,9 +188,9 @@ class OptimizerRestoration:
 
         plan.finishers.append(load)
 
-    def _compare_others(self) -> None:
+    def _compare_others(self, optimizer: torch.optim.Optimizer) -> None:
         """State under keys other than parameters, and what the optimizer's own state_dict() adds."""
-        plan, optimizer = self._plan, self._section.value
+        plan = self._plan
         keys, members = self._saved.get("keys"), self._saved.get("own")
         encoded = [keys, members]
         tensors = plan.tensors_in(self._section, encoded)

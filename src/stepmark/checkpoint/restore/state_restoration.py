@@ -19,14 +19,12 @@ from stepmark.checkpoint.restore.aliasing import differ, sharing
 from stepmark.checkpoint.restore.optimizer_restoration import OptimizerRestoration
 from stepmark.checkpoint.restore.read_plan import Names, ReadPlan, tensor_names
 from stepmark.checkpoint.restore.tensor_reader import ReadTarget, TensorReader
-from stepmark.checkpoint.sections import Section, is_extra_state, overlaps_itself, parameter_names, unwrap
+from stepmark.checkpoint.sections import Section, is_extra_state, overlaps_itself, unwrap
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, StepmarkError, UsageError
 from stepmark.filesystem.json_values import TAG, decode
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.dtensor import with_local
 from stepmark.sharding.layout import Shape, Shard
-
-Modules = Mapping[str, nn.Module]
 
 
 class StateRestoration(ReadPlan):
@@ -40,12 +38,11 @@ class StateRestoration(ReadPlan):
 
     def compare(self, state: Mapping[str, Any], sections: Iterable[Section]) -> None:
         """Plans the restoring of these sections of the state. Raises CheckpointMismatch, naming what differs."""
-        modules = {name: unwrap(value) for name, value in state.items() if isinstance(value, nn.Module)}
         for section in sections:
             self._check_kind(section)
             self._groups.add(section.group)
             try:
-                self._compare_section(section, state, modules)
+                self._compare_section(section, state)
             except CheckpointMismatch as error:
                 error.section = section.name
                 raise
@@ -90,11 +87,11 @@ class StateRestoration(ReadPlan):
                 return one, other
         return None
 
-    def _compare_section(self, section: Section, state: Mapping[str, Any], modules: Modules) -> None:
+    def _compare_section(self, section: Section, state: Mapping[str, Any]) -> None:
         if section.kind == "module":
             self._compare_module(section)
         elif section.kind in ("optimizer", "named"):
-            OptimizerRestoration(self, section, self._values[section.name], parameter_names(modules)).compare()
+            OptimizerRestoration(self, section, self._values[section.name]).compare()
         elif section.kind == "object":
             self._compare_object(section)
         else:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stepmark.checkpoint.format.manifest import MANIFEST, OPTIMIZER, STATE, VALUES, Manifest
+from stepmark.checkpoint.format.manifest import ADAPTER, MANIFEST, OPTIMIZER, STATE, VALUES, Manifest
 from stepmark.checkpoint.save.commit import INDEX
 from stepmark.checkpoint.save.plan import SavePlan, plan_save
 from stepmark.checkpoint.save.table_exchange import RankTables, gather_rows, gather_values, tabulate
@@ -89,6 +89,8 @@ def prepare_save(
             _check_extra(temporary, name)
             within = name.partition("/")[0] if "/" in name else ""
             tensors = name.endswith(".safetensors") and within in ("", OPTIMIZER, STATE)
+            # Libraries write an adapter beside models, which then have other names.
+            tensors &= name != f"{ADAPTER}.safetensors" or any(section.group == ADAPTER for section in sections)
             if tensors or name in (MANIFEST, VALUES, INDEX):
                 raise UsageError(f"files: {name} is a name that the checkpoint itself uses; choose another")
     return SaveRequest(

@@ -234,15 +234,18 @@ def _side_streams(copies: Sequence[Copy], runtime: Runtime) -> list[SideStream]:
     return streams if all(_keeps_values(stream.device, stream.main) for stream in streams) else []
 
 
+_tried: list[tuple[Tensor, Tensor]] = []  # for ever: torch ends the process when it frees what could not be copied
+
+
 @functools.cache
 def _keeps_values(device: torch.device, stream: torch.Stream) -> bool:
     """Whether torch's copy-on-write works on an accelerator: tried on one element. CUDA's writers get their memory in
     the default stream, whichever stream they use."""
     if not _FREEZES or (device.type == "cuda" and stream.stream_id != 0):
         return False
+    one = torch.zeros(1, device=device)
     try:
-        one = torch.zeros(1, device=device)
-        kept = torch._lazy_clone(one)
+        _tried.append((one, kept := torch._lazy_clone(one)))
         one.data.add_(1)
         return [float(kept), float(one)] == [0, 1]
     except (RuntimeError, NotImplementedError):
@@ -301,9 +304,24 @@ def _frozen(tensor: Tensor, *, aliased: bool) -> Tensor | None:
     if not alone and not (aliased and tensor.untyped_storage().resizable()):
         return None
     try:
-        return torch._lazy_clone(tensor.detach())
+        frozen = torch._lazy_clone(tensor.detach())
     except RuntimeError:
         return None
+    _copied_before_resizing.add(tensor.untyped_storage()._cdata)
+    torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
+    return frozen
+
+
+_copied_before_resizing: set[int] = set()  # storages that were frozen, and may be no longer
+_torchs_resize = torch.UntypedStorage.resize_
+
+
+def _resize(storage: Any, size: int) -> Any:
+    """`UntypedStorage.resize_`, which forgets that the memory is shared with a frozen tensor: it is copied first."""
+    if storage._cdata in _copied_before_resizing:
+        _copied_before_resizing.discard(storage._cdata)
+        storage.data_ptr()
+    return _torchs_resize(storage, size)
 
 
 def _references(tensor: Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
@@ -54,6 +55,14 @@ def _rates(source: ForeignCheckpoint, optimizer: ForeignOptimizer) -> list[float
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
+
+
+def metrics_of(source: ForeignCheckpoint) -> dict[str, float]:
+    """What the evaluation at this step has found, by which retention knows the best checkpoint."""
+    history = (source.trainer_state or {}).get("log_history") or []
+    logs = [log for log in history if isinstance(log, dict) and log.get("step") == source.step]
+    numbers = {name: value for log in logs for name, value in log.items() if type(value) in (int, float)}
+    return {name: value for name, value in numbers.items() if name.startswith("eval_") and math.isfinite(value)}
 
 
 def trainer_state_bytes(source: ForeignCheckpoint) -> bytes:

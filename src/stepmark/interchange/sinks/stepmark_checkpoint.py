@@ -25,7 +25,7 @@ from stepmark.checkpoint.save.write import write_header
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import UsageError
 from stepmark.filesystem.json_values import encode_plain
-from stepmark.interchange.sinks.imported_state import run_values, trainer_state_bytes
+from stepmark.interchange.sinks.imported_state import metrics_of, run_values, trainer_state_bytes
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.model_folder.new_folder import WritingListener, check_out
 from stepmark.model_folder.output_files import THREADS, DataFile, WriteTensors, copied_files, write_folder
@@ -179,6 +179,7 @@ def _manifest(source: ForeignCheckpoint, save: str) -> Manifest:
         sections=sections,
         files=(),
         tensors={},
+        metrics=encode_plain(metrics_of(source), "metrics"),
         metadata=encode_plain(said, "metadata"),
     )
 

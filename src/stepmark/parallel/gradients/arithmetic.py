@@ -76,20 +76,18 @@ def totals(
     shards: Sequence[Tensor],
     copies: Sequence[int],
     loss: Tensor,
-    tokens: Tensor,
     loads: Tensor | None,
     mesh: Mesh,
     *more: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The mean loss over the tokens of all ranks, 0 where there are none; the sum of squares of the shards over all
-    ranks, of which `copies` hold the same one; the tokens, followed by `more` numbers (vectors), summed over the data
-    parallel ranks; and the loads of experts over the stages."""
+    """The loss, summed over all ranks; the sum of squares of the shards over all ranks, of which `copies` hold the same
+    one; `more` numbers (vectors), summed over the data parallel ranks; and the loads of experts over the stages."""
     sums = squares(shards, copies, mesh.runtime.device)
-    head = torch.cat([(loss.float() * tokens).reshape(1), sums, tokens.reshape(1), *more])
+    head = torch.cat([loss.float().reshape(1), sums, *more])
     (heads,) = mesh.data_parallel.all_reduce([head])
     (square,) = mesh.tensor_parallel.all_reduce([heads[1:2]])
     both, loads = over_stages(torch.cat([heads[:1], square]), loads, mesh)  # only the last stage has a loss
-    return both[0] / heads[2].clamp(min=1), both[1], heads[2:], loads
+    return both[0], both[1], heads[2:], loads
 
 
 def over_stages(numbers: Tensor, loads: Tensor | None, mesh: Mesh) -> tuple[Tensor, Tensor | None]:

@@ -6,12 +6,16 @@ The first two start with the sums of one bucket at a time (`start`, then `reduce
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
+from stepmark.errors import UsageError
 from stepmark.parallel.buckets import LAZY_BUCKET_ELEMENTS, Bucket, for_each_axis, runs_of
+from stepmark.parallel.full_sharding import Calls
 from stepmark.parallel.gradients.arithmetic import (
     add_ends,
     add_ends_of_buckets,
@@ -23,9 +27,9 @@ from stepmark.parallel.gradients.arithmetic import (
     squares,
     totals,
 )
-from stepmark.parallel.gradients.reduced import ReducedGradients, show, show_shards
+from stepmark.parallel.gradients.reduced import ReducedGradients, Used, show, show_shards
 from stepmark.parallel.gradients.sums import FlatSums, ShardSums, TensorSums
-from stepmark.runtime.collectives import Collectives, GroupCollectives, RankWeights, start_gather_in_place
+from stepmark.runtime.collectives import Collectives, GroupCollectives, start_gather_in_place
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
 
@@ -33,8 +37,7 @@ from stepmark.sharding.replication import replication_of
 class AllReduce:
     """All-reduces sums of complete parameters to means of `parameters`, None where one took no part on any rank.
 
-    From tensors they are sent after the last backward pass in a few large buckets: each rank's mean is weighted by its
-    target tokens, the buckets are summed, and the sum is divided by the tokens of all ranks.
+    From tensors they are sent after the last backward pass in a few large buckets.
 
     Args:
         parameters: All of them, in the order of the result.
@@ -42,8 +45,6 @@ class AllReduce:
         reduce_dtype: In which flat buckets are sent.
         bucket_elements: How many elements of tensors are sent at a time.
     """
-
-    weighs_arriving = True  # `start` uses `sums.weighted`, so that gradients may be weighted as they arrive
 
     def __init__(
         self,
@@ -60,14 +61,14 @@ class AllReduce:
         self._bucket_elements = bucket_elements or LAZY_BUCKET_ELEMENTS
         self._replications = [replication_of(parameter, mesh.tensor_parallel.size) for parameter in self._parameters]
 
-    def start(self, sums: FlatSums, number: int, weights: RankWeights) -> Callable[[], Tensor]:
-        """Starts the reduction of a bucket's sums to their mean by the ranks' weights; the result waits for it."""
-        weighted, axis = sums.weighted(number, weights.factor()), sums.buckets[number].axis
+    def start(self, sums: FlatSums, number: int) -> Callable[[], Tensor]:
+        """Starts the sum of a bucket over the ranks; the result waits for it."""
+        flat, axis = sums.complete(number), sums.buckets[number].axis
         if not isinstance(axis, GroupCollectives):  # experts that no other rank holds
-            return lambda: weighted
-        if self._reduce_dtype == weighted.dtype:
-            return axis.start_all_reduce(weighted)
-        return axis.start_all_reduce_in(self._reduce_dtype, weighted)
+            return lambda: flat
+        if self._reduce_dtype == flat.dtype:
+            return axis.start_all_reduce(flat)
+        return axis.start_all_reduce_in(self._reduce_dtype, flat)
 
     def reduced(
         self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor, loads: Tensor | None
@@ -77,20 +78,20 @@ class AllReduce:
         pairs = zip(sums.buckets, flat, strict=True)
         shards = [bucket.axis.own_shard(each) for bucket, each in pairs]  # of which each rank computes the norm
         used = self._mesh.runtime.numbers(sums.got())
-        loss, square, head, loads = totals(shards, copies_of(sums.buckets), loss, tokens, loads, self._mesh, used)
-        return ReducedGradients(self._members_of(sums, flat, head[1:]), loss, head[0], square.sqrt(), loads)
+        loss, square, head, loads = totals(shards, copies_of(sums.buckets), loss, loads, self._mesh, used)
+        return ReducedGradients(self._members_of(sums, flat, head), loss, tokens, square.sqrt(), loads)
 
-    def _members_of(self, sums: FlatSums, flat: Sequence[Tensor], used: Tensor) -> list[Tensor | None]:
-        """Views of each parameter's mean gradient, in the parameters' order; None where no rank has `used` it. A rank
+    def _members_of(self, sums: FlatSums, flat: Sequence[Tensor], counts: Tensor) -> list[Tensor | None]:
+        """Views of each parameter's mean gradient, in the parameters' order; None where no rank has used it. A rank
         that has used all of them need not wait for the device to know."""
-        own = sums.got()
-        assert isinstance(self._axis, GroupCollectives)
-        anywhere = own if all(own) else [number > 0 for number in self._axis.read(used)]
         pairs = zip(sums.buckets, flat, strict=True)
         members = [(member, each) for bucket, each in pairs for member in bucket.members]
+        own = sums.got()
+        assert isinstance(self._axis, GroupCollectives)
+        used = own if all(own) else [number > 0 for number in self._axis.read(counts)]
         found = {
             id(member.parameter): member.read(each)
-            for (member, each), there in zip(members, anywhere, strict=True)
+            for (member, each), there in zip(members, used, strict=True)
             if there
         }
         return [found.get(id(parameter)) for parameter in self._parameters]
@@ -99,40 +100,30 @@ class AllReduce:
         """Reduces tensors."""
         gradients = add_partial(sums.tensors(), self._replications, self._mesh)
         if self._axis.size > 1:
-            gradients, loss, tokens = self._mean(gradients, loss, tokens)
+            gradients, loss = self._sum(gradients, loss)
         gradients = add_ends(gradients, self._replications, self._mesh)
         norm, loss, loads = self._norm(gradients, loss, loads)
         return ReducedGradients(gradients, loss, tokens, norm, loads)
 
-    def _mean(
-        self, gradients: Sequence[Tensor | None], loss: Tensor, tokens: Tensor
-    ) -> tuple[list[Tensor | None], Tensor, Tensor]:
-        """Over the data parallel ranks that hold the same parameters, weighted by the tokens that these have seen."""
+    def _sum(self, gradients: Sequence[Tensor | None], loss: Tensor) -> tuple[list[Tensor | None], Tensor]:
+        """Over the data parallel ranks that hold the same parameters, which have run the same graph."""
         complete = [
             torch.zeros_like(parameter) if gradient is None else gradient
             for parameter, gradient in zip(self._parameters, gradients, strict=True)
         ]
         experts = [replication.experts for replication in self._replications]
         pairs = list(zip(complete, experts, strict=True))
-        everywhere = [loss.float() * tokens, tokens, *(each for each, expert in pairs if not expert)]
-        loss, total, *others = self._sums(everywhere, tokens, self._axis, weighted=2)
-        own: list[Tensor] = []
-        if any(experts):
-            (seen,) = self._mesh.experts.all_reduce([tokens])
-            own = self._sums([each for each, expert in pairs if expert], seen, self._mesh.same_experts)
-        divisor = total.clamp(min=1)
+        loss, *others = self._sums([loss.float(), *(each for each, expert in pairs if not expert)], self._axis)
+        own = self._sums([each for each, expert in pairs if expert], self._mesh.same_experts) if any(experts) else []
         sums = iter(others), iter(own)
-        return [next(sums[expert]) / divisor for expert in experts], loss / divisor, total
+        complete = [next(sums[expert]) for expert in experts]
+        return [None if each is None else total for each, total in zip(gradients, complete, strict=True)], loss
 
-    def _sums(self, tensors: list[Tensor], tokens: Tensor, axis: Collectives, weighted: int = 0) -> list[Tensor]:
-        """Over the ranks of an axis, weighted by `tokens`. So many at the beginning, of one element each, are already
-        `weighted`."""
+    def _sums(self, tensors: list[Tensor], axis: Collectives) -> list[Tensor]:
+        """Over the ranks of an axis."""
         sizes = [each.numel() for each in tensors]
         runs = [tensors[run.start : run.stop] for run in runs_of(sizes, self._bucket_elements)]
         flat = [torch.cat([tensor.reshape(-1) for tensor in run]) for run in runs]
-        flat[0][weighted:] *= tokens
-        for each in flat[1:]:
-            each *= tokens
         reduced = axis.all_reduce(flat[::-1])[::-1]  # the last layers' gradients come first
         return [each for run, values in zip(runs, reduced, strict=True) for each in _split(values, run)]
 
@@ -160,9 +151,10 @@ class AllReduce:
             square, loss = both[0], both[1]
         return square.reshape(()).sqrt(), loss, loads
 
-    def show(self, sums: FlatSums | TensorSums, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+    def show(self, sums: FlatSums | TensorSums, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
         """See `GradientReducer.show`."""
-        return show(list(zip(self._parameters, gradients, strict=True)))
+        take = show(list(zip(self._parameters, reduced.gradients, strict=True)))
+        return lambda: replace(reduced, gradients=take())
 
 
 def _split(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -174,7 +166,7 @@ def _split(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
 class ReduceScatter:
     """Reduce-scatters the sums of buckets, for ZeRO-1, to means of this rank's shards, one tensor per bucket.
 
-    From tensors the buckets are concatenated and sent after the last backward pass, weighted by tokens.
+    From tensors the buckets are concatenated and sent after the last backward pass.
 
     Args:
         buckets: The parameters, in the order of the result.
@@ -182,37 +174,34 @@ class ReduceScatter:
         reduce_dtype: In which gradients are sent; None: in the parameters' dtype. A lazy device sends float32 or that.
     """
 
-    weighs_arriving = False
-
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, *, reduce_dtype: torch.dtype | None) -> None:
         self._buckets = list(buckets)
         self._mesh = mesh
         self._reduce_dtype = reduce_dtype
 
-    def start(self, sums: FlatSums, number: int, weights: RankWeights) -> Callable[[], Tensor]:
-        axis = self._buckets[number].axis
+    def start(self, sums: FlatSums, number: int) -> Callable[[], Tensor]:
+        axis, complete = self._buckets[number].axis, sums.complete(number)
         if not isinstance(axis, GroupCollectives):  # experts that no other rank holds
-            complete = sums.complete(number).mul_(weights.own())
             return lambda: complete
-        dtype = self._reduce_dtype or self._buckets[number].dtype
-        finish = axis.start_reduce_scatter(sums.complete(number), weights, dtype)
+        finish = axis.start_reduce_scatter(complete, self._reduce_dtype or self._buckets[number].dtype)
         return lambda: finish().float()
 
     def reduced(
         self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor, loads: Tensor | None
     ) -> ReducedGradients:
         shards = add_ends_of_buckets(means, self._buckets, self._mesh)
-        loss, square, head, loads = totals(shards, copies_of(self._buckets), loss, tokens, loads, self._mesh)
-        return ReducedGradients(list(shards), loss, head[0], square.sqrt(), loads)
+        got = sums.got()
+        counts = self._mesh.runtime.numbers(got)
+        loss, square, counts, loads = totals(shards, copies_of(self._buckets), loss, loads, self._mesh, counts)
+        return ReducedGradients(list(shards), loss, tokens, square.sqrt(), loads, used_anywhere(got, counts))
 
     def at_once(self, sums: TensorSums, loss: Tensor, tokens: Tensor, loads: Tensor | None) -> ReducedGradients:
-        weighted, order = self._weighted(sums, tokens), self._order(sums)
-        shards = [each.float() for each in for_each_axis("reduce_scatter", self._buckets, weighted, order)]
+        used: Used = [each is not None for each in sums.tensors()]
+        joined, order = self._joined(sums), self._order(sums)
+        shards = [each.float() for each in for_each_axis("reduce_scatter", self._buckets, joined, order)]
         shards = add_ends_of_buckets(shards, self._buckets, self._mesh)
-        loss, square, head, loads = totals(shards, copies_of(self._buckets), loss, tokens, loads, self._mesh)
-        divisor = head[0].clamp(min=1)
-        means: list[Tensor | None] = [shard.div_(divisor) for shard in shards]
-        return ReducedGradients(means, loss, head[0], square.sqrt() / divisor, loads)
+        loss, square, _, loads = totals(shards, copies_of(self._buckets), loss, loads, self._mesh)
+        return ReducedGradients(list(shards), loss, tokens, square.sqrt(), loads, None if all(used) else used)
 
     def _order(self, sums: TensorSums) -> list[int]:
         """The buckets in the order in which their gradients were complete. A graph runs its collectives in the order in
@@ -222,68 +211,97 @@ class ReduceScatter:
         last = [max(islice(arrivals, len(bucket.members))) for bucket in self._buckets]
         return sorted(range(len(last)), key=lambda number: (last[number], -number))
 
-    def _weighted(self, sums: TensorSums, tokens: Tensor) -> list[Tensor]:
-        """Each bucket's gradients times this rank's tokens."""
+    def _joined(self, sums: TensorSums) -> list[Tensor]:
+        """Each bucket's gradients."""
         pairs = zip(sums.parameters, sums.tensors(), strict=True)
         tensors = iter([torch.zeros_like(parameter) if each is None else each for parameter, each in pairs])
         joined = [bucket.join(list(islice(tensors, len(bucket.members)))) for bucket in self._buckets]
         found = add_partial_of_buckets(joined, self._buckets, self._mesh)
-        (seen,) = self._mesh.experts.all_reduce([tokens]) if self._mesh.experts.size > 1 else (tokens,)
-        weights = [seen if bucket.replication.experts else tokens for bucket in self._buckets]
-        weighted = [flat.mul_(weight) for flat, weight in zip(found, weights, strict=True)]
         if self._reduce_dtype is not None:
-            return weighted
-        return [flat.to(bucket.dtype) for bucket, flat in zip(self._buckets, weighted, strict=True)]
+            return found
+        return [flat.to(bucket.dtype) for bucket, flat in zip(self._buckets, found, strict=True)]
 
     @torch.no_grad()
-    def show(self, sums: FlatSums | TensorSums, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+    def show(self, sums: FlatSums | TensorSums, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
         """All-gathers the means into the sums. Of tensors nothing is shown: what is in `parameter.grad` is this rank's
         alone."""
-        members = [member for bucket in self._buckets for member in bucket.members]
-        for member in members:
-            member.parameter.grad = None
         if isinstance(sums, TensorSums):
-            return lambda: None
+            for parameter in sums.parameters:
+                parameter.grad = None
+            return lambda: reduced
         axes = [bucket.axis for bucket in self._buckets]
         places = [axis.own_shard(each) for axis, each in zip(axes, sums.flat, strict=True)]
-        pairs = [(place, shard) for place, shard in zip(places, gradients, strict=True) if shard is not None]
+        pairs = [(place, shard) for place, shard in zip(places, reduced.gradients, strict=True) if shard is not None]
         separate = [(place, shard) for place, shard in pairs if place.data_ptr() != shard.data_ptr()]
         for place, shard in separate:
             place.copy_(shard)
         for wait in [start_gather_in_place(axis, each) for axis, each in zip(axes, sums.flat, strict=True)]:
             wait()
-        flats = [flat for bucket, flat in zip(self._buckets, sums.flat, strict=True) for _ in bucket.members]
-        complete = [member.read(flat) for member, flat in zip(members, flats, strict=True)]
-        take = show([(member.parameter, each) for member, each in zip(members, complete, strict=True)])
+        of_buckets = zip(self._buckets, sums.flat, strict=True)
+        members = [(member, flat) for bucket, flat in of_buckets for member in bucket.members]
+        used = reduced.used or [True] * len(members)
+        complete = [member.read(flat) if there else None for (member, flat), there in zip(members, used, strict=True)]
+        take = show([(member.parameter, each) for (member, _), each in zip(members, complete, strict=True)])
 
         @torch.no_grad()
-        def take_all() -> None:
-            take()
-            for member, gradient, flat in zip(members, complete, flats, strict=True):
-                member.write(gradient, flat)
+        def take_all() -> ReducedGradients:
+            found = take()
+            for (member, flat), gradient in zip(members, found, strict=True):
+                if gradient is not None:
+                    member.write(gradient, flat)
             for place, shard in separate:
                 shard.copy_(place)
+            there: Used = [gradient is not None for gradient in found]
+            return replace(reduced, used=None if all(there) else there)
 
         return take_all
 
 
+def used_anywhere(own: Sequence[bool], counts: Tensor) -> Used | None:
+    """Which parameters have a gradient on some rank; None: all. `own`: those that have one on this rank; `counts`: on
+    how many. Nothing waits for a device: there, those that this rank has not used are tensors."""
+    if all(own):
+        return None
+    if counts.device.type == "cpu" and not is_fake(counts):
+        return [number > 0 for number in counts.tolist()]
+    return [there or number > 0 for there, number in zip(own, counts.unbind(), strict=True)]
+
+
 class ReducedShards:
-    """Completes the means that `fully_shard` has reduced to this rank's shards: nothing but numbers is sent."""
+    """Completes the means that `fully_shard` has reduced to this rank's shards: nothing but numbers is sent.
+
+    The ranks compare which layers each has called, in every step. A device is waited for one step later.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
+        self._last: tuple[Calls, Tensor] | None = None  # of the last step, and the sum of the ranks' digests
 
     def at_once(self, sums: ShardSums, loss: Tensor, tokens: Tensor, loads: Tensor | None) -> ReducedGradients:
         sums.collect()
-        shards = sums.tensors()
+        shards, calls = sums.tensors(), sums.calls.take()
         present = [shard for shard in shards if shard is not None]
-        order = self._mesh.runtime.numbers(sums.order())
-        loss, square, head, loads = totals(
-            present, [sums.copies] * len(present), loss, tokens, loads, self._mesh, order
-        )
-        sums.check(head[1:])
-        return ReducedGradients(shards, loss, head[0], square.sqrt(), loads)
+        if not present and not calls.reduces and any(each.requires_grad for each in sums.parameters):
+            raise UsageError(
+                "fsdp: no layer has a gradient, since torch has found no tensor in what the model returns; return a "
+                "dict, a tuple or a dataclass"
+            )
+        digest = self._mesh.runtime.numbers(calls.digest())
+        loss, square, total, loads = totals(present, [sums.copies] * len(present), loss, loads, self._mesh, digest)
+        self.compare_last()
+        self._last = calls, total
+        if total.device.type == "cpu":
+            self.compare_last()
+        return ReducedGradients(shards, loss, tokens, square.sqrt(), loads)
 
-    def show(self, sums: ShardSums, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+    def compare_last(self) -> None:
+        """Raises UsageError where the ranks' calls of the last step differ; on all of them. Waits for the device."""
+        (calls, total), self._last = self._last or (Calls(()), None), None
+        size = self._mesh.data_parallel.size
+        if total is not None and not is_fake(total) and total.tolist() != [size * each for each in calls.digest()]:
+            calls.compare(self._mesh.context.host)
+
+    def show(self, sums: ShardSums, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
         """Each parameter's gradient is a DTensor of this rank's shard."""
-        return show_shards(list(zip(sums.parameters, gradients, strict=True)))
+        take = show_shards(list(zip(sums.parameters, reduced.gradients, strict=True)))
+        return lambda: replace(reduced, gradients=take())

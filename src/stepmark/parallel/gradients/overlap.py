@@ -18,12 +18,12 @@ from torch import Tensor
 
 from stepmark.errors import UsageError
 from stepmark.parallel.gradients.sums import FlatSums
-from stepmark.runtime.collectives import Collectives, GroupCollectives, RankWeights, keep_abandoned
+from stepmark.runtime.collectives import GroupCollectives, keep_abandoned
 
 Finish = Callable[[], Tensor]
 
 
-Start = Callable[[FlatSums, int, RankWeights], Finish]
+Start = Callable[[FlatSums, int], Finish]
 
 _overlapping: weakref.WeakKeyDictionary[GroupCollectives, weakref.ref[OverlappedReduction]]
 _overlapping = weakref.WeakKeyDictionary()  # by axis: what sends while a backward pass runs
@@ -36,25 +36,17 @@ class OverlappedReduction:
 
     Args:
         sums: The gradients.
-        start: Starts the reduction of one bucket's sums, given its number, to their mean by the ranks' weights; the
-            result waits for what this rank gets of it.
+        start: Starts the reduction of one bucket's sums, given its number; the result waits for what this rank gets.
         axis: The data parallel ranks.
         device: Theirs.
-        weigh_arriving: Whether gradients are multiplied by this rank's weight on their way into the bucket, so that
-            `start` asks for `sums.weighted`.
     """
 
-    def __init__(
-        self, sums: FlatSums, start: Start, axis: GroupCollectives, device: torch.device, *, weigh_arriving: bool
-    ) -> None:
+    def __init__(self, sums: FlatSums, start: Start, axis: GroupCollectives, device: torch.device) -> None:
         self._sums = sums
         self._start = start
         self._axis = axis
         self._device = device
-        self._weigh_arriving = weigh_arriving
-        self._weights: dict[Collectives, RankWeights] = {}
         self._order = [number for number in reversed(range(len(sums.buckets))) if self._is_independent(number)]
-        self._independent = frozenset(self._order)  # the buckets that can be sent during a backward pass
         self._learned = False
         self._running = False  # whether a backward pass has begun whose gradients are sent
         self._needed = [[0] * len(bucket.members) for bucket in sums.buckets]
@@ -81,31 +73,14 @@ class OverlappedReduction:
         replication = self._sums.buckets[number].replication
         return not replication.partial or replication.count == 1
 
-    @property
-    def begun(self) -> bool:
-        return bool(self._weights)
-
-    def begin(self, tokens: Tensor, of_experts: Tensor) -> None:
-        """Tells the other ranks this one's target tokens in the step, and those that its experts see."""
-        self._weights = {self._axis: RankWeights(tokens, self._axis)}
-        for bucket in self._sums.buckets:
-            if bucket.axis not in self._weights:
-                self._weights[bucket.axis] = RankWeights(of_experts, bucket.axis)
-
-    def _weights_of(self, number: int) -> RankWeights:
-        return self._weights[self._sums.buckets[number].axis]
-
     def last_backward(self) -> None:
         """From now on a bucket is sent as soon as all gradients of its parameters have arrived."""
-        assert self._weights, "begin() was not called"
         self._count = [[0] * len(bucket.members) for bucket in self._sums.buckets]
         self._missing = [sum(each) for each in self._needed]
         self._completed, self._sent = [], {}
         self._running = True
         if self._other() is None:
             _overlapping[self._axis] = weakref.ref(self)
-        if self._weigh_arriving:
-            self._sums.weigh_arriving({number: self._weights_of(number).factor() for number in self._independent})
 
     def _other(self) -> OverlappedReduction | None:
         """Another one that sends on the same axis while a backward pass runs."""
@@ -142,7 +117,7 @@ class OverlappedReduction:
 
     @torch.no_grad()
     def _send(self, number: int) -> None:
-        self._sent[number] = self._start(self._sums, number, self._weights_of(number))
+        self._sent[number] = self._start(self._sums, number)
         self._sent_versions[number] = self._sums.flat[number]._version
 
     def check_unchanged(self) -> None:
@@ -155,7 +130,7 @@ class OverlappedReduction:
 
     def finish(self) -> list[Tensor]:
         """What this rank gets, one tensor per bucket; sends the remaining buckets, such as those of parameters without
-        a gradient. `begin` comes before."""
+        a gradient."""
         other = self._other()
         if other is not None:
             other._send_rest()
@@ -186,7 +161,6 @@ class OverlappedReduction:
         self._sent_versions.clear()
         if self._running:
             self.finish()
-        self._weights = {}
 
     def _learn(self) -> None:
         """Sets the order of all further passes, by when each bucket was complete, averaged over the ranks, and how many

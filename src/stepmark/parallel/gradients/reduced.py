@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepmark.sharding.dtensor import shard_of, with_local
+
+Used = list[bool | Tensor]
+"""Of each parameter, whether it has a gradient on some rank; a 0-dim bool tensor where only the device knows."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class ReducedGradients:
     Attributes:
         gradients: Mean gradients (fp32) in the form that the optimizer's `set_gradients` takes: of complete parameters,
             or of this rank's shards. None where a parameter took no part.
+        used: Of shards of several parameters, whether each of these took part; None: all did.
         loss: Mean loss per target token, a 0-dim tensor on the device.
         tokens: Number of target tokens, a 0-dim float32 tensor on the device.
         norm: 2-norm of the complete model's gradient, a 0-dim float32 tensor on the device.
@@ -30,43 +34,56 @@ class ReducedGradients:
     tokens: Tensor
     norm: Tensor
     loads: Tensor | None = None
+    used: Used | None = None
+
+    def divided_by(self, number: int) -> ReducedGradients:
+        """The gradients are changed in place."""
+        torch._foreach_div_([each for each in self.gradients if each is not None], number)
+        return replace(self, norm=self.norm / number)
 
 
-def show(pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Callable[[], None]:
-    """Gives each parameter that has none its gradient, rounded to the parameter's dtype where that is another one;
-    calling the result writes what was changed to the gradient."""
+Taken = Callable[[], list[Tensor | None]]
+
+
+def show(pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Taken:
+    """Gives each parameter its gradient, rounded to the parameter's dtype where that is another one; calling the result
+    returns the gradients with what was changed: None where one was cleared."""
     shown = []
     for parameter, gradient in pairs:
-        if parameter.grad is None and gradient is not None:
-            parameter.grad = gradient.to(parameter.dtype)
-            shown.append((parameter, parameter.grad, parameter.grad._version, gradient))
+        parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        shown.append((parameter, gradient, parameter.grad, 0 if parameter.grad is None else parameter.grad._version))
 
     @torch.no_grad()
-    def take() -> None:
-        for parameter, each, version, gradient in shown:
-            changed = parameter.grad
-            if changed is None:
-                gradient.zero_()
-            elif changed is not each or (each is not gradient and each._version != version):
-                gradient.copy_(changed)
+    def take() -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for parameter, gradient, given, version in shown:
+            there = parameter.grad
+            if there is None:
+                found.append(None)
+            elif there is given and (there is gradient or there._version == version):
+                found.append(gradient)
+            else:
+                found.append(there.float())
+        return found
 
     return take
 
 
-def show_shards(pairs: Sequence[tuple[Any, Tensor | None]]) -> Callable[[], None]:
+def show_shards(pairs: Sequence[tuple[Any, Tensor | None]]) -> Taken:
     """The same for parameters that are DTensors, and gradients of their local tensors. Values are compared: writing to
     a DTensor does not change its version."""
-    shown = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
-    for parameter, gradient in shown:
-        parameter.grad = with_local(parameter, gradient.to(parameter.dtype))
+    for parameter, gradient in pairs:
+        parameter.grad = None if gradient is None else with_local(parameter, gradient.to(parameter.dtype))
 
     @torch.no_grad()
-    def take() -> None:
-        for parameter, gradient in shown:
-            if parameter.grad is None:
-                gradient.zero_()
-                continue
-            found = shard_of(parameter.grad).tensor
-            gradient.copy_(torch.where(gradient.to(found.dtype) == found, gradient, found.float()))
+    def take() -> list[Tensor | None]:
+        return [None if each.grad is None else _kept(gradient, shard_of(each.grad).tensor) for each, gradient in pairs]
 
     return take
+
+
+def _kept(gradient: Tensor | None, found: Tensor) -> Tensor:
+    """The float32 gradient where `found` is the same rounded, and `found` elsewhere."""
+    if gradient is None:
+        return found.float()
+    return torch.where(gradient.to(found.dtype) == found, gradient, found.float())

@@ -1,4 +1,4 @@
-"""Reduces the gradients of a step to their mean over all ranks, weighted by tokens.
+"""Sums the gradients of a step over all ranks. The loss is divided before, by the targets of all of them.
 
 Phases of a step: `begin`; `collect` after each backward pass, `last_backward` before the last one; `reduce`; `reset`.
 Two choices make a reducer, where the fp32 sums live and what is sent:
@@ -17,17 +17,18 @@ parameters, layer by layer, during every backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stepmark.parallel.gradients.arithmetic import add_partial_of_buckets
+from stepmark.parallel.gradients.exchange import ReducedShards
 from stepmark.parallel.gradients.overlap import OverlappedReduction
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.gradients.sums import FlatSums, ShardSums, TensorSums
-from stepmark.parallel.tensor.expert_parallel import shares_of_tokens
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 
@@ -50,23 +51,21 @@ class GradientReducer:
         self._mesh = mesh
         self._overlap: OverlappedReduction | None = None
         if isinstance(sums, FlatSums) and isinstance(mesh.data_parallel, GroupCollectives):
-            weigh, device = exchange.weighs_arriving, mesh.runtime.device
-            self._overlap = OverlappedReduction(sums, exchange.start, mesh.data_parallel, device, weigh_arriving=weigh)
-        self._shares = shares_of_tokens(mesh)
+            self._overlap = OverlappedReduction(sums, exchange.start, mesh.data_parallel, mesh.runtime.device)
 
-    def begin(self, tokens: Tensor) -> None:
-        """Announces the step, and this rank's target tokens in it: the value that `reduce` will be given. Optional, but
-        on all ranks or none."""
+    def begin(self) -> None:
+        """Announces the step. Optional."""
+        self._take_hooks()
+        self.sums.begin(self._mesh.data_parallel.size)
+
+    def _take_hooks(self) -> None:
         self.sums.hooks.check()
         self.sums.hooks.come_last()
-        if isinstance(self.sums, ShardSums):
-            self.sums.begin(tokens)
-        tokens_of_group = self._shares.begin(tokens)
-        if self._overlap is not None:
-            self._overlap.begin(tokens, tokens_of_group)
 
     def last_backward(self) -> None:
-        """Announces the step's last backward pass, so that communication may overlap with it; after `begin`."""
+        """Announces the step's last backward pass, so that communication may overlap with it. Optional, but on all
+        ranks or none."""
+        self._take_hooks()
         if self._overlap is not None:
             self._overlap.last_backward()
 
@@ -74,12 +73,12 @@ class GradientReducer:
     def collect(self) -> None:
         """Adds what a backward pass left in `parameter.grad` to the step's sums; called after each of them."""
         self.sums.collect()
-        self._shares.end_micro_batch()
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, tokens: Tensor, loads: Tensor | None = None) -> ReducedGradients:
-        """Reduces the sums over all ranks. `loss` (0-dim) is this rank's mean over its `tokens` (0-dim float32);
-        `loads` are numbers of tokens to add up, a float32 vector, equal on tensor parallel ranks.
+        """Reduces the sums over all ranks. `loss` (0-dim) is this rank's part of the mean over the `tokens` of all
+        ranks (0-dim float32); `loads` are numbers of tokens to add up, a float32 vector, equal on tensor parallel
+        ranks.
 
         Raises UsageError where gradients were changed after they were sent, which would have no effect."""
         self.sums.hooks.check()
@@ -94,8 +93,6 @@ class GradientReducer:
         if self._overlap is None:
             means = [self.sums.complete(number) for number in range(len(self.sums.buckets))]
         else:
-            if not self._overlap.begun:
-                self.begin(tokens)
             means = self._overlap.finish()
         complete: ReducedGradients = self._exchange.reduced(self.sums, means, loss, tokens, loads)
         return complete
@@ -108,17 +105,29 @@ class GradientReducer:
                 if total is not own:
                     own.copy_(total)
 
-    def show(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
-        """Makes `parameter.grad` of fp32 parameters what `reduce` has made of it on all ranks, for callbacks; calling
-        the result takes over what they have changed. Collective. On lazy devices ZeRO-1 shows nothing."""
-        take: Callable[[], None] = self._exchange.show(self.sums, gradients)
+    def show(self, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
+        """Makes `parameter.grad` what `reduce` has made of it on all ranks, for callbacks; calling the result returns
+        it with what they have changed. Collective. On lazy devices ZeRO-1 shows nothing."""
+        take: Callable[[], ReducedGradients] = self._exchange.show(self.sums, reduced)
         return take
+
+    @contextmanager
+    def shown_so_far(self) -> Iterator[None]:
+        """Inside the block, between two backward passes, `parameter.grad` is what has been added up so far; what is
+        changed there counts."""
+        take_over = self.sums.show()
+        yield
+        take_over()
+
+    def settle(self) -> None:
+        """Raises UsageError where ranks have called other layers in the last step. Waits for the device."""
+        if isinstance(self._exchange, ReducedShards):
+            self._exchange.compare_last()
 
     def reset(self) -> None:
         """Clears the sums for the next step."""
         if self._overlap is not None:
             self._overlap.reset()
-        self._shares.end()
         self.sums.reset()
 
     def close(self) -> None:

@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import Bucket
 from stepmark.parallel.full_sharding import HOOKS, has_hooks, layer_of
+from stepmark.parallel.gradients.reduced import show, show_shards
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.collectives import GroupCollectives, RankWeights
+from stepmark.sharding.dtensor import local_of
 
 _holders: Any = WeakTensorKeyDictionary()  # by parameter: a weak reference to the hooks that take its gradient
 
@@ -89,7 +88,11 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
         handle.remove()
 
 
-Weight = Tensor | float  # a tensor where a number would have to be waited for
+def share_out(parameters: Iterable[nn.Parameter], ranks: int) -> None:
+    """Makes gradients that were set before a step those of all ranks together, whose sum is to be their mean."""
+    for parameter in parameters if ranks > 1 else ():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad / ranks
 
 
 class FlatSums:
@@ -98,9 +101,6 @@ class FlatSums:
     Autograd makes the first gradient of a step in memory of its own, from where it is copied; where the bucket has the
     same dtype and order, `parameter.grad` is then a view of the bucket, to which autograd adds further ones. Nothing
     has to be cleared between steps.
-
-    Gradients that are sent as soon as they are there can be multiplied by this rank's weight on their way into the
-    bucket (`weigh_arriving`): that saves reading and writing them once more.
 
     Attributes:
         buckets: The parameters.
@@ -125,8 +125,6 @@ class FlatSums:
         ]
         self._present = [[False for _ in bucket.members] for bucket in self.buckets]
         self._got = [[False for _ in bucket.members] for bucket in self.buckets]
-        self._weighted = [[False for _ in bucket.members] for bucket in self.buckets]
-        self._weights: Mapping[int, Weight] = {}
         self._members = [(k, i) for k, bucket in enumerate(self.buckets) for i in range(len(bucket.members))]
         self.hooks = GradientHooks(self, [self._parameter(*place) for place in self._members], FlatSums._made)
 
@@ -145,42 +143,23 @@ class FlatSums:
         assigned another tensor, else one more gradient."""
         gradient, view = parameter.grad, self._views[number][position]
         if gradient is None:
-            if view is not None and not self._weighted[number][position]:  # none has arrived, or the user cleared it
+            if view is not None:  # none has arrived, or the user cleared it
                 self._present[number][position] = self._got[number][position] = False
             return
         if gradient is view:
-            if number in self._weights:  # while the processor has it in its caches
-                gradient.mul_(self._weights[number])
-                self._weighted[number][position] = True
-                parameter.grad = None
             return
         dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
         places = self._places[number][position]
         boxes = [dense] if len(places) == 1 else self.buckets[number].members[position].boxes_of(dense)
-        parameter.grad = view if self._put(number, position, places, boxes) else None
-        self._present[number][position] = self._got[number][position] = True
-
-    def _put(self, number: int, position: int, places: Sequence[Tensor], boxes: Sequence[Tensor]) -> bool:
-        """Writes or adds a gradient; whether autograd may add further ones to it."""
-        weighted, present = self._weighted[number], self._present[number][position]
-        if weighted[position]:  # another one in the same backward pass
-            for place, box in zip(places, boxes, strict=True):
-                place.add_(box.float() * self._weights[number])
-            return False
-        if not present and number in self._weights and boxes[0].dtype == torch.float32:
-            for place, box in zip(places, boxes, strict=True):
-                torch.mul(box, self._weights[number], out=place)
-            weighted[position] = True
-            return False
-        adds = present and self._views[number][position] is None
+        adds = self._present[number][position] and view is None
         for place, box in zip(places, boxes, strict=True):
             place.add_(box) if adds else place.copy_(box)
-        return True
+        parameter.grad = view
+        self._present[number][position] = self._got[number][position] = True
 
-    def weigh_arriving(self, weights: Mapping[int, Weight]) -> None:
-        """From now on until `reset`, gradients of these buckets are multiplied by their weights when they are there,
-        along with what has been added up before. `parameter.grad` is empty then."""
-        self._weights = weights
+    def begin(self, ranks: int) -> None:
+        """Announces a step of so many ranks; see `share_out`."""
+        share_out([self._parameter(*place) for place in self._members], ranks)
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -199,28 +178,31 @@ class FlatSums:
             present[position] = True
         return self.flat[number]
 
-    @torch.no_grad()
-    def weighted(self, number: int, weight: Weight) -> Tensor:
-        """The same, multiplied by this rank's weight."""
-        flat, done = self.complete(number), self._weighted[number]
-        if not any(done):
-            return flat.mul_(weight)
-        for position, places in enumerate(self._places[number]):
-            for place in () if done[position] else places:
-                place.mul_(weight)
-        return flat
-
     def got(self) -> list[bool]:
         """Whether each parameter has got a gradient in this step, bucket by bucket."""
         return [each for bucket in self._got for each in bucket]
+
+    def show(self) -> Callable[[], None]:
+        """Makes `parameter.grad` what has been added up so far; calling the result takes over what was changed."""
+        places = [(k, i, self.buckets[k].members[i]) for k, i in self._members]
+        sums = [member.read(self.flat[k]) if self._got[k][i] else None for k, i, member in places]
+        take = show([(member.parameter, each) for (*_, member), each in zip(places, sums, strict=True)])
+
+        def take_over() -> None:
+            for (number, position, member), gradient in zip(places, take(), strict=True):
+                self._present[number][position] = self._got[number][position] = gradient is not None
+                if gradient is not None:
+                    member.write(gradient, self.flat[number])
+                member.parameter.grad = None if gradient is None else self._views[number][position]
+
+        return take_over
 
     def reset(self) -> None:
         """Forgets the sums, for the next step."""
         if self.hooks.taken:
             return
-        self._weights = {}
         self.hooks.come_last()
-        for bucket, *flags in zip(self.buckets, self._present, self._got, self._weighted, strict=True):
+        for bucket, *flags in zip(self.buckets, self._present, self._got, strict=True):
             for each in flags:
                 each[:] = [False] * len(each)
             for member in bucket.members:
@@ -259,6 +241,7 @@ class TensorSums:
         if (runtime.lazy and accumulation > 1) or any(each.dtype != torch.float32 for each in self.parameters):
             zeros = [torch.zeros(each.shape, dtype=torch.float32) for each in self.parameters]
             self._sums = list(runtime.place(zeros))
+        self._present = [False] * len(self.parameters)  # whose sums are more than zeros
         self._on_arrival = on_arrival
         self._moments = itertools.count()
         self.arrivals = [-1] * len(self.parameters)
@@ -270,6 +253,10 @@ class TensorSums:
         if self._on_arrival:
             self._collect(index)
 
+    def begin(self, ranks: int) -> None:
+        """See `FlatSums`."""
+        share_out(self.parameters, ranks)
+
     def collect(self) -> None:
         """Adds what a backward pass has left in `parameter.grad`."""
         for index in range(len(self.parameters)) if self._sums is not None else ():
@@ -280,46 +267,67 @@ class TensorSums:
         if self._sums is not None and parameter.grad is not None:
             with torch.no_grad():
                 self._sums[index].add_(parameter.grad)
+            self._present[index] = True
             parameter.grad = None
 
     def tensors(self) -> list[Tensor | None]:
         """The sum of each parameter's gradients; None where it has none."""
-        return list(self._sums) if self._sums is not None else [each.grad for each in self.parameters]
+        if self._sums is None:
+            return [each.grad for each in self.parameters]
+        return [total if present else None for total, present in zip(self._sums, self._present, strict=True)]
+
+    def show(self) -> Callable[[], None]:
+        """See `FlatSums`."""
+        sums = self._sums
+        if sums is None:
+            return lambda: None
+        take = show(list(zip(self.parameters, self.tensors(), strict=True)))
+
+        @torch.no_grad()
+        def take_over() -> None:
+            for index, (total, gradient) in enumerate(zip(sums, take(), strict=True)):
+                self._present[index] = gradient is not None
+                if gradient is None:
+                    total.zero_()
+                elif gradient is not total:
+                    total.copy_(gradient)
+                self.parameters[index].grad = None
+
+        return take_over
 
     @torch.no_grad()
     def reset(self) -> None:
         """Clears the sums for the next step."""
         for parameter in self.parameters:
             parameter.grad = None
+        self._present = [False] * len(self.parameters)
         for total in self._sums or ():
             total.zero_()
-
-
-PIECES, BITS = 3, 12  # of a number that ranks compare: sums of pieces are exact in float32
 
 
 class ShardSums:
     """One float32 tensor a parameter, of this rank's shard of its mean gradient.
 
     Each layer's gradients are reduced in every backward pass: kept for the last one, they would be complete on each
-    rank. So what arrives is weighted by the ranks' tokens already.
+    rank.
 
     Args:
+        names: Of the parameters.
         parameters: Those that `shard_fully` has sharded, in the order of `tensors`.
-        axis: The data parallel ranks.
-        reduce_dtype: In which they send each other gradients.
+        reduce_dtype: In which ranks send each other gradients.
 
     Attributes:
         hooks: What sees gradients arrive.
+        calls: What was gathered and reduced.
+        copies: The ranks that hold the same shards.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], axis: GroupCollectives, reduce_dtype: torch.dtype) -> None:
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], reduce_dtype: torch.dtype) -> None:
         self.parameters = list(parameters)
-        self._axis = axis
         self._sums: list[Tensor | None] = [None] * len(self.parameters)
-        self._arrived: list[int] = []
-        self._known: set[int] = set()  # orders of arrival that were the same on all ranks
-        self._layers = {id(layer): layer for layer in map(layer_of, self.parameters)}.values()
+        self._layers = list({id(layer): layer for layer in map(layer_of, self.parameters)}.values())
+        self.calls, self.copies = self._layers[0].calls, self._layers[0].copies
+        self._numbers = [self.calls.number(f"has a gradient of {name}") for name in names]
         for layer in self._layers:
             layer.dtype = reduce_dtype
         self._hook()
@@ -328,39 +336,40 @@ class ShardSums:
         """Sees the gradients of all parameters that require one by now."""
         self.hooks = GradientHooks(self, self.parameters, ShardSums._made)
 
-    @property
-    def copies(self) -> int:
-        """The ranks that hold the same shards."""
-        return next(iter(self._layers)).copies
-
-    def begin(self, tokens: Tensor) -> None:
-        """Tells the other ranks this one's target tokens in the step.
+    def begin(self, ranks: int) -> None:
+        """Announces a step. Gradients that were set since the last one are those of all ranks.
 
         Raises:
-            UsageError: Somebody has set a gradient, or registered hooks, which would have no effect.
+            UsageError: Somebody has registered hooks, which would have no effect.
         """
-        self.collect()
         hooked = self.hooks.hooked
         for index, each in enumerate(self.parameters):
             if has_hooks(each, own=index in hooked):
                 raise UsageError(f"fsdp: a parameter of shape {list(each.shape)} has a hook of its gradient, {HOOKS}")
-        if any(each.requires_grad and index not in hooked for index, each in enumerate(self.parameters)):
-            self._hook()
-        weights = RankWeights(tokens, self._axis)
-        weights.own()  # here, since torch's backward pass has streams of its own
+            if each.grad is not None:
+                self._sums[index] = local_of(each.grad).float()
+                each.grad = None
+        self._hook_thawed()
         for layer in self._layers:
-            layer.shares = weights
+            layer.in_step = True
+
+    def _hook_thawed(self) -> None:
+        if any(each.requires_grad and index not in self.hooks.hooked for index, each in enumerate(self.parameters)):
+            self._hook()
 
     def _made(self, index: int) -> None:
         """A gradient was reduced."""
         parameter, total = self.parameters[index], self._sums[index]
         part = layer_of(parameter).take(parameter)
         self._sums[index] = part if total is None else total.add_(part)
-        self._arrived.append(index)
+        self.calls.note(self._numbers[index])
         parameter.grad = None
 
     def collect(self) -> None:
-        """Raises UsageError where somebody has set a gradient, which would have no effect."""
+        """Ends a backward pass. Raises UsageError where somebody has set a gradient in it, which would have no
+        effect."""
+        for layer in self._layers:
+            layer.pass_ended()
         given = next((each for each in self.parameters if each.grad is not None), None)
         if given is not None:
             raise UsageError(
@@ -372,32 +381,22 @@ class ShardSums:
         """The mean of each parameter's gradient over all ranks, in this rank's shard; None where it has none."""
         return list(self._sums)
 
-    def order(self) -> list[float]:
-        """Numbers that say which gradients have arrived in the step, and in which order."""
-        number = self._number()
-        return [float(number >> piece * BITS & (1 << BITS) - 1) for piece in range(PIECES)]
+    def show(self) -> Callable[[], None]:
+        """See `FlatSums`."""
+        take = show_shards(list(zip(self.parameters, self._sums, strict=True)))
 
-    def _number(self) -> int:
-        return crc32(repr(self._arrived).encode())
+        def take_over() -> None:
+            self._sums = take()
+            for parameter in self.parameters:
+                parameter.grad = None
+            self._hook_thawed()
 
-    def check(self, total: Tensor) -> None:
-        """Raises UsageError where other gradients arrived on other ranks. `total`: what `order` gives, summed over the
-        ranks. It is read where the order is new on this rank, so that nothing waits for the device in most steps."""
-        number = self._number()
-        if number in self._known or is_fake(total):
-            return
-        if self._axis.read(total) != [self._axis.size * each for each in self.order()]:
-            raise UsageError(
-                "fsdp: the ranks have gradients of different parameters, which fully_shard cannot reduce; use zero_1, "
-                "or let every parameter take part in each loss"
-            )
-        self._known.add(number)
+        return take_over
 
     def reset(self) -> None:
         """Forgets the sums, for the next step."""
         self._sums = [None] * len(self.parameters)
-        self._arrived.clear()
         for parameter in self.parameters:
             parameter.grad = None
         for layer in self._layers:
-            layer.shares = None
+            layer.in_step = False

@@ -8,6 +8,7 @@ of the parameters, each of them whole (`WholeParameters`). The last two are ZeRO
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import make_buckets
 from stepmark.parallel.gradients.exchange import AllReduce
+from stepmark.parallel.gradients.reduced import Used
 from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.gradients.sums import FlatSums, TensorSums
 from stepmark.parallel.optimizer.arrivals import Arrivals
@@ -27,6 +29,7 @@ from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout, Shard
 
+NUMBERS = (int, float, bool)
 Groups = Sequence[Mapping[str, Any]]  # as for `torch.optim`, but "params" is a list of (name, parameter)
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # from groups with the tensors to update
 
@@ -36,10 +39,10 @@ class Held:
     """A tensor that the optimizer updates on this rank.
 
     Attributes:
-        tensor: A parameter, or float32 elements of parameters.
+        tensor: A parameter, or float32 elements of one, on a lazy device of several.
         group: The number of its optimizer group.
-        members: The parameters of which it has elements, or belongs to the same bucket: the name, and which slices of
-            the global tensor are where in `tensor`; None: all of an unsharded parameter.
+        members: The parameters of which it has elements, or on a lazy device belongs to the same bucket: the name, and
+            which slices of the global tensor are where in `tensor`; None: all of an unsharded parameter.
         master: Whether it is a float32 copy of parameters of another dtype, or a shard of one.
         key: What it is called in this rank's own state.
     """
@@ -80,6 +83,7 @@ class Distribution:
         held: What this rank updates, in the groups' order.
         divided_by: The field by which ranks update different elements, `zero_1` or `fsdp`; None where they do not.
         separate: Whether each of `held` has one parameter, so that states come and go with parameters.
+        masked: What the next update leaves as it is of some of `held`, where a mask is 0; see `assigned`.
         arrivals: What `publish` has left to wait for.
         place: What this rank's own state fits, in plain values.
     """
@@ -97,6 +101,7 @@ class Distribution:
         self.parameters: list[nn.Parameter] = [parameters[name] for name in self.names]
         self.arrivals = Arrivals()
         self.place: dict[str, Any] = {}
+        self.masked: list[tuple[Held, Tensor]] = []
         self._bucket_elements = bucket_elements
 
     def gradients(
@@ -114,8 +119,9 @@ class Distribution:
         sums = TensorSums(self.parameters, mesh.runtime, accumulation=accumulation, on_arrival=on_arrival)
         return GradientReducer(sums, exchange, mesh)
 
-    def assigned(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradient of each of `held`. Collective unless all are None."""
+    def assigned(self, gradients: Sequence[Tensor | None], used: Used | None) -> list[Tensor | None]:
+        """The gradient of each of `held`. Where it is not known on the host, or only some of its parameters have one,
+        `masked` has the tensor afterwards. Collective unless all are None."""
         named = dict(zip(self.names, gradients, strict=True))
         return [named[str(held.key)] for held in self.held]
 
@@ -141,6 +147,10 @@ class NamedOptimizer:
         inner: The `torch.optim` optimizer that computes the update. Learning rate schedules and callbacks work on its
             parameter groups.
         arrivals: What `step` has left to wait for.
+        divided_by: As in `Distribution`, or the axis of the mesh along which parameters differ.
+        held_names: The names of the tensors that a user's optimizer updates, by identity: its state is saved as a
+            `torch.optim` one's, and made by reading it. None where it has to be made first, or groups keep what
+            arguments say.
     """
 
     def __init__(
@@ -154,6 +164,10 @@ class NamedOptimizer:
         self._held = distribution.held
         tensors = [[held.tensor for held in self._held if held.group == number] for number in range(len(groups))]
         self.inner = make([{**group, "params": own} for group, own in zip(groups, tensors, strict=True)])
+        self._made_with = plain_attributes(self.inner, NUMBERS)
+        self.divided_by = distribution.divided_by
+        own = given and distribution.separate and not any(held.master for held in self._held)
+        self.held_names = {id(held.tensor): str(held.key) for held in self._held} if own else None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -176,35 +190,66 @@ class NamedOptimizer:
         )
 
     @torch.no_grad()
-    def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Sets the reduced gradients, or clears them with None. Separate from `step`, so that callbacks can read them
-        before the update. Collective where tensor parallelism has sharded whole parameters."""
-        for held, gradient in zip(self._held, self.distribution.assigned(gradients), strict=True):
+    def set_gradients(self, gradients: Sequence[Tensor | None], used: Used | None = None) -> None:
+        """Sets the reduced gradients, or clears them with None; for both see `ReducedGradients`. Separate from `step`,
+        so that callbacks can read them before the update. Collective where tensor parallelism has sharded whole
+        parameters."""
+        for held, gradient in zip(self._held, self.distribution.assigned(gradients, used), strict=True):
             same = gradient is None or gradient.dtype == held.tensor.dtype
             held.tensor.grad = gradient if same or gradient is None else gradient.to(held.tensor.dtype)
 
     @torch.no_grad()
     def step(self) -> None:
         """Updates the parameters on all ranks. Collective. With `arrivals.defer`, new values may arrive later. What the
-        script has written to parameters since the last step is kept.
+        script has written to parameters since the last step is kept. A parameter without a gradient keeps its value and
+        its state.
 
         Raises:
-            UsageError: A parameter of ZeRO-1 has been frozen since: its momentum and weight decay would go on.
+            UsageError: A parameter was added to the optimizer, whose gradients would not be reduced.
         """
-        self._check_none_is_frozen()
+        self.check_groups()
         self.arrivals.settle()
         self.distribution.follow()
-        self.inner.step()
+        with self._unchanged_where_masked():
+            self.inner.step()
         self.distribution.publish()
 
-    def _check_none_is_frozen(self) -> None:
-        pairs = zip(self.names, self.parameters, strict=True) if self.distribution.divided_by == "zero_1" else ()
-        frozen = next((name for name, parameter in pairs if not parameter.requires_grad), None)
-        if frozen is not None:
+    def check_groups(self) -> None:
+        """See `step`."""
+        if sum(len(group["params"]) for group in self.param_groups) != len(self._held):
             raise UsageError(
-                f"zero_1: {frozen} was frozen (requires_grad) after the optimizer was made, whose momentum and weight "
-                "decay would go on; freeze parameters before that"
+                "optimizer: a parameter was added to its groups, or taken out, after training began; it would be in no "
+                "checkpoint, and its gradients those of one rank: do so in create_optimizer, and switch requires_grad "
+                "to train it later"
             )
+
+    @contextmanager
+    def _unchanged_where_masked(self) -> Iterator[None]:
+        """Around the update. A state that it makes begins at 0. A mask of one element is that of a whole state, and is
+        waited for only where a part of it is on the host; one of all elements leaves counts of steps alone."""
+        masked, self.distribution.masked = self.distribution.masked, []
+        before = [{key: value.clone() for key, value in self._tensors_of(held).items()} for held, _ in masked]
+        yield
+        for (held, mask), old in zip(masked, before, strict=True):
+            for key, value in self._tensors_of(held).items():
+                if mask.dim() == 0 or value.shape == mask.shape:
+                    kept = old.get(key, torch.zeros_like(value))
+                    value.copy_(torch.where(mask.to(value.device), value, kept))
+
+    def _tensors_of(self, held: Held) -> dict[str, Tensor]:
+        state = {key: each for key, each in self.inner.state.get(held.tensor, {}).items() if isinstance(each, Tensor)}
+        return {**state, "": held.tensor}
+
+    @torch.no_grad()
+    def switch(self, mode: str) -> None:
+        """Puts an optimizer that has modes, such as a schedule-free one, into `train` or `eval`, in which parameters
+        have other values. Collective."""
+        method = getattr(self.inner, mode, None)
+        if callable(method):
+            self.arrivals.settle()
+            self.distribution.follow()
+            method()
+            self.distribution.publish()
 
     def ensure_state(self) -> None:
         """Creates the state that the first step would create, so that it can be restored in place.
@@ -213,7 +258,7 @@ class NamedOptimizer:
         are meaningless: call it only when they are about to be replaced. Existing states and gradients are kept.
         """
         missing = [held.tensor for held in self._held if held.tensor not in self.inner.state]
-        if not missing:
+        if not missing or self.held_names is not None:
             return
         gradients = [held.tensor.grad for held in self._held]
         for held in self._held:
@@ -224,6 +269,12 @@ class NamedOptimizer:
             self._runtime.write(tensor, value)
         for held, gradient in zip(self._held, gradients, strict=True):
             held.tensor.grad = gradient
+
+    def changed_numbers(self) -> dict[str, Any]:
+        """Attributes of the optimizer that have changed since it was made, such as a count of steps that its
+        state_dict() lacks."""
+        now, made = plain_attributes(self.inner, NUMBERS), self._made_with
+        return {key: value for key, value in now.items() if value != made.get(key, value)}
 
     def forget_state(self, names: Sequence[str]) -> bool:
         """Removes the state of these parameters, as before their first gradient.
@@ -258,7 +309,9 @@ class NamedOptimizer:
         return states
 
     def named_groups(self) -> list[dict[str, Any]]:
-        """The groups' plain hyperparameters, with the names of all their parameters instead of tensors."""
+        """The groups' plain hyperparameters, with the names of all their parameters instead of tensors. Raises
+        UsageError as `step`."""
+        self.check_groups()
         return [
             {key: list(names) if key == "params" else plain(value) for key, value in group.items()}
             for group, names in zip(self.param_groups, self.distribution.groups, strict=True)
@@ -340,11 +393,12 @@ OWN = frozenset({"params", "param_names", "lr", "foreach", "fused", "capturable"
 
 def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], runtime: Runtime) -> None:
     """Takes one step with zero gradients and learning rate 0, in which any optimizer creates its state. What it keeps
-    in its groups, such as a count of steps, is as before.
+    in its groups and attributes, such as a count of steps, is as before.
 
     Restore the tensors afterwards: weight decay and the like may have changed them.
     """
     kept = [{key: _copied(key, group[key]) for key in group if key != "params"} for group in inner.param_groups]
+    own = plain_attributes(inner, (*NUMBERS, str, list, dict))
     for group in inner.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     for tensor in tensors:
@@ -358,7 +412,13 @@ def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], run
                 group[key].copy_(value)
             else:
                 group[key] = value
+    vars(inner).update(own)
     runtime.step_boundary()
+
+
+def plain_attributes(inner: torch.optim.Optimizer, kinds: Sequence[type]) -> dict[str, Any]:
+    """Copies of what an optimizer keeps beside its state and groups, of these types."""
+    return {k: copy(v) for k, v in vars(inner).items() if type(v) in kinds and k not in ("state", "param_groups")}
 
 
 def _copied(key: str, value: Any) -> Any:

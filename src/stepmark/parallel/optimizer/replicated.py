@@ -16,7 +16,6 @@ from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.gradients.sums import ShardSums
 from stepmark.parallel.optimizer.named import Distribution, Groups, Held
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.dtensor import layout_of_dtensor
 from stepmark.sharding.layout import annotate, layout_of
@@ -117,9 +116,7 @@ class LocalShards(Replicated):
         self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype | None, on_arrival: bool
     ) -> GradientReducer:
         """torch makes a gradient as soon as it arrives, whatever the accumulation is."""
-        axis = mesh.data_parallel
-        assert isinstance(axis, GroupCollectives)
-        sums = ShardSums(self.parameters, axis, reduce_dtype or torch.float32)
+        sums = ShardSums(self.names, self.parameters, reduce_dtype or torch.float32)
         return GradientReducer(sums, ReducedShards(mesh), mesh)
 
     def follow(self) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import runs_of
+from stepmark.parallel.gradients.reduced import Used
 from stepmark.parallel.optimizer.named import Distribution, Groups, Held
 from stepmark.parallel.optimizer.replicated import Replicated, follow
 from stepmark.runtime.collectives import GroupCollectives
@@ -259,7 +260,7 @@ class WholeParameters(Distribution):
         layout = Layout.full(tuple(held.tensor.shape))
         return replace(held, members=((name, layout),), master=held.tensor.dtype != parameters[name].dtype)
 
-    def assigned(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def assigned(self, gradients: Sequence[Tensor | None], used: Used | None) -> list[Tensor | None]:
         """`gradients`: of each of `parameters`. Shards are brought together."""
         found = dict(zip(self.names, gradients, strict=True))
         if self._gathered is not None and any(gradient is not None for gradient in gradients):

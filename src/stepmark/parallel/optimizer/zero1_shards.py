@@ -7,16 +7,17 @@ Per bucket and step there is one reduce-scatter of gradients and one all-gather 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
-from stepmark.parallel.buckets import Bucket, complete_on_host, for_each_axis, make_buckets
+from stepmark.parallel.buckets import Bucket, Member, complete_on_host, for_each_axis, make_buckets
 from stepmark.parallel.gradients.exchange import ReduceScatter
+from stepmark.parallel.gradients.reduced import Used
 from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.gradients.sums import FlatSums, TensorSums
 from stepmark.parallel.optimizer.arrivals import Arrivals
@@ -27,9 +28,19 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout
 
 
+class _Piece(NamedTuple):
+    """What the optimizer holds of a bucket's shard: a part of it, with elements of some members."""
+
+    held: Held
+    bucket: int
+    part: slice
+    members: Sequence[Member]
+
+
 class FlatShards(Distribution):
-    """This rank's shard of each bucket. Where parameters are not fp32, the shards are fp32 master
-    weights, which are saved. The complete state is never materialized.
+    """This rank's shard of each bucket: parameter by parameter, so that one without a gradient is left out as torch
+    does, and on a lazy device, where the cuts are data, as one tensor. Where parameters are not fp32, the shards are
+    fp32 master weights, which are saved. The complete state is never materialized.
 
     Args:
         groups: The optimizer's groups.
@@ -37,7 +48,6 @@ class FlatShards(Distribution):
         bucket_elements: Size limit of a bucket; None: by the device.
     """
 
-    separate = False
     divided_by: str | None = "zero_1"
 
     def __init__(self, groups: Groups, mesh: Mesh, *, bucket_elements: int | None = None) -> None:
@@ -45,10 +55,14 @@ class FlatShards(Distribution):
         self.buckets = make_buckets([group["params"] for group in groups], mesh, bucket_elements)
         own = [[bucket for bucket in self.buckets if bucket.group == number] for number in range(len(groups))]
         super().__init__([{"params": [(m.name, m.parameter) for b in same for m in b.members]} for same in own])
-        if not self._runtime.lazy:
+        self.separate = not self._runtime.lazy
+        if self.separate:
             _check_memory(self.names, self.parameters)
         self._flat = [self._lay_out(bucket) for bucket in self.buckets]
-        self.held = [self._hold(number, bucket) for number, bucket in enumerate(self.buckets)]
+        self._shards = [self._shard(number, bucket) for number, bucket in enumerate(self.buckets)]
+        self._pieces = [piece for number in range(len(self.buckets)) for piece in self._hold(number)]
+        self.held = [piece.held for piece in self._pieces]
+        self._masks: dict[tuple[int, tuple[bool, ...]], Tensor] = {}
         members = [[member.parameter for member in bucket.members] for bucket in self.buckets]
         self._written = [WrittenParameters(parameters, self._runtime) for parameters in members]
         self.arrivals = Arrivals(members)
@@ -73,17 +87,34 @@ class FlatShards(Distribution):
                 member.parameter.data = member.places_in(flat)[0]
         return flat
 
-    def _hold(self, number: int, bucket: Bucket) -> Held:
+    def _shard(self, number: int, bucket: Bucket) -> Tensor:
         """The rank's shard: fp32, `bucket.shard_size` elements."""
         flat, begin = self._flat[number], bucket.begin
         if flat is not None and bucket.dtype == torch.float32:
-            shard = flat[begin : begin + bucket.shard_size]
-        else:
-            shard = complete_on_host(bucket, self._runtime)[begin : begin + bucket.shard_size].clone()
-            shard = self._runtime.place(shard)
+            return flat[begin : begin + bucket.shard_size]
+        shard = complete_on_host(bucket, self._runtime)[begin : begin + bucket.shard_size].clone()
+        placed: Tensor = self._runtime.place(shard)
+        return placed
+
+    def _hold(self, number: int) -> Iterator[_Piece]:
+        bucket, shard = self.buckets[number], self._shards[number]
+        master = bucket.dtype != torch.float32
         here = {id(member): layout for member, layout in bucket.local_layouts()}
-        members = tuple((m.name, here.get(id(m), Layout(tuple(m.parameter.shape), ()))) for m in bucket.members)
-        return Held(nn.Parameter(shard), bucket.group, members, bucket.dtype != torch.float32, key=number)
+        if not self.separate:
+            members = tuple((m.name, here.get(id(m), Layout(tuple(m.parameter.shape), ()))) for m in bucket.members)
+            self._shards[number] = whole = nn.Parameter(
+                shard
+            )  # no other tensor keeps the memory that an update gives up
+            held = Held(whole, bucket.group, members, master, key=number)
+            yield _Piece(held, number, slice(None), bucket.members)
+        for member in bucket.members if self.separate else ():
+            begin, end = (min(max(at - bucket.begin, 0), bucket.shard_size) for at in (member.begin, member.end))
+            if begin < end:
+                layout = here[id(member)]
+                moved = tuple(part._replace(at=part.at - begin) for part in layout.parts if isinstance(part.at, int))
+                layout = layout._replace(parts=moved)
+                held = Held(nn.Parameter(shard[begin:end]), bucket.group, ((member.name, layout),), master, member.name)
+                yield _Piece(held, number, slice(begin, end), [member])
 
     def gradients(
         self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype | None, on_arrival: bool
@@ -97,14 +128,35 @@ class FlatShards(Distribution):
         sums.reset()
         return GradientReducer(sums, ReduceScatter(self.buckets, mesh, reduce_dtype=reduce_dtype), mesh)
 
-    def assigned(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """`gradients`: fp32, of each bucket's shard."""
-        return list(gradients)
+    def assigned(self, gradients: Sequence[Tensor | None], used: Used | None) -> list[Tensor | None]:
+        """`gradients`: fp32, of each bucket's shard; `used`: of each bucket's members."""
+        there = dict(zip(self.names, used or [True] * len(self.names), strict=True))
+        self.masked = []
+        return [self._assigned(piece, gradients[piece.bucket], there) for piece in self._pieces]
+
+    def _assigned(self, piece: _Piece, gradient: Tensor | None, used: Mapping[str, bool | Tensor]) -> Tensor | None:
+        found = [used[member.name] for member in piece.members]
+        if gradient is None or not any(isinstance(each, Tensor) or each for each in found):
+            return None
+        if not self.separate and not all(found):  # known on the host, since it has made the graph
+            self.masked.append((piece.held, self._mask(piece.bucket, tuple(map(bool, found)))))
+        elif isinstance(found[0], Tensor):
+            self.masked.append((piece.held, found[0]))
+        return gradient[piece.part]
+
+    def _mask(self, number: int, used: tuple[bool, ...]) -> Tensor:
+        """Which elements of this rank's shard belong to parameters that were used."""
+        if (number, used) not in self._masks:
+            bucket = self.buckets[number]
+            sizes = torch.tensor([member.parameter.numel() for member in bucket.members])
+            flat = torch.zeros(bucket.padded, dtype=torch.bool)
+            flat[: bucket.numel] = torch.repeat_interleave(torch.tensor(used), sizes)
+            self._masks[number, used] = self._runtime.place(flat[bucket.begin : bucket.begin + bucket.shard_size])
+        return self._masks[number, used]
 
     def follow(self) -> None:
         """Shards that have memory of their own get the values of parameters that the script has written."""
-        for held, bucket, flat, written in zip(self.held, self.buckets, self._flat, self._written, strict=True):
-            shard = held.tensor
+        for shard, bucket, flat, written in zip(self._shards, self.buckets, self._flat, self._written, strict=True):
             if flat is not None:
                 _attach(bucket, flat)
                 if flat.dtype != shard.dtype:
@@ -117,8 +169,8 @@ class FlatShards(Distribution):
     def publish(self) -> None:
         """All-gathers the shards. On an eager device in place, in the flat tensors of which the parameters are views:
         all of them are on their way at once, the first layer's first."""
-        pairs = list(zip(self.buckets, self.held, strict=True))
         if self._runtime.lazy:
+            pairs = zip(self.buckets, self.held, strict=True)
             sent = [held.tensor.detach().to(bucket.dtype) for bucket, held in pairs]
             gathered = for_each_axis("all_gather", self.buckets, sent)
             for bucket, flat, written in zip(self.buckets, gathered, self._written, strict=True):
@@ -128,9 +180,9 @@ class FlatShards(Distribution):
             return
         complete = [flat for flat in self._flat if flat is not None]
         axes = [bucket.axis for bucket in self.buckets]
-        for axis, flat, held in zip(axes, complete, self.held, strict=True):
-            if held.master:
-                axis.own_shard(flat).copy_(held.tensor)
+        for axis, flat, shard in zip(axes, complete, self._shards, strict=True):
+            if flat.dtype != shard.dtype:
+                axis.own_shard(flat).copy_(shard)
         started = [start_gather_in_place(axis, flat) for axis, flat in zip(axes, complete, strict=True)]
         self.arrivals.start({number: partial(self._arrived, number, wait) for number, wait in enumerate(started)})
 

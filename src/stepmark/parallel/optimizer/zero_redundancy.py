@@ -15,6 +15,7 @@ from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.optimizer.distribute import distribute, sharding_unit
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.optimizer.own_classes import lazy_class
+from stepmark.parallel.optimizer.whole_parameters import WholeParameters
 from stepmark.runtime.eager import has_fused_kernel
 from stepmark.runtime.mesh import DATA, TENSOR, Mesh
 
@@ -31,9 +32,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     A replacement for torch_xla's class of the same name: it accepts the same arguments, all after `optimizer_class` by
     name only. `step` reduces the gradients to their mean over the ranks, clips, updates this rank's shard, gathers the
     new parameters on all ranks, and ends the step on a lazy device. `param_groups` are the groups that learning rate
-    schedules change; their "params" are the flat shards, or the parameters, that this rank updates. The gradient of a
-    parameter that took no part in the loss is zero, so that weight decay and momentum still apply to it, but not where
-    whole parameters are divided.
+    schedules change; their "params" are the shards of parameters, or the parameters, that this rank updates. A
+    parameter that took no part in the loss on any rank is left as it is, as in torch.
 
     Args:
         params: Parameters on their device, (name, parameter) pairs, or groups of either. Pass pairs
@@ -151,7 +151,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             groups, self._optimizer_class, mesh.runtime, mesh, zero_1=True, bucket_elements=self._bucket_elements
         )
         sharded = NamedOptimizer(divided, groups, make, mesh.runtime, given=True)
-        whole = divided.separate
+        whole = isinstance(divided, WholeParameters)
         gradients = sharded.gradients(
             mesh,
             accumulation=2 if self._accumulate_in_fp32 else 1,
@@ -161,6 +161,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self.defaults = dict(sharded.inner.defaults)
         self.param_groups = sharded.inner.param_groups
         self._live = sharded, gradients, mesh
+        self.inner, self.divided_by = sharded.inner, "zero_1"  # for `Checkpointer`
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group before the parameters are sharded.
@@ -193,9 +194,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
         Optional, but all ranks must call it or none. Without it gradients are sent in `step`.
         """
-        _, gradients, mesh = self._initialized()
-        (one,) = mesh.runtime.place([torch.ones(1)])
-        gradients.begin(one.reshape(()))
+        _, gradients, _ = self._initialized()
         gradients.last_backward()
 
     @torch.no_grad()
@@ -220,10 +219,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 result = closure()
         gradients.collect()
         one, zero = mesh.runtime.place([torch.ones(1), torch.zeros(1)])
-        reduced = gradients.reduce(zero.reshape(()), one.reshape(()))
+        reduced = gradients.reduce(zero.reshape(()), one.reshape(())).divided_by(mesh.data_parallel.size)
         scale_to(reduced.gradients, reduced.norm, self._max_norm)
         self.grad_norm = reduced.norm
-        sharded.set_gradients(reduced.gradients)
+        sharded.set_gradients(reduced.gradients, reduced.used)
         sharded.step()
         sharded.set_gradients([None] * len(reduced.gradients))
         gradients.reset()

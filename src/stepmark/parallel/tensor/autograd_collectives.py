@@ -69,11 +69,6 @@ def reduce_scatter(tensor: Tensor, axis: Collectives, dim: int) -> Tensor:
     return _apply(tensor, summed_shard, lambda gradient: axis.all_gather([gradient], dim)[0])
 
 
-def scale_gradient(tensor: Tensor, scale: Operation) -> Tensor:
-    """The same tensor; `scale` changes its gradient. Sends nothing."""
-    return _apply(tensor, lambda given: given.view_as(given), scale)
-
-
 def _all_gather(axis: Collectives, dim: int) -> Operation:
     return lambda given: axis.all_gather([given.detach()], dim)[0].contiguous()
 

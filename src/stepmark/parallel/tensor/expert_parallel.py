@@ -12,7 +12,6 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -20,71 +19,14 @@ from torch import Tensor, nn
 from stepmark.errors import UsageError
 from stepmark.parallel.architectures import EXPERT_PARALLEL
 from stepmark.parallel.tensor.adapted_layers import is_wrapper
-from stepmark.parallel.tensor.autograd_collectives import (
-    copy_to,
-    reduce_from,
-    scale_gradient,
-)
+from stepmark.parallel.tensor.autograd_collectives import copy_to, reduce_from
 from stepmark.parallel.tensor.plans import Placement, expression, model_type, own_plan, shard
 from stepmark.parallel.tensor.token_exchange import NOBODY, token_exchange
-from stepmark.runtime.collectives import Collectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import Replication
 
 WITH_MASKS = ("grouped_mm", "batched_mm")
 """transformers' implementations of experts that skip what has the number after the last expert."""
-
-
-class TokenShares:
-    """This rank's share of the target tokens that a group's experts see in a step.
-
-    A rank's loss is a mean over its own target tokens. A gradient is weighted by this share on its way to experts, so
-    that a token counts once in their mean, wherever it comes from; on its way back it gets its own scale again.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._axis = ref(mesh.experts)  # whose it is
-        self._size = mesh.experts.size
-        self._lazy = mesh.runtime.lazy
-        self._tokens: Tensor | None = None
-        self._total: Tensor | None = None
-
-    def begin(self, tokens: Tensor) -> Tensor:
-        """Announces a step's target tokens (0-dim float32) before its first backward pass; without it all ranks count
-        alike. Returns those of the group, on eager devices."""
-        if self._size == 1:
-            return tokens
-        self._tokens, self._total = tokens, None
-        return tokens if self._lazy else self.total()
-
-    def total(self) -> Tensor:
-        """The target tokens of the group."""
-        axis = self._axis()
-        assert self._tokens is not None
-        assert axis is not None
-        if self._total is None:
-            (self._total,) = axis.all_reduce([self._tokens.clone()])
-        return self._total
-
-    def own(self) -> Tensor | float:
-        """This rank's share."""
-        return 1 / self._size if self._tokens is None else self._tokens / self.total().clamp(min=1)
-
-    def end_micro_batch(self) -> None:
-        """On a lazy device each micro-batch adds up the tokens anew, so that all of them have one graph."""
-        if self._lazy:
-            self._total = None
-
-    def end(self) -> None:
-        self._tokens = self._total = None
-
-
-_shares: WeakKeyDictionary[Collectives, TokenShares] = WeakKeyDictionary()
-
-
-def shares_of_tokens(mesh: Mesh) -> TokenShares:
-    """Those of the ranks over which this mesh divides experts."""
-    return _shares.setdefault(mesh.experts, TokenShares(mesh))
 
 
 def expert_modules(model: Any, *, verified: bool) -> dict[str, Any]:
@@ -169,11 +111,10 @@ class _Dispatch:
         self._copies = copies
         self._begin = holders[mesh.experts.rank] * module.num_experts
         self._copy = mesh.tensor_parallel.rank % copies
-        self._shares = shares_of_tokens(mesh)
         self._exchange = token_exchange(mesh, module.num_experts, holders) if mesh.experts.size > 1 else None
         self._placed: tuple[Tensor, Tensor] | None = None
         enter, leave = self._enter, self._leave
-        if self._exchange:  # a compiled backward pass would keep the shares of the step in which it was traced
+        if self._exchange:
             enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
@@ -187,7 +128,6 @@ class _Dispatch:
             of_others = torch.arange(len(index), device=index.device) % self._copies != copy
             index = index.masked_fill(of_others[:, None], NOBODY)
         if self._exchange:
-            hidden, weights = (scale_gradient(each, self._to_own_scale) for each in (hidden, weights))
             hidden, index, weights = self._exchange.there(hidden, index, weights)
         index, masks = index - begin, False
         if self._exchange is None or not self._exchange.exact:
@@ -214,12 +154,5 @@ class _Dispatch:
 
     def _leave(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         if self._exchange:
-            output = scale_gradient(self._exchange.back(output), self._to_share)
+            output = self._exchange.back(output)
         return reduce_from(output.clone(), self._tensor) if self._tensor.size > 1 else output
-
-    def _to_share(self, gradient: Tensor) -> Tensor:
-        return gradient * self._shares.own()
-
-    def _to_own_scale(self, gradient: Tensor) -> Tensor:
-        share = self._shares.own()
-        return gradient / (share.clamp(min=torch.finfo(share.dtype).tiny) if isinstance(share, Tensor) else share)

@@ -20,7 +20,6 @@ from stepmark.runtime.collectives import (
     Collectives,
     GroupCollectives,
     NoCollectives,
-    RankWeights,
     Reduction,
     SpareBuffers,
 )
@@ -222,11 +221,9 @@ class SimulatedCollectives(GroupCollectives):
         """Allocates nothing."""
         return lambda: tensor
 
-    def start_reduce_scatter(
-        self, tensor: Tensor, shares: RankWeights | None = None, dtype: torch.dtype | None = None
-    ) -> Callable[[], Tensor]:
+    def start_reduce_scatter(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
         with self._tracker.within(COMMUNICATION):
-            return super().start_reduce_scatter(tensor, shares, dtype)
+            return super().start_reduce_scatter(tensor, dtype)
 
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor
@@ -263,7 +260,7 @@ class SimulatedCollectives(GroupCollectives):
     def _exchange(self, target: Callable[[int], Tensor], source: Callable[[int], Tensor], tag: int) -> list[dist.Work]:
         return []
 
-    def _add(self, own: Tensor, received: Mapping[int, Tensor], shares: RankWeights | None) -> Tensor:
+    def _add(self, own: Tensor, received: Mapping[int, Tensor]) -> Tensor:
         return own
 
 

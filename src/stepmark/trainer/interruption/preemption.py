@@ -38,7 +38,7 @@ from stepmark.liveness.bounded_call import within
 from stepmark.liveness.failure_report import FailureReport
 from stepmark.liveness.process_exit import RECORDING, end_interrupted, print_stacks
 from stepmark.liveness.progress import Progress
-from stepmark.liveness.thread_frames import frame_of, innermost
+from stepmark.liveness.thread_frames import innermost, places_of
 from stepmark.runtime.context import Context
 
 POLL_SECONDS = 0.1
@@ -239,7 +239,7 @@ class PreemptionCoordinator:
         if time.monotonic() - self._moved > max(STUCK * self._at.usual_step(), self._grace / 2):
             print_stacks(f"{self._signal}: {why}")
         found: dict[str, list[str]] = {}
-        for rank, place in sorted({**self._at.places(), self._rank: innermost(frame_of(self._at.thread))}.items()):
+        for rank, place in sorted({**self._at.places(), self._rank: innermost(places_of(self._at.thread))}.items()):
             found.setdefault(place, []).append(f"{rank}")
         fewest = sorted(found.items(), key=lambda each: len(each[1]))
         places = ", ".join(f"rank {' '.join(ranks[:SHOWN])} in {place}" for place, ranks in fewest[:SHOWN])

@@ -62,6 +62,7 @@ class Adapter(RenamedModel):
     """
 
     tensor_group = ADAPTER  # of the files in a checkpoint
+    stores_all_names = True  # peft asks for each name of tied tensors
 
     def __init__(self, model: Any) -> None:
         by_name = {name: adapter_tensors(model, name) for name in model.peft_config}
@@ -119,6 +120,11 @@ def saved_module(model: nn.Module) -> nn.Module:
     root = getattr(model, "transformers_model", None)
     first = next(iter(model.children()), None)
     if not isinstance(root, nn.Module) or not getattr(first, "save_in_root", False):
+        if getattr(model, "_hf_peft_config_loaded", False):
+            raise UsageError(
+                "model: transformers' add_adapter has changed the names of its weights, so that from_pretrained would "
+                "not find them in checkpoints; use peft.get_peft_model(model, config)"
+            )
         return adapter_of(model) or model
     prefix = next((f"{name}." for name, module in model.named_modules() if module is root), "")
     return RenamedModel(model, {name.removeprefix(prefix): name for name in model.state_dict()})

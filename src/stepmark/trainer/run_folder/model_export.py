@@ -14,6 +14,7 @@ from torch import nn
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
+from stepmark.checkpoint.format.manifest import MODEL
 from stepmark.checkpoint.sections import describe
 from stepmark.data.loader.collate import PadTo
 from stepmark.errors import StepmarkError
@@ -25,7 +26,8 @@ from stepmark.model_folder.output_files import MAX_SHARD, in_memory, write_files
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
-from stepmark.sharding.dtensor import is_dtensor
+from stepmark.sharding.dtensor import is_dtensor, reshard
+from stepmark.sharding.layout import Layout
 from stepmark.trainer.compat.overrides import accepts
 from stepmark.trainer.run_folder.adapters import Adapter, saved_module
 from stepmark.trainer.run_folder.output_folder import on_rank_0
@@ -53,6 +55,7 @@ def write_model(folder: Path, model: nn.Module, mesh: Mesh, processing_class: An
 
     on_rank_0(host, prepare, partial(_cannot_write, folder))
     runtime.step_boundary()
+    reshard(model)
     divided = any(map(is_dtensor, model.parameters()))
     sharded = divided or mesh.tensor_parallel.size * mesh.pipeline.size * mesh.expert_parallel_size > 1
     if sharded:
@@ -90,6 +93,11 @@ def _largest_file(model: nn.Module) -> int:
 def _write_weights(folder: Path, model: nn.Module, runtime: Runtime) -> None:
     """Writes the weights of a model that this rank holds completely; tied weights once."""
     (section,) = describe({"model": model})
+    for name, entry in section.entries.items():
+        if entry.layout != Layout.full(entry.layout.shape):
+            raise StepmarkError(
+                f"{name} is a shard of {list(entry.layout.shape)}, so that no complete model was written"
+            )
     on_host = runtime.to_host([entry.tensor for entry in section.entries.values()])
     tensors = {name: in_memory(name, tensor) for name, tensor in zip(section.entries, on_host, strict=True)}
     write_files(folder, weight_files(tensors, section.group, "safetensors", _largest_file(model)), (), _SILENT)
@@ -198,8 +206,9 @@ class SavedModel:
         if not self._collected:
             write_model_files(checkpoint, self.module, processing_class)
             return
+        own = MODEL, getattr(self.module, "tensor_group", MODEL)
         for path in self._folder.iterdir():
-            if not path.match("model*.safetensors*"):
+            if not any(path.match(f"{each}*.safetensors*") for each in own):
                 shutil.move(path, checkpoint / path.name)
         shutil.rmtree(self._folder)
         self._collected = False

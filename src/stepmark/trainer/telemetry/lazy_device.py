@@ -107,7 +107,7 @@ Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 
 UNKNOWN = {
     "step": "no input has a new shape; look for something between or in steps that makes a new graph: a callback that "
-    "computes on the device, a Python number that changes, a branch on a value",
+    "computes on the device, a Python number that changes, a branch on a value, a profiler that holds tensors",
     "evaluation": "an evaluation before this one had other shapes, or computed something else",
     "save": "saving compiles nothing by itself; look at the callbacks' on_save",
 }

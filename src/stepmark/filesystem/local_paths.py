@@ -1,0 +1,25 @@
+"""Paths of this machine. An address of object storage would be a folder `s3:` there, which goes with the machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from stepmark.errors import UsageError
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # of which a Path keeps one slash
+WANTED = "a path of this machine, since object storage is neither read nor written; copy from and to it (aws s3 sync)"
+
+
+def is_address(path: object) -> bool:
+    """Whether a path, or one in a list, is an address such as `s3://bucket/run`."""
+    if isinstance(path, (list, tuple)):
+        return any(map(is_address, path))
+    return isinstance(path, (str, Path)) and _ADDRESS.match(str(path)) is not None
+
+
+def local_path(path: str | Path, name: str) -> Path:
+    """The path; `name` is what it was given as. Raises UsageError for an address."""
+    if is_address(path):
+        raise UsageError(f"{name}: should be {WANTED}, and is {str(path)!r}")
+    return Path(path)

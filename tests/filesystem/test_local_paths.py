@@ -1,0 +1,108 @@
+"""Addresses of object storage are refused wherever a path of this machine is meant."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stepmark
+from stepmark import Checkpointer, Trainer, TrainingArguments
+from stepmark.checkpoint import dcp
+from stepmark.cli.main import run
+from stepmark.errors import UsageError
+from stepmark.filesystem.local_paths import is_address, local_path
+from tests.support.programs import Blocks, tiny_model
+
+ADDRESS = "s3://bucket/run"
+FIELDS = ("--config_name", "gpt2", "--tokenizer_name", "bytes", "--dataset_name", "python-stdlib")
+COMMANDS = (
+    ["verify", ADDRESS],
+    ["inspect", ADDRESS],
+    ["consolidate", ADDRESS, "out"],
+    ["consolidate", "run", ADDRESS],
+    ["export", "run", ADDRESS, "--to", "dcp"],
+    ["import", ADDRESS, "out"],
+    ["import", "run", ADDRESS],
+    ["report", ADDRESS],
+    ["report", "run", "--out", "gs://bucket/report.html"],
+    ["rows", ADDRESS, "--step", "1"],
+    ["evaluate", ADDRESS],
+    ["init", "s3://bucket/recipe.yaml"],
+    ["train", *FIELDS, "--output_dir", ADDRESS],
+    ["train", *FIELDS, "--resume_from_checkpoint", ADDRESS],
+    ["train", "--config_name", "gpt2", "--tokenizer_name", "bytes", "--train_file", ADDRESS],
+    ["train", "--model_name_or_path", ADDRESS, "--dataset_name", "python-stdlib"],
+    ["train", *FIELDS, "--prometheus_file", ADDRESS],
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "refused"),
+    [
+        ("s3://b/x", True),
+        (Path("s3://b/x"), True),
+        (["a", "gs://b"], True),
+        ("hdfs://h:9000/x", True),
+        ("abfs+ssl://x", True),
+        ("/runs/first", False),
+        ("runs/a:b/c", False),
+        ("C:/runs", False),
+        ("org/name", False),
+        (True, False),
+        (None, False),
+    ],
+)
+def test_what_an_address_is(path: Any, refused: bool) -> None:
+    assert is_address(path) is refused
+
+
+def test_a_path_of_this_machine_is_a_path() -> None:
+    assert local_path("a/b", "out") == Path("a/b")
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_commands_refuse_them(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(words) == 2
+    error = capsys.readouterr().err
+    assert "should be a path of this machine" in error
+    assert len(error.strip().splitlines()) == 1
+    assert os.listdir(tmp_path) == []
+
+
+CALLS: dict[str, Callable[[], object]] = {
+    "TrainingArguments": lambda: TrainingArguments(output_dir=ADDRESS),
+    "Checkpointer": lambda: Checkpointer(ADDRESS),
+    "Checkpointer.restore": lambda: Checkpointer("run").restore({"model": torch.nn.Linear(1, 1)}, ADDRESS),
+    "dcp.save": lambda: dcp.save({"x": torch.zeros(1)}, checkpoint_id=ADDRESS),
+    "dcp.load": lambda: dcp.load({"x": torch.zeros(1)}, checkpoint_id=Path(ADDRESS)),
+    "save": lambda: stepmark.save({}, ADDRESS),
+    "load": lambda: stepmark.load(ADDRESS),
+    "evaluate": lambda: stepmark.evaluate(ADDRESS, [{"input_ids": [1, 2]}]),
+    "Trainer.save_model": lambda: _trainer().save_model(ADDRESS),
+    "Trainer.train": lambda: _trainer().train(resume_from_checkpoint=ADDRESS),
+}
+
+
+def _trainer() -> Trainer:
+    args = TrainingArguments(output_dir="run", device="cpu", max_steps=1, disable_tqdm=True)
+    return Trainer(tiny_model(), args, train_dataset=Blocks(4))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_functions_refuse_them(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="should be a path of this machine"):
+        CALLS[call]()
+    assert not [name for name in os.listdir(tmp_path) if ":" in name]
+
+
+def test_a_cache_of_compiled_graphs_may_be_in_a_bucket() -> None:
+    assert TrainingArguments(output_dir="run", compile_cache="s3://bucket/graphs").compile_cache == "s3://bucket/graphs"

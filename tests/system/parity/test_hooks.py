@@ -1,0 +1,113 @@
+"""What callbacks may change, and call, at every event of a step: on each kind of sharding as on one rank, or refused by
+name. docs/hooks.md says the same as a table."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.hook_programs import ACTIONS, CALLS, EVENTS, FORMS, THEN
+from tests.support.pairwise import pairwise
+from tests.support.ranks import Ranks
+
+PROGRAMS = "tests.support.hook_programs"
+TOLERANCE = {"float32": 2e-4, "bfloat16": 1e-2}  # of an update of 0.05 to each element, by which the outcomes differ
+BETWEEN_STEPS = ("on_step_end", "on_evaluate", "on_save")
+
+ADDED = "^optimizer: a parameter was added to its groups"  # refused everywhere
+IN_FLIGHT = "pipeline_parallel_size: parameters were changed, frozen or unfrozen in on_substep_end"
+REFUSED = {("pp", "on_substep_end", each) for each in ("new data", "data in place", "frozen", "thawed")}
+
+
+def possible(cell: dict[str, Any]) -> bool:
+    given_optimizer = cell["action"] == "thawed"
+    refused = (cell["form"], cell["event"], cell["action"]) in REFUSED
+    return cell["form"] != "one rank" and not refused and not (given_optimizer and "zero_1" in cell["form"])
+
+
+CELLS = pairwise({"form": list(FORMS), "event": EVENTS, "action": ACTIONS}, possible)
+ALL = {
+    form: [pair for pair in product(EVENTS, ACTIONS) if possible({"form": form, "event": pair[0], "action": pair[1]})]
+    for form in FORMS
+    if form != "one rank"
+}
+
+
+def check(ranks: Ranks, folder: Path, form: str, cells: list[tuple[str, str]]) -> None:
+    expected = ranks.run(f"{PROGRAMS}:cells", str(folder / "one"), "one rank", cells).check()[0]
+    nproc, options = FORMS[form]
+    found = ranks.run(f"{PROGRAMS}:cells", str(folder / "form"), form, cells, nproc=nproc).check()[0]
+    tolerance = TOLERANCE[options.get("dtype", "float32")]
+    wrong = []
+    for cell, one, other in zip(cells, expected, found, strict=True):
+        if cell[1].endswith("the optimizer"):
+            difference = "" if all(re.match(ADDED, str(each)) for each in (one, other)) else f"not refused: {other}"
+        else:
+            difference = differs(one, other, tolerance)
+        if difference:
+            wrong.append(f"{form}, {', '.join(cell)}: {difference}")
+    assert not wrong, "\n".join(wrong)
+
+
+def differs(one: Any, other: Any, tolerance: float) -> str:
+    """How the outcome differs from that of one rank; nothing where it does not."""
+    if isinstance(one, str) or isinstance(other, str):
+        return f"refused: {one!r:.200} and {other!r:.200}"
+    if len(one["losses"]) != len(other["losses"]):
+        return f"{len(other['losses'])} losses for {len(one['losses'])}"
+    far = max(abs(a - b) / max(abs(a), 1.0) for a, b in zip(one["losses"], other["losses"], strict=True))
+    if far > 10 * tolerance:
+        return f"losses differ by {far:.1e}"
+    for key in [key for key in ("weights", "written") if key in one]:
+        if one[key].keys() != other[key].keys():
+            return f"{key}: other tensors: {sorted(one[key].keys() ^ other[key].keys())}"
+        for name, numbers in one[key].items():
+            far = max(abs(a - b) for a, b in zip(numbers, other[key][name], strict=True))
+            if far > tolerance:
+                return f"{key}: {name} differs by {far:.1e}"
+    return ""
+
+
+@pytest.mark.parametrize("form", ALL)
+def test_a_sample_of_changes(ranks: Ranks, tmp_path: Path, form: str) -> None:
+    check(ranks, tmp_path, form, [(cell["event"], cell["action"]) for cell in CELLS if cell["form"] == form])
+
+
+@pytest.mark.parametrize(("form", "event", "action"), sorted(REFUSED))
+def test_what_other_micro_batches_have_used_cannot_be_changed(
+    ranks: Ranks, tmp_path: Path, form: str, event: str, action: str
+) -> None:
+    found = ranks.run(f"{PROGRAMS}:cell", str(tmp_path), form, event, action, nproc=FORMS[form][0])
+    assert 0 not in found.codes
+    assert any(IN_FLIGHT in each for each in found.logs)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("form", ALL)
+def test_every_change(ranks: Ranks, tmp_path: Path, form: str) -> None:
+    check(ranks, tmp_path, form, ALL[form])
+
+
+@pytest.mark.parametrize("form", ["full_shard", "shard_grad_op"])
+def test_calls_of_the_model_between_steps(ranks: Ranks, tmp_path: Path, form: str) -> None:
+    check_calls(ranks, tmp_path, form)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("one rank", "full_shard", "shard_grad_op")])
+def test_calls_of_the_model_between_steps_on_other_shardings(ranks: Ranks, tmp_path: Path, form: str) -> None:
+    check_calls(ranks, tmp_path, form)
+
+
+def check_calls(ranks: Ranks, folder: Path, form: str) -> None:
+    cells = [(call, then) for call in CALLS for then in THEN if form != "pp" or call == "evaluate"]
+    nproc, options = FORMS[form]
+    one = ranks.run(f"{PROGRAMS}:calls", str(folder / "one"), "one rank", cells).check()[0]
+    other = ranks.run(f"{PROGRAMS}:calls", str(folder / "form"), form, cells, nproc=nproc).check()[0]
+    tolerance = TOLERANCE[options.get("dtype", "float32")]
+    wrong = {cell: differs(*pair, tolerance) for cell, pair in zip(cells, zip(one, other, strict=True), strict=True)}
+    assert not any(wrong.values()), wrong
