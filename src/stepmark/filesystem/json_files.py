@@ -36,9 +36,10 @@ _TYPES = {  # of the fields that runs write, and others read; float: a time or s
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def parse_json(data: bytes) -> Any:
-    """The value of a JSON text. Raises ValueError where it is malformed, nested too deep, or would fill the memory."""
-    if is_too_large(data):
+def parse_json(data: bytes, most: int = 0) -> Any:
+    """The value of a JSON text. Raises ValueError where it is malformed, nested too deep, or would fill the memory, of
+    which it may take `most` bytes, or 400 MiB."""
+    if is_too_large(data, most):
         raise ValueError("it holds more values than such a file can")
     try:
         return json.loads(data)
@@ -46,9 +47,10 @@ def parse_json(data: bytes) -> Any:
         raise ValueError("it is nested too deep") from error
 
 
-def is_too_large(data: bytes) -> bool:
+def is_too_large(data: bytes, most: int = 0) -> bool:
     """Whether a JSON text would not be read."""
-    return len(data) > files.LARGEST or sum(size * data.count(sign) for sign, size in _PARSED.items()) > _MOST_PARSED
+    needed = sum(size * data.count(sign) for sign, size in _PARSED.items())
+    return len(data) > files.LARGEST or needed > max(_MOST_PARSED, most)
 
 
 def read_json(path: Path, *, follow: bool = False) -> Any:

@@ -58,6 +58,7 @@ CHANGES_CHECKPOINTS = {"resume", "restore"}
 SECONDS, BYTES = 10.0, 500_000_000
 HANGS_AFTER = 30.0  # seconds by the wall's clock, on a machine that may be busy
 _ADDRESSES = 3 << 30  # bytes that a command may map beyond what its parent has, so that it cannot take the machine's
+_FILE = 1 << 30  # bytes of a file that it may write, so that a copy of a hollow file cannot fill the disk
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ def call(words: list[str], folder: str, cwd: str) -> None:
     sys.addaudithook(hear)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + _ADDRESSES, size + _ADDRESSES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE, _FILE))
     before, began = peak(), time.process_time()
     try:
         main(words) if words[0] != "python" else program(*words[1:])

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import shutil
 import struct
 import zipfile
@@ -274,7 +275,10 @@ def sparse(name: str, size: int = TERA) -> Forgery:
         path = place.path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
+        usual, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
         os.truncate(path, size)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (usual, most))
 
     return forge
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
 from stepmark.checkpoint.format.tensor_file import LARGEST_HEADER, natural_numbers
 from stepmark.errors import CheckpointDamaged, CheckpointError
-from stepmark.filesystem.files import read_file
+from stepmark.filesystem.files import read_file, regular_files
 from stepmark.filesystem.json_files import LATEST, parse_json
 from stepmark.liveness.collection import without_collection
 from stepmark.sharding.layout import Box, Shape, TensorSlice
@@ -31,6 +32,7 @@ ADAPTER = "adapter_model"  # in place of the model's: an adapter of peft, whose 
 OPTIMIZER = "optimizer"
 STATE = "state"
 
+_USUAL = 4 << 20  # bytes; a larger manifest may have as many shards as the bytes that the checkpoint takes can be of
 _BLANK = "0" * FILE_CHECKSUM_LENGTH
 _DIGEST_FIELD = re.compile(rb'"digest": "([0-9a-f]{32})"\n\}\n\Z')
 _FILE_NAME = re.compile(r"[^/\\\0]+(/[^/\\\0]+)*\Z")
@@ -181,7 +183,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        return parse_manifest(read_file(path))
+        data = read_file(path)
+        stored = (
+            sum(os.lstat(folder / name).st_blocks * 512 for name in regular_files(folder)) if len(data) > _USUAL else 0
+        )
+        return parse_manifest(data, stored)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileIncomplete(f"{path} is missing; the folder is not a complete checkpoint") from error
     except OSError as error:
@@ -200,8 +206,9 @@ def save_of(folder: Path) -> str | None:
 
 
 @without_collection()  # very many objects that stay, without cycles
-def parse_manifest(data: bytes) -> Manifest:
-    """The manifest in these bytes; raises as `read_manifest` does."""
+def parse_manifest(data: bytes, stored: int = 0) -> Manifest:
+    """The manifest in these bytes, of a checkpoint of `stored` bytes, which bounds how many shards it can have; raises
+    as `read_manifest` does."""
     match = _DIGEST_FIELD.search(data)
     if match is None:
         raise CheckpointDamaged("it does not end with its checksum")
@@ -209,7 +216,7 @@ def parse_manifest(data: bytes) -> Manifest:
     if bytes_checksum(blank) != match[1].decode():
         raise CheckpointDamaged("it does not match its checksum")
     try:
-        return _from_json(parse_json(data))
+        return _from_json(parse_json(data, stored // 8))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointDamaged(f"it is malformed: {str(error)[:200]!r}") from error
 

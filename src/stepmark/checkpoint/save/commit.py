@@ -67,9 +67,10 @@ class Commit:
             entries.append(FileEntry(name, size, checksum))
         complete = replace(self.manifest, files=tuple(entries), tensors=tensor_entries(plan), time=self.clock.now())
         data = complete.to_bytes()
-        parse_manifest(data)  # nothing is committed that a restore would refuse
+        size = sum(entry.size for entry in entries)
+        parse_manifest(data, size)  # nothing is committed that a restore would refuse
         files.write_file(temporary / MANIFEST, data)
-        return sum(entry.size for entry in entries) + len(data)
+        return size + len(data)
 
     def _write_other_files(self, temporary: Path, plan: SavePlan) -> list[str]:
         """Their names; all of them are synced."""
