@@ -70,7 +70,7 @@ def unpack(data: bytes) -> Any:
         if not hmac.compare_digest(_code(body), code):
             raise ValueError("its code is wrong")
         return decode(json.loads(body[8:end]), attached)
-    except (StepmarkError, ValueError) as error:
+    except (StepmarkError, ValueError, LookupError, TypeError, EOFError, OSError) as error:
         raise LaunchError(
             f"a message is not of a rank of this run ({error}); {SECRET} has to be the same on all ranks of one run"
         ) from error
