@@ -46,7 +46,7 @@ def main(parent: int, stacks: int, rank: int, reports: str) -> None:
         signal.signal(number, signal.SIG_IGN)  # the parent handles them
     countdowns: dict[str, Countdown] = {}
     looked, asked = time.monotonic(), 0.0
-    launched = not reports and int(os.environ.get("WORLD_SIZE", "1")) > 1  # by another launcher than ours
+    launched = not reports and os.environ.get("WORLD_SIZE", "1") != "1"  # by another launcher than ours
     while os.getppid() == parent:
         lines = _read_lines()
         if lines is None:

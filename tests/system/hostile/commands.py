@@ -53,8 +53,13 @@ COMMANDS: Mapping[str, str] = {
     "restore": "python restore {saved}",
     "dcp": "python dcp {saved}/checkpoint-2",
 }
-WRITES = {"resume", "train", "report-inside", "evaluate-run", "restore"}  # into the stranger's run
-CHANGES_CHECKPOINTS = {"resume", "restore"}
+WRITES = {  # what commands write into the stranger's folder
+    "resume": ("run/",),
+    "train": ("run/",),
+    "report-inside": ("run/report.html",),
+    "evaluate-run": ("run/evaluations.", "run/.stepmark", "run/best"),
+    "restore": ("saved/",),
+}
 SECONDS, BYTES = 10.0, 500_000_000
 HANGS_AFTER = 30.0  # seconds by the wall's clock, on a machine that may be busy
 _ADDRESSES = 3 << 30  # bytes that a command may map beyond what its parent has, so that it cannot take the machine's
