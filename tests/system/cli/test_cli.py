@@ -56,6 +56,43 @@ def test_python_m_stepmark(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, f"stepmark {stepmark.__version__}\n", "")
 
 
+EVIL = "import pathlib\npathlib.Path({canary!r}).touch()\nraise SystemExit(9)\n"
+
+
+def test_modules_of_the_current_folder_are_not_imported(tmp_path: Path) -> None:
+    """Of a user's, or of a stranger's folder: neither by a command nor by the ranks that it starts."""
+    canary, folder = tmp_path / "imported", tmp_path / "here"
+    folder.mkdir()
+    for name in ("xxhash", "queue", "contextlib", "argparse", "torch", "transformers", "numpy", "stepmark"):
+        (folder / f"{name}.py").write_text(EVIL.format(canary=str(canary)))
+    for command in (["-m", "stepmark"], rank_command([])[1:]):
+        done = subprocess.run(
+            [sys.executable, *command, "inspect", "nowhere"], capture_output=True, text=True, cwd=folder
+        )
+        assert (done.returncode, done.stdout) == (1, ""), done.stderr
+        assert done.stderr.startswith("error: ")
+        assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "1e3"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "1e3"}, "RANK"),
+        ({"STEPMARK_SUPERVISOR": "abc"}, "STEPMARK_SUPERVISOR"),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1e3"}, "SLURM_STEP_NUM_TASKS"),
+    ],
+)
+def test_variables_that_are_no_numbers_are_one_line(
+    ranks: Ranks, tmp_path: Path, variables: dict[str, str], name: str
+) -> None:
+    (tmp_path / "recipe.yaml").write_text("config_name: gpt2\ntokenizer_name: bytes\ndataset_name: python-stdlib\n")
+    done = commands.run(ranks, tmp_path, "train", "recipe.yaml", "--output_dir", "out", "--device", "cpu", **variables)
+    assert done.returncode in (1, 2)
+    assert done.stderr.startswith(f"error: the environment variable {name} must be an integer")
+    assert done.stderr.count("\n") == 1
+
+
 def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as ended:
         run([*arguments, "--help"])

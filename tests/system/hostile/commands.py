@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import huggingface_hub
 
 from stepmark.__main__ import main
 from tests.support.commands import enter
@@ -69,7 +70,7 @@ _FILE = 1 << 30  # bytes of a file that it may write, so that a copy of a hollow
 @dataclass(frozen=True)
 class Outcome:
     """How a command ended: its exit code, None where it hung; what it printed; seconds of the processor, and bytes that
-    it took at most; what it opened."""
+    it took at most; what it opened; the hosts that it looked up."""
 
     code: int | None
     out: str
@@ -77,6 +78,7 @@ class Outcome:
     seconds: float
     memory: int
     opened: list[str]
+    looked_up: list[str]
 
 
 def run(ranks: Ranks, place: Place, command: str) -> Outcome:
@@ -100,7 +102,7 @@ def run(ranks: Ranks, place: Place, command: str) -> Outcome:
         "tests.system.hostile.commands:call", words, str(place.work), str(cwd),
         timeout=HANGS_AFTER, environment=environment,
     )  # fmt: skip
-    measured: dict[str, Any] = {"seconds": 0.0, "memory": 0, "opened": []}
+    measured: dict[str, Any] = {"seconds": 0.0, "memory": 0, "opened": [], "looked_up": []}
     if (path := place.work / "measured.json").exists():
         measured = json.loads(path.read_text())
         path.unlink()
@@ -113,10 +115,14 @@ def call(words: list[str], folder: str, cwd: str) -> None:
     enter(folder, True)
     os.chdir(cwd)
     opened: list[str] = []
+    looked_up: list[str] = []
+    huggingface_hub.constants.HF_HUB_OFFLINE = False  # which would hide that it asks
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(arguments[0], (str, bytes)):
             opened.append(os.fsdecode(arguments[0]))
+        elif event in ("socket.getaddrinfo", "socket.gethostbyname"):
+            looked_up.append(str(arguments[0]))
 
     sys.addaudithook(hear)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -126,7 +132,12 @@ def call(words: list[str], folder: str, cwd: str) -> None:
     try:
         main(words) if words[0] != "python" else program(*words[1:])
     finally:
-        measured = {"seconds": time.process_time() - began, "memory": peak() - before, "opened": opened}
+        measured = {
+            "seconds": time.process_time() - began,
+            "memory": peak() - before,
+            "opened": opened,
+            "looked_up": looked_up,
+        }
         (Path(folder) / "measured.json").write_text(json.dumps(measured))
 
 
@@ -184,10 +195,3 @@ def tree(folder: Path) -> dict[str, tuple[Any, ...]]:
             content = path.read_bytes()
         found[str(path.relative_to(folder))] = (status.st_mode, 0 if path.is_dir() else status.st_size, content)
     return found
-
-
-def clean_python(place: Place, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """`python -m stepmark` as a process of its own, in a folder."""
-    environment = {**os.environ, "STEPMARK_CACHE": str(place.work / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
-    environment.pop("PYTHONPATH", None)
-    return subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, env=environment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,6 +125,11 @@ def test_a_stranger_s_folder(ranks: Ranks, place: Place, given: Input, command: 
         assert (place.run / name).read_text() == "mine", f"{name} is lost"
     opened = [path for path in outcome.opened if Path(path).absolute().is_relative_to(place.outside)]
     assert not opened, f"read outside: {opened}"
+    check_nothing_is_looked_up(outcome)
+
+
+def check_nothing_is_looked_up(outcome: Outcome) -> None:
+    assert not {*outcome.looked_up} - {"localhost", "127.0.0.1", socket.gethostname()}
 
 
 def check_verdict(outcome: Outcome, given: Input, fine: bool, command: str) -> None:
