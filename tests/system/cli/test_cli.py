@@ -56,6 +56,7 @@ def test_python_m_stepmark(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, f"stepmark {stepmark.__version__}\n", "")
 
 
+SCRIPT = str(Path(sys.executable).parent / "stepmark")
 EVIL = "import pathlib\npathlib.Path({canary!r}).touch()\nraise SystemExit(9)\n"
 
 
@@ -63,12 +64,11 @@ def test_modules_of_the_current_folder_are_not_imported(tmp_path: Path) -> None:
     """Of a user's, or of a stranger's folder: neither by a command nor by the ranks that it starts."""
     canary, folder = tmp_path / "imported", tmp_path / "here"
     folder.mkdir()
-    for name in ("xxhash", "queue", "contextlib", "argparse", "torch", "transformers", "numpy", "stepmark"):
-        (folder / f"{name}.py").write_text(EVIL.format(canary=str(canary)))
-    for command in (["-m", "stepmark"], rank_command([])[1:]):
-        done = subprocess.run(
-            [sys.executable, *command, "inspect", "nowhere"], capture_output=True, text=True, cwd=folder
-        )
+    ours = ("xxhash", "queue", "argparse", "torch", "transformers", "numpy")
+    for number, command in enumerate(([sys.executable, "-m", "stepmark"], rank_command([]), [SCRIPT])):
+        for name in (*ours, "contextlib", "stepmark") if number else ours:  # Python's own -m imports these
+            (folder / f"{name}.py").write_text(EVIL.format(canary=str(canary)))
+        done = subprocess.run([*command, "inspect", "nowhere"], capture_output=True, text=True, cwd=folder)
         assert (done.returncode, done.stdout) == (1, ""), done.stderr
         assert done.stderr.startswith("error: ")
         assert not canary.exists()
