@@ -69,7 +69,7 @@ def test_modules_of_the_current_folder_are_not_imported(tmp_path: Path) -> None:
         for name in (*ours, "contextlib", "stepmark") if number else ours:  # Python's own -m imports these
             (folder / f"{name}.py").write_text(EVIL.format(canary=str(canary)))
         done = subprocess.run([*command, "inspect", "nowhere"], capture_output=True, text=True, cwd=folder)
-        assert (done.returncode, done.stdout) == (1, ""), done.stderr
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
         assert done.stderr.startswith("error: ")
         assert not canary.exists()
 
