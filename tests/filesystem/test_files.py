@@ -142,7 +142,6 @@ def test_what_is_listed_and_cannot_be_opened_yet_is_tried_again(
 
 SOURCE = Path(stepmark.__file__).parent
 WRITERS = {  # beside filesystem/files.py: what writes, and into what that is no stranger's
-    ("cli/init.py", "open"): "a new recipe, which must not exist",
     ("data/tokenize/token_cache.py", "open"): "the user's cache",
     ("launch/step_board.py", "open"): "the supervisor's temporary folder",
     ("launch/step_board.py", "write_bytes"): "the same",

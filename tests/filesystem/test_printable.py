@@ -19,7 +19,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=ascii)
+@pytest.mark.parametrize("text", TEXTS, ids=["plain", "letters", "escape", "control", "direction", "surrogate"])
 def test_control_characters_are_shown_and_not_sent(text: str) -> None:
     assert printable(text) == TEXTS[text]
     PrintableOutput(stream := io.StringIO()).write(text)

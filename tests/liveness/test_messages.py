@@ -42,7 +42,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=str)
+@pytest.mark.parametrize("value", VALUES, ids=["none", "list", "dict", "path", "arrays"])
 @pytest.mark.parametrize("secret", ["", "words"])
 def test_a_value_arrives_as_it_was(value: Any, secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET, secret)
@@ -65,7 +65,9 @@ def test_what_is_not_plain_is_refused_by_the_sender() -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [b"", b"\0" * 7, b"\xff" * 40, pack({"a": 1})[:-1], pack(VALUES[4])[:-3], b"garbage" * 99]
+    "message",
+    [b"", b"\0" * 7, b"\xff" * 40, pack({"a": 1})[:-1], pack(VALUES[4])[:-3], b"garbage" * 99],
+    ids=["empty", "short", "ones", "cut", "cut-array", "garbage"],
 )
 def test_bytes_that_are_no_message_are_one_error(message: bytes) -> None:
     with pytest.raises(LaunchError, match="not of a rank of this run"):

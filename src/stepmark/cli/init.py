@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stepmark.config.recipe import all_fields, recipe_schema
 from stepmark.errors import UsageError
-from stepmark.filesystem.files import make_folder, replace_file
+from stepmark.filesystem.files import make_folder, replace_file, write_file
 
 HELP = "write a commented starter recipe"
 SCHEMA = "recipe.schema.json"
@@ -40,8 +40,7 @@ def run(parsed: argparse.Namespace) -> int:
     path: Path = parsed.recipe
     try:
         make_folder(path.parent)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(starter_recipe(parsed.kind, SCHEMA))
+        write_file(path, starter_recipe(parsed.kind, SCHEMA).encode(), durable=False)
         schema = json.dumps(recipe_schema(), indent=2) + "\n"
         replace_file(path.parent / SCHEMA, schema.encode())
     except FileExistsError as error:

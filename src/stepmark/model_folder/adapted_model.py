@@ -68,12 +68,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         found = read_json(folder / ADAPTER_CONFIG, follow=True)
     except (OSError, ValueError) as error:
         raise CheckpointMismatch(f"{folder} has no readable {ADAPTER_CONFIG}, which says how it is applied") from error
-    if (
-        not isinstance(found, dict) or found.get("megatron_config") is not None
-    ):  # whose core is a module that is imported
-        raise CheckpointMismatch(
-            f"{folder / ADAPTER_CONFIG} is no configuration, or one for Megatron, which is not read"
-        )
+    if not isinstance(found, dict) or found.get("megatron_config") is not None:  # it names a module, which is imported
+        raise CheckpointMismatch(f"{folder / ADAPTER_CONFIG} is no configuration, or Megatron's, which is not read")
     return found
 
 

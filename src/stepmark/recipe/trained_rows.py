@@ -25,8 +25,6 @@ from stepmark.runtime.mesh import DATA
 from stepmark.runtime.rank_grid import RankGrid
 from stepmark.trainer.run_folder.run_log import EVENTS, POSITION
 
-_MOST_RANKS = 1 << 20
-
 
 class RunRows:
     """The samples of a run's steps. `missing` says why texts and origins of some that were asked for are not known."""
@@ -77,7 +75,7 @@ class RunRows:
 
     def _rows(self, record: Mapping[str, Any], steps: list[int], rank: int | None) -> Iterator[dict[str, Any]]:
         grid = RankGrid(record["mesh"])
-        if grid.size > _MOST_RANKS:
+        if grid.size > 1 << 20:
             raise LookupError(f"it is of {grid.size} ranks")
         if rank is not None and not 0 <= rank < grid.size:
             raise UsageError(f"--rank: step {steps[0]} has ranks 0 to {grid.size - 1}, and no rank {rank}")

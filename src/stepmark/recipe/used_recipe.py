@@ -78,9 +78,8 @@ def read_used_recipe(folder: Path, *, trusts_code: bool = False) -> Recipe | Non
     for field in ("metrics", "compile_cache"):
         if isinstance(values.get(field), str):
             _say_left_out(f"{path}: {field} {values[field]} is left out; --trust_remote_code uses it")
-    cache = recipe.training.compile_cache
-    training = replace(recipe.training, compile_cache=None if isinstance(cache, str) else cache)
-    return Recipe(training, replace(recipe.model, trust_remote_code=False), recipe.data)
+    dropped: dict[str, Any] = {"compile_cache": None} if isinstance(values.get("compile_cache"), str) else {}
+    return Recipe(replace(recipe.training, **dropped), replace(recipe.model, trust_remote_code=False), recipe.data)
 
 
 @functools.cache  # a command reads the recipe more than once

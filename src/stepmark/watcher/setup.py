@@ -258,9 +258,8 @@ def _read_what_texts_need(
         found = tokenizer_of(recipe, checkpoint, trust), getattr(config, "max_position_embeddings", None)
     except Exception as error:  # transformers and parsers raise many kinds where files vanish
         problem = error
-    there = checkpoint.is_dir() and (
-        problem is None or any(os.path.lexists(checkpoint / name) for name in MODEL_CONFIGS)
-    )
+    configs = [os.path.lexists(checkpoint / name) for name in MODEL_CONFIGS]
+    there = checkpoint.is_dir() and (problem is None or any(configs))
     gone = mesh.context.host.all_gather(not there)
     if any(gone):
         raise CheckpointNotFound(f"{checkpoint} was deleted before it was evaluated") from problem

@@ -35,7 +35,7 @@ STATE = "state"
 _USUAL = 4 << 20  # bytes; a larger manifest may have as many shards as the bytes that the checkpoint takes can be of
 _BLANK = "0" * FILE_CHECKSUM_LENGTH
 _DIGEST_FIELD = re.compile(rb'"digest": "([0-9a-f]{32})"\n\}\n\Z')
-_FILE_NAME = re.compile(r"[^/\\\0]+(/[^/\\\0]+)*\Z")
+_FILE_NAME = re.compile(r"((?!\.{1,2}(/|\Z))[^/\\\0]+(/(?!\Z)|\Z))+\Z")  # no part is empty, "." or ".."
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         data = read_file(path)
-        stored = (
-            sum(os.lstat(folder / name).st_blocks * 512 for name in regular_files(folder)) if len(data) > _USUAL else 0
-        )
-        return parse_manifest(data, stored)
+        names = regular_files(folder) if len(data) > _USUAL else ()
+        return parse_manifest(data, sum(os.lstat(folder / name).st_blocks * 512 for name in names))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileIncomplete(f"{path} is missing; the folder is not a complete checkpoint") from error
     except OSError as error:
@@ -272,12 +270,7 @@ def _name(text: Any) -> str:
 
 def _file_from_json(entry: dict[str, Any]) -> FileEntry:
     name, digest = entry["name"], entry["digest"]
-    if (
-        not isinstance(name, str)
-        or not name.isprintable()
-        or not _FILE_NAME.match(name)
-        or {".", ".."} & set(name.split("/"))
-    ):
+    if not isinstance(name, str) or not name.isprintable() or not _FILE_NAME.match(name):
         raise ValueError(f"{str(name)[:80]!r} is not a file name inside the checkpoint")
     if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{32}", digest):
         raise ValueError(f"{name!r} has no checksum")

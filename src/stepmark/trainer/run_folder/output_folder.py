@@ -148,11 +148,9 @@ def prepare_output_folder(folder: Path, host: HostGroup) -> None:
 
 def _check_records(folder: Path) -> None:
     """Raises FileRefused where what a run appends to is a link, or no file of ours."""
-    for name in (METRICS, EVENTS):
-        if os.path.lexists(folder / name):
+    for name in (METRICS, EVENTS, STATUS):
+        if os.path.lexists(folder / name) and (name != STATUS or (folder / name).is_dir()):  # a link is replaced
             files.open_for_reading(folder / name).close()
-    if (folder / STATUS).is_dir():
-        raise FileRefused(21, "is a folder, and has to be a file", str(folder / STATUS))
     for name in (SYSTEM, FAILURES, CONSOLE):
         if os.path.lexists(folder / name):
             files.make_own_folder(folder / name)
