@@ -131,7 +131,7 @@ def files_in(folder: Path, pattern: str) -> list[Path]:
 
 def check_files(folder: Path) -> None:
     """Raises FileRefused where a library that reads the folder's files would wait, fill the memory or be led out."""
-    for path in folder.iterdir():
+    for path in folder.iterdir() if folder.is_dir() else ():
         if path.suffix in _WHOLE:
             open_for_reading(path, follow=True).close()
         elif not path.exists() or leads_out(folder, path) or not (path.is_file() or path.is_dir()):

@@ -95,8 +95,7 @@ class HostGroup:
         if self.size == 1:
             return [value]
         values = gather(value, self._group.process_group)
-        made: Any = type(value)
-        return [made(**each) for each in values] if is_dataclass(value) else values
+        return [type(value)(**each) for each in values] if is_dataclass(value) else values  # type: ignore[misc]
 
     def broadcast(self, value: Any = None, source: int = 0) -> Any:
         """The value that rank `source` passed."""

@@ -20,7 +20,9 @@ from stepmark.errors import FileRefused, LaunchError, StepmarkError
 from stepmark.filesystem.json_values import ValueEncoder, decode
 from stepmark.liveness.failure_report import SECRET
 
-_ERRORS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and kind is not FileRefused}
+_ERRORS: dict[str, Any] = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and kind is not FileRefused
+}
 
 
 class _Encoder(ValueEncoder):
@@ -58,8 +60,7 @@ def unpack(data: bytes) -> Any:
     def attached(item: str) -> Any:
         kind, _, text = item.partition(":")
         if kind == "path" or kind in _ERRORS:
-            made: Any = {"path": Path, **_ERRORS}[kind]
-            return made(text)
+            return {"path": Path, **_ERRORS}[kind](text)
         array = np.load(arrays, allow_pickle=False)
         return array.tobytes() if kind == "bytes" else array
 

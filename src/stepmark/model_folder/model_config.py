@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch, UsageError
-from stepmark.filesystem.files import check_files
+from stepmark.filesystem.files import check_files, leads_out
+from stepmark.filesystem.json_files import read_json
 from stepmark.filesystem.sizes import distinct_sizes
 from stepmark.liveness.failure_report import describe_error
 
@@ -19,7 +20,6 @@ _KERNELS = re.compile(r"_?(attn|experts)_implementation(_internal)?\Z")  # names
 _COUNTS = re.compile(r"(num|n)_.*(layer|expert|block)|depth|(layer|expert)s?$")
 _ENTRIES = 4096  # a list of a config may have so many, or as many as the checkpoint has tensors
 _COUNT = 1 << 16  # what seems to be a count may be as large: some classes make a list of it before any module
-_MODULES = 1 << 17  # of a model
 
 
 def load_config(name: str, trust: bool) -> Any:
@@ -30,9 +30,14 @@ def load_config(name: str, trust: bool) -> Any:
     """
     from transformers import AutoConfig, PreTrainedConfig
 
-    where = Path(name) / CONFIG if Path(name).is_dir() else Path(name)
-    if Path(name).is_dir():
-        check_files(Path(name))
+    folder = Path(name)
+    where = folder / CONFIG if folder.is_dir() else folder
+    check_files(folder)
+    for index in folder.glob("*.index.json"):  # of weights; libraries follow the names in it, and say what is malformed
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+            names = set(read_json(index, follow=True)["weight_map"].values())
+            if any(leads_out(folder, folder / name) for name in names):
+                raise CheckpointMismatch(f"{index} names files outside {folder}")
     given, _ = PreTrainedConfig.get_config_dict(name)
     if not trust:
         refuse_kernels(given, where)
@@ -44,9 +49,7 @@ def refuse_kernels(values: dict[str, Any], where: Path) -> None:
     """Raises UsageError where nested values name an implementation on the hub, which transformers would execute."""
     for key, value in values.items():
         if _KERNELS.match(str(key)) and "/" in str(value):
-            raise UsageError(
-                f"{where}: {key} {str(value)[:80]} is code on the hub, executed only with --trust_remote_code"
-            )
+            raise UsageError(f"{where}: {key} {str(value)[:80]} is code on the hub; --trust_remote_code executes it")
         if isinstance(value, dict):
             refuse_kernels(value, where)
 
@@ -62,8 +65,8 @@ def check_counts(path: Path, config: dict[str, Any], tensors: int) -> None:
             raise CheckpointMismatch(f"{path} has {len(value)} values of {key}, more than there are tensors")
 
 
-@contextmanager
-def few_modules(limit: int = _MODULES) -> Iterator[None]:
+@contextlib.contextmanager
+def few_modules(limit: int = 1 << 17) -> Iterator[None]:
     """Stops a class that makes more modules. Which fields of a config are counts of layers, only the class knows."""
     from torch.nn.modules.module import register_module_module_registration_hook
 

@@ -19,7 +19,7 @@ from stepmark.filesystem import files
 from stepmark.model_folder.model_config import refuse_kernels
 from stepmark.runtime.xla_environment import extracting_graphs
 
-logger = logging.getLogger("stepmark")
+_warn = functools.cache(logging.getLogger("stepmark").warning)  # once: a command reads the recipe more than once
 
 USED_RECIPE = "used_recipe.yaml"
 _MAY_BE_PATHS = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name", "compile_cache")
@@ -76,16 +76,10 @@ def read_used_recipe(folder: Path, *, trusts_code: bool = False) -> Recipe | Non
     values = used_values(recipe)
     refuse_kernels(values, path)
     for field in ("metrics", "compile_cache"):
-        if isinstance(values.get(field), str):
-            _say_left_out(f"{path}: {field} {values[field]} is left out; --trust_remote_code uses it")
+        if isinstance(values.get(field), str) and os.environ.get("RANK", "0") == "0":
+            _warn(f"{path}: {field} {values[field]} is left out; --trust_remote_code uses it")
     dropped: dict[str, Any] = {"compile_cache": None} if isinstance(values.get("compile_cache"), str) else {}
     return Recipe(replace(recipe.training, **dropped), replace(recipe.model, trust_remote_code=False), recipe.data)
-
-
-@functools.cache  # a command reads the recipe more than once
-def _say_left_out(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        logger.warning("%s", text)
 
 
 def check_not_moved(recipe: Path, output_dir: Path) -> None:

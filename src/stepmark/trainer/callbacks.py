@@ -27,7 +27,7 @@ from transformers.trainer_callback import (
 
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
-from stepmark.filesystem.files import make_folder, replace_file
+from stepmark.filesystem.files import make_folder, make_own_folder, replace_file
 from stepmark.filesystem.json_files import read_object, replace_json
 from stepmark.liveness import console
 from stepmark.runtime.xla_environment import extracting_graphs
@@ -348,6 +348,8 @@ def same_runs(folder: Path, args: Any, callbacks: Sequence[Any]) -> Iterator[Non
         uri = os.environ.get("MLFLOW_TRACKING_URI") or mlflow.get_tracking_uri()
         variables |= {"MLFLOW_RUN_ID": known["mlflow"]} if known.get("mlflow_uri") == uri else {}
     if board is not None and board.logging_dir is None:
+        for part in ("runs", f"runs/{known['id']}"):
+            make_own_folder(folder / part)
         board.logging_dir = str(folder / "runs" / known["id"])
     before, name = {each: os.environ.get(each) for each in variables}, args.run_name
     os.environ.update(variables)

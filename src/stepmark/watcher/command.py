@@ -99,8 +99,7 @@ def recipe_of(path: Path, given: Any) -> Recipe | None:
 def _recipe_of_run(run: Path, trusts_code: bool) -> Recipe | None:
     """The recipe in a run's folder, or the copy in its newest checkpoint, as where checkpoints were copied there."""
     newest = next(iter(checkpoints(run)), run)
-    found = (read_used_recipe(folder, trusts_code=trusts_code) for folder in (run, newest))
-    return next((recipe for recipe in found if recipe is not None), None)
+    return read_used_recipe(run, trusts_code=trusts_code) or read_used_recipe(newest, trusts_code=trusts_code)
 
 
 def _origin(request: Request, recipe: Path | None, path: Path, options: RunOptions | None) -> str:

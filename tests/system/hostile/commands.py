@@ -58,7 +58,7 @@ WRITES = {  # what commands write into the stranger's folder
     "resume": ("run/",),
     "train": ("run/",),
     "report-inside": ("run/report.html",),
-    "evaluate-run": ("run/evaluations.", "run/.stepmark", "run/best"),
+    "evaluate-run": ("run/evaluations.", "run/.stepmark", "run/best", "run/runs/"),
     "restore": ("saved/",),
 }
 SECONDS, BYTES = 10.0, 500_000_000

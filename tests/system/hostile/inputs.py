@@ -122,6 +122,19 @@ def _status(content: str) -> Forgery:
     return text("run/status.json", content)
 
 
+def _index_outside(place: Any) -> None:
+    """A model whose index names weights of the user's."""
+    weights = place.outside / "weights.safetensors"
+    (place.model / "model.safetensors").rename(weights)
+    length = int.from_bytes(weights.read_bytes()[:8], "little")
+    names = json.loads(weights.read_bytes()[8 : 8 + length]).keys() - {"__metadata__"}
+    index = {
+        "metadata": {"total_size": 1},
+        "weight_map": dict.fromkeys(sorted(names), "../../outside/weights.safetensors"),
+    }
+    (place.model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 EVIL = text("run/evil.py", lambda place: place.code() + "def f(*_):\n    return {}\n")
 OWN_CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", None]}
 
@@ -321,6 +334,10 @@ LINKS = (
             ),
         ),
         "report inspect-run",
+    ),
+    Input("tensorboard-is-a-link", (link("run/runs", _TO_FOLDER),), "report", "evaluate-run", "runs"),
+    Input(
+        "a-part-of-tensorboard-is-a-link", (link("run/runs/evaluation", _TO_FOLDER),), "report", "evaluate-run", "runs"
     ),
     Input("report-is-a-link", (link("run/report.html", _TO_FILE),), "report-inside"),
     Input("a-checkpoint-is-a-link", (link("run/checkpoint-9", _TO_FOLDER),), "report inspect-run resume"),
@@ -591,6 +608,26 @@ BOUNDS = (
         (removed("model/model.safetensors"), pipe("model/model.safetensors.index.json")),
         "",
         "evaluate-model import",
+    ),
+    Input(
+        "index-of-a-model-leads-out",
+        (_index_outside,),
+        "",
+        "evaluate-model generate-model train-model import",
+        "model.safetensors.index.json",
+    ),
+    Input(
+        "options-of-a-model-are-sparse",
+        (sparse("model/stepmark_evaluation.json"),),
+        "",
+        "evaluate-model",
+        "stepmark_evaluation.json",
+    ),
+    Input(
+        "latest-of-deepspeed-is-sparse",
+        (removed("model/model.safetensors"), sparse("model/latest")),
+        "",
+        "import inspect-model",
     ),
     Input("adapter-is-a-pipe", (pipe("adapter/adapter_config.json"),), "", "evaluate-adapter"),
     Input(

@@ -57,8 +57,7 @@ def load_tokenizer(
         return byte_tokenizer()
     from transformers import AutoTokenizer
 
-    if Path(name).is_dir():
-        check_files(Path(name))
+    check_files(Path(name))
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # the library raises many kinds
