@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:  # as `python -P`: the current folder's modules are not ours
+    del sys.path[0]
+
 import contextlib
 import io
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,6 +9,7 @@ StepmarkError                     exit 1: failed, or a check found errors
 ├── TrainingDiverged              losses or gradients were not finite, step after step (stop_on_nan)
 ├── DeviceError                   the device is missing, or does not support the request
 ├── StepTimeout                   a step did not end in time (step_timeout)
+├── FileRefused                   a file is a link, no regular file, or larger than such a file can be
 ├── LaunchError                   ranks cannot be started or connected, or have lost each other
 │   └── PeerFailed                another rank failed first; its error is the one to read
 │       └── PeerLost              another rank is gone: killed, or its machine or network failed
@@ -65,6 +66,13 @@ class DeviceError(StepmarkError):
 class StepTimeout(StepmarkError):
     """A step, or what comes between steps, did not end in time (`step_timeout`); the message names the rank that the
     others waited for, and its line of code."""
+
+
+class FileRefused(StepmarkError, OSError):
+    """A file in a folder is a link, no regular file, or larger than such a file can be: nobody's run has written it."""
+
+    def __str__(self) -> str:
+        return f"{self.filename} {self.strerror}; remove it, or name another folder"
 
 
 class LaunchError(StepmarkError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+import stepmark
 from stepmark.checkpoint import Checkpointer
+from stepmark.errors import FileRefused
 from stepmark.filesystem import files
 
 
@@ -134,3 +138,110 @@ def test_what_is_listed_and_cannot_be_opened_yet_is_tried_again(
         monkeypatch.setattr(os, name, denying(getattr(os, name)))
     sync(path)
     assert len(denied) == 2
+
+
+SOURCE = Path(stepmark.__file__).parent
+WRITERS = {  # beside filesystem/files.py: what writes, and into what that is no stranger's
+    ("data/tokenize/token_cache.py", "open"): "the user's cache",
+    ("launch/step_board.py", "open"): "the supervisor's temporary folder",
+    ("launch/step_board.py", "write_bytes"): "the same",
+    ("launch/supervisor.py", "open"): "the supervisor's temporary folder",
+    ("liveness/external_watchdog_process.py", "open"): "the same, under a random name that must not exist",
+    ("liveness/process_exit.py", "open"): "memory",
+    ("liveness/thread_frames.py", "open"): "memory",
+    ("report/page.py", "write_text"): "a device that --out names",
+    ("runtime/context.py", "open"): "the null device",
+}
+
+
+def writes(source: str) -> set[str]:
+    """The names of calls that open a file for writing."""
+    found = set()
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+        given = [*call.args[:2], *(each.value for each in call.keywords if each.arg == "mode")]
+        modes = [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        flags = {node.attr for node in ast.walk(call) if isinstance(node, ast.Attribute)}
+        if name in ("write_text", "write_bytes") or (
+            name == "open"
+            and (flags & {"O_CREAT", "O_TRUNC"} or any(re.fullmatch(r"[rbt]*[wax+][bt+]*", m) for m in modes))
+        ):
+            found.add(name)
+    return found
+
+
+def test_files_are_opened_for_writing_in_one_place() -> None:
+    assert writes("open(a, 'w')") == writes("a.open('ab')") == writes("os.open(a, os.O_CREAT)") == {"open"}
+    assert writes("open(a, mode='x')") == {"open"}
+    assert writes("a.write_text(b)") == {"write_text"}
+    assert writes("open(a)") == writes("a.open('rb')") == set()
+    paths = {path.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*.py")}
+    found = {(name, call) for name, path in paths.items() for call in writes(path.read_text())}
+    assert found == {("filesystem/files.py", "open"), *WRITERS}
+
+
+def linked(path: Path, target: Path) -> None:
+    path.symlink_to(target)
+
+
+def piped(path: Path, target: Path) -> None:
+    os.mkfifo(path)
+
+
+def foldered(path: Path, target: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("make", [linked, piped, foldered])
+def test_only_regular_files_are_read_or_appended_to(tmp_path: Path, make: Callable[[Path, Path], None]) -> None:
+    path, own = tmp_path / "a.json", tmp_path / "own"
+    own.write_text("mine")
+    make(path, own)
+    for refused in (files.read_file, files.open_for_appending):
+        with pytest.raises(FileRefused, match=r"a\.json is a link that is not followed, or no regular file; remove it"):
+            refused(path)
+    assert own.read_text() == "mine"
+
+
+def test_what_a_link_leads_to_is_neither_emptied_nor_replaced(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("mine")
+    for name in ("a", "a.part"):
+        (tmp_path / name).symlink_to(own)
+    files.replace_file(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_text() == "new"
+    assert not (tmp_path / "a").is_symlink()
+    with pytest.raises(OSError, match="a.part"):
+        files.write_file(tmp_path / "a.part", b"new")
+    assert own.read_text() == "mine"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "a.part", "own"]
+
+
+def test_a_file_with_another_name_is_copied_before_it_grows(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("mine\n")
+    (tmp_path / "lines").hardlink_to(tmp_path / "own")
+    with files.open_for_appending(tmp_path / "lines") as file:
+        file.write(b"more\n")
+    assert (tmp_path / "lines").read_text() == "mine\nmore\n"
+    assert (tmp_path / "own").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize(("name", "most"), [("state.json", 128 << 20), ("used_recipe.yaml", 1 << 20)])
+def test_a_file_has_a_largest_size(tmp_path: Path, name: str, most: int) -> None:
+    with open(tmp_path / name, "wb") as file:
+        file.truncate(most + 1)
+    with pytest.raises(FileRefused, match=f"has {most + 1} bytes, more than the {most} of such a file"):
+        files.read_file(tmp_path / name)
+    os.truncate(tmp_path / name, most)
+    files.open_for_reading(tmp_path / name).close()
+
+
+def test_a_folder_of_ours_is_no_link(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".stepmark").symlink_to(tmp_path / "target")
+    with pytest.raises(FileRefused, match="has to be a folder"):
+        files.make_own_folder(tmp_path / "run" / ".stepmark")
+    assert files.files_in(tmp_path / "run" / ".stepmark", "*") == []
+    files.make_own_folder(tmp_path / "new" / ".stepmark")
+    files.make_own_folder(tmp_path / "new" / ".stepmark")

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from stepmark.errors import UsageError
 from stepmark.launch.join_clock import JOIN_TIMEOUT, JoinClock, join_timeout
 from stepmark.launch.network import address_towards, interface_of, is_loopback
+from stepmark.launch.supervisor import SUPERVISOR
+from stepmark.liveness.failure_report import SECRET
 from tests.support.processes import free_port
 from tests.support.ranks import Ranks
 from tests.support.two_nodes import INTERFACE, available, two_nodes
@@ -96,6 +98,47 @@ def test_two_processes_do_not_join_as_the_same_rank(ranks: Ranks) -> None:
     first, second, third = ranks.run(JOINING, changes, nproc=3).check()
     assert first["ranks"] == second["ranks"] == [0, 1]
     assert f"on {HOST} has already joined as rank 1 at 127.0.0.1:" in third["error"]
+
+
+@pytest.mark.parametrize("theirs", ["", "guessed"])
+def test_who_does_not_know_the_secret_does_not_join(ranks: Ranks, theirs: str) -> None:
+    changes = {"0": {SECRET: "of the run", JOIN_TIMEOUT: "2"}, "1": {SECRET: theirs, JOIN_TIMEOUT: "4"}}
+    first, second = ranks.run(JOINING, changes, nproc=2).check()
+    assert "1 of 2 ranks has not joined" in first["error"]
+    assert second["kind"] in ("LaunchError", "PeerFailed")
+
+
+@pytest.mark.parametrize("secret", ["", "of the run"])
+def test_a_stranger_in_the_store_runs_nothing(ranks: Ranks, tmp_path: Path, secret: str) -> None:
+    canary = tmp_path / "ran"
+    found, written = ranks.run(
+        "tests.support.joining_programs:invaded", str(canary), nproc=2, environment={SECRET: secret}
+    ).check()
+    assert written
+    assert found["kind"] == "LaunchError"
+    assert ("not of a rank of this run" if not secret else "ranks have not joined") in found["error"]
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("secret", ["", "of the run"])
+def test_what_a_stranger_answers_as_a_rank_does_not_run(ranks: Ranks, tmp_path: Path, secret: str) -> None:
+    program, canary = "tests.support.joining_programs:answering", tmp_path / "ran"
+    found = ranks.run(program, str(canary), nproc=2, environment={SECRET: secret}).check()
+    assert "a message is not of a rank of this run" in found[0]
+    assert not canary.exists()
+
+
+def test_ranks_with_one_secret_join(ranks: Ranks) -> None:
+    found = ranks.run(JOINING, {}, nproc=2, environment={SECRET: "of the run"}).check()
+    assert [each["ranks"] for each in found] == [[0, 1], [0, 1]]
+
+
+def test_ranks_of_a_supervisor_listen_on_this_machine_alone(ranks: Ranks) -> None:
+    """Also where the machine's name leads to an address that others reach."""
+    found = ranks.run("tests.support.joining_programs:listening", nproc=2, environment={SUPERVISOR: "1"}).check()
+    for addresses in found:
+        assert addresses
+        assert all(is_loopback(address) for address in addresses), addresses
 
 
 def test_a_port_of_another_process_is_named(ranks: Ranks) -> None:

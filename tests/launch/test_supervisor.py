@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.launch.supervisor import _Ranks
+from stepmark.liveness.failure_report import SECRET
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -28,6 +29,19 @@ def test_a_signal_before_the_ranks_are_started_reaches_them(tmp_path: Path, numb
         ranks.wait()
     assert {process.returncode for process in ranks._processes} == {-number}
     assert ranks.interrupted([])
+
+
+def test_ranks_of_a_supervisor_have_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on all ranks, another one in each run; the user's own where there is one."""
+    monkeypatch.delenv(SECRET, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        runs = [_Ranks(SLEEP, 2, str(tmp_path), listener, 5.0, resumable=True) for _ in range(2)]
+        first, second = ({run._environment(rank)[SECRET] for rank in range(2)} for run in runs)
+        assert len(first) == len(second) == 1
+        assert first != second
+        assert all(len(secret) >= 32 for secret in first)
+        monkeypatch.setenv(SECRET, "own")
+        assert runs[0]._environment(1)[SECRET] == "own"
 
 
 ENDING = """

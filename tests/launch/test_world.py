@@ -79,6 +79,8 @@ def test_torchrun_of_one_rank_needs_no_port() -> None:
         ({"RANK": "-1"}, "RANK=-1 must be below WORLD_SIZE=8"),
         ({"MASTER_PORT": None}, "MASTER_PORT must be an integer, but is None"),
         ({"LOCAL_RANK": ""}, "LOCAL_RANK must be an integer, but is ''"),
+        ({"WORLD_SIZE": "1e3"}, "WORLD_SIZE must be an integer, but is '1e3'"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE must be an integer"),
     ],
 )
 def test_variables_that_do_not_fit(change: dict[str, str | None], words: str) -> None:
@@ -144,7 +146,8 @@ def test_slurm_with_a_variable_that_is_not_a_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "sizes"), [("4", [4]), ("4(x2),3", [4, 4, 3]), ("2,3(x2)", [2, 3, 3]), ("16(x100)", [16] * 100)]
+    ("counts", "sizes"),
+    [("4", [4]), ("4(x2),3", [4, 4, 3]), ("2,3(x2)", [2, 3, 3]), ("16(x100)", [16] * 100), ("2(x99999999999)", [2])],
 )
 def test_tasks_of_each_node(counts: str, sizes: list[int]) -> None:
     found = []

@@ -35,7 +35,7 @@ class Reads:
     def __init__(self, use: Any) -> None:
         self.use = use
 
-    def read_text(self, **_: Any) -> Any:
+    def __fspath__(self) -> Any:
         return self.use()
 
 
@@ -97,8 +97,8 @@ def test_an_error_of_this_package_names_no_line_of_the_script_that_called_it() -
 
 
 def test_an_error_without_a_line_of_the_users_names_one_of_the_package() -> None:
-    found = FailureReport.of(caught(read_lines, 3), 0)
-    assert found.message.endswith(", in read_lines)")
+    found = FailureReport.of(caught(read_lines, None), 0)
+    assert found.message.endswith(", in open_for_reading)")
 
 
 class Rows:

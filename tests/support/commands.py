@@ -82,7 +82,7 @@ def call(arguments: list[str], folder: str, read: bool, site: str | None) -> Non
         def be(self, command: Sequence[str]) -> None:
             if site is not None:
                 interference.apply(Path(site))
-            main(command[3:])  # of python -m stepmark
+            main(command[4:])  # of python -P -m stepmark
 
     enter(folder, read)
     fork_ranks(Rank)

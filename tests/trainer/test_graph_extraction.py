@@ -94,8 +94,8 @@ def test_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
 
 def test_what_a_real_run_has_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path, 2)
-    (tmp_path / ".checkpoint-3.left").mkdir()
-    (tmp_path / ".checkpoint-3.left" / "half").write_bytes(b"a save that a kill has ended")
+    (tmp_path / ".checkpoint-3.0000dead-000003").mkdir()
+    (tmp_path / ".checkpoint-3.0000dead-000003" / "half").write_bytes(b"a save that a kill has ended")
     ask_to_stop(tmp_path, "a real request")
     before = files_in(tmp_path)
     assert json.loads(before["status.json"])["step"] == 2

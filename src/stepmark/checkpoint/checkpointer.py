@@ -32,7 +32,6 @@ from stepmark.checkpoint.format.checkpoint_folders import (
     temporary_path,
 )
 from stepmark.checkpoint.format.integrity import check_integrity
-from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
 from stepmark.checkpoint.host_memory import StagingMemory, check_host_memory, free_host_memory
 from stepmark.checkpoint.restore.restore import Accept, Restorer
@@ -62,6 +61,7 @@ from stepmark.checkpoint.save_handle import SaveHandle
 from stepmark.checkpoint.sections import Section, check_state, describe
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
+from stepmark.filesystem.json_values import decode_plain
 from stepmark.filesystem.local_paths import local_path
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.host_group import HostGroup

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from stepmark.checkpoint.format.dtypes import dtype_name
-from stepmark.checkpoint.format.json_values import KeyPath, ValueEncoder, show
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE, WRITTEN
 from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.written_form import own_class, written_form
 from stepmark.errors import UsageError
+from stepmark.filesystem.json_values import KeyPath, ValueEncoder, show
 from stepmark.liveness.collection import without_collection
 from stepmark.runtime.base import has_addresses
 from stepmark.sharding.dtensor import is_dtensor, layout_of_dtensor, local_of, shard_of

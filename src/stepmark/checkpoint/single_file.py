@@ -296,6 +296,8 @@ def _check(path: Path) -> bool:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
             for record in records:
+                if record.compress_type != zipfile.ZIP_STORED:
+                    raise zipfile.BadZipFile(f"{record.filename} is compressed, which torch never writes")
                 if record.external_attr & _DIRECTORY and not record.is_dir():
                     raise zipfile.BadZipFile(f"{record.filename} is marked as a folder, which torch would not read")
                 if record.CRC:  # 0: torch was configured to write no checksum, or to leave the data out

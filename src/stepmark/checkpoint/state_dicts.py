@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
-from stepmark.checkpoint.format.json_values import decode
 from stepmark.checkpoint.format.manifest import KINDS, MODEL, OPTIMIZER, STATE
 from stepmark.checkpoint.format.rows import ANY_ONE
 from stepmark.checkpoint.restore.optimizer_restoration import tensors_by_parameter
@@ -25,6 +24,7 @@ from stepmark.checkpoint.restore.state_restoration import StateRestoration
 from stepmark.checkpoint.restore.tensor_reader import ReadTarget
 from stepmark.checkpoint.sections import SECTION_NAME, Entry, Section, add_optimizer, overlaps_itself
 from stepmark.errors import CheckpointMismatch, UsageError
+from stepmark.filesystem.json_values import decode
 from stepmark.sharding.dtensor import is_dtensor, local_of
 from stepmark.sharding.layout import Shard
 

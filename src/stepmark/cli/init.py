@@ -8,6 +8,7 @@ from pathlib import Path
 
 from stepmark.config.recipe import all_fields, recipe_schema
 from stepmark.errors import UsageError
+from stepmark.filesystem.files import make_folder, replace_file, write_file
 
 HELP = "write a commented starter recipe"
 SCHEMA = "recipe.schema.json"
@@ -38,11 +39,10 @@ def run(parsed: argparse.Namespace) -> int:
     """Writes the recipe and the schema, and returns 0. Raises UsageError if the recipe exists or cannot be written."""
     path: Path = parsed.recipe
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(starter_recipe(parsed.kind, SCHEMA))
+        make_folder(path.parent)
+        write_file(path, starter_recipe(parsed.kind, SCHEMA).encode(), durable=False)
         schema = json.dumps(recipe_schema(), indent=2) + "\n"
-        (path.parent / SCHEMA).write_text(schema, encoding="utf-8")
+        replace_file(path.parent / SCHEMA, schema.encode())
     except FileExistsError as error:
         raise UsageError(f"{path} exists; name another file, or move it away") from error
     except OSError as error:

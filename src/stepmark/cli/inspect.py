@@ -117,7 +117,7 @@ def _lines(manifest: Manifest, written: list[str]) -> list[str]:
     if stages:
         lines += ["", "pipeline", *stages]
     lines += ["", f"{len(manifest.files)} files, {size / 1e6:.1f} MB"]
-    width = max(len(file.name) for file in manifest.files)
+    width = max((len(file.name) for file in manifest.files), default=0)
     lines += [f"  {file.name:{width}}  {file.size:>15,}" for file in manifest.files]
     for group, tensors in manifest.tensors.items():
         total = sum(_bytes(tensor) for tensor in tensors.values())
@@ -264,7 +264,7 @@ def _lines_of_run(summary: dict[str, Any]) -> list[str]:
         "step": step + (f", resumed {text.plural(summary['resumed'], 'time')}" if summary["resumed"] else ""),
         "updated": None if summary["updated"] is None else text.moment(summary["updated"]),
         "process": None if summary["process"] is None else f"{summary['process']} on {summary['host']}",
-        "devices": None if not summary["device"] else f"{text.plural(summary['ranks'], 'rank')} on {summary['device']}",
+        "devices": summary["device"] and f"{text.plural(summary['ranks'] or 1, 'rank')} on {summary['device']}",
         "loss": None if summary["loss"] is None else text.value(summary["loss"]),
         "speed": speed and f"{speed:,.0f} {summary['targets']}/s",
         "best": best and f"{best['metric']} {text.value(best['value'])} at step {best['step']:,}",

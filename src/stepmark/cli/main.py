@@ -6,6 +6,8 @@ Exit codes: 0 done; 1 failed, or a check found errors; 2 wrong usage; 75 interru
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import select
 import signal
 import sys
@@ -36,6 +38,7 @@ from stepmark.cli import (
 )
 from stepmark.errors import LaunchError, PeerLost, UsageError
 from stepmark.filesystem.local_paths import local_path
+from stepmark.filesystem.printable import PrintableOutput, printable_record
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 from stepmark.launch.world import World
 from stepmark.liveness.failure_report import FailureReport
@@ -99,7 +102,9 @@ def run(arguments: Sequence[str]) -> int:
         parsed.arguments = list(arguments)
         if not getattr(command, "ENDS_AT_SIGNALS", False):
             raise_keyboard_interrupts()
-        return int(command.run(parsed))
+        logging.getLogger("stepmark").addFilter(printable_record)
+        with contextlib.redirect_stdout(sys.stdout and PrintableOutput(sys.stdout)):
+            return int(command.run(parsed))
     except BrokenPipeError as error:
         if not _output_is_closed():
             return _fail(error, with_traceback)

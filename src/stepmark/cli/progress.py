@@ -6,6 +6,7 @@ import sys
 import time
 from typing import Any
 
+from stepmark.filesystem.printable import printable
 from stepmark.model_folder.new_folder import WritingListener
 
 LINE_SECONDS = 10.0
@@ -51,7 +52,7 @@ class BytesProgress:
     def warn(self, text: str) -> None:
         """Prints a warning."""
         self.close()
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print(printable(f"warning: {text}"), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Removes the bar."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import UsageError
+from stepmark.filesystem.printable import printable
 
 HELP = "print the samples that a run has trained in a step"
 SHOWN = 200  # characters of a text
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="as resumption N has trained them; 0: as before any (default: the last)",
     )
+    add("--trust_remote_code", action="store_true", help="execute Python code that came with the tokenizer")
     add("--json", action="store_true", help="print JSON, with complete texts")
 
 
@@ -45,14 +47,14 @@ def run(parsed: argparse.Namespace) -> int:
 
     quiet_libraries()
     trained = read_history(parsed.run).last_step or 0
-    rows = RunRows(parsed.run, parsed.attempt)
+    rows = RunRows(parsed.run, parsed.attempt, trusts_code=parsed.trust_remote_code)
     found = rows.of_steps(range(first, last + 1), parsed.rank)
     if parsed.json:
         print(json.dumps({"missing": rows.missing, "rows": found}, indent=2))
     else:
         print("\n".join(map(_line, found)))
     if rows.missing is not None:
-        print(rows.missing, file=sys.stderr)
+        print(printable(rows.missing), file=sys.stderr)
     if last > trained:
         print(
             f"the last step on record is {trained}; later ones train these samples if nothing changes", file=sys.stderr

@@ -62,14 +62,14 @@ class Run:
     @property
     def done(self) -> bool:
         """Whether it has trained as long as the recipe says."""
-        used = read_used_recipe(self.folder) if RunStatus.read(self.folder).state == DONE else None
+        used = read_used_recipe(self.folder, trusts_code=True) if RunStatus.read(self.folder).state == DONE else None
         lengths = [(each.training.max_steps, each.training.num_train_epochs) for each in (used, self.recipe) if each]
         return len(set(lengths)) == 1 < len(lengths)
 
     def check_same(self) -> None:
         """Raises UsageError that names a field in which the run in the folder differs from this one, whose results it
         would be taken for. Runs may become longer."""
-        used = read_used_recipe(self.folder)
+        used = read_used_recipe(self.folder, trusts_code=True)
         before, now = used_values(used or self.recipe), used_values(self.recipe)
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name) and name not in _MAY_DIFFER:

@@ -134,6 +134,7 @@ class Recipe:
 
 
 _TEXT = "STEPMARK_RECIPE"  # a recipe's path, and its text as it was when the run began
+_LARGEST = 1_000_000  # characters of a recipe: a longer one would keep the parser for minutes
 _LONGEST = 100_000  # bytes that a variable may have
 DO_TRAIN = "do_train"  # of transformers' scripts; true is accepted
 PARTS: dict[str, type] = {
@@ -204,7 +205,7 @@ def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:
 def kept_text(path: str | None) -> Iterator[None]:
     """Inside the block, processes that are started read the recipe as it is now: ranks that are started again must not
     train what somebody has edited meanwhile."""
-    text = Path(path).read_text(encoding="utf-8") if path is not None else ""
+    text = _text_of(path) if path is not None else ""
     if path is not None and len(text.encode()) < _LONGEST:
         os.environ[_TEXT] = f"{Path(path).absolute()}\n{text}"
     try:
@@ -215,7 +216,13 @@ def kept_text(path: str | None) -> Iterator[None]:
 
 def _text_of(path: str) -> str:
     kept, _, text = os.environ.get(_TEXT, "").partition("\n")
-    return text if kept == str(Path(path).absolute()) else Path(path).read_text(encoding="utf-8")
+    if kept == str(Path(path).absolute()):
+        return text
+    with Path(path).open(encoding="utf-8") as file:
+        text = file.read(_LARGEST + 1)
+    if len(text) > _LARGEST:
+        raise ValueError(f"it has more than {_LARGEST} characters")
+    return text
 
 
 def _read_file(path: str) -> dict[str, Any]:

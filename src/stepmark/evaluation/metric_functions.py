@@ -25,16 +25,16 @@ def load_metrics(name: str | None, flag: str) -> dict[str, Any]:
 
 
 def load_function(name: str, flag: str) -> Callable[..., Any]:
-    """The function `module:function`; the module is searched for in the current folder first. Errors of the
-    function are raised as MetricsError with its name.
+    """The function `module:function`; the module is searched for in the current folder first, and what it imports
+    later there last. Errors of the function are raised as MetricsError with its name.
 
     Raises UsageError, which names `flag`, where there is none.
     """
     module_name, separator, attribute = name.partition(":")
     if not separator or not module_name or not attribute:
         raise UsageError(f"{flag}: {name!r} should be a module and a function in it, as my_module:my_function")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    here = os.getcwd()
+    sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -45,6 +45,9 @@ def load_function(name: str, flag: str) -> Callable[..., Any]:
         raise UsageError(f"{flag}: {module_name} cannot be imported: {error}") from error
     except Exception as error:  # importing the user's module may raise anything
         raise UsageError(f"{flag}: {module_name} cannot be imported: {describe(error)}") from error
+    finally:
+        sys.path.remove(here)
+        sys.path += [] if here in sys.path else [here]
     function = getattr(module, attribute, None)
     if not callable(function):
         raise UsageError(f"{flag}: {module_name} has no function {attribute!r}")

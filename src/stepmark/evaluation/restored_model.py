@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -12,15 +14,15 @@ from torch import Tensor, nn
 
 from stepmark.checkpoint.format.dtypes import torch_dtype
 from stepmark.checkpoint.format.integrity import check_integrity, read_values
-from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import ADAPTER, MANIFEST, MODEL, Manifest, read_manifest
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.restore.state_restoration import StateRestoration
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.sections import describe
-from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StepmarkError, UsageError
 from stepmark.model_folder.adapted_model import ADAPTER_CONFIG, load_adapted, read_adapter_config
 from stepmark.model_folder.consolidate import consolidate
+from stepmark.model_folder.model_config import CONFIG, check_fits, load_config, model_class
 from stepmark.model_folder.new_folder import WritingListener
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.module_placement import place_module
@@ -28,8 +30,6 @@ from stepmark.training.model_options import use_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-CONFIG = "config.json"
 
 
 class ModelReader:
@@ -109,17 +109,19 @@ class ModelReader:
     def _pretrained(self, folder: Path) -> nn.Module:
         import transformers
 
-        if not (folder / CONFIG).is_file():
+        if not os.path.lexists(folder / CONFIG):
             raise CheckpointNotFound(
                 f"{folder} is neither a checkpoint (it has no {MANIFEST}) nor a Hugging Face model folder (it has no "
                 f"{CONFIG})"
             )
         config = read_config(folder, self._trust)
-        named = config.architectures or []
-        owner: Any = getattr(transformers, named[0], None) if named else None
-        if self._trust and getattr(config, "auto_map", None):
-            owner = None  # the automatic class takes the one that came with the weights
-        load: Any = (owner or transformers.AutoModelForCausalLM).from_pretrained
+        own = self._trust and getattr(config, "auto_map", None)  # the automatic class takes what came with the weights
+        owner: Any = transformers.AutoModelForCausalLM
+        if config.architectures and not own:
+            owner = model_class(config.architectures[0], folder / CONFIG)
+        if not own:
+            check_fits(lambda: getattr(owner, "from_config", owner)(copy.deepcopy(config)), folder)
+        load: Any = owner.from_pretrained
         options = {"dtype": "auto", "trust_remote_code": self._trust}
         try:
             model, report = load(str(folder), output_loading_info=True, **options)
@@ -171,18 +173,18 @@ def read_config(folder: Path, trust_remote_code: bool = False, base_model: str |
 
     Raises CheckpointMismatch if the folder has none that transformers can read, and UsageError if that takes code that
     is not trusted."""
-    from transformers import AutoConfig
-
     source = str(folder)
     if is_adapter(folder):
         source = base_model or str(read_adapter_config(folder).get("base_model_name_or_path"))
-    elif not (folder / CONFIG).is_file():
+    elif not os.path.lexists(folder / CONFIG):
         raise CheckpointMismatch(
             f"{folder} has no {CONFIG}, so its model cannot be constructed from it alone; restore it into your own"
             " model with Checkpointer.restore, and call stepmark.evaluate"
         )
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        config: PreTrainedConfig = load_config(source, trust_remote_code)
+    except StepmarkError:
+        raise
     except Exception as error:  # parsers and transformers raise many kinds
         if "trust_remote_code" in str(error):
             raise UsageError(needs_code(Path(source))) from error
@@ -215,24 +217,21 @@ def _construct(folder: Path, manifest: Manifest, config: PreTrainedConfig, trust
     """A model of the class that was saved; the caller's random generator is not advanced."""
     import transformers
 
-    identity = decode_plain(manifest.metadata).get("identity") or {}
-    saved = (identity.get("model") or {}).get("class")
-    name = saved or next(iter(config.architectures or []), None)
+    saved = manifest.identity.get("model")
+    name = (saved.get("class") if isinstance(saved, dict) else None) or next(iter(config.architectures or []), None)
     own = _own_class(folder, config, name)
     if own is not None and not trust:
         raise UsageError(needs_code(folder))
-    owner: Any = getattr(transformers, name, None) if name else None
+    owner: Any = model_class(name, folder) if name and own is None else None
     if own is not None:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
         owner = get_class_from_dynamic_module(own, str(folder))
-    if name and owner is None:
-        raise CheckpointMismatch(
-            f"{folder} holds a {name}, which is not a transformers model; restore it into your own model with "
-            "Checkpointer.restore, and call stepmark.evaluate"
-        )
+    make = owner or transformers.AutoModelForCausalLM.from_config
+    if own is None:
+        check_fits(lambda: make(copy.deepcopy(config)), folder)
     with torch.random.fork_rng(devices=[]):
-        model = owner(config) if owner else transformers.AutoModelForCausalLM.from_config(config)
+        model = make(config)
     assert isinstance(model, nn.Module)
     return model
 

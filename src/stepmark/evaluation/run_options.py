@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
 from stepmark.errors import CheckpointDamaged
+from stepmark.filesystem.json_files import read_json
+from stepmark.filesystem.json_values import decode_plain
 from stepmark.model_folder.consolidate import EVALUATION, EVALUATION_FILE
 
 DEFAULT_BATCH_SIZE = 8
@@ -58,7 +58,7 @@ class RunOptions:
             kept = decode_plain(read_manifest(checkpoint).metadata).get(EVALUATION)
         elif (path := checkpoint / EVALUATION_FILE).is_file():
             try:
-                kept = json.loads(path.read_bytes())
+                kept = read_json(path, follow=True)
             except ValueError as error:
                 raise CheckpointDamaged(f"{path}: not valid JSON ({error}); consolidate again, or delete it") from error
         if not isinstance(kept, Mapping):

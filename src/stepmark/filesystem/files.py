@@ -14,9 +14,16 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
+from stepmark.errors import FileRefused
 from stepmark.filesystem.visibility import when_visible
 
+LARGEST = 128 << 20  # bytes of a file that is read as a whole, but for those with these endings
+_LARGEST = {"used_recipe.yaml": 1 << 20, ".jsonl": 8 << 30, ".metadata": 512 << 20}
+_WHOLE = (".json", ".txt", ".model", ".jinja", ".py")  # of files that libraries read as a whole
+_NO_FILE = "is a link that is not followed, or no regular file"
+TEMPORARY = ".stepmark-"  # begins the names of files that are being made; 32 hexadecimal digits follow
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -66,6 +73,15 @@ def make_folder(path: Path) -> None:
             raise
 
 
+def make_own_folder(path: Path) -> None:
+    """The same of a folder of ours inside a run's. Raises FileRefused where a link or a file has its name."""
+    make_folder(path.parent)
+    if not os.path.lexists(path):
+        make_folder(path)
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        raise FileRefused(errno.ENOTDIR, "is a link or a file, and has to be a folder", str(path))
+
+
 def make_durable_folder(path: Path) -> None:
     """Creates a folder and its parents, which also survive a crash of the machine."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -75,10 +91,58 @@ def make_durable_folder(path: Path) -> None:
 
 
 def open_for_writing(path: Path, *, truncate: bool = False, exclusive: bool = False) -> int:
-    """A descriptor of the file, which is created if it does not exist."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    """A descriptor of the file, which is created if it does not exist. A link is not followed."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     flags |= (os.O_TRUNC if truncate else 0) | (os.O_EXCL if exclusive else 0)
     return _opened(os.open(path, flags, 0o666))
+
+
+def open_for_appending(path: Path) -> BinaryIO:
+    """The file, for writes to its end; one that has another name too becomes a copy. Raises FileRefused for a link."""
+    if regular_file_size(path) is None and os.path.lexists(path):
+        raise FileRefused(errno.ELOOP, _NO_FILE, str(path))
+    if os.path.exists(path) and os.stat(path).st_nlink > 1:
+        replace_file(path, read_file(path))
+    return open(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666), "a+b")
+
+
+def open_for_reading(path: Path, *, follow: bool = False) -> BinaryIO:
+    """A regular file; with `follow` also a link inside its folder. Raises FileRefused for anything else, and for a file
+    larger than one of its name can be."""
+    status = os.stat(path, follow_symlinks=follow)
+    if not stat.S_ISREG(status.st_mode) or (follow and leads_out(path.parent, path)):
+        raise FileRefused(errno.ELOOP, _NO_FILE, str(path))
+    most = next((size for ending, size in _LARGEST.items() if path.name.endswith(ending)), LARGEST)
+    if status.st_size > most:
+        raise FileRefused(errno.EFBIG, f"has {status.st_size} bytes, more than the {most} of such a file", str(path))
+    return open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)), "rb")
+
+
+def read_file(path: Path, *, follow: bool = False) -> bytes:
+    """The content of a small file. Raises as `open_for_reading` does."""
+    with open_for_reading(path, follow=follow) as file:
+        return file.read()
+
+
+def files_in(folder: Path, pattern: str) -> list[Path]:
+    """The files of a folder of ours with such names; none in a link."""
+    return [] if folder.is_symlink() else sorted(folder.glob(pattern))
+
+
+def check_files(folder: Path) -> None:
+    """Raises FileRefused where a library that reads the folder's files would wait, fill the memory or be led out."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.suffix in _WHOLE:
+            open_for_reading(path, follow=True).close()
+        elif not path.exists() or leads_out(folder, path) or not (path.is_file() or path.is_dir()):
+            raise FileRefused(errno.ELOOP, _NO_FILE, str(path))
+
+
+def leads_out(folder: Path, path: Path) -> bool:
+    """Whether a path leads out of the folder. In the hub's cache the files of a snapshot are links to `blobs`."""
+    root, target = folder.resolve(), path.resolve()
+    blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
+    return not any(target.is_relative_to(allowed) for allowed in (root, *blobs))
 
 
 def open_past_cache(path: Path) -> int | None:
@@ -149,8 +213,8 @@ def sync_file(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Writes a small file. Not atomically: use `replace_file` where another process may read it."""
-    descriptor = open_for_writing(path, truncate=True)
+    """Makes a small file. Not atomically: use `replace_file` where another process may read it, or where it exists."""
+    descriptor = open_for_writing(path, exclusive=True)
     try:
         write_at(descriptor, memoryview(data), 0)
         if durable:
@@ -161,14 +225,18 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Replaces the contents of a small file atomically; not synced to disk."""
-    temporary = path.with_name(f"{path.name}.part")
-    write_file(temporary, data, durable=False)
-    rename(temporary, path)
+    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(16)}")
+    try:
+        write_file(temporary, data, durable=False)
+        rename(temporary, path)
+    except BaseException:
+        remove_file(temporary)
+        raise
 
 
 def overwrite_file(path: Path, data: bytes) -> None:
     """Writes a small file in place, where there is no room for another one. A reader may find half of it."""
-    descriptor = _opened(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    descriptor = _opened(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
     try:
         write_at(descriptor, memoryview(data), 0)
         os.ftruncate(descriptor, len(data))

@@ -6,6 +6,7 @@ which reading turns back into numbers; in a JSON file they are null.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -16,7 +17,54 @@ from typing import Any
 
 from stepmark.filesystem import files
 
+_PARSED = {b"{": 240, b"[": 72, b",": 40}  # bytes of memory that a value takes, by a sign that it has in the text
+_MOST_PARSED = 400 << 20
+_LONGEST_LINE = 16 << 20  # bytes
+_LARGEST_INTEGER = (1 << 63) - 1
+LATEST = 253370764800.0  # seconds since the Unix epoch: the beginning of the year 9999, up to which calendars go
+_TYPES = {  # of the fields that runs write, and others read; float: a time or seconds
+    name: kind
+    for kind, names in {
+        int: "step resumed attempt ranks total_steps parameters trained_parameters bytes process",
+        float: "time began eta_seconds restart_delay stall_seconds durable_seconds delay",
+        str: """event state reason message kind status setup save host checkpoint device device_model
+            metric_for_best_model where prompt text shown""",
+        dict: "mesh loader arguments software stuck",
+    }.items()
+    for name in names.split()
+}
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def parse_json(data: bytes, most: int = 0) -> Any:
+    """The value of a JSON text. Raises ValueError where it is malformed, nested too deep, or would fill the memory, of
+    which it may take `most` bytes, or 400 MiB."""
+    if is_too_large(data, most):
+        raise ValueError("it holds more values than such a file can")
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
+def is_too_large(data: bytes, most: int = 0) -> bool:
+    """Whether a JSON text would not be read."""
+    needed = sum(size * data.count(sign) for sign, size in _PARSED.items())
+    return len(data) > files.LARGEST or needed > max(_MOST_PARSED, most)
+
+
+def read_json(path: Path, *, follow: bool = False) -> Any:
+    """The value in a JSON file. Raises ValueError as `parse_json`, and OSError as `files.open_for_reading`."""
+    return parse_json(files.read_file(path, follow=follow))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The values in a small file of ours; empty where there is none, or no JSON object in it."""
+    try:
+        value = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return _checked(value) if isinstance(value, dict) else {}
 
 
 def replace_json(path: Path, content: Mapping[str, Any], *, on_full_disk: bool = False) -> None:
@@ -37,7 +85,7 @@ def append_line(path: Path, values: Mapping[str, Any], *, durable: bool = False)
     Where a killed process has left a partial line, the new one begins on a new line.
     """
     text = json.dumps(_mapped(dict(values), _word), allow_nan=False) + "\n"
-    with open(path, "a+b") as file:
+    with files.open_for_appending(path) as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             text = text if file.read(1) == b"\n" else f"\n{text}"
@@ -48,27 +96,37 @@ def append_line(path: Path, values: Mapping[str, Any], *, durable: bool = False)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, in order; none where there is no file. Partial lines, and lines that are not
-    objects, are skipped."""
+    """The objects of a file of JSON lines, in order; none where there is no file. Partial lines, lines that are not
+    objects, and fields of other types than a run writes are skipped."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        file = files.open_for_reading(path)
     except FileNotFoundError:
         return []
     lines = []
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            lines.append(_mapped(value, _number))
+    with file:
+        while line := file.readline(_LONGEST_LINE):
+            with contextlib.suppress(ValueError):
+                value = parse_json(line)
+                lines += [_checked(value)] if isinstance(value, dict) else []
     return lines
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    """What has been read, without fields of types that a run does not write."""
+    return {name: value for name, value in _mapped(values, _number).items() if value is None or _fits(name, value)}
+
+
+def _fits(name: str, value: Any) -> bool:
+    kind = _TYPES.get(name, object)
+    if kind is float:
+        return isinstance(value, (int, float)) and 0 <= value <= LATEST
+    return type(value) is int and value >= 0 if kind is int else isinstance(value, kind)
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """The nested value, with other leaves."""
     if isinstance(value, dict):
-        return {key: _mapped(each, leaf) for key, each in value.items()}
+        return {leaf(key): _mapped(each, leaf) for key, each in value.items()}
     return [_mapped(each, leaf) for each in value] if isinstance(value, (list, tuple)) else leaf(value)
 
 
@@ -79,7 +137,10 @@ def _word(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    return _NUMBERS.get(value, value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        known = _NUMBERS.get(value, value)
+        return known if value.isascii() else value.encode(errors="replace").decode()
+    return math.inf if isinstance(value, int) and abs(value) > _LARGEST_INTEGER else value
 
 
 def _null(value: Any) -> Any:

@@ -7,17 +7,17 @@ roster   Once all have done so, rank 0 writes the list. A store that a launcher 
 ready    A rank that finds itself in the roster says so; once all have, rank 0 releases them.
 
 If rank 0 serves the store, the store is new, and a second hello under one rank comes from another run. Hellos are
-stored under the run's name and size, so that runs that share a port by mistake do not join each other.
+stored under the run's name and size, so that runs that share a port by mistake do not join each other. With a secret
+(messages.py), names begin with what only this run's ranks know, and nobody else can make a hello or a roster.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from stepmark.launch.join_clock import SETTING, JoinClock
 from stepmark.launch.store import StoreConnection
 from stepmark.launch.world import World
 from stepmark.liveness.host_group import launcher_serves
+from stepmark.liveness.messages import pack, unpack
 
 _GAVE_UP = "gave-up"
 _SHOWN = 8  # ranks that a message names
@@ -109,14 +110,14 @@ class Meeting:
             )
 
     def _say_hello(self) -> None:
-        key, hello = self._hello(self._world.rank), json.dumps(asdict(self._own))
+        key, hello = self._hello(self._world.rank), pack(self._own)
         if launcher_serves():  # it may contain the hello of an earlier start
-            self._store.set(key, hello)
+            self._store.set(key, hello)  # type: ignore[arg-type]
             return
-        before = json.loads(self._store.compare_set(key, "", hello))
-        if before["name"] != self._name:
+        before = Peer(**unpack(self._store.compare_set(key, "", hello)))  # type: ignore[arg-type]
+        if before.name != self._name:
             raise LaunchError(
-                f"{self._world.here}: process {before['process']} on {before['host']} has already joined as rank "
+                f"{self._world.here}: process {before.process} on {before.host} has already joined as rank "
                 f"{self._world.rank} {self._world.place}: two runs use the same address and port, or two processes "
                 "the same rank; set MASTER_PORT to another free port for each run"
             )
@@ -134,8 +135,7 @@ class Meeting:
             if roster is not self._written:
                 ready, self._written = set(), roster
                 if roster is not None:
-                    content = {"token": roster.token, "peers": [asdict(peer) for peer in roster.peers]}
-                    self._store.set("roster", json.dumps(content))
+                    self._store.set("roster", pack([roster.token, roster.peers]))  # type: ignore[arg-type]
             if roster is not None:
                 for rank in range(1, self._world.size):
                     if rank not in ready and self._store.check([f"ready/{roster.token}/{rank}"]):
@@ -155,7 +155,7 @@ class Meeting:
         if len(self._hellos) < self._world.size:
             return None
         values = self._store.multi_get([self._hello(rank) for rank in ranks])  # type: ignore[attr-defined]
-        peers = [Peer(**json.loads(value)) for value in values]
+        peers = [Peer(**unpack(value)) for value in values]
         if self._written is not None and self._written.peers == peers:
             return self._written
         return Roster(uuid.uuid4().hex, peers)
@@ -177,8 +177,8 @@ class Meeting:
     def _read_roster(self) -> Roster | None:
         if not self._store.check(["roster"]):
             return None
-        content = json.loads(self._store.get("roster"))
-        return Roster(content["token"], [Peer(**peer) for peer in content["peers"]])
+        token, peers = unpack(self._store.get("roster"))
+        return Roster(token, [Peer(**peer) for peer in peers])
 
     def _absent(self) -> set[int]:
         """Ranks without a hello."""

@@ -18,6 +18,7 @@ from stepmark.launch.network import is_loopback, resolved
 from stepmark.launch.supervisor import STORE_FD
 from stepmark.launch.world import World
 from stepmark.liveness.host_group import launcher_serves
+from stepmark.liveness.messages import names
 
 ANSWER = timedelta(minutes=10)
 _CONNECTING = 3.0  # seconds for one attempt
@@ -40,7 +41,7 @@ def open_store(world: World, clock: JoinClock) -> StoreConnection:
     Raises LaunchError if rank 0 cannot open the port, or the others cannot reach it in time.
     """
     if world.rank == 0 and not launcher_serves():
-        return StoreConnection(_serve(world))
+        return StoreConnection(_named(_serve(world)))
     address, server = _wait_for_port(world, clock)
     try:
         left = timedelta(seconds=max(clock.left, 1.0))
@@ -48,7 +49,12 @@ def open_store(world: World, clock: JoinClock) -> StoreConnection:
     except (TimeoutError, RuntimeError) as error:
         raise LaunchError(unreachable(world, clock, str(error) or "no answer")) from None
     store.set_timeout(ANSWER)
-    return StoreConnection(store, address, server)
+    return StoreConnection(_named(store), address, server)
+
+
+def _named(store: dist.Store) -> dist.Store:
+    """The store, with what only this run's ranks know in front of its names."""
+    return dist.PrefixStore(names(), store) if names() else store
 
 
 def _serve(world: World) -> dist.Store:

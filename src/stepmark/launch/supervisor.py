@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -33,8 +34,8 @@ from stepmark.launch.restarts import Restarts, SupervisedRun
 from stepmark.launch.signal_handlers import IGNORABLE, STOPPING, handler_afterwards
 from stepmark.launch.signal_listener import Interrupts
 from stepmark.launch.step_board import NO_STEP, StepBoard, StepPlace
-from stepmark.launch.world import World
-from stepmark.liveness.failure_report import OUTPUT_CLOSED, REPORTS, FailureReport, read_failure_reports
+from stepmark.launch.world import World, number_in
+from stepmark.liveness.failure_report import OUTPUT_CLOSED, REPORTS, SECRET, FailureReport, read_failure_reports
 from stepmark.liveness.process_exit import INTERRUPTED, end_by_signal
 
 STORE_FD = "STEPMARK_STORE_FD"
@@ -133,7 +134,7 @@ def rank_command(arguments: Sequence[str]) -> list[str]:
             skip = True
         else:
             kept.append(argument)
-    return [sys.executable, "-m", "stepmark", *kept]
+    return [sys.executable, "-P", "-m", "stepmark", *kept]  # -P: the current folder's modules are not ours
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def follow_supervisor() -> None:
         return
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(supervisor):  # it died before the call
+    if os.getppid() != number_in(os.environ, SUPERVISOR):  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -215,6 +216,7 @@ class _Ranks:
     resumable: bool
     unblocks_sigint: bool = False
     _started: bool = False
+    _secret: str = field(default_factory=lambda: secrets.token_hex(16))
     _waiting: list[int] = field(default_factory=list)  # signals that arrived before all ranks were started
     _interrupts: Interrupts = field(default_factory=Interrupts)
     _at_once: float | None = None  # the deadline after a second SIGINT
@@ -262,6 +264,7 @@ class _Ranks:
             "MASTER_PORT": str(self.listener.getsockname()[1]),
             REPORTS: self.reports,
             SUPERVISOR: str(os.getpid()),
+            SECRET: os.environ.get(SECRET) or self._secret,
         }
         if rank == 0:
             environment[STORE_FD] = str(self.listener.fileno())

@@ -58,7 +58,7 @@ class World:
         if "RANK" in environment or environment.get("WORLD_SIZE", "1") != "1":
             world = _from_torchrun(environment)
             return _exported if _exported == world else world
-        if "SLURM_STEP_ID" in environment and _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        if "SLURM_STEP_ID" in environment and number_in(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
             return _from_slurm(environment)
         _refuse_others(environment)
         return cls()
@@ -93,35 +93,35 @@ def export_place() -> None:
 
 
 def _from_torchrun(environment: Mapping[str, str]) -> World:
-    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    rank, size = number_in(environment, "RANK"), number_in(environment, "WORLD_SIZE")
     if not 0 <= rank < size:
         raise LaunchError(f"RANK={rank} must be below WORLD_SIZE={size}; start all ranks with the same launcher")
     return World(
         rank=rank,
         size=size,
-        local_rank=_number(environment, "LOCAL_RANK", rank),
-        local_size=_number(environment, "LOCAL_WORLD_SIZE", size),
-        node=_number(environment, "GROUP_RANK", 0),
+        local_rank=number_in(environment, "LOCAL_RANK", rank),
+        local_size=number_in(environment, "LOCAL_WORLD_SIZE", size),
+        node=number_in(environment, "GROUP_RANK", 0),
         master_address=environment.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=_number(environment, "MASTER_PORT", 0 if size == 1 else None),
+        master_port=number_in(environment, "MASTER_PORT", 0 if size == 1 else None),
         run=environment.get("TORCHELASTIC_RUN_ID") or World.run,
     )
 
 
 def _from_slurm(environment: Mapping[str, str]) -> World:
     nodelist = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    job, step = _number(environment, "SLURM_JOB_ID", 0), _number(environment, "SLURM_STEP_ID", 0)
-    node = _number(environment, "SLURM_NODEID", 0)
+    job, step = number_in(environment, "SLURM_JOB_ID", 0), number_in(environment, "SLURM_STEP_ID", 0)
+    node = number_in(environment, "SLURM_NODEID", 0)
     address = environment.get("MASTER_ADDR")
     nodes = () if address else node_names(nodelist)
     return World(
-        rank=_number(environment, "SLURM_PROCID"),
-        size=_number(environment, "SLURM_STEP_NUM_TASKS"),
-        local_rank=_number(environment, "SLURM_LOCALID"),
+        rank=number_in(environment, "SLURM_PROCID"),
+        size=number_in(environment, "SLURM_STEP_NUM_TASKS"),
+        local_rank=number_in(environment, "SLURM_LOCALID"),
         local_size=_tasks_on_node(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"), node),
         node=node,
         master_address=address or nodes[0],
-        master_port=_number(environment, "MASTER_PORT", step_port(job, step)),
+        master_port=number_in(environment, "MASTER_PORT", step_port(job, step)),
         run=f"slurm-{job}.{step}",
         nodes=nodes,
     )
@@ -129,7 +129,7 @@ def _from_slurm(environment: Mapping[str, str]) -> World:
 
 def _refuse_others(environment: Mapping[str, str]) -> None:
     for name, (rank, size) in _OTHERS.items():
-        if _number(environment, size, 1) > 1:
+        if number_in(environment, size, 1) > 1:
             raise LaunchError(
                 f"{name} has started this process as rank {environment.get(rank)} of {environment[size]}, and Stepmark "
                 "does not read its variables; start ranks with torchrun, srun or `stepmark train --nproc N`, or set "
@@ -143,7 +143,8 @@ def step_port(job: int, step: int) -> int:
     return _FIRST_PORT + job % _JOBS * _STEPS + step % _STEPS
 
 
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+def number_in(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """The number in an environment variable. Raises LaunchError where it is none."""
     text = environment.get(name)
     if text is None and default is not None:
         return default
@@ -173,7 +174,8 @@ def node_names(nodelist: str) -> tuple[str, ...]:
 
 def _tasks_on_node(counts: str, node: int) -> int:
     """Slurm writes tasks per node as `4(x2),3`: 4 on each of two nodes, then 3."""
-    expanded: list[int] = []
     for match in re.finditer(r"(\d+)(?:\(x(\d+)\))?", counts):
-        expanded += [int(match[1])] * int(match[2] or 1)
-    return expanded[node] if node < len(expanded) else 1
+        node -= int(match[2] or 1)
+        if node < 0:
+            return int(match[1])
+    return 1

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from stepmark.filesystem import files
+
 CONSOLE = "console"  # the folder of these lines, in the run's
 MOST_KEPT = 1_000_000  # bytes of a file, which is then renamed to the earlier one
 LONGEST = 10_000  # characters of a kept line
@@ -82,8 +84,8 @@ class Console:
             with contextlib.suppress(OSError):
                 if self._path.exists() and self._path.stat().st_size > MOST_KEPT:
                     self._path.replace(self._path.with_suffix(".earlier.txt"))
-                with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                    file.write("".join(f"{line[:LONGEST]}\n" for line in lines))
+                with files.open_for_appending(self._path) as file:
+                    file.write("".join(f"{line[:LONGEST]}\n" for line in lines).encode(errors="backslashreplace"))
 
     def keep_in(self, folder: Path) -> None:
         """Writes lines to the folder of this run from now on, beginning with the earlier ones."""
@@ -91,7 +93,7 @@ class Console:
         began = time.strftime("%Y-%m-%d %H:%M:%S %z")
         title = [] if path == self._path else [f"== {began}, process {os.getpid()} on {socket.gethostname()}"]
         with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            files.make_own_folder(path.parent)
         self._path, waiting = path, [*self._waiting]
         self._waiting.clear()
         self.keep([*self.shaped(title), *waiting])

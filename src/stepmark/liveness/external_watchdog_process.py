@@ -46,7 +46,7 @@ def main(parent: int, stacks: int, rank: int, reports: str) -> None:
         signal.signal(number, signal.SIG_IGN)  # the parent handles them
     countdowns: dict[str, Countdown] = {}
     looked, asked = time.monotonic(), 0.0
-    launched = not reports and int(os.environ.get("WORLD_SIZE", "1")) > 1  # by another launcher than ours
+    launched = not reports and os.environ.get("WORLD_SIZE", "1") != "1"  # by another launcher than ours
     while os.getppid() == parent:
         lines = _read_lines()
         if lines is None:
@@ -116,9 +116,10 @@ def _end(parent: int, stacks: int, rank: int, reports: str, missed: Countdown) -
 
 def _replace(target: str, content: dict) -> None:
     """Writes the file atomically, like FailureReport.leave."""
-    with open(f"{target}.part", "w") as file:
+    part = os.path.join(os.path.dirname(target), f".stepmark-{os.urandom(16).hex()}")
+    with open(part, "x") as file:
         json.dump(content, file)
-    os.rename(f"{target}.part", target)
+    os.rename(part, target)
 
 
 if __name__ == "__main__":

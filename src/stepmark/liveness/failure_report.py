@@ -23,16 +23,20 @@ from stepmark.errors import (
     CheckpointMismatch,
     DataError,
     DataWorkerLost,
+    FileRefused,
     MetricsError,
     PeerFailed,
     StepmarkError,
     TrainingDiverged,
     UsageError,
 )
+from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import causes, is_trouble, with_advice
+from stepmark.filesystem.printable import printable
 from stepmark.liveness.console import keep_console
 
 REPORTS = "STEPMARK_REPORTS"
+SECRET = "STEPMARK_SECRET"  # of a run's ranks (messages.py)
 OUTPUT_CLOSED = "standard output is closed"
 TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms for ")  # gloo's words
 FAILURES = "failures"  # the folder of the ranks' tracebacks, in the run's
@@ -83,7 +87,7 @@ class FailureReport:
             message += f" ({line})" if line is not None and str(line) not in message else ""
         return cls(
             rank=rank,
-            message=" ".join(message.split()),
+            message=printable(" ".join(message.split())),
             details="".join(traceback.format_exception(error)),
             exit_code=1 if is_trouble(error) else getattr(error, "exit_code", 1),
             secondary=isinstance(error, PeerFailed) or lost,
@@ -99,9 +103,7 @@ class FailureReport:
     def leave(self, folder: str | os.PathLike[str]) -> None:
         """Writes the report atomically into the supervisor's folder."""
         target = Path(folder) / f"rank-{self.rank}.json"
-        temporary = target.with_suffix(".part")
-        temporary.write_text(json.dumps(asdict(self)))
-        temporary.rename(target)
+        files.replace_file(target, json.dumps(asdict(self)).encode())
 
     def keep(self, folder: Path) -> None:
         """Appends the traceback to `failures/rank-N.txt` in the run's folder, if that can be written."""
@@ -109,9 +111,9 @@ class FailureReport:
         when = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.time))
         title = f"{TITLE}{when}, process {os.getpid()} on {socket.gethostname()}: {self.message}"
         with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            earlier = path.read_text(errors="replace")[-MOST_KEPT:] if path.exists() else ""
-            path.write_text(f"{earlier}{title}\n{self.details[-MOST_KEPT:]}\n", errors="replace")
+            files.make_own_folder(path.parent)
+            earlier = files.read_file(path).decode(errors="replace")[-MOST_KEPT:] if path.exists() else ""
+            files.replace_file(path, f"{earlier}{title}\n{self.details[-MOST_KEPT:]}\n".encode(errors="replace"))
 
 
 def keep_failure(folder: Path, error: BaseException, rank: int) -> None:
@@ -127,10 +129,11 @@ def kept_failures(folder: Path, since: float = 0.0) -> dict[str, str]:
     """The last failure of each rank in the run's folder, by its file, after this time (seconds since 1970): a line that
     says what and when, and the traceback."""
     found = {}
-    for path in sorted((folder / FAILURES).glob("rank-*.txt")):
-        _, title, last = f"\n{path.read_text(errors='replace')}".rpartition(f"\n{TITLE}")
-        if title and path.stat().st_mtime > since:
-            found[f"{FAILURES}/{path.name}"] = last
+    for path in files.files_in(folder / FAILURES, "rank-*.txt"):
+        with contextlib.suppress(FileRefused):
+            _, title, last = f"\n{files.read_file(path).decode(errors='replace')}".rpartition(f"\n{TITLE}")
+            if title and path.stat().st_mtime > since:
+                found[f"{FAILURES}/{path.name}"] = last
     return found
 
 
@@ -187,7 +190,7 @@ def describe_error(error: BaseException) -> str:
     """The error's message; for an OSError the system's message, the file and what to do."""
     if isinstance(error, OSError) and error.strerror:
         return with_advice(f"{error.strerror}: {error.filename}" if error.filename else error.strerror, error)
-    return f"{error}" if isinstance(error, StepmarkError) else f"{type(error).__name__}: {error}"
+    return f"{error}" if isinstance(error, StepmarkError) else printable(f"{type(error).__name__}: {error}")
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])

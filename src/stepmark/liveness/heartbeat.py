@@ -17,10 +17,12 @@ import json
 import logging
 import os
 import socket
+import stat
 import threading
 from pathlib import Path
 
 from stepmark.filesystem import files
+from stepmark.filesystem.json_files import read_json
 from stepmark.filesystem.locks import try_lock, unlock
 from stepmark.liveness.running_time import Silence
 
@@ -102,10 +104,13 @@ class HeartbeatMonitor:
         if verdict is not None:
             return verdict
         try:
-            time_of_file = os.stat(path).st_mtime_ns  # up to date on NFS too, since the file has just been opened
+            status = os.lstat(path)  # up to date on NFS too, since the file has just been opened
         except (FileNotFoundError, NotADirectoryError):
             self._silence.forget(path)
             return False
+        if not stat.S_ISREG(status.st_mode):  # nobody's
+            return False
+        time_of_file = status.st_mtime_ns
         if self._silence.seconds({path: time_of_file})[path] >= STALE:
             return False
         return True if path in self._silence.changed else None
@@ -117,10 +122,10 @@ def lock_verdict(path: Path) -> bool | None:
     if own is not None:  # opening and closing it here would release its lock
         return own.process == os.getpid() or None
     try:
-        data = json.loads(path.read_bytes())
+        data = read_json(path)
         if data["boot"] != boot_id():
             return None
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     try:
@@ -135,8 +140,8 @@ def lock_verdict(path: Path) -> bool | None:
 def host_of(path: Path) -> str | None:
     """The host name of the process that owns the file; None where the file does not contain it."""
     try:
-        return str(json.loads(path.read_bytes())["host"])
-    except (OSError, ValueError, KeyError):
+        return str(read_json(path)["host"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -14,6 +14,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed import distributed_c10d
 from stepmark.errors import PeerFailed
 from stepmark.liveness.bounded_call import BoundedCall
 from stepmark.liveness.failure_report import TIMED_OUT, describe_lost_peer, is_lost_peer
+from stepmark.liveness.messages import pack, unpack
 
 _PROBE = 0x5EE  # the tag of messages that no rank receives
 _NOTICED = 1.0  # seconds after which all connections to a rank that has ended are known to be lost
@@ -53,6 +55,20 @@ def leave() -> None:
     gc.collect()  # reference cycles that contain a group
 
 
+def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The values of all ranks of a process group, by rank; collective."""
+    device = distributed_c10d._get_object_coll_device(group)
+    own = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8).to(device)
+    sizes = own.new_empty(dist.get_world_size(group), dtype=torch.int64)
+    dist.all_gather_into_tensor(sizes, torch.tensor([own.numel()], device=device), group=group)
+    longest = int(sizes.max())
+    padded, parts = own.new_zeros(longest), own.new_empty(len(sizes) * longest)
+    padded[: own.numel()] = own
+    dist.all_gather_into_tensor(parts, padded, group=group)
+    each = zip(parts.cpu().view(len(sizes), longest), sizes.tolist(), strict=True)
+    return [unpack(part[:size].numpy().tobytes()) for part, size in each]
+
+
 class HostGroup:
     """All ranks of a run, or some, connected by gloo; a single rank needs no connection. `all_gather`, `broadcast` and
     `barrier` are collective: all ranks call them, in the same order."""
@@ -78,17 +94,19 @@ class HostGroup:
         """The values of all ranks, by rank."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group.process_group)
-        return values
+        values = gather(value, self._group.process_group)
+        return [type(value)(**each) for each in values] if is_dataclass(value) else values  # type: ignore[misc]
 
     def broadcast(self, value: Any = None, source: int = 0) -> Any:
         """The value that rank `source` passed."""
         if self.size == 1:
             return value
-        values = [value]
-        dist.broadcast_object_list(values, group_src=source, group=self._group.process_group)
-        return values[0]
+        packed = bytearray(pack(value)) if self.rank == source else bytearray()
+        size = torch.tensor(len(packed))
+        dist.broadcast(size, group_src=source, group=self._group.process_group)
+        data = torch.frombuffer(packed or bytearray(int(size)), dtype=torch.uint8)
+        dist.broadcast(data, group_src=source, group=self._group.process_group)
+        return unpack(data.numpy().tobytes())
 
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
@@ -122,11 +140,11 @@ class HostGroup:
 
     def tell(self, topic: str, text: str) -> None:
         """Puts a text into the ranks' store, if that answers."""
-        self._ask_store(lambda store: store.set(topic, text))
+        self._ask_store(lambda store: store.set(topic, pack(text)))  # type: ignore[arg-type]
 
     def told(self, topic: str) -> str | None:
         """The text that a rank has put there under the topic; None without one, or if the store does not answer."""
-        return self._ask_store(lambda store: store.get(topic).decode() if store.check([topic]) else None)
+        return self._ask_store(lambda store: unpack(store.get(topic)) if store.check([topic]) else None)
 
     def _ask_store(self, ask: Callable[[dist.Store], str | None]) -> str | None:
         if self.size == 1 or not self._store_answers:

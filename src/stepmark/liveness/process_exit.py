@@ -110,5 +110,5 @@ def _flush() -> None:
 def end_rank(exit_code: int) -> None:
     """Ends this process at once if it is one of several ranks, after a failure: a normal exit takes seconds, waits for
     ranks that are stopped, and aborts the process where threads are in collectives."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # which may be no number
         leave(exit_code)

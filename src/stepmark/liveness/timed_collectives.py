@@ -40,22 +40,19 @@ class TimedGroup:
         self, function: Callable[[], Any], what: str, timeout: float | None = None, board: StatusStore | None = None
     ) -> Any:
         """The result of `function` on rank 0, on all ranks. An error that it raises there is raised on all."""
-        answer: tuple[Any, type[CheckpointError] | None, str] = (None, None, "")
+        answer: tuple[Any, CheckpointError | None] = (None, None)
         problem: BaseException | None = None
         if self.rank == 0:
             try:
-                answer = (function(), None, "")
+                answer = (function(), None)
             except (CheckpointError, OSError) as error:
                 problem = error
-                answer = (
-                    None,
-                    type(error) if isinstance(error, CheckpointError) else CheckpointError,
-                    describe_error(error),
-                )
+                failed = error if isinstance(error, CheckpointError) else CheckpointError(describe_error(error))
+                answer = (None, failed)
         absent = "rank 0 did not answer" if self.rank else _ABSENT
-        value, kind, message = self._bounded(lambda: self.group.broadcast(answer), what, board, timeout, absent)
-        if kind is not None:
-            raise kind(message) from problem
+        value, told = self._bounded(lambda: self.group.broadcast(answer), what, board, timeout, absent)
+        if told is not None:
+            raise told from problem
         return value
 
     def _bounded(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import Manifest
-from stepmark.errors import CheckpointMismatch, UsageError
+from stepmark.errors import CheckpointMismatch, StepmarkError, UsageError
 from stepmark.filesystem import files
+from stepmark.filesystem.json_files import read_json
+from stepmark.model_folder.model_config import load_config, model_class
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_DIGEST = "weights of the frozen base model"  # a key of a run's identity
@@ -46,7 +46,7 @@ def load_adapted(
     name = base or config.get("base_model_name_or_path")
     if not name:
         raise UsageError("the adapter does not name its base model; name it with --base-model")
-    expected = None if manifest is None else decode_plain(manifest.metadata).get("identity", {}).get(BASE_DIGEST)
+    expected = None if manifest is None else manifest.identity.get(BASE_DIGEST)
     tried: set[Any] = set()
     for dtype in _DTYPES:
         adapted = _apply(folder, config, str(name), dtype, trust_remote_code)
@@ -65,15 +65,18 @@ def load_adapted(
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The adapter's configuration. Raises CheckpointMismatch where it has none."""
     try:
-        found: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_bytes())
+        found = read_json(folder / ADAPTER_CONFIG, follow=True)
     except (OSError, ValueError) as error:
         raise CheckpointMismatch(f"{folder} has no readable {ADAPTER_CONFIG}, which says how it is applied") from error
+    if not isinstance(found, dict) or found.get("megatron_config") is not None:  # it names a module, which is imported
+        raise CheckpointMismatch(f"{folder / ADAPTER_CONFIG} is no configuration, or Megatron's, which is not read")
     return found
 
 
 def _apply(folder: Path, config: Mapping[str, Any], name: str, dtype: str, trust: bool) -> Any:
     import peft
 
+    files.check_files(folder)
     try:
         base = _model_class(config, name, trust).from_pretrained(name, dtype=dtype, trust_remote_code=trust)
         with warnings.catch_warnings():  # peft's own use of what transformers has renamed
@@ -81,7 +84,9 @@ def _apply(folder: Path, config: Mapping[str, Any], name: str, dtype: str, trust
             made = peft.PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=_is_float32(folder))
         made.active_peft_config.base_model_name_or_path = name  # where peft looks, wherever it was trained
         return made
-    except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+    except StepmarkError:
+        raise
+    except Exception as error:  # peft's, and what its files make it do
         if "trust_remote_code" in str(error):  # and not asked about on the terminal
             raise UsageError(
                 f"the base model {name} comes with Python code of its own, which is not executed here; if you trust it,"
@@ -106,15 +111,8 @@ def _is_float32(folder: Path) -> bool:
 
 def _model_class(config: Mapping[str, Any], base: str, trust: bool) -> Any:
     """The class of transformers that the adapter was trained with."""
-    import transformers
-
-    name = class_of_task(config)
-    if name is None:
-        architectures = transformers.AutoConfig.from_pretrained(base, trust_remote_code=trust).architectures or [
-            "AutoModel"
-        ]
-        name = architectures[0]
-    return getattr(transformers, name)
+    base_config = load_config(base, trust)
+    return model_class(class_of_task(config) or next(iter(base_config.architectures or ["AutoModel"])), Path(base))
 
 
 def class_of_task(config: Mapping[str, Any]) -> str | None:

@@ -17,7 +17,6 @@ from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
 from stepmark.checkpoint.format.checksums import file_checksum
 from stepmark.checkpoint.format.integrity import check_integrity, check_size, read_values
-from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import (
     ADAPTER,
     MANIFEST,
@@ -30,6 +29,7 @@ from stepmark.checkpoint.format.manifest import (
     save_of,
 )
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
+from stepmark.filesystem.json_values import decode_plain
 from stepmark.model_folder.adapted_model import Merge, merge_adapter
 from stepmark.model_folder.checkpoint_tensors import CheckpointTensors
 from stepmark.model_folder.model_files import FORMATS

@@ -17,6 +17,7 @@ from stepmark.data.prepared_data import choose_block_size
 from stepmark.data.tokenize.tokenizer import check_own_code, load_tokenizer
 from stepmark.errors import DataError, StepmarkError, UsageError
 from stepmark.liveness.collection import quick_imports
+from stepmark.model_folder.model_config import check_fits, load_config
 from stepmark.parallel.loading.load import ModelFactory, patched_constructors
 from stepmark.recipe.early_checks import check_model_folder
 from stepmark.runtime.module_placement import cast_module
@@ -52,7 +53,7 @@ def build_tokenizer(config: ModelArguments) -> Any:
 def build_config(config: ModelArguments, tokenizer: Any) -> Any:
     """The configuration of a new model, with the tokenizer's vocabulary size and special tokens unless overridden.
     Without a tokenizer (None) the configuration's own apply."""
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING
 
     name = str(config.config_name)
     wanted = config.config_overrides or {}
@@ -60,7 +61,9 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
     by_type = name in CONFIG_MAPPING and not Path(name).exists()
     try:
         trust = config.trust_remote_code
-        made = CONFIG_MAPPING[name]() if by_type else AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        made = CONFIG_MAPPING[name]() if by_type else load_config(name, trust)
+    except StepmarkError:
+        raise
     except (OSError, ValueError) as error:
         check_own_code(error, "config_name", name)
         raise UsageError(
@@ -139,7 +142,7 @@ def build_model(
         model = make_model(config, build_config(config, tokenizer), factory, dtype)
     else:
         with contextlib.nullcontext() if factory is None else patched_constructors(factory):
-            model = _load(name, dtype, config)
+            model = _load(name, dtype, config, factory is None)
     return configured(model, config)
 
 
@@ -151,13 +154,11 @@ def build_untrained(
     dtype: torch.dtype = torch.float32,
 ) -> torch.nn.Module:
     """A model as `build_model` returns it, but for the values: of `model_name_or_path` no weights are read."""
-    from transformers import AutoConfig
-
     name, trust = config.model_name_or_path, config.trust_remote_code
     if name is None:
         return build_model(config, tokenizer, seed, factory, dtype)
     with _explained(name, "made"):
-        saved = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        saved = load_config(name, trust)
 
         def make() -> torch.nn.Module:
             return _from_config(saved, config, dtype=dtype)
@@ -202,13 +203,11 @@ def _kind_of(config: ModelArguments) -> tuple[Any, dict[str, Any]]:
 
 def check_sharding(config: ModelArguments, tokenizer: Any, factory: ModelFactory) -> None:
     """Raises UsageError where `factory` cannot shard the model; no weights are read or drawn for that."""
-    from transformers import AutoConfig
-
     name, trust = config.model_name_or_path, config.trust_remote_code
     made = build_config(config, tokenizer) if name is None else None
     try:
         if made is None:
-            made = AutoConfig.from_pretrained(str(name), trust_remote_code=trust)
+            made = load_config(str(name), trust)
         with torch.device("meta"):
             model = _from_config(made, config)
     except Exception:  # the error of building or loading it says more
@@ -216,9 +215,12 @@ def check_sharding(config: ModelArguments, tokenizer: Any, factory: ModelFactory
     factory.shard(model)
 
 
-def _load(name: str, dtype: torch.dtype, config: ModelArguments) -> torch.nn.Module:
+def _load(name: str, dtype: torch.dtype, config: ModelArguments, whole: bool) -> torch.nn.Module:
     (kind, head), trust = _kind_of(config), config.trust_remote_code
     with _explained(name, "loaded"):
+        saved = load_config(name, trust)
+        if whole and not trust:
+            check_fits(lambda: _from_config(saved, config), Path(name))
         model, report = kind.from_pretrained(
             name, dtype=dtype, output_loading_info=True, trust_remote_code=trust, **head
         )

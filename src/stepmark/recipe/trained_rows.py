@@ -29,13 +29,14 @@ from stepmark.trainer.run_folder.run_log import EVENTS, POSITION
 class RunRows:
     """The samples of a run's steps. `missing` says why texts and origins of some that were asked for are not known."""
 
-    def __init__(self, folder: Path, attempt: int | None = None) -> None:
+    def __init__(self, folder: Path, attempt: int | None = None, *, trusts_code: bool = False) -> None:
         """`attempt`: steps count as that resumption has trained them (0: before the first); default None, the last one.
+        `trusts_code`: code that comes with the tokenizer is executed; default False.
 
         Raises UsageError where the run has not recorded the order of its samples.
         """
         self.missing: str | None = None
-        self._folder = folder
+        self._folder, self._trusts_code = folder, trusts_code
         records = [line for line in read_lines(folder / EVENTS) if line.get("event") == POSITION]
         self._records = [line for line in records if attempt is None or line["attempt"] <= attempt]
         if not self._records:
@@ -54,11 +55,16 @@ class RunRows:
             UsageError: The run does not have the step or the rank, or the order is not known.
             CheckpointMismatch: The data are of another size or order.
         """
-        return [
-            row
-            for number, part in groupby(steps, self._record_of)
-            for row in self._rows(self._records[number], list(part), rank)
-        ]
+        try:
+            return [
+                row
+                for number, part in groupby(steps, self._record_of)
+                for row in self._rows(self._records[number], list(part), rank)
+            ]
+        except (LookupError, TypeError, AttributeError, ArithmeticError, MemoryError) as error:
+            raise UsageError(
+                f"{self._folder / EVENTS}: an event `{POSITION}` is none that a run writes ({error}); name another run"
+            ) from error
 
     def _record_of(self, step: int) -> int:
         """The number of the record in force at a step: the last one before it, since steps may be trained again."""
@@ -69,6 +75,8 @@ class RunRows:
 
     def _rows(self, record: Mapping[str, Any], steps: list[int], rank: int | None) -> Iterator[dict[str, Any]]:
         grid = RankGrid(record["mesh"])
+        if grid.size > 1 << 20:
+            raise LookupError(f"it is of {grid.size} ranks")
         if rank is not None and not 0 <= rank < grid.size:
             raise UsageError(f"--rank: step {steps[0]} has ranks 0 to {grid.size - 1}, and no rank {rank}")
         sharing: dict[int, list[int]] = {}
@@ -123,7 +131,7 @@ class RunRows:
     @functools.cached_property
     def _of_recipe(self) -> tuple[Recipe, Any, Prepared]:
         """The recipe, its tokenizer and its data."""
-        recipe = read_used_recipe(self._folder)
+        recipe = read_used_recipe(self._folder, trusts_code=self._trusts_code)
         if recipe is None:
             raise DataError(f"the run was started from Python, and {self._folder} has no {USED_RECIPE}")
         recipe.refuse_task("stepmark rows", "samples are rows of the data in their order")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,10 @@ from stepmark.config.recipe import Recipe, read_recipe
 from stepmark.config.yaml_file import format_yaml
 from stepmark.errors import UsageError
 from stepmark.filesystem import files
+from stepmark.model_folder.model_config import refuse_kernels
 from stepmark.runtime.xla_environment import extracting_graphs
+
+_warn = functools.cache(logging.getLogger("stepmark").warning)  # once: a command reads the recipe more than once
 
 USED_RECIPE = "used_recipe.yaml"
 _MAY_BE_PATHS = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name", "compile_cache")
@@ -51,16 +57,29 @@ def recipe_writer(recipe: Recipe) -> Any:
 def recipe_file_of(model: Path) -> Path | None:
     """The recipe of the run that saved a checkpoint or model, in its folder or the one around it; None without."""
     candidates = (folder / USED_RECIPE for folder in (model, model.absolute().parent))
-    return next((path for path in candidates if path.is_file()), None)
+    return next((path for path in candidates if os.path.lexists(path)), None)
 
 
-def read_used_recipe(folder: Path) -> Recipe | None:
-    """The recipe of the run in a folder; None where there is none, as in the folder of a custom Trainer.
+def read_used_recipe(folder: Path, *, trusts_code: bool = False) -> Recipe | None:
+    """The recipe of the run in a folder; None where there is none, as in the folder of a custom Trainer. The consent to
+    code of others is the caller's: without `trusts_code`, what the recipe names as code is left out, and said.
 
-    Raises UsageError where it cannot be read.
+    Raises UsageError where it cannot be read, or names an attention on the hub.
     """
     path = folder / USED_RECIPE
-    return read_recipe(str(path), {}) if path.is_file() else None
+    if not os.path.lexists(path):
+        return None
+    files.open_for_reading(path).close()
+    recipe = read_recipe(str(path), {})
+    if trusts_code:
+        return recipe
+    values = used_values(recipe)
+    refuse_kernels(values, path)
+    for field in ("metrics", "compile_cache"):
+        if isinstance(values.get(field), str) and os.environ.get("RANK", "0") == "0":
+            _warn(f"{path}: {field} {values[field]} is left out; --trust_remote_code uses it")
+    dropped: dict[str, Any] = {"compile_cache": None} if isinstance(values.get("compile_cache"), str) else {}
+    return Recipe(replace(recipe.training, **dropped), replace(recipe.model, trust_remote_code=False), recipe.data)
 
 
 def check_not_moved(recipe: Path, output_dir: Path) -> None:

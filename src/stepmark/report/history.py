@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -15,7 +14,7 @@ from typing import Any
 
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.errors import UsageError
-from stepmark.filesystem.json_files import read_lines
+from stepmark.filesystem.json_files import read_json, read_lines
 from stepmark.liveness.failure_report import FAILURES, kept_failures
 from stepmark.liveness.progress import FLOOR
 from stepmark.model_folder.hints import import_hint
@@ -156,7 +155,7 @@ class History:
         """Whether the model's tokens are bytes, by the tokenizer of a checkpoint or of the folder itself."""
         paths = [*self.folder.glob("checkpoint-*/tokenizer.json"), self.folder / "tokenizer.json"]
         try:
-            return len(json.loads(paths[0].read_bytes())["model"]["vocab"]) == 256
+            return len(read_json(paths[0], follow=True)["model"]["vocab"]) == 256
         except (OSError, ValueError, LookupError, TypeError):
             return False
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.coordination.folder_claim import heartbeat_files
+from stepmark.filesystem.files import read_file
 from stepmark.liveness.heartbeat import BEAT, STALE, host_of, lock_verdict
 
 WATCHED = 2 * BEAT  # seconds in which a live process on another machine changes its heartbeat
@@ -56,7 +57,7 @@ def read_process(status: Mapping[str, Any]) -> Liveness | None:
         return None
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return Liveness(False, status.get("time", 0.0), host)
     except OSError:
         pass  # another user's
@@ -76,7 +77,7 @@ def _beating(paths: list[Path]) -> bool:
 
 def _time_of(path: Path) -> float | None:
     try:
-        path.read_bytes()  # a network file system returns fresh attributes only after an open
+        read_file(path)  # a network file system returns fresh attributes only after an open
         return path.stat().st_mtime
     except OSError:
         return None

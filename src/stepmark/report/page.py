@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -18,6 +20,7 @@ from typing import Any
 
 import stepmark
 from stepmark.errors import StepmarkError
+from stepmark.filesystem.files import make_folder, replace_file
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint, read_checkpoints
 from stepmark.report.figures import (
@@ -224,11 +227,14 @@ def write_report(folder: Path, more: Sequence[Path] = (), out: Path | None = Non
     written.
     """
     histories = read_histories(folder, more)
-    page = out if out is not None else folder / PAGE
+    page = out.resolve() if out is not None else folder / PAGE
     content = make_page(histories, (folder, *more))
     try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(content, encoding="utf-8")
+        make_folder(page.parent)
+        if out is not None and out.exists() and not out.is_file():  # such as /dev/stdout
+            out.write_text(content, encoding="utf-8")
+        else:
+            replace_file(page, content.encode())
     except OSError as error:
         raise StepmarkError(f"cannot write {page}: {error.strerror}; choose another file with --out") from error
     if tables is not None:
@@ -261,9 +267,10 @@ def all_figures(histories: Sequence[History], *, complete: bool = False) -> list
 def _write_tables(folder: Path, histories: Sequence[History]) -> None:
     runs, places = names(histories), [axes(history, sys.maxsize) for history in histories]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         for figure in all_figures(histories, complete=True):
-            with (folder / f"{figure.name}.csv").open("w", encoding="utf-8", newline="") as file:
+            name = re.sub(r"[^\w.-]", "_", figure.name)  # a program, or a stranger's folder, has chosen it
+            with io.StringIO(newline="") as file:
                 rows = csv.writer(file)
                 rows.writerow(("run", "series", "step", "seconds", "value", *AXES))
                 for each in figure.series:
@@ -271,5 +278,6 @@ def _write_tables(folder: Path, histories: Sequence[History]) -> None:
                     xs = [f"{x:.0f}" for x in each.x]
                     columns = ([runs[each.run]] * len(xs), [each.name] * len(xs), xs, each.times, each.y, *others)
                     rows.writerows(zip(*columns, strict=True))
+                replace_file(folder / f"{name}.csv", file.getvalue().encode())
     except OSError as error:
         raise StepmarkError(f"cannot write {folder}: {error.strerror}; choose another folder with --csv") from error

@@ -12,7 +12,7 @@ from pathlib import Path
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.report.history import find_runs
 from stepmark.report.page import make_page, read_histories
-from stepmark.trainer.run_folder.status import STATUS
+from stepmark.trainer.run_folder.status import RUNNING, STATUS, RunStatus
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")  # what a browser may call this server
@@ -50,8 +50,7 @@ class LivePage:
 
     def _says_running(self) -> bool:
         """Whether a run's last status is that it trains, which is so of one that was killed as well."""
-        statuses = (folder / STATUS for folder in self._runs())
-        return any(b'"running"' in status.read_bytes() for status in statuses if status.is_file())
+        return any(RunStatus.read(folder).state == RUNNING for folder in self._runs())
 
     def page(self) -> bytes:
         """The page as it is now."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from stepmark.errors import FileRefused
+from stepmark.filesystem.files import files_in, read_file
 from stepmark.liveness.console import CONSOLE
 from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.report import text
@@ -119,9 +122,10 @@ def end_of_run(history: History, checkpoints: Sequence[Checkpoint]) -> list[tupl
 def printed(history: History) -> str:
     """Each failed rank's traceback, and the last lines that the run has printed, folded; open where it has failed."""
     texts = {f"Traceback: {name}": told for name, told in list(history.failures.items())[:SHOWN_RANKS]}
-    for path in sorted((history.folder / CONSOLE).glob("*.txt"))[:SHOWN_RANKS]:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
-        texts[f"Console: {CONSOLE}/{path.name}"] = "\n".join(lines)
+    for path in files_in(history.folder / CONSOLE, "*.txt")[:SHOWN_RANKS]:
+        with contextlib.suppress(FileRefused):
+            lines = read_file(path).decode(errors="replace").splitlines()[-SHOWN_LINES:]
+            texts[f"Console: {CONSOLE}/{path.name}"] = "\n".join(lines)
     opened = " open" * (history.state == "failed")
     return "".join(
         f"<details{opened}><summary>{escape(name)}</summary><pre>{escape(told.strip())}</pre></details>"
@@ -133,7 +137,7 @@ def _stuck(history: History) -> str:
     found = history.stuck
     if not found:
         return "no thread of the process runs"
-    where = f" in {found['where']}, step {found['step']}" if "where" in found else ": no heartbeat"
+    where = f" in {found['where']}, step {found.get('step')}" if "where" in found else ": no heartbeat"
     return f"stuck: rank {found.get('rank')}{where}"
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from stepmark.filesystem.files import files_in
 from stepmark.filesystem.json_files import read_lines
 from stepmark.report.figures import POINTS, Figure, line_of, origin_of
 from stepmark.report.history import History, Line, number
@@ -47,7 +48,7 @@ def system_figures(histories: Sequence[History], *, points: int = POINTS) -> lis
 def read_samples(folder: Path) -> dict[int, list[Line]]:
     """The samples of each rank, by step and time; of steps that were trained again, all."""
     found = {}
-    for path in (folder / SYSTEM).glob("rank-*.jsonl"):
+    for path in files_in(folder / SYSTEM, "rank-*.jsonl"):
         match = re.fullmatch(r"rank-(\d+)\.jsonl", path.name)
         lines = [line for line in read_lines(path) if number(line.get("step")) is not None]
         if match and lines:

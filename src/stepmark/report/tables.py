@@ -11,6 +11,7 @@ from stepmark.config.fields import fields_of
 from stepmark.config.recipe import all_fields
 from stepmark.config.training_fields import TrainingFields
 from stepmark.config.yaml_file import parse_yaml
+from stepmark.filesystem.files import read_file
 from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
@@ -230,7 +231,7 @@ def read_configuration(history: History) -> tuple[dict[str, Any], dict[str, Any]
     if it has recorded neither."""
     fields = all_fields()
     try:
-        given = parse_yaml((history.folder / USED_RECIPE).read_text(encoding="utf-8"))
+        given = parse_yaml(read_file(history.folder / USED_RECIPE).decode())
     except (OSError, ValueError):
         given, fields = history.started.get("arguments"), fields_of(TrainingFields)
     if not isinstance(given, dict) or not given:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepmark.liveness.host_group import Group
+from stepmark.liveness.host_group import Group, gather
 from stepmark.runtime.base import Runtime
 
 Reduction = Literal["sum", "max"]
@@ -234,10 +234,8 @@ class GroupCollectives:
         return arrived
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """A picklable value of each rank."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group.process_group)
-        return values
+        """A plain value of each rank."""
+        return gather(value, self._group.process_group)
 
     def sum_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         """The sum of each number over the ranks; `device` is the group's. Waits for the device."""

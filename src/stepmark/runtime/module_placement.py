@@ -104,9 +104,10 @@ def agree_on_tensors(
         for index in (index for index, found in enumerate(zip(*held, strict=True)) if len(set(found)) > 1):
             differ = True
             own = runtime.to_host([tensors[index]])[0] if host.rank == group[0] else None
-            value = host.broadcast(own, source=group[0])
+            data = None if own is None else own.contiguous().reshape(-1).view(torch.uint8).numpy()
+            value = torch.from_numpy(host.broadcast(data, source=group[0])).view(tensors[index].dtype)
             if host.rank in group:
-                _assign(tensors[index], value, runtime)
+                _assign(tensors[index], value.view(tensors[index].shape), runtime)
     return differ
 
 

@@ -168,6 +168,11 @@ class Layout(NamedTuple):
     parts: tuple[Part, ...]
 
     @classmethod
+    def of(cls, shape: Shape, parts: Sequence[Any]) -> Layout:
+        """The layout in plain tuples, as another rank has told it."""
+        return cls(shape, tuple(Part(TensorSlice(Box(*box), start, stop), at) for (box, start, stop), at in parts))
+
+    @classmethod
     def full(cls, shape: Sequence[int]) -> Layout:
         return _full_layout(tuple(shape))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import re
 import struct
 from collections.abc import Iterator
@@ -14,9 +13,9 @@ from typing import Any, BinaryIO
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.format.tensor_file import read_tensors
 from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.filesystem import json_files
+from stepmark.filesystem.files import leads_out
 from stepmark.tensor_files.global_tensor import StoredArray
-
-_LARGEST_JSON = 1 << 30
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -47,13 +46,6 @@ def matching(folder: Path, pattern: re.Pattern[str]) -> list[tuple[re.Match[str]
     return [(match, path) for path in paths if (match := pattern.match(path.name))]
 
 
-def leads_out(folder: Path, path: Path) -> bool:
-    """Whether a path leads out of the folder. In the hub's cache the files of a snapshot are links to `blobs`."""
-    root, target = folder.resolve(), path.resolve()
-    blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
-    return not any(target.is_relative_to(allowed) for allowed in (root, *blobs))
-
-
 def inside(folder: Path, name: Any, said_by: Path) -> Path:
     """The path of a file that another file names. Raises CheckpointError where it leads out of the folder."""
     if not isinstance(name, str) or not name or "\0" in name:
@@ -67,10 +59,7 @@ def inside(folder: Path, name: Any, said_by: Path) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises CheckpointDamaged, naming the file, where it is not one."""
     with naming(path, "it is malformed"):
-        with open_file(path) as file:
-            if path.stat().st_size > _LARGEST_JSON:
-                raise CheckpointDamaged("it is too large for what it is")
-            found = json.loads(file.read())
+        found = json_files.read_json(path, follow=True)
         if not isinstance(found, dict):
             raise CheckpointDamaged("it is malformed: it is not a JSON object")
     return found

@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from transformers.trainer_callback import (
 
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
-from stepmark.filesystem.json_files import replace_json
+from stepmark.filesystem.files import make_folder, make_own_folder, replace_file
+from stepmark.filesystem.json_files import read_object, replace_json
 from stepmark.liveness import console
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.output_folder import TRACKERS
@@ -222,7 +224,8 @@ class RunCallbacks:
     def write_state(self, folder: Path) -> None:
         """Writes the state to trainer_state.json, with that of the callbacks which have one."""
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=self._exportable()).stateful_callbacks
-        self.state.save_to_json(str(folder / TRAINER_STATE))
+        state = json.dumps(asdict(self.state), indent=2, sort_keys=True) + "\n"
+        replace_file(folder / TRAINER_STATE, state.encode())
 
     def restore_state(self, saved: TrainerState) -> None:
         """Restores the history, the best model and the callbacks' states from `saved`: their counters, and with
@@ -337,13 +340,16 @@ def same_runs(folder: Path, args: Any, callbacks: Sequence[Any]) -> Iterator[Non
     of. trackio knows runs by their name, to which the id is added. TensorBoard's run is a folder.
     """
     path, kinds = folder / TRACKERS, {type(each).__name__: each for each in callbacks}
-    known = json.loads(path.read_text()) if path.is_file() else {"id": secrets.token_hex(4)}
+    known = read_object(path)
+    known = known if str(known.get("id")).isalnum() else {"id": secrets.token_hex(4)}
     variables = {"WANDB_RUN_ID": known["id"], "WANDB_RESUME": "allow"} if "WANDB_RUN_ID" not in os.environ else {}
     mlflow, board = sys.modules.get("mlflow") if "MLflowCallback" in kinds else None, kinds.get("TensorBoardCallback")
     if mlflow is not None and mlflow.active_run() is None and "MLFLOW_RUN_ID" not in os.environ:
         uri = os.environ.get("MLFLOW_TRACKING_URI") or mlflow.get_tracking_uri()
         variables |= {"MLFLOW_RUN_ID": known["mlflow"]} if known.get("mlflow_uri") == uri else {}
     if board is not None and board.logging_dir is None:
+        for part in ("runs", f"runs/{known['id']}"):
+            make_own_folder(folder / part)
         board.logging_dir = str(folder / "runs" / known["id"])
     before, name = {each: os.environ.get(each) for each in variables}, args.run_name
     os.environ.update(variables)
@@ -358,5 +364,5 @@ def same_runs(folder: Path, args: Any, callbacks: Sequence[Any]) -> Iterator[Non
             os.environ.update({} if value is None else {each: value})
     if mlflow is not None and mlflow.active_run() is not None:
         known |= {"mlflow": mlflow.active_run().info.run_id, "mlflow_uri": mlflow.get_tracking_uri()}
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     replace_json(path, known)

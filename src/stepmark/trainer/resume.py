@@ -57,17 +57,17 @@ def restore_run(
             )
         saved = checkpointer.metadata(path)
         if "imported" in saved:  # another tool says no more of a run's identity than what an adapter is
-            known = {key: parts.identity.get(key) for key in saved.get("identity") or ()}
-            check_same_run(saved["identity"] if known else {}, known, str(path))
+            known = {key: parts.identity.get(key) for key in manifest.identity}
+            check_same_run(manifest.identity, known, str(path))
             return
-        if saved.get("identity") is None:
+        if not manifest.identity:
             raise CheckpointMismatch(
                 f"resume_from_checkpoint: {path} was not saved by a Stepmark training run; name one that was"
             )
         data = saved.get("data")  # older checkpoints do not describe it
         words = data_difference(data, parts.data) if isinstance(data, Mapping) and parts.data else None
         accepted = parts.args.accepted_changes
-        changes.update(check_same_run(saved["identity"], parts.identity, str(path), words, accepted))
+        changes.update(check_same_run(manifest.identity, parts.identity, str(path), words, accepted))
 
     try:
         try:

@@ -30,6 +30,7 @@ from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import check_by_batch
 from stepmark.evaluation.run_options import RunOptions, function_name
+from stepmark.filesystem.files import make_folder
 from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.silent_ranks import PeerWatch
@@ -1131,7 +1132,7 @@ class Trainer:
             StepmarkError: The folder cannot be written to.
         """
         with self._run.writing():
-            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            make_folder(Path(self.args.output_dir))
             self._run.log.results(split, dict(metrics), combined=combined)
 
     def save_state(self) -> None:

@@ -17,6 +17,7 @@ from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointNotFound
 from stepmark.evaluation.run_options import RunOptions
+from stepmark.filesystem.printable import printable
 from stepmark.liveness.collection import quick_imports
 from stepmark.recipe.used_recipe import USED_RECIPE, read_used_recipe, recipe_file_of
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment, warn_not_saved
@@ -52,9 +53,10 @@ def evaluate_command(request: Request) -> int:
 def _compile_cache(request: Request) -> bool | str | None:
     """Where the run keeps compiled graphs, so that its evaluations' are found there; None before it has begun."""
     if request.is_run:
-        recipe = _recipe_of_run(request.path)
+        recipe = _recipe_of_run(request.path, request.trust_remote_code)
     else:
-        recipe = read_used_recipe(request.path.absolute().parent) or recipe_of(request.path)
+        run = request.path.absolute().parent
+        recipe = read_used_recipe(run, trusts_code=request.trust_remote_code) or recipe_of(request.path, request)
     return None if recipe is None else recipe.training.compile_cache
 
 
@@ -75,7 +77,7 @@ def _of_one(request: Request, mesh: Any) -> int:
     leads = mesh.context.host.rank == 0
     path = mesh.context.host.broadcast(newest(request))
     with reading(path, "once") if leads else contextlib.nullcontext():
-        setup = EvaluationSetup.prepare(request, mesh, recipe_of(path), path)
+        setup = EvaluationSetup.prepare(request, mesh, recipe_of(path, request), path)
         if leads:
             _say(setup.summary(_origin(request, recipe_file_of(path), path, RunOptions.of_checkpoint(path))))
         metrics = setup.evaluate(path)
@@ -88,16 +90,16 @@ def _of_one(request: Request, mesh: Any) -> int:
     return 0
 
 
-def recipe_of(path: Path) -> Recipe | None:
-    """The recipe of the run that saved this checkpoint or model."""
+def recipe_of(path: Path, given: Any) -> Recipe | None:
+    """The recipe of the run that saved this checkpoint or model; `given` has the caller's `trust_remote_code`."""
     found = recipe_file_of(path)
-    return None if found is None else read_used_recipe(found.parent)
+    return None if found is None else read_used_recipe(found.parent, trusts_code=given.trust_remote_code)
 
 
-def _recipe_of_run(run: Path) -> Recipe | None:
+def _recipe_of_run(run: Path, trusts_code: bool) -> Recipe | None:
     """The recipe in a run's folder, or the copy in its newest checkpoint, as where checkpoints were copied there."""
     newest = next(iter(checkpoints(run)), run)
-    return read_used_recipe(run) or read_used_recipe(newest)
+    return read_used_recipe(run, trusts_code=trusts_code) or read_used_recipe(newest, trusts_code=trusts_code)
 
 
 def _origin(request: Request, recipe: Path | None, path: Path, options: RunOptions | None) -> str:
@@ -130,7 +132,7 @@ def _of_run(request: Request, mesh: Any) -> int:
 
     def make_setup(checkpoint: Path) -> Any:
         holder = request.path if (request.path / USED_RECIPE).is_file() else checkpoint
-        recipe = read_used_recipe(holder)
+        recipe = read_used_recipe(holder, trusts_code=request.trust_remote_code)
         setup = EvaluationSetup.prepare(request, mesh, recipe, checkpoint)
         if leads:
             used = None if recipe is None else holder / USED_RECIPE
@@ -159,7 +161,7 @@ def _of_run(request: Request, mesh: Any) -> int:
 
 def _with_metric(request: Request) -> Request:
     """With the metric for the best checkpoint of the run's recipe, unless one is given."""
-    recipe = _recipe_of_run(request.path) if request.metric is None else None
+    recipe = _recipe_of_run(request.path, request.trust_remote_code) if request.metric is None else None
     if recipe is None or recipe.training.metric_for_best_model is None:
         return request
     own, greater = recipe.training, request.greater_is_better
@@ -175,7 +177,7 @@ def _wait_for_folder(request: Request, host: Any) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 # What is printed: a line for each evaluation as it completes, a table at the end, or JSON

@@ -140,7 +140,7 @@ class Request:
         """Whether the path is a run, or will become one; otherwise it is a single checkpoint or model."""
         if (self.path / MANIFEST).exists() or step_of(self.path) is not None:
             return False
-        return bool(checkpoints(self.path)) or not any((self.path / name).is_file() for name in MODEL_CONFIGS)
+        return bool(checkpoints(self.path)) or not any(os.path.lexists(self.path / name) for name in MODEL_CONFIGS)
 
 
 @dataclass(frozen=True)

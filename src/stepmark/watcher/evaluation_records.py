@@ -91,8 +91,8 @@ class EvaluationRecords:
     def locked(self) -> Iterator[None]:
         """Inside the block, no other watcher writes."""
         folder = self._run / COORDINATION
-        folder.mkdir(exist_ok=True)
-        with _here, open(folder / "evaluations.lock", "a") as file:
+        files.make_own_folder(folder)
+        with _here, files.open_for_appending(folder / "evaluations.lock") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX)
             except OSError as error:  # on a file system without locks, only one watcher at a time is safe

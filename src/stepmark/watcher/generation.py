@@ -99,7 +99,7 @@ def open_generator(given: Any, options: Mapping[str, Any], chat: bool | None) ->
         raise CheckpointNotFound(f"there is no folder {given.path}")
     path = newest(Request(given.path))
     with reading(path, "generate"):
-        recipe, trust = recipe_of(path), given.trust_remote_code
+        recipe, trust = recipe_of(path, given), given.trust_remote_code
         run, tokenizer = options_of(recipe, path), tokenizer_of(recipe, path, trust)
         if tokenizer is None:
             raise UsageError(f"{path} has no tokenizer; a Trainer with processing_class saves it")
@@ -120,7 +120,7 @@ def _refusals() -> Iterator[None]:
     """Inside the block, what transformers raises for options is a UsageError."""
     try:
         yield
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # NotImplementedError is one
         raise UsageError(f"transformers refuses to generate: {' '.join(str(error).split())}") from error
 
 

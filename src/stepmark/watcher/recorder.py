@@ -10,6 +10,7 @@ from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, point_best
 from stepmark.errors import UsageError
+from stepmark.filesystem.files import make_own_folder
 from stepmark.trainer.interruption.run_end import ask_to_stop
 from stepmark.watcher.evaluation_data import Request
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, EvaluationRecord, EvaluationRecords
@@ -114,6 +115,8 @@ class EvaluationRecorder:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
+            for folder in (FOLDER.parent, FOLDER):
+                make_own_folder(self._run / folder)
             self._writer = SummaryWriter(str(self._run / FOLDER))
         for name, value in line.items():
             if name not in _NO_SCALARS and isinstance(value, (int, float)):

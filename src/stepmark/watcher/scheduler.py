@@ -65,7 +65,7 @@ BACKOFF = 0.5  # seconds, at most, that two watchers wait which claimed the same
 
 @dataclass(frozen=True)
 class EvaluationJob:
-    """`kind`: "prepare" the setup with a checkpoint, "skip" or "evaluate" one, "wait", or "end"."""
+    """`kind`: "prepare" the setup with a checkpoint, "skip" or "evaluate" one, "wait", or "end". `found`: on rank 0."""
 
     kind: str
     checkpoint: Path | None = None

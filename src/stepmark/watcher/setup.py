@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch
 import xxhash
 from torch import nn
 
-from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
 from stepmark.config.data_arguments import columns_of
 from stepmark.config.recipe import Recipe
@@ -26,7 +26,6 @@ from stepmark.evaluation.restored_model import ModelReader, is_adapter, needs_co
 from stepmark.evaluation.run_options import RunOptions
 from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.runtime.mesh import Mesh
-from stepmark.trainer.run_folder.run_identity import tokenizer_digest
 from stepmark.training.model_options import check_attention
 from stepmark.training.packing_check import check_packing
 from stepmark.watcher.evaluation_data import MODEL_CONFIGS, DataChoice, EvaluationSet, Request, prepare_sets
@@ -256,12 +255,13 @@ def _read_what_texts_need(
     found: tuple[Any, int | None] = (None, None)
     problem: Exception | None = None
     try:
-        tokenizer = tokenizer_of(recipe, checkpoint, trust)
-        config = read_config(checkpoint, trust, base_model) if tokenizer is not None else None
-        found = tokenizer, getattr(config, "max_position_embeddings", None)
+        reads = recipe is not None or any(checkpoint.glob("tokenizer*"))
+        config = read_config(checkpoint, trust, base_model) if reads else None
+        found = tokenizer_of(recipe, checkpoint, trust), getattr(config, "max_position_embeddings", None)
     except Exception as error:  # transformers and parsers raise many kinds where files vanish
         problem = error
-    there = checkpoint.is_dir() and (problem is None or any((checkpoint / name).is_file() for name in MODEL_CONFIGS))
+    configs = [os.path.lexists(checkpoint / name) for name in MODEL_CONFIGS]
+    there = checkpoint.is_dir() and (problem is None or any(configs))
     gone = mesh.context.host.all_gather(not there)
     if any(gone):
         raise CheckpointNotFound(f"{checkpoint} was deleted before it was evaluated") from problem
@@ -271,34 +271,15 @@ def _read_what_texts_need(
 
 
 def tokenizer_of(recipe: Recipe | None, checkpoint: Path, trust: bool) -> Any:
-    """The tokenizer of the run: the recipe's, or the checkpoint's copy where the recipe names none that is here, or one
-    that has changed since; None where there is neither."""
+    """The tokenizer of the run: the checkpoint's copy, else the recipe's; None where there is neither."""
     from stepmark.data.tokenize.tokenizer import OWN_CODE, load_tokenizer
     from stepmark.recipe.model import build_tokenizer
 
-    def load_copy() -> Any:
-        try:
-            return load_tokenizer(str(checkpoint), trust)
-        except UsageError as error:
-            if OWN_CODE in str(error):
-                raise UsageError(needs_code(checkpoint)) from error
-            raise
-
-    has_copy = any(checkpoint.glob("tokenizer*"))
-    if recipe is None:
-        return load_copy() if has_copy else None
+    if not any(checkpoint.glob("tokenizer*")):
+        return None if recipe is None else build_tokenizer(recipe.model)
     try:
-        named = build_tokenizer(replace(recipe.model, trust_remote_code=trust))
-    except UsageError:
-        if not has_copy:
-            raise
-        return load_copy()
-    return load_copy() if has_copy and _has_changed(named, checkpoint) else named
-
-
-def _has_changed(tokenizer: Any, checkpoint: Path) -> bool:
-    """Whether a tokenizer is known to be another one than that of the run."""
-    if not (checkpoint / MANIFEST).is_file():
-        return False
-    identity = decode_plain(read_manifest(checkpoint).metadata).get("identity") or {}
-    return identity.get("tokenizer") not in (None, tokenizer_digest(tokenizer))
+        return load_tokenizer(str(checkpoint), trust)
+    except UsageError as error:
+        if OWN_CODE in str(error):
+            raise UsageError(needs_code(checkpoint)) from error
+        raise

@@ -70,7 +70,9 @@ class Watcher:
         """
         try:
             while True:
-                job = self._host.broadcast(self._scheduler.look() if self._host.rank == 0 else None)
+                own = self._scheduler.look() if self._host.rank == 0 else None
+                told = self._host.broadcast(own and (own.kind, own.checkpoint))
+                job = own or EvaluationJob(*told)
                 if job.kind == "end":
                     break
                 self._do(job)

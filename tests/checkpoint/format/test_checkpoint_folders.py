@@ -112,7 +112,7 @@ def test_a_dead_run_whose_clock_was_ahead_does_not_hold_the_folder_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "STALE", 1.0)
-    dead = tmp_path / ".stepmark" / "dead"
+    dead = tmp_path / ".stepmark" / "0000dead"
     dead.mkdir(parents=True)
     (dead / "claimed").touch()
     (dead / "alive.0").write_text(json.dumps({"boot": "another machine", "host": "far"}))

@@ -21,7 +21,7 @@ from torch import nn
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checksums import bytes_checksum
-from stepmark.checkpoint.format.manifest import Manifest, parse_manifest
+from stepmark.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest
 from stepmark.checkpoint.format.tensor_file import parse_header
 from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointDamaged, CheckpointError
@@ -242,6 +242,24 @@ def test_a_time_that_no_calendar_has_is_damage(saved: Path, time: Any) -> None:
     body = json.loads((saved / "manifest.json").read_bytes())
     with pytest.raises(CheckpointDamaged, match="is malformed"):
         parse_manifest(signed({**body, "time": time}))
+
+
+def test_a_large_manifest_has_the_bytes_of_its_shards(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / saved.name))
+    monkeypatch.setattr("stepmark.filesystem.json_files._MOST_PARSED", 1000)
+    with pytest.raises(CheckpointDamaged, match="more values than such a file can"):
+        read_manifest(folder)
+    monkeypatch.setattr("stepmark.checkpoint.format.manifest._USUAL", 0)
+    with pytest.raises(CheckpointDamaged, match="more values than such a file can"):
+        read_manifest(folder)  # of a model of a few bytes
+    (folder / "padding").write_bytes(b"1" * (1 << 20))
+    read_manifest(folder)
+    with open(folder / "padding", "wb") as hollow:
+        hollow.truncate(1 << 30)
+    with pytest.raises(CheckpointDamaged, match="more values than such a file can"):
+        read_manifest(folder)
 
 
 def test_an_unknown_element_type_that_only_a_header_has_is_damage(tmp_path: Path) -> None:

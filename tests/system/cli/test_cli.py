@@ -56,6 +56,43 @@ def test_python_m_stepmark(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, f"stepmark {stepmark.__version__}\n", "")
 
 
+SCRIPT = str(Path(sys.executable).parent / "stepmark")
+EVIL = "import pathlib\npathlib.Path({canary!r}).touch()\nraise SystemExit(9)\n"
+
+
+def test_modules_of_the_current_folder_are_not_imported(tmp_path: Path) -> None:
+    """Of a user's, or of a stranger's folder: neither by a command nor by the ranks that it starts."""
+    canary, folder = tmp_path / "imported", tmp_path / "here"
+    folder.mkdir()
+    ours = ("xxhash", "queue", "argparse", "torch", "transformers", "numpy")
+    for number, command in enumerate(([sys.executable, "-m", "stepmark"], rank_command([]), [SCRIPT])):
+        for name in (*ours, "contextlib", "stepmark") if number else ours:  # Python's own -m imports these
+            (folder / f"{name}.py").write_text(EVIL.format(canary=str(canary)))
+        done = subprocess.run([*command, "inspect", "nowhere"], capture_output=True, text=True, cwd=folder)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert done.stderr.startswith("error: ")
+        assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "1e3"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "1e3"}, "RANK"),
+        ({"STEPMARK_SUPERVISOR": "abc"}, "STEPMARK_SUPERVISOR"),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1e3"}, "SLURM_STEP_NUM_TASKS"),
+    ],
+)
+def test_variables_that_are_no_numbers_are_one_line(
+    ranks: Ranks, tmp_path: Path, variables: dict[str, str], name: str
+) -> None:
+    (tmp_path / "recipe.yaml").write_text("config_name: gpt2\ntokenizer_name: bytes\ndataset_name: python-stdlib\n")
+    done = commands.run(ranks, tmp_path, "train", "recipe.yaml", "--output_dir", "out", "--device", "cpu", **variables)
+    assert done.returncode in (1, 2)
+    assert done.stderr.startswith(f"error: the environment variable {name} must be an integer")
+    assert done.stderr.count("\n") == 1
+
+
 def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as ended:
         run([*arguments, "--help"])
@@ -166,7 +203,7 @@ def test_of_several_ranks_one_reports_a_wrong_call(
     ],
 )
 def test_ranks_get_the_same_call_without_nproc(arguments: list[str], kept: list[str]) -> None:
-    assert rank_command(arguments) == [sys.executable, "-m", "stepmark", *kept]
+    assert rank_command(arguments) == [sys.executable, "-P", "-m", "stepmark", *kept]
 
 
 def test_training_as_a_user_calls_it(tmp_path: Path) -> None:

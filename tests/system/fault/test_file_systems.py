@@ -207,7 +207,7 @@ def sticky(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "os", Sticky(".nfs0001"))
 
 
-@pytest.mark.parametrize("name", [".deleted-checkpoint-0.ab-000001", ".stepmark/dead", ".stepmark/.dead"])
+@pytest.mark.parametrize("name", [".deleted-checkpoint-0.ab-000001", ".stepmark/0000dead", ".stepmark/.0000dead"])
 def test_a_leftover_that_cannot_go_yet_holds_up_no_run(
     tmp_path: Path, sticky: None, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
@@ -220,7 +220,7 @@ def test_a_leftover_that_cannot_go_yet_holds_up_no_run(
         with Checkpointer(tmp_path) as checkpointer:
             assert checkpointer.restore(state_of()) == 2
     assert "cannot be deleted" in caplog.text
-    assert not (tmp_path / ".stepmark/dead").exists()  # its run, if it lives, sees that it has lost the folder
+    assert not (tmp_path / ".stepmark/0000dead").exists()  # its run, if it lives, sees that it has lost the folder
 
 
 @pytest.mark.parametrize("exchange", [True, False])

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.format.json_values import decode
 from stepmark.checkpoint.format.manifest import parse_manifest
 from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.filesystem.json_values import decode
 from tests.checkpoint.format.test_manifest import change_file, signed
 from tests.support.checkpoint_states import same, seeded_state, snapshot
 

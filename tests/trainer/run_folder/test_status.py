@@ -29,7 +29,7 @@ def test_what_cannot_be_read_has_no_state(tmp_path: Path) -> None:
     path.unlink()
     path.mkdir()
     assert RunStatus.read(tmp_path) == RunStatus()
-    with pytest.raises(OSError, match="directory"):
+    with pytest.raises(OSError, match="no regular file"):
         RunStatus.read(tmp_path, strictly=True)
 
 

@@ -42,6 +42,7 @@ _ATTEMPTS = 20  # terms that a run may lose to others before it gives up
 # Errors of renaming to a term that another run has taken; ENOENT: that run has already removed the source.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 _TERM = re.compile(r"\.owner\.(\d+)\Z")
+_CLAIM = re.compile(r"\.?[0-9a-f]{8}(\.term)?\Z")
 
 logger = logging.getLogger("stepmark")
 
@@ -67,7 +68,7 @@ class FolderClaim:
         root = folder / COORDINATION
         monitor = HeartbeatMonitor()
         for _ in range(_ATTEMPTS):
-            files.make_folder(root)
+            files.make_own_folder(root)
             term, owner = _latest_term(root)
             dead = _wait_for_death(folder, owner, monitor)
             own = cls._take_term(root, term + 1)
@@ -121,9 +122,9 @@ class FolderClaim:
         self._check_ownership(folder)
         judged = set(dead)
         for other in sorted((folder / COORDINATION).iterdir()):
-            if other == self.folder or not other.is_dir():
+            number, ours = _term_of(other), _CLAIM.match(other.name)
+            if other == self.folder or other.is_symlink() or not other.is_dir() or (number is None and not ours):
                 continue
-            number = _term_of(other)
             if other in judged or (number < self._term if number is not None else other.name.startswith(".")):
                 _remove(other)
         self._check_ownership(folder)
@@ -229,9 +230,9 @@ def _heartbeats(claim: Path) -> list[Path]:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """The names in a folder, sorted; none if it is gone, since another run may remove or rename it."""
+    """The names in a folder, sorted; none in a link, or if it is gone, since another run may remove or rename it."""
     try:
-        return sorted(os.listdir(folder))
+        return [] if folder.is_symlink() else sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return []
 

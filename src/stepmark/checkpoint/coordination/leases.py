@@ -31,7 +31,7 @@ class Lease:
         """`label`, without dots, is the purpose. Raises OSError if the run's folder cannot be written to."""
         assert "." not in label
         root = checkpoint.parent / COORDINATION
-        files.make_folder(root)
+        files.make_own_folder(root)
         name = f"lease.{checkpoint.name}.{label}.{secrets.token_hex(6)}"
         hidden = root / f".{name}"
         self._heartbeat = Heartbeat(hidden)
@@ -97,7 +97,7 @@ class Leases:
         Removes the leases of dead readers.
         """
         found = False
-        for path in sorted(self._folder.glob(f"lease.{checkpoint.name}.{label or '*'}.*")):
+        for path in files.files_in(self._folder, f"lease.{checkpoint.name}.{label or '*'}.*"):
             if but is not None and path == but.path:
                 continue
             if self.alive(path):

@@ -23,12 +23,13 @@ from stepmark.errors import CheckpointError
 from stepmark.filesystem import files
 
 COORDINATION = ".stepmark"
+MANIFEST = "manifest.json"
 BEST = "best"  # a link to the best of the checkpoints, which is never deleted
 
 logger = logging.getLogger("stepmark")
 
 _CHECKPOINT = re.compile(r"checkpoint-(0|[1-9]\d*)\Z")
-_HIDDEN = re.compile(r"\.(replaced-|deleted-|)checkpoint-(\d+)\.(.+)\Z")
+_HIDDEN = re.compile(r"\.(replaced-|deleted-|)checkpoint-(\d+)\.([0-9a-f]+-\d{6,}|[0-9a-f]{16})\Z")
 _SAVING = re.compile(r"\.(.+)\.saving\Z")
 _REPLACED, _DELETED = ".replaced-", ".deleted-"
 
@@ -89,6 +90,8 @@ def publish(temporary: Path, save: str) -> Path:
     if not os.path.lexists(final):
         files.rename(temporary, final)
         files.sync_folder(final.parent)
+    elif step_of(final) is not None and not final.is_symlink() and not _replaceable(final):
+        raise CheckpointError(f"{final} is in the way, and is no checkpoint: move it away, and save again")
     elif files.exchange(temporary, final):
         files.sync_folder(final.parent)
         _remove_or_leave(temporary)
@@ -104,6 +107,11 @@ def publish(temporary: Path, save: str) -> Path:
         files.sync_folder(final.parent)
         _remove_or_leave(replaced)
     return final
+
+
+def _replaceable(path: Path) -> bool:
+    """Whether nothing would be lost that is not part of a checkpoint."""
+    return path.is_dir() and ((path / MANIFEST).exists() or not any(path.iterdir()))
 
 
 def remove_temporary(path: Path) -> None:
@@ -173,7 +181,7 @@ def recover(folder: Path) -> list[Path]:
     deleted = []
     for path in sorted(folder.iterdir()):
         match = _HIDDEN.match(path.name)
-        if match is None or not path.is_dir():
+        if match is None or path.is_symlink() or not path.is_dir():
             continue
         final = checkpoint_path(folder, int(match[2]))
         if match[1] == "replaced-" and not os.path.lexists(final):

@@ -6,7 +6,6 @@ cannot be read at the moment, which does not mean corruption.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -18,7 +17,8 @@ from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, FileEntry, Man
 from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
 from stepmark.checkpoint.format.tensor_file import Header, parse_header
 from stepmark.errors import CheckpointDamaged
-from stepmark.filesystem.files import regular_file_size
+from stepmark.filesystem.files import LARGEST, open_for_reading, regular_file_size
+from stepmark.filesystem.json_files import parse_json
 
 _MODEL_FILE = re.compile(r"model.*\.(safetensors|index\.json)\Z")
 
@@ -71,6 +71,9 @@ def check_size(folder: Path, entry: FileEntry) -> Path:
         raise cannot_read(path, error) from error
     if size is None or not path.resolve().is_relative_to(folder.resolve()):  # a link may lead anywhere
         raise FileIncomplete(f"{path} is missing")
+    hollow = size > LARGEST and os.stat(path).st_blocks * 512 < size // 16 and entry.header is None
+    if (entry.name == VALUES and size > LARGEST) or hollow:  # a save writes every byte
+        raise CheckpointDamaged(f"{path} has {size} bytes, most of which nobody has written")
     if size != entry.size:
         raise FileIncomplete(f"{path} has {size} bytes instead of {entry.size}")
     return path
@@ -90,7 +93,7 @@ def check_file(folder: Path, entry: FileEntry) -> None:
 def _read_checked(path: Path, count: int, entry: FileEntry, what: str) -> bytes:
     """The file's first bytes, which the digest in the manifest is of."""
     try:
-        with path.open("rb") as file:  # buffered, which continues after a short read
+        with path.open("rb") if entry.header is not None else open_for_reading(path) as file:  # continues a short read
             data = file.read(count)
     except OSError as error:
         raise cannot_read(path, error) from error
@@ -122,8 +125,8 @@ def read_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
         raise CheckpointDamaged(f"{folder}: the manifest lists no {VALUES}")
     data = _read_checked(check_size(folder, entry), entry.size, entry, f"{path}")
     try:
-        sections = json.loads(data)["sections"]
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        sections = parse_json(data)["sections"]
+    except (LookupError, TypeError, ValueError) as error:
         raise CheckpointDamaged(f"{path} is malformed: {error!r}") from error
     if not isinstance(sections, dict):
         raise CheckpointDamaged(f"{path} is malformed")

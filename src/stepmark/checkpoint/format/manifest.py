@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepmark.checkpoint.format.checkpoint_folders import MANIFEST as MANIFEST
 from stepmark.checkpoint.format.checksums import FILE_CHECKSUM_LENGTH, bytes_checksum
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
-from stepmark.checkpoint.format.tensor_file import natural_numbers
+from stepmark.checkpoint.format.tensor_file import LARGEST_HEADER, natural_numbers
 from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.filesystem.files import read_file, regular_files
+from stepmark.filesystem.json_files import LATEST, parse_json
 from stepmark.liveness.collection import without_collection
 from stepmark.sharding.layout import Box, Shape, TensorSlice
 
-MANIFEST = "manifest.json"
 VALUES = "state.json"
 KINDS = "kinds"  # of a state dict's values there: what is a tensor, by name, on which ranks have to agree
 WRITTEN = "written"  # of a model's values there: the form in which transformers writes it, see written_form.py
@@ -31,10 +34,10 @@ ADAPTER = "adapter_model"  # in place of the model's: an adapter of peft, whose 
 OPTIMIZER = "optimizer"
 STATE = "state"
 
-_LATEST = 253370764800.0  # seconds since the Unix epoch: the beginning of the year 9999, up to which calendars go
+_USUAL = 4 << 20  # bytes; a larger manifest may have as many shards as the bytes that the checkpoint takes can be of
 _BLANK = "0" * FILE_CHECKSUM_LENGTH
 _DIGEST_FIELD = re.compile(rb'"digest": "([0-9a-f]{32})"\n\}\n\Z')
-_FILE_NAME = re.compile(r"[^/\\\0]+(/[^/\\\0]+)*\Z")
+_FILE_NAME = re.compile(r"((?!\.{1,2}(/|\Z))[^/\\\0]+(/(?!\Z)|\Z))+\Z")  # no part is empty, "." or ".."
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,14 @@ class Manifest:
     def file(self, name: str) -> FileEntry | None:
         """The file with this name, None where there is none."""
         return next((file for file in self.files if file.name == name), None)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The identity of the run, as far as the metadata have it."""
+        from stepmark.filesystem.json_values import decode_plain  # needs numpy
+
+        found = decode_plain(self.metadata).get("identity")
+        return found if isinstance(found, dict) else {}
 
     @without_collection()
     def to_bytes(self) -> bytes:
@@ -174,7 +185,9 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        return parse_manifest(path.read_bytes())
+        data = read_file(path)
+        names = regular_files(folder) if len(data) > _USUAL else ()
+        return parse_manifest(data, sum(os.lstat(folder / name).st_blocks * 512 for name in names))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileIncomplete(f"{path} is missing; the folder is not a complete checkpoint") from error
     except OSError as error:
@@ -193,8 +206,9 @@ def save_of(folder: Path) -> str | None:
 
 
 @without_collection()  # very many objects that stay, without cycles
-def parse_manifest(data: bytes) -> Manifest:
-    """The manifest in these bytes; raises as `read_manifest` does."""
+def parse_manifest(data: bytes, stored: int = 0) -> Manifest:
+    """The manifest in these bytes, of a checkpoint of `stored` bytes, which bounds how many shards it can have; raises
+    as `read_manifest` does."""
     match = _DIGEST_FIELD.search(data)
     if match is None:
         raise CheckpointDamaged("it does not end with its checksum")
@@ -202,9 +216,9 @@ def parse_manifest(data: bytes) -> Manifest:
     if bytes_checksum(blank) != match[1].decode():
         raise CheckpointDamaged("it does not match its checksum")
     try:
-        return _from_json(json.loads(data))
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointDamaged(f"it is malformed: {error!r}") from error
+        return _from_json(parse_json(data, stored // 8))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointDamaged(f"it is malformed: {str(error)[:200]!r}") from error
 
 
 def _from_json(body: dict[str, Any]) -> Manifest:
@@ -220,25 +234,29 @@ def _from_json(body: dict[str, Any]) -> Manifest:
     if len({file.name for file in files}) != len(files):
         raise ValueError("two files have the same name")
     tensors = {
-        group: {name: _tensor_from_json(entry, files) for name, entry in entries.items()}
+        _name(group): {_name(name): _tensor_from_json(entry, files) for name, entry in entries.items()}
         for group, entries in body["tensors"].items()
     }
     (step,) = natural_numbers([body["step"]])
     time = float(body["time"])
-    if not 0 <= time <= _LATEST:
+    if not 0 <= time <= LATEST:
         raise ValueError(f"{time} is not a time")
     (world_size,) = natural_numbers([body["world_size"]])
-    if not isinstance(body["model_only"], bool) or not isinstance(body["save"], str):
+    mappings = [body["metadata"], body["metrics"], body["sections"]]
+    if not isinstance(body["model_only"], bool) or not all(isinstance(each, dict) for each in mappings):
         raise ValueError("its fields have wrong types")
+    mesh = {_name(axis): natural_numbers([size])[0] for axis, size in body["mesh"].items()}
+    if world_size < 1 or 0 in mesh.values():
+        raise ValueError("no rank has saved it")
     return Manifest(
         step=step,
-        save=body["save"],
+        save=_name(body["save"]),
         time=time,
-        software={str(key): str(value) for key, value in body["software"].items()},
+        software={_name(key): _name(value) for key, value in body["software"].items()},
         world_size=world_size,
-        mesh={str(axis): natural_numbers([size])[0] for axis, size in body["mesh"].items()},
+        mesh=mesh,
         model_only=body["model_only"],
-        sections={str(name): str(kind) for name, kind in body["sections"].items()},
+        sections={_name(name): _name(kind) for name, kind in body["sections"].items()},
         files=files,
         tensors=tensors,
         metadata=body["metadata"],
@@ -246,9 +264,15 @@ def _from_json(body: dict[str, Any]) -> Manifest:
     )
 
 
+def _name(text: Any) -> str:
+    if not isinstance(text, str) or not text.isprintable():
+        raise ValueError(f"{str(text)[:80]!r} is not a name")
+    return text
+
+
 def _file_from_json(entry: dict[str, Any]) -> FileEntry:
     name, digest = entry["name"], entry["digest"]
-    if not isinstance(name, str) or not _FILE_NAME.match(name) or {".", ".."} & set(name.split("/")):
+    if not isinstance(name, str) or not name.isprintable() or not _FILE_NAME.match(name):
         raise ValueError(f"{str(name)[:80]!r} is not a file name inside the checkpoint")
     if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{32}", digest):
         raise ValueError(f"{name!r} has no checksum")
@@ -257,8 +281,8 @@ def _file_from_json(entry: dict[str, Any]) -> FileEntry:
         return FileEntry(name, size, digest)
     (header,) = natural_numbers([entry["header"]])
     writers = [natural_numbers(writer) for writer in entry["writers"]]
-    if header > size:
-        raise ValueError(f"{name!r} is smaller than its header")
+    if header > min(size, LARGEST_HEADER + 8):
+        raise ValueError(f"{name!r} is smaller than its header, or that is too large")
     return FileEntry(name, size, digest, header, tuple((rank, end) for rank, end in writers))
 
 

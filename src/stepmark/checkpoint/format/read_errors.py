@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.errors import CheckpointDamaged, CheckpointError, FileRefused
 
 
 class FileIncomplete(CheckpointDamaged):
@@ -15,14 +15,14 @@ class FileIncomplete(CheckpointDamaged):
 def cannot_read(path: Path, error: OSError, what: str = "it") -> CheckpointError:
     """The error to raise where reading `path` has failed; `what` of it was to be read.
 
-    FileIncomplete where there is no such file, CheckpointDamaged where the disk cannot read it, and else, as for a
-    server that does not answer, missing rights or too many open files, a plain CheckpointError: the checkpoint
-    may be intact.
+    FileIncomplete where there is no such file, CheckpointDamaged where the disk cannot read it or no save can have
+    written it, and else, as for a server that does not answer, missing rights or too many open files, a plain
+    CheckpointError: the checkpoint may be intact.
     """
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return FileIncomplete(f"{path} is missing")
     reason = error.strerror or str(error)
-    if error.errno == errno.EIO:
+    if error.errno == errno.EIO or isinstance(error, FileRefused):
         return CheckpointDamaged(f"{path}: {what} cannot be read: {reason}")
     return CheckpointError(
         f"{path}: {what} cannot be read: {reason}; the checkpoint may be intact, and nothing in it was "

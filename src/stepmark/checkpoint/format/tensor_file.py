@@ -24,13 +24,15 @@ from typing import Any, BinaryIO, NamedTuple
 from stepmark.checkpoint.format.checksums import BLOCK_CHECKSUM_LENGTH, CHECKSUM_BLOCK, checksum_blocks
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.filesystem.json_files import parse_json
 from stepmark.liveness.collection import without_collection
 from stepmark.sharding.layout import Shape, TensorSlice
 
 PAGE = 4096
 _STEP_DIGITS = 20
-_LARGEST_HEADER = 100_000_000  # safetensors refuses a longer one
+LARGEST_HEADER = 100_000_000  # safetensors refuses a longer one
 _LARGEST_NUMBER = (1 << 63) - 1
+_MOST_DIMS = 64
 
 
 class StoredTensor(NamedTuple):
@@ -132,7 +134,7 @@ def parse_header(data: bytes, file_size: int) -> Header:
     """
     try:
         return _parse(data, file_size)
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, struct.error) as error:
         raise CheckpointDamaged(f"its header is malformed: {error}") from error
 
 
@@ -141,7 +143,7 @@ def header_length(prefix: bytes, file_size: int) -> int:
     if len(prefix) < 8:
         raise CheckpointDamaged("it is shorter than a header")
     length = int(struct.unpack("<Q", prefix[:8])[0])
-    if length > min(_LARGEST_HEADER, file_size - 8):
+    if length > min(LARGEST_HEADER, file_size - 8):
         raise CheckpointDamaged(f"its header claims {length} bytes of a file of {file_size}")
     return length + 8
 
@@ -182,7 +184,7 @@ def read_tensors(file: BinaryIO) -> tuple[list[PlacedTensor], dict[str, Any]]:
             at = origin + end
             if at > file_size:
                 raise CheckpointDamaged(f"it is truncated: it ends at byte {file_size}, inside tensor {name[:80]!r}")
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, struct.error) as error:
         raise CheckpointDamaged(f"its header is malformed: {str(error)[:200]}") from error
     if at != file_size:
         raise CheckpointDamaged(f"it has {file_size} bytes, and its header describes {at}")
@@ -191,15 +193,15 @@ def read_tensors(file: BinaryIO) -> tuple[list[PlacedTensor], dict[str, Any]]:
 
 def _read_entries(data: bytes, file_size: int) -> tuple[int, dict[str, Any]]:
     size = header_length(data[:8], file_size)
-    entries = json.loads(data[8:size])
-    if not isinstance(entries, dict):
-        raise ValueError("the header is not a dict")
+    entries = parse_json(data[8:size])
+    if not isinstance(entries, dict) or not all(map(str.isprintable, entries)):
+        raise ValueError("the header is not a dict, or has names that cannot be shown")
     return size, entries
 
 
 def _parse(data: bytes, file_size: int) -> Header:
     size, raw = _read_entries(data, file_size)
-    own = json.loads(raw.pop("__metadata__")["stepmark"])
+    own = parse_json(raw.pop("__metadata__")["stepmark"].encode())
     if own["version"] != 1 or own["cell"] != CHECKSUM_BLOCK:
         raise ValueError(
             f"version {own['version']!r} with checksum blocks of {own['cell']!r} bytes is unknown to this reader"
@@ -245,13 +247,13 @@ def _parse_tensor(name: str, entry: dict[str, Any], slice_entry: dict[str, Any] 
 
 def natural_numbers(value: Any) -> Shape:
     """A list of non-negative integers as a tuple. Raises ValueError for anything else."""
-    if isinstance(value, list):
+    if isinstance(value, list) and len(value) <= _MOST_DIMS:
         for number in value:
             if type(number) is not int or not 0 <= number <= _LARGEST_NUMBER:
                 break
         else:
             return tuple(value)
-    raise ValueError(f"{str(value)[:80]} is not a list of non-negative integers")
+    raise ValueError(f"{str(value)[:80]} is not a list of a few non-negative integers")
 
 
 def _split_digests(text: Any, count: int) -> list[str]:

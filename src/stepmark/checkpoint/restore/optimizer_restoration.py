@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepmark.checkpoint.format.json_values import decode
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.checkpoint.restore.read_plan import ReadPlan, tensor_names
 from stepmark.checkpoint.restore.tensor_reader import ReadTarget
 from stepmark.checkpoint.sections import Entry, Section, optimizer_state
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.filesystem.json_values import decode
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.dtensor import is_dtensor
 from stepmark.sharding.layout import Layout, layout_of

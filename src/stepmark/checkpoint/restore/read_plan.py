@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from stepmark.checkpoint.format.json_values import TAG, dicts_in
 from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
 from stepmark.checkpoint.restore.tensor_reader import ReadTarget, check_entry
 from stepmark.checkpoint.sections import Section
 from stepmark.errors import CheckpointMismatch
+from stepmark.filesystem.json_values import TAG, dicts_in
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.dtensor import shard_of, with_local
 from stepmark.sharding.layout import Layout, Shape

@@ -11,7 +11,6 @@ from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import quarantine
 from stepmark.checkpoint.format.integrity import check_integrity, read_values
-from stepmark.checkpoint.format.json_values import check_types
 from stepmark.checkpoint.format.manifest import Manifest, read_manifest
 from stepmark.checkpoint.format.read_errors import FileIncomplete
 from stepmark.checkpoint.format.rows import MASTER
@@ -20,6 +19,7 @@ from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.sections import Section, describe
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from stepmark.filesystem.json_values import check_types
 from stepmark.liveness.collection import without_collection
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.status_store import PhaseDeadlines

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.checkpoint.format.json_values import TAG, decode
 from stepmark.checkpoint.format.manifest import Manifest
 from stepmark.checkpoint.restore.aliasing import differ, sharing
 from stepmark.checkpoint.restore.optimizer_restoration import OptimizerRestoration
@@ -22,6 +21,7 @@ from stepmark.checkpoint.restore.read_plan import Names, ReadPlan, tensor_names
 from stepmark.checkpoint.restore.tensor_reader import ReadTarget, TensorReader
 from stepmark.checkpoint.sections import Section, is_extra_state, overlaps_itself, unwrap
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, StepmarkError, UsageError
+from stepmark.filesystem.json_values import TAG, decode
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.dtensor import with_local
 from stepmark.sharding.layout import Shape, Shard

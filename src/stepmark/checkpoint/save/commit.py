@@ -24,8 +24,9 @@ from stepmark.checkpoint.format.manifest import (
 )
 from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.timestamps import TimestampSource
-from stepmark.errors import CheckpointBusy
+from stepmark.errors import CheckpointBusy, UsageError
 from stepmark.filesystem import files
+from stepmark.filesystem.json_files import is_too_large
 
 INDEX = "model.safetensors.index.json"
 
@@ -66,9 +67,10 @@ class Commit:
             entries.append(FileEntry(name, size, checksum))
         complete = replace(self.manifest, files=tuple(entries), tensors=tensor_entries(plan), time=self.clock.now())
         data = complete.to_bytes()
-        parse_manifest(data)  # nothing is committed that a restore would refuse
+        size = sum(entry.size for entry in entries)
+        parse_manifest(data, size)  # nothing is committed that a restore would refuse
         files.write_file(temporary / MANIFEST, data)
-        return sum(entry.size for entry in entries) + len(data)
+        return size + len(data)
 
     def _write_other_files(self, temporary: Path, plan: SavePlan) -> list[str]:
         """Their names; all of them are synced."""
@@ -116,5 +118,8 @@ def tensor_entries(plan: SavePlan) -> dict[str, dict[str, TensorEntry]]:
 
 
 def values_to_bytes(values: Mapping[str, Any]) -> bytes:
-    """The contents of state.json."""
-    return json.dumps({"version": VERSION, "sections": values}).encode()
+    """The contents of state.json. Raises UsageError where no restore would read so much."""
+    data = json.dumps({"version": VERSION, "sections": values}).encode()
+    if is_too_large(data):
+        raise UsageError("what the state has besides tensors is too large for state.json; save long lists as tensors")
+    return data

@@ -21,11 +21,12 @@ from stepmark.checkpoint.format.checkpoint_folders import (
     step_of,
 )
 from stepmark.checkpoint.format.integrity import check_name
-from stepmark.checkpoint.format.json_values import decode_plain
 from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.checkpoint.retention_policies import Retention, Saved, steps_to_delete
 from stepmark.errors import CheckpointError
 from stepmark.filesystem import files
+from stepmark.filesystem.json_files import read_lines
+from stepmark.filesystem.json_values import decode_plain
 from stepmark.liveness.failure_report import describe_error
 
 DELETED = "deleted.jsonl"
@@ -114,14 +115,5 @@ def _note(folder: Path, deleted: DeletedCheckpoint) -> None:
 
 def read_deleted(folder: Path) -> list[DeletedCheckpoint]:
     """The checkpoints that retention has deleted in this folder, in that order."""
-    try:
-        lines = (folder / COORDINATION / DELETED).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            found.append(DeletedCheckpoint(**json.loads(line)))
-        except (ValueError, TypeError):
-            continue
-    return found
+    lines = read_lines(folder / COORDINATION / DELETED)
+    return [DeletedCheckpoint(**line) for line in lines if line.keys() == DeletedCheckpoint.__dataclass_fields__.keys()]

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from stepmark.checkpoint.format.json_values import encode_plain
 from stepmark.checkpoint.format.manifest import ADAPTER, MANIFEST, OPTIMIZER, STATE, VALUES, Manifest
 from stepmark.checkpoint.save.commit import INDEX
 from stepmark.checkpoint.save.plan import SavePlan, plan_save
@@ -18,6 +17,7 @@ from stepmark.checkpoint.save.table_exchange import RankTables, gather_rows, gat
 from stepmark.checkpoint.sections import Entry, Section, describe
 from stepmark.errors import CheckpointError, UsageError
 from stepmark.filesystem import files
+from stepmark.filesystem.json_values import encode_plain
 from stepmark.filesystem.sizes import distinct_sizes, size
 from stepmark.liveness.collection import without_collection
 from stepmark.liveness.status_store import StatusStore
@@ -110,8 +110,8 @@ def _check_extra(folder: Path, name: str) -> None:
     """Replaces a link by a copy of its target, since it would lead out of the checkpoint, or nowhere, once that is
     moved. Raises UsageError for what is not a file, and for a name that a manifest cannot hold."""
     path = folder / name
-    if "\\" in name:
-        raise UsageError(f"files: {name!r} has a backslash in its name; rename it")
+    if "\\" in name or not name.isprintable():
+        raise UsageError(f"files: {name!r} has a backslash in its name, or what cannot be shown; rename it")
     if not path.is_file():
         kind = "a link that leads to no file" if path.is_symlink() else "neither a file nor a folder"
         raise UsageError(f"files: {name!r} is {kind}; leave it out, or write a file in its place")

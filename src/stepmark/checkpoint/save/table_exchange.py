@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepmark.checkpoint.format.checksums import bytes_checksum
-from stepmark.checkpoint.format.json_values import TAG
 from stepmark.checkpoint.format.manifest import KINDS
 from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.save.plan import Holding
 from stepmark.checkpoint.sections import Section
 from stepmark.errors import UsageError
+from stepmark.filesystem.json_values import TAG
 from stepmark.liveness.collection import without_collection
 from stepmark.liveness.status_store import StatusStore
 from stepmark.liveness.timed_collectives import TimedGroup

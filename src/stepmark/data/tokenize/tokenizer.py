@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepmark.errors import UsageError
+from stepmark.filesystem.files import check_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -56,6 +57,7 @@ def load_tokenizer(
         return byte_tokenizer()
     from transformers import AutoTokenizer
 
+    check_files(Path(name))
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # the library raises many kinds

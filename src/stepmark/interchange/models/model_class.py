@@ -7,14 +7,11 @@ tensors are read, unless this process has imported them already. The commonest m
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +20,8 @@ from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models.known_outlines import known_outline
 from stepmark.interchange.models.model_outline import ModelOutline, read_config
 from stepmark.model_folder.adapted_model import class_of_task, read_adapter_config
+from stepmark.model_folder.model_config import CONFIG, check_counts, few_modules, model_class
 
-_COUNTS = re.compile(r"(num|n)_.*(layer|expert|block)|depth|(layer|expert)s?$")
-_ENTRIES = 4096  # a list of a config may have so many, or as many as the checkpoint has tensors
-_COUNT = 1 << 16  # what seems to be a count may be as large: some classes make a list of it before any module
 _MODULES = (20, 4000)  # that a class may make: so many for each tensor of the checkpoint, and so many more
 _SECONDS = 600  # after which that process is taken to hang
 
@@ -46,7 +41,7 @@ def outline_of(path: Path, tensors: int, adapter: Path | None = None) -> ModelOu
         CheckpointMismatch: It is not the config of a model that transformers knows, or not of this checkpoint.
     """
     config = read_config(path)
-    _check_counts(path, config, tensors)
+    check_counts(path, config, tensors)
     known = known_outline(config) if adapter is None else None
     if known is not None:
         return known
@@ -66,16 +61,6 @@ def _short(error: BaseException) -> str:
     return (str(error).splitlines() or [repr(error)])[0][:200]
 
 
-def _check_counts(path: Path, config: dict[str, Any], tensors: int) -> None:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            _check_counts(path, value, tensors)
-        elif _COUNTS.search(key) and type(value) is int and value > max(_COUNT, tensors):
-            raise CheckpointMismatch(f"{path} says {key} {value}, and the checkpoint has {tensors} tensors")
-        elif isinstance(value, list) and len(value) > max(_ENTRIES, tensors):
-            raise CheckpointMismatch(f"{path} has {len(value)} values of {key}, more than there are tensors")
-
-
 def _from_process(*asked: Any) -> ModelOutline:
     """The outline as another process of this Python finds it; -P: nothing is imported from the current folder."""
     program = (
@@ -93,27 +78,6 @@ def _from_process(*asked: Any) -> ModelOutline:
     return ModelOutline.from_json(lines[-1])
 
 
-@contextmanager
-def _few_modules(tensors: int) -> Iterator[None]:
-    """Stops a class that makes many more modules than a checkpoint of so many tensors can have.
-
-    Which fields of a config are counts of layers or experts, only the class knows.
-    """
-    from torch.nn.modules.module import register_module_module_registration_hook
-
-    made, limit = itertools.count(1), _MODULES[0] * tensors + _MODULES[1]
-
-    def count(module: Any, name: str, submodule: Any) -> None:
-        if next(made) > limit:
-            raise CheckpointMismatch(f"its model has more than {limit} modules, and the checkpoint {tensors} tensors")
-
-    handle = register_module_module_registration_hook(count)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def _outline(config: dict[str, Any], tensors: int, adapter: str | None = None) -> ModelOutline:
     import torch
     import transformers
@@ -128,8 +92,8 @@ def _outline(config: dict[str, Any], tensors: int, adapter: str | None = None) -
     made = transformers.AutoConfig.for_model(kind, **values)
     names = config.get("architectures") or []
     task = None if adapter is None else class_of_task(read_adapter_config(Path(adapter)))
-    found = getattr(transformers, str(task or names[0]), None) if task or names else None
-    with torch.device("meta"), _few_modules(tensors):
+    found = model_class(task or names[0], Path(CONFIG)) if task or names else None
+    with torch.device("meta"), few_modules(_MODULES[0] * tensors + _MODULES[1]):
         make: Any = getattr(found or transformers.AutoModelForCausalLM, "from_config", found)
         model: Any = make(made)
     model.tie_weights()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
+from stepmark.filesystem.json_files import read_json
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import row_major_strides
 
@@ -82,10 +83,10 @@ class ModelOutline:
 def read_config(path: Path) -> dict[str, Any]:
     """The contents of a config.json. Raises CheckpointMismatch where it is not one."""
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path, follow=True)
     except OSError as error:
         raise CheckpointMismatch(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointMismatch(f"{path} is not a JSON file: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointMismatch(f"{path} is not the config of a model")

@@ -17,7 +17,6 @@ from typing import Any
 from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum, bytes_checksum, checksum_blocks
-from stepmark.checkpoint.format.json_values import encode_plain
 from stepmark.checkpoint.format.manifest import ADAPTER, MODEL, OPTIMIZER, WRITTEN, Manifest
 from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.save.commit import Commit, values_to_bytes
@@ -25,6 +24,7 @@ from stepmark.checkpoint.save.plan import Holding, PlannedFile, plan_save
 from stepmark.checkpoint.save.write import write_header
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import UsageError
+from stepmark.filesystem.json_values import encode_plain
 from stepmark.interchange.sinks.imported_state import metrics_of, run_values, trainer_state_bytes
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.model_folder.new_folder import WritingListener, check_out

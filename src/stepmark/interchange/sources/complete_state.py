@@ -14,13 +14,13 @@ from typing import Any
 
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, UsageError
+from stepmark.filesystem.files import leads_out
 from stepmark.interchange.models.model_class import outline_of
 from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.torch_optimizer import STEP, factored_shape, number_tensor, scalar
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece
-from stepmark.tensor_files.source_files import leads_out
 
 _TAKEN = (
     "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.filesystem.files import read_file
 from stepmark.interchange.sources.state_dict_files import assembled
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
@@ -20,7 +21,6 @@ from stepmark.tensor_files.source_files import inside, naming
 from stepmark.tensor_files.torch_file import read_torch_file
 
 METADATA = ".metadata"
-_LARGEST = 512 << 20
 
 
 @dataclass
@@ -78,9 +78,7 @@ def read_store(folder: Path, *, listed: bool = True) -> DcpStore:
 
 def _metadata(path: Path) -> PickledObject:
     with naming(path, "it is malformed"):
-        if path.stat().st_size > _LARGEST:
-            raise CheckpointDamaged("it is too large for what it is")
-        found = read_pickle(path.read_bytes())
+        found = read_pickle(read_file(path, follow=True))
         if not isinstance(found, PickledObject) or not found.kind.endswith(".Metadata"):
             raise CheckpointDamaged("it is not the metadata of torch.distributed.checkpoint")
     return found

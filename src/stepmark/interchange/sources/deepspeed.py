@@ -17,6 +17,7 @@ from typing import Any
 from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.rows import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.filesystem.files import read_file
 from stepmark.interchange.sources import transformers_trainer
 from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
@@ -58,7 +59,7 @@ def _step_folder(folder: Path) -> Path | None:
     if not folder.is_dir() or any(_FILE.match(path.name) for path in folder.iterdir()):
         return folder if folder.is_dir() else None
     latest = folder / LATEST
-    name = latest.read_bytes()[:256].decode(errors="replace").strip() if latest.is_file() else ""
+    name = read_file(latest, follow=True)[:256].decode(errors="replace").strip() if latest.is_file() else ""
     return folder / name if name and Path(name).name == name else None
 
 

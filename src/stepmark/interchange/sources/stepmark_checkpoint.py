@@ -12,9 +12,9 @@ from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
 from stepmark.checkpoint.format.integrity import check_integrity, read_values
-from stepmark.checkpoint.format.json_values import decode, decode_plain
 from stepmark.checkpoint.format.manifest import ADAPTER, MANIFEST, MODEL, OPTIMIZER, Manifest, read_manifest
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
+from stepmark.filesystem.json_values import decode, decode_plain
 from stepmark.interchange.sources.complete_state import files_beside
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
 from stepmark.interchange.sources.torch_optimizer import scalar

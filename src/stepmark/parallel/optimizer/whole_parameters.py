@@ -82,7 +82,8 @@ class GatheredParameters:
         self._axis = mesh.tensor_parallel
         self._parameters = list(parameters)
         own = [_layout(parameter) for parameter in self._parameters]
-        self._layouts: list[list[Layout]] = self._axis.gather_objects(own)  # by rank, then by parameter
+        told = self._axis.gather_objects(own)
+        self._layouts = [[Layout.of(*each) for each in of_rank] for of_rank in told]  # by rank, then by parameter
         sizes = [math.prod(layout.shape) for layout in own]
         self._owners = divide(sizes, self._axis.size)
         self._rounds = make_rounds(self._parameters, sizes, self._owners, self._axis.size, round_elements)

@@ -19,7 +19,8 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.order import BatchLayout, Epoch
 from stepmark.data.prepared_data import choose_block_size, prepare
 from stepmark.data.tokenize.tokenizer import check_own_code
-from stepmark.errors import DataError, UsageError
+from stepmark.errors import DataError, StepmarkError, UsageError
+from stepmark.model_folder.model_config import load_config
 from stepmark.parallel.pipeline.balance import active_experts
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.parallel.pipeline.staged_model import ModelSize
@@ -218,10 +219,10 @@ def _config(recipe: Recipe, tokenizer: Any | None) -> Any:
     name = recipe.model.model_name_or_path
     if name is None:
         return build_config(recipe.model, tokenizer)
-    from transformers import AutoConfig
-
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
+        return load_config(name, recipe.model.trust_remote_code)
+    except StepmarkError:
+        raise
     except (OSError, ValueError) as error:
         check_own_code(error, "model_name_or_path", name)
         raise UsageError(

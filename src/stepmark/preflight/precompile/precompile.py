@@ -23,7 +23,7 @@ from stepmark.data.prepared_data import Prepared, choose_block_size
 from stepmark.data.tokenize.packing import PackedBlocks
 from stepmark.data.tokenize.tokenized_rows import TokenizedRows
 from stepmark.errors import UsageError
-from stepmark.preflight.precompile.graph_text import describe
+from stepmark.preflight.precompile.graph_text import Graph, GraphText, describe
 from stepmark.preflight.precompile.neuron import check_kept
 from stepmark.recipe.train import begin, build_trainer
 from stepmark.runtime.compile_cache import INDUCTOR_FOLDER, kept_in, switched_on
@@ -56,7 +56,8 @@ def precompile(recipe: Recipe) -> None:
             print(_made(context.runtime, recipe.training.torch_compile_backend), flush=True)
         context.host.barrier()
         return
-    graphs = context.host.all_gather(recorder.graphs)
+    told = context.host.all_gather(list(map(dataclasses.asdict, recorder.graphs)))
+    graphs = [[Graph(**{**each, "content": GraphText(**each["content"])}) for each in of_rank] for of_rank in told]
     if context.host.rank == 0:
         stages, on_host = recipe.training.pipeline_parallel_size, context.runtime.host_memory
         for_neuron = on_host or neuron_device_present()

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 
 from stepmark.checkpoint.coordination.folder_claim import held_by_another
 from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
-from stepmark.errors import StepmarkError
+from stepmark.errors import FileRefused, StepmarkError
 from stepmark.filesystem import files
+from stepmark.filesystem.json_files import read_json
 from stepmark.launch.ending_at_signals import ending_at_signals
 from stepmark.launch.restarts import may_be_restarted
 from stepmark.launch.signal_listener import RunInterrupted, how_to_go_on
@@ -77,7 +78,7 @@ def record_interruption(folder: Path, reason: str, began: float) -> None:
         status = RunStatus.read(folder, strictly=True)
         if not status.rank_may_interrupt(began) or held_by_another(folder, watch=1.5 * BEAT):
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(folder)
         RunLog(folder, writes=True).status(INTERRUPTED, status.step, reason)
 
 
@@ -154,17 +155,17 @@ REQUEST = "stop.json"
 def ask_to_stop(run: Path, reason: str) -> None:
     """Asks the run in this folder to stop after its next save. Raises OSError if the folder cannot be written to."""
     folder = run / COORDINATION
-    files.make_folder(folder)
+    files.make_own_folder(folder)
     files.replace_file(folder / REQUEST, json.dumps({"reason": reason, "time": time.time()}).encode())
 
 
 def reason_to_stop(run: Path) -> str | None:
     """The reason in the request; None without a request."""
     try:
-        return str(json.loads((run / COORDINATION / REQUEST).read_bytes())["reason"])
+        return str(read_json(run / COORDINATION / REQUEST)["reason"])
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, KeyError, TypeError):
+    except (FileRefused, ValueError, KeyError, TypeError):
         return "a stop was requested, but the reason cannot be read"
 
 

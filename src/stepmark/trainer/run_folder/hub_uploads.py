@@ -16,6 +16,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.errors import StepmarkError, UsageError
+from stepmark.filesystem.files import make_folder, replace_file
 from stepmark.liveness.console import CONSOLE
 from stepmark.liveness.failure_report import FAILURES
 from stepmark.liveness.host_group import HostGroup
@@ -178,5 +179,5 @@ def write_model_card(trainer: Any, **details: Any) -> None:
     names = ("model", "state", "train_dataset", "eval_dataset")
     known = SimpleNamespace(args=args, **{name: getattr(trainer, name) for name in names})
     text = str(TrainingSummary.from_trainer(known, **details).to_model_card())
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CARD).write_text(text, encoding="utf-8")
+    make_folder(folder)
+    replace_file(folder / CARD, text.encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -38,6 +39,8 @@ from stepmark.trainer.run_folder.output_folder import on_rank_0
 _STAGING = ".model"  # in the folder: files that are not complete yet
 _SILENT = WritingListener()
 _INDEX = "model.safetensors.index.json"
+_STAGED = re.compile(r"complete\Z|\.stepmark\Z|\.?checkpoint-0(\.[0-9a-f]+-\d{6})?\Z")
+_WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?\Z")
 
 
 def write_model(
@@ -59,9 +62,9 @@ def write_model(
     staging = folder / _STAGING
 
     def prepare() -> None:
-        staging.mkdir(parents=True, exist_ok=True)
-        for leftover in staging.iterdir():  # by a run that was killed here
-            shutil.rmtree(leftover)
+        files.make_own_folder(staging)
+        _clear(staging)  # of what a run that was killed here has left
+        files.make_own_folder(staging)
 
     on_rank_0(host, prepare, partial(_cannot_write, folder))
     sharded = is_sharded(model, mesh)
@@ -78,9 +81,9 @@ def write_model(
         else:
             complete.mkdir()
             _write_weights(complete, model, runtime, state)
+        write_model_files(complete, model, processing_class)
         _publish(complete, folder)
-        write_model_files(folder, model, processing_class)
-        shutil.rmtree(staging)
+        _clear(staging)
 
     on_rank_0(host, finish, partial(_cannot_write, folder))
 
@@ -90,6 +93,15 @@ def is_sharded(model: nn.Module, mesh: Mesh) -> bool:
     reshard(model)
     shared = mesh.tensor_parallel.size * mesh.pipeline.size * mesh.expert_parallel_size
     return shared > 1 or any(map(is_dtensor, model.parameters()))
+
+
+def _clear(staging: Path) -> None:
+    """Removes what a run makes there, and the folder if nothing else is in it."""
+    for path in staging.iterdir():
+        if _STAGED.match(path.name):
+            files.remove_tree(path)
+    with contextlib.suppress(OSError):
+        staging.rmdir()
 
 
 def _largest_file(model: nn.Module) -> int:
@@ -119,11 +131,13 @@ def _write_weights(folder: Path, model: nn.Module, runtime: Runtime, state: Mapp
 
 
 def _publish(source: Path, folder: Path) -> None:
-    """Moves the weights in `source` to `folder`, the index last, and removes those of an earlier model."""
-    before = {path.name for path in folder.glob("model*.safetensors*")}
-    names = sorted((path.name for path in source.iterdir()), key=lambda name: (name == _INDEX, name))
+    """Moves the files in `source` to `folder`, the index last, and removes weights of an earlier model."""
+    before = {path.name for path in folder.iterdir() if _WEIGHTS.match(path.name)}
+    names = sorted(files.regular_files(source), key=lambda name: (name == _INDEX, name))
     for name in names:
         files.sync_file(source / name)
+        if "/" in name:
+            files.make_own_folder((folder / name).parent)
         (source / name).replace(folder / name)
     for name in before.difference(names):
         (folder / name).unlink()
@@ -225,8 +239,8 @@ class SavedModel:
     def collect(self, save_model: Callable[..., None]) -> None:
         """Calls a user's `save_model`, which takes a folder, to write into an empty one. Collective."""
         if self._rank == 0:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder.mkdir(parents=True)
+            files.remove_tree(self._folder)
+            files.make_own_folder(self._folder)
         self._mesh.context.host.barrier()
         self._collecting = True
         try:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import shutil
 import time
 import uuid
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.config.training_fields import TrainingFields
-from stepmark.errors import CheckpointNotFound, LaunchError, PeerFailed, StepmarkError, UsageError
+from stepmark.errors import CheckpointNotFound, FileRefused, LaunchError, PeerFailed, StepmarkError, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import is_trouble
 from stepmark.filesystem.json_files import read_lines
@@ -54,7 +55,7 @@ RECORDS = (  # of a run, in its folder
     "eval_results.json",
     "all_results.json",
 )
-_PROBE = ".stepmark-"
+_LEFT = re.compile(r"\.stepmark-[0-9a-f]{32}\Z")
 _FINISHED: set[Path] = set()  # folders in which this process has trained a run to its end
 
 
@@ -117,18 +118,21 @@ def prepare_output_folder(folder: Path, host: HostGroup) -> None:
     Raises UsageError where it is not writable, StepmarkError where the disk is full, read-only or missing, LaunchError
     where ranks see different folders.
     """
-    token = host.broadcast(f"{_PROBE}{uuid.uuid4().hex}")
+    token = host.broadcast(f"{files.TEMPORARY}{uuid.uuid4().hex}")
 
     def create() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / token).write_text("seen by every rank?")
-        _remove_old_probes(folder, token)
+        files.make_folder(folder)
+        files.write_file(folder / token, b"seen by every rank?", durable=False)
+        _check_records(folder)
+        _remove_leftovers(folder, token)
 
     def explain(error: Exception) -> StepmarkError:
         if not isinstance(error, OSError):
             raise error
         with contextlib.suppress(OSError):  # a full disk still has room for the name
             files.remove_file(folder / token)
+        if isinstance(error, FileRefused):
+            return UsageError(f"output_dir: {error}")
         kind = StepmarkError if is_trouble(error) else UsageError
         return kind(f"output_dir: cannot write to {folder}: {error.strerror}; choose another folder")
 
@@ -146,13 +150,24 @@ def prepare_output_folder(folder: Path, host: HostGroup) -> None:
         )
 
 
-def _remove_old_probes(folder: Path, own: str) -> None:
-    """Removes the probes of killed processes. Their age is by the file system's clock: other processes may be alive."""
+def _check_records(folder: Path) -> None:
+    """Raises FileRefused where what a run appends to is a link, or no file of ours."""
+    for name in (METRICS, EVENTS, STATUS):
+        if os.path.lexists(folder / name) and (name != STATUS or (folder / name).is_dir()):  # a link is replaced
+            files.open_for_reading(folder / name).close()
+    for name in (SYSTEM, FAILURES, CONSOLE):
+        if os.path.lexists(folder / name):
+            files.make_own_folder(folder / name)
+
+
+def _remove_leftovers(folder: Path, own: str) -> None:
+    """Removes files that killed processes have left. Their age is by the file system's clock: others may be alive."""
     now = (folder / own).stat().st_mtime
-    for path in folder.glob(f"{_PROBE}*"):
+    for path in folder.iterdir():
         with contextlib.suppress(OSError):
-            if now - path.stat().st_mtime > 2 * PATIENCE:
-                files.remove_tree(path)
+            old = _LEFT.match(path.name) and now - path.lstat().st_mtime > 2 * PATIENCE
+            if old and files.regular_file_size(path) is not None:
+                files.remove_file(path)
 
 
 def _appears(path: Path) -> bool:
@@ -236,7 +251,7 @@ def set_aside_earlier_attempt(folder: Path, host: HostGroup, *, resumes: bool, r
 
 def move_to_earlier_run(folder: Path, paths: Sequence[Path]) -> Path:
     """Moves those of the paths that exist into a new folder `earlier-run-<n>`, and returns it."""
-    target = next(path for n in itertools.count(1) if not (path := folder / f"{EARLIER}{n}").exists())
+    target = next(path for n in itertools.count(1) if not os.path.lexists(path := folder / f"{EARLIER}{n}"))
     target.mkdir()
     for path in paths:
         if path.exists() or path.is_symlink():

@@ -5,7 +5,6 @@ docs/metrics.md describes their contents.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.filesystem import files
-from stepmark.filesystem.json_files import append_line, read_lines, replace_json
+from stepmark.filesystem.json_files import append_line, read_lines, read_object, replace_json
 from stepmark.trainer.run_folder.status import FAILED, RUNNING, STATES, STATUS, RunStatus, details_in, recorded_state
 
 logger = logging.getLogger("stepmark")
@@ -157,7 +156,7 @@ class RunLog:
         if not self.writes:
             return
         with _lock:
-            self.folder.mkdir(parents=True, exist_ok=True)  # an evaluation may be the first that writes to it
+            files.make_folder(self.folder)  # an evaluation may be the first that writes to it
             append_line(self.folder / name, {**values, "time": time.time()})
 
     def attempts(self) -> int:
@@ -233,17 +232,13 @@ class RunLog:
         replace_json(self.folder / f"{split}_results.json", values)
         if combined:
             path = self.folder / "all_results.json"
-            before = json.loads(path.read_text()) if path.exists() else {}
+            before = read_object(path)
             trained = {"epoch": before["epoch"]} if "epoch" in before and split != "train" else {}
             replace_json(path, {**before, **values, **trained})
 
     def read_results(self, split: str) -> dict[str, Any] | None:
         """What `<split>_results.json` holds; None where there is no such file, and on ranks other than 0."""
-        try:
-            values = json.loads((self.folder / f"{split}_results.json").read_bytes()) if self.writes else None
-        except (FileNotFoundError, ValueError):
-            return None
-        return values if isinstance(values, dict) else None
+        return (read_object(self.folder / f"{split}_results.json") if self.writes else {}) or None
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:

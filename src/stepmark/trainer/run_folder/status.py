@@ -13,10 +13,12 @@ The process that trains writes the file (`RunLog`). Others may record its end, w
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from stepmark.filesystem.files import read_file
+from stepmark.filesystem.json_files import read_object
 
 STATUS = "status.json"
 RUNNING, DONE, INTERRUPTED, FAILED = STATES = ("running", "done", "interrupted", "failed")
@@ -36,15 +38,10 @@ class RunStatus:
     @classmethod
     def read(cls, folder: Path, *, strictly: bool = False) -> RunStatus:
         """The status of the run in a folder. `strictly`: raises OSError where there is one that cannot be read."""
-        try:
-            content = json.loads((folder / STATUS).read_bytes())
-        except OSError as error:
-            if strictly and not isinstance(error, FileNotFoundError):
-                raise
-            return cls()
-        except ValueError:
-            return cls()
-        return cls(content if isinstance(content, dict) else {})
+        path = folder / STATUS
+        if strictly and path.exists():
+            read_file(path)
+        return cls(read_object(path))
 
     @property
     def state(self) -> str | None:

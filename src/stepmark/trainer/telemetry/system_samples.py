@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from stepmark.filesystem.files import make_own_folder
 from stepmark.filesystem.json_files import append_line
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.hardware import host_memory, machine_memory
@@ -53,7 +54,7 @@ class SystemSampler:
         counters, before, seconds = read_counters(), self._counters, now - self._last
         self._counters, self._last = counters, now
         rates = {name: (value - before[name]) / seconds for name, value in counters.items() if name in before}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_own_folder(self._path.parent)
         append_line(self._path, {"step": step, "time": time.time(), **rates, **self._memory()})
 
     def _memory(self) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepmark.checkpoint.format.json_values import decode, decode_plain, encode_plain
 from stepmark.errors import CheckpointDamaged, CheckpointError, UsageError
+from stepmark.filesystem.json_values import decode, decode_plain, encode_plain
 from tests.support.checkpoint_states import same
 
 scalars = (

@@ -1,0 +1,33 @@
+"""Text from files of others, as a terminal may show it: no escape sequence, and nothing that cannot be encoded."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text, in which control characters, marks of direction and lone surrogates are escaped."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def printable_record(record: logging.LogRecord) -> bool:
+    """A filter for loggers, which makes their messages printable."""
+    record.msg, record.args = printable(record.getMessage()), ()
+    return True
+
+
+class PrintableOutput:
+    """A stream that shows what is written to it as `printable` does."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def write(self, text: str) -> int:
+        return int(self._inner.write(printable(text)))
