@@ -134,7 +134,7 @@ def check_files(folder: Path) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.suffix in _WHOLE:
             open_for_reading(path, follow=True).close()
-        elif not path.exists() or leads_out(folder, path) or not (path.is_file() or path.is_dir()):
+        elif leads_out(folder, path) or (path.exists() and not (path.is_file() or path.is_dir())):
             raise FileRefused(errno.ELOOP, _NO_FILE, str(path))
 
 

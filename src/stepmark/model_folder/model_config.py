@@ -18,8 +18,7 @@ from stepmark.liveness.failure_report import describe_error
 CONFIG = "config.json"
 _KERNELS = re.compile(r"_?(attn|experts)_implementation(_internal)?\Z")  # names with a "/" are code on the hub
 _COUNTS = re.compile(r"(num|n)_.*(layer|expert|block)|depth|(layer|expert)s?$")
-_ENTRIES = 4096  # a list of a config may have so many, or as many as the checkpoint has tensors
-_COUNT = 1 << 16  # what seems to be a count may be as large: some classes make a list of it before any module
+_ENTRIES, _COUNT = 4096, 1 << 16  # that a list may have, and what seems to be a count: classes make lists of it
 
 
 def load_config(name: str, trust: bool) -> Any:
@@ -86,9 +85,9 @@ def check_fits(make: Callable[[], Any], folder: Path) -> None:
 
     from stepmark.checkpoint.host_memory import free_host_memory
 
-    where = folder / CONFIG
+    where, draws = folder / CONFIG, torch._guards.detect_fake_mode() is None
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"), few_modules():
+        with torch.random.fork_rng(devices=[], enabled=draws), torch.device("meta"), few_modules():
             state = make().state_dict()
     except Exception as error:  # the constructors of models raise anything
         if isinstance(error, RuntimeError) and "meta" in str(

@@ -75,10 +75,12 @@ def read_used_recipe(folder: Path, *, trusts_code: bool = False) -> Recipe | Non
         return recipe
     values = used_values(recipe)
     refuse_kernels(values, path)
-    for field in ("metrics", "compile_cache"):
-        if isinstance(values.get(field), str) and os.environ.get("RANK", "0") == "0":
-            _warn(f"{path}: {field} {values[field]} is left out; --trust_remote_code uses it")
-    dropped: dict[str, Any] = {"compile_cache": None} if isinstance(values.get("compile_cache"), str) else {}
+    dropped: dict[str, Any] = {}
+    for field, lost in (("metrics", "metric_for_best_model"), ("compile_cache", "compile_cache")):
+        if isinstance(values.get(field), str):
+            dropped[lost] = None
+            if os.environ.get("RANK", "0") == "0":
+                _warn(f"{path}: {field} {values[field]} is left out; --trust_remote_code uses it")
     return Recipe(replace(recipe.training, **dropped), replace(recipe.model, trust_remote_code=False), recipe.data)
 
 

@@ -47,6 +47,8 @@ def generate(model, tokenizer, context):
     return {"made": made.shape[1] - prompt.shape[1], "step": context.step, **context.evaluate()}
 """
 
+TRUST = "--trust_remote_code"
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -99,11 +101,12 @@ def test_graphs_are_kept_where_the_run_keeps_them(folder: Path, monkeypatch: pyt
         recipe.write("compile_cache: s3://bucket/graphs\n")
     settings: list[Any] = []
     monkeypatch.setattr("stepmark.runtime.compile_cache.prepare_compile_cache", settings.append)
-    assert run(["evaluate", str(folder / "checkpoint-4")]) == 0
-    assert run(["evaluate", str(folder), "--until", "2"]) == 0
+    assert run(["evaluate", str(folder / "checkpoint-4"), TRUST]) == 0
+    assert run(["evaluate", str(folder), "--until", "2", TRUST]) == 0
+    assert run(["evaluate", str(folder / "checkpoint-4")]) == 0  # a stranger's graphs would run
     without_recipes(folder)
     assert run(["evaluate", str(folder)]) == 1  # there is no data
-    assert settings == ["s3://bucket/graphs", "s3://bucket/graphs", None]
+    assert settings == ["s3://bucket/graphs", "s3://bucket/graphs", None, None]
 
 
 def test_a_hugging_face_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +136,7 @@ def test_copied_checkpoints_bring_their_recipe(
 ) -> None:
     for step in (2, 4):
         shutil.copytree(folder / f"checkpoint-{step}", tmp_path / "copied" / f"checkpoint-{step}")
-    found, told = evaluated(capsys, tmp_path / "copied")
+    found, told = evaluated(capsys, tmp_path / "copied", TRUST)
     expected = in_run(folder)
     losses = {line["step"]: line["eval_loss"] for line in found["evaluations"]}
     assert losses == pytest.approx({step: expected[step]["eval_loss"] for step in (2, 4)}, rel=1e-6)
@@ -230,7 +233,7 @@ def test_bad_calls(
 
 
 def test_a_metric_that_evaluations_lack(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["evaluate", str(folder), "--metric", "nope"]) == 2
+    assert run(["evaluate", str(folder), "--metric", "nope", TRUST]) == 2
     *_, error = capsys.readouterr().err.splitlines()
     assert error.startswith("error: --metric nope: the evaluation has no such metric; it has eval_accuracy, eval_loss")
 
@@ -526,7 +529,7 @@ OWN_METRIC = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "metri
 
 
 def test_metrics_of_the_recipe_are_those_of_the_run_its_resumption_and_its_evaluations(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = write_recipe(tmp_path, **OWN_METRIC, output_dir=str(tmp_path / "own"), validation_split_percentage=20)
     own = tmp_path / "own"
@@ -535,11 +538,14 @@ def test_metrics_of_the_recipe_are_those_of_the_run_its_resumption_and_its_evalu
     assert run(["train", str(own / "used_recipe.yaml"), *more]) == 0
     accuracies = {step: line["eval_accuracy"] for step, line in in_run(own).items()}
     assert sorted(accuracies) == [1, 2, 3]
-    found, told = evaluated(capsys, own)
+    found, told = evaluated(capsys, own)  # by the loss, since the function may be somebody else's
+    assert "metrics own_functions:accuracy is left out; --trust_remote_code uses it" in caplog.text
+    assert not any("eval_accuracy" in line for line in found["evaluations"])
+    found, told = evaluated(capsys, own, TRUST)
     assert {line["step"]: line["eval_accuracy"] for line in found["evaluations"]} == accuracies
     assert "; metrics own_functions:accuracy" in told
     shutil.copytree(own / "checkpoint-2", tmp_path / "copied")
-    assert evaluated(capsys, tmp_path / "copied")[0]["eval_accuracy"] == accuracies[2]
+    assert evaluated(capsys, tmp_path / "copied", TRUST)[0]["eval_accuracy"] == accuracies[2]
     assert "eval_accuracy" not in evaluated(capsys, tmp_path / "copied", "--metrics", "none")[0]
 
 
@@ -548,6 +554,6 @@ def test_metrics_of_a_run_whose_module_is_not_here(
 ) -> None:
     recipe = folder / "used_recipe.yaml"
     recipe.write_text(recipe.read_text().replace("own_functions:", "absent_functions:"))
-    assert run(["evaluate", str(folder), "--device", "cpu"]) == 2
+    assert run(["evaluate", str(folder), "--device", "cpu", TRUST]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: metrics (of the run; --metrics none evaluates without): no module")

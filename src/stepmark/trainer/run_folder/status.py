@@ -38,10 +38,9 @@ class RunStatus:
     @classmethod
     def read(cls, folder: Path, *, strictly: bool = False) -> RunStatus:
         """The status of the run in a folder. `strictly`: raises OSError where there is one that cannot be read."""
-        path = folder / STATUS
-        if strictly and path.exists():
-            read_file(path)
-        return cls(read_object(path))
+        if strictly and (folder / STATUS).exists():
+            read_file(folder / STATUS)
+        return cls(read_object(folder / STATUS))
 
     @property
     def state(self) -> str | None:
