@@ -20,6 +20,7 @@ from stepmark.data.loader.loader import DataLoader
 from stepmark.evaluation.evaluator import Evaluator, perplexity
 from stepmark.evaluation.predictions import concatenate
 from stepmark.runtime.mesh import Mesh
+from stepmark.training.model_labels import label_rule
 from stepmark.training.weighted_loss import MicroBatchLoss
 from tests.support.label_models import make, mean_by_hand
 from tests.support.programs import VOCABULARY, Blocks, tiny_model
@@ -213,7 +214,9 @@ def test_a_regression_with_float_labels_is_averaged_over_samples(batch_size: int
 def test_the_loss_does_not_depend_on_the_batch_size(name: str, batch_size: int) -> None:
     case = make(name)
     expected = mean_by_hand(case).item()
-    assert evaluator(case.model)(loader(case.samples, batch_size)).loss == pytest.approx(expected, rel=1e-5)
+    assert evaluator(case.model)(loader(case.samples, batch_size, labels=label_rule(case.model))).loss == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -232,7 +235,7 @@ def test_a_users_mean_does_not_depend_on_the_batch_size(batch_size: int) -> None
 def test_a_batch_without_targets_adds_nothing() -> None:
     case = make("BertForTokenClassification")
     rows = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in case.samples[:2]] + case.samples
-    found = evaluator(case.model)(loader(rows, 2))
+    found = evaluator(case.model)(loader(rows, 2, labels=label_rule(case.model)))
     assert found.loss == pytest.approx(mean_by_hand(case).item(), rel=1e-5)
 
 

@@ -15,7 +15,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any, NamedTuple
@@ -320,7 +320,8 @@ def _resize(storage: Any, size: int) -> Any:
     """`UntypedStorage.resize_`, which forgets that the memory is shared with a frozen tensor: it is copied first."""
     if storage._cdata in _copied_before_resizing:
         _copied_before_resizing.discard(storage._cdata)
-        storage.data_ptr()
+        with suppress(RuntimeError):  # it has no memory: a fake tensor's, where the frozen one's was
+            storage.data_ptr()
     return _torchs_resize(storage, size)
 
 
