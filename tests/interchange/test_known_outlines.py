@@ -108,7 +108,7 @@ def test_fields_that_count_no_tensors(config: dict[str, Any], tmp_path: Path) ->
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 10**9}, {"num_hidden_layers": 60_000}])
 def test_a_model_of_very_many_layers_is_not_built(change: dict[str, int], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**BERT, **change}))
-    with pytest.raises(CheckpointMismatch, match=r"config\.json.* 30 tensors"):
+    with pytest.raises(CheckpointMismatch, match=r"config\.json.*(30 tensors|more than 4600 modules)"):
         outline_of(tmp_path / "config.json", 30)
 
 

@@ -136,8 +136,8 @@ class Scenario:
             (folder / "checkpoint-3").rename(folder / ".replaced-checkpoint-3.dead-000001")
             shutil.copytree(folder / "checkpoint-1", folder / ".deleted-checkpoint-2.dead-000002")
             shutil.copytree(folder / "checkpoint-1", folder / ".checkpoint-4.dead-000003")
-            (folder / ".stepmark" / "dead").mkdir(parents=True)
-            (folder / ".stepmark" / "dead" / "claimed").touch()
+            (folder / ".stepmark" / "deadbeef").mkdir(parents=True)
+            (folder / ".stepmark" / "deadbeef" / "claimed").touch()
 
     def run(self, folder: Path, group: HostGroup) -> None:
         options = {} if self.keep_last is None else {"keep_last": self.keep_last}

@@ -23,6 +23,7 @@ from transformers.trainer_pt_utils import log_metrics
 
 from stepmark import Trainer, TrainingArguments, read_metrics
 from stepmark.errors import CheckpointNotFound, DataError, StepmarkError, UsageError
+from stepmark.filesystem import files
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.liveness.failure_report import FailureReport
 from stepmark.liveness.host_group import HostGroup
@@ -165,11 +166,11 @@ def test_a_disk_in_trouble_is_no_wrong_usage(
 ) -> None:
     """Another attempt may find it well again, and one that failed leaves nothing."""
 
-    def fail(path: Path, text: str) -> None:
+    def fail(path: Path, data: bytes, *, durable: bool = True) -> None:
         path.touch()
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(files, "write_file", fail)
     with pytest.raises(StepmarkError, match="output_dir: cannot write to") as caught:
         prepare_output_folder(tmp_path, HostGroup())
     report = FailureReport.of(caught.value, 0)

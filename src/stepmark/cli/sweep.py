@@ -194,7 +194,7 @@ class _Jobs:
         self._began += 1
         print(f"[{self._began}/{self._total}] {one.name}", file=sys.stderr, flush=True)
         output = tempfile.TemporaryFile() if self._parsed.jobs > 1 else None  # noqa: SIM115 - closed when the run ends
-        command = [sys.executable, "-m", "stepmark", *one.command(self._parsed.recipe, self._parsed.nproc)]
+        command = [sys.executable, "-P", "-m", "stepmark", *one.command(self._parsed.recipe, self._parsed.nproc)]
         # In a session of its own: a terminal's Ctrl-C reaches the sweep alone, which forwards it.
         process = subprocess.Popen(
             command, env=self._environment(index), stdout=output, stderr=output, start_new_session=True

@@ -78,7 +78,7 @@ def make_own_folder(path: Path) -> None:
     make_folder(path.parent)
     if not os.path.lexists(path):
         make_folder(path)
-    if not stat.S_ISDIR(os.lstat(path).st_mode):
+    if not stat.S_ISDIR(when_visible(lambda: os.lstat(path).st_mode, path)):
         raise FileRefused(errno.ENOTDIR, "is a link or a file, and has to be a folder", str(path))
 
 

@@ -341,7 +341,7 @@ def same_runs(folder: Path, args: Any, callbacks: Sequence[Any]) -> Iterator[Non
     """
     path, kinds = folder / TRACKERS, {type(each).__name__: each for each in callbacks}
     known = read_object(path)
-    known = known if str(known.get("id")).isalnum() else {"id": secrets.token_hex(4)}
+    known = known if str(known.get("id", "")).isalnum() else {"id": secrets.token_hex(4)}
     variables = {"WANDB_RUN_ID": known["id"], "WANDB_RESUME": "allow"} if "WANDB_RUN_ID" not in os.environ else {}
     mlflow, board = sys.modules.get("mlflow") if "MLflowCallback" in kinds else None, kinds.get("TensorBoardCallback")
     if mlflow is not None and mlflow.active_run() is None and "MLFLOW_RUN_ID" not in os.environ:

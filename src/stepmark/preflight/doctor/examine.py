@@ -118,7 +118,7 @@ def look_at_graphs(path: str, recipe: Recipe) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="stepmark-doctor-") as folder:
         command = ["precompile", path, "--nproc", str(ranks), "--compile_cache", folder]
         done = subprocess.run(
-            [sys.executable, "-m", "stepmark", *command], env=environment, capture_output=True, text=True
+            [sys.executable, "-P", "-m", "stepmark", *command], env=environment, capture_output=True, text=True
         )
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
