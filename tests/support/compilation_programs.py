@@ -34,7 +34,7 @@ def evaluated(folder: str, watch: bool = False) -> dict[str, Any]:
     from stepmark.watcher.command import evaluate_command
     from stepmark.watcher.evaluation_data import Request
 
-    assert evaluate_command(Request(Path(folder), watch=watch, device="xla")) == 0
+    assert evaluate_command(Request(Path(folder), watch=watch, device="xla", trust_remote_code=True)) == 0
     return asked()
 
 
