@@ -59,14 +59,13 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """The values of all ranks of a process group, by rank; collective."""
     device = distributed_c10d._get_object_coll_device(group)
     own = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8).to(device)
-    sizes = own.new_empty(dist.get_world_size(group), dtype=torch.int64)
-    dist.all_gather_into_tensor(sizes, torch.tensor([own.numel()], device=device), group=group)
-    longest = int(sizes.max())
-    padded, parts = own.new_zeros(longest), own.new_empty(len(sizes) * longest)
+    sizes = [own.new_empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([own.numel()], device=device), group=group)
+    lengths = [int(size) for size in sizes]
+    padded, parts = own.new_zeros(max(lengths)), [own.new_empty(max(lengths)) for _ in lengths]
     padded[: own.numel()] = own
-    dist.all_gather_into_tensor(parts, padded, group=group)
-    each = zip(parts.cpu().view(len(sizes), longest), sizes.tolist(), strict=True)
-    return [unpack(part[:size].numpy().tobytes()) for part, size in each]
+    dist.all_gather(parts, padded, group=group)
+    return [unpack(part[:size].cpu().numpy().tobytes()) for part, size in zip(parts, lengths, strict=True)]
 
 
 class HostGroup:
