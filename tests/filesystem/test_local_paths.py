@@ -73,6 +73,7 @@ def test_commands_refuse_them(
     assert run(words) == 2
     error = capsys.readouterr().err
     assert "should be a path of this machine" in error
+    assert "s3://" in error or "gs://" in error
     assert len(error.strip().splitlines()) == 1
     assert os.listdir(tmp_path) == []
 

@@ -16,6 +16,7 @@ from stepmark import Mesh, Trainer, TrainingArguments, parallelize
 from stepmark.config.full_sharding import FullSharding
 from stepmark.errors import UsageError
 from stepmark.liveness.progress import Progress
+from stepmark.parallel import full_sharding
 from stepmark.runtime.context import start
 from stepmark.sharding.dtensor import is_dtensor
 from tests.support.models import build, training
@@ -194,6 +195,17 @@ def heads_apart(folder: str, training: str, evaluating: str) -> str:
     except UsageError as error:
         return str(error)
     return ""
+
+
+def calls_kept() -> tuple[int, list[float]]:
+    """How many calls of a loop without our steps are remembered, of which there are more, and their digest."""
+    full_sharding.KEPT = 8
+    model = parallelize(tiny_model(0.0, layers=2), Mesh.create(device="cpu"), fsdp=True)
+    tokens = Blocks(2, ragged=False).tokens
+    for _ in range(4):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    calls = full_sharding.layer_of(next(model.parameters())).calls.take()
+    return len(calls.made), calls.digest()
 
 
 def announced() -> str:

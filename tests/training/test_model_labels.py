@@ -121,8 +121,10 @@ def test_labels_of_one_position_need_no_declaration(labels: Tensor, caplog: pyte
 def test_labels_are_not_smoothed_before_their_shift_is_declared() -> None:
     model, batch, one = OwnLoss(True), micro_batch(), torch.tensor(10.0)
     model.register_forward_hook(lambda *_: pytest.fail("called"))
+    loss = MicroBatchLoss(model, label_smoothing=0.1)
+    assert loss.weighting(batch)  # as a run says before its first step
     with pytest.raises(UsageError, match="label_smoothing_factor: nothing says .*; set causal_shift to true or false"):
-        MicroBatchLoss(model, label_smoothing=0.1)(model, batch.inputs, Weight(one, one))
+        loss(model, batch.inputs, Weight(one, one))
 
 
 class Kept(BartForCausalLM):

@@ -8,7 +8,7 @@ from pathlib import Path
 from stepmark.errors import UsageError
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # of which a Path keeps one slash
-WANTED = "a path of this machine, since object storage is neither read nor written; copy from and to it (aws s3 sync)"
+WANTED = "a path of this machine (object storage is neither read nor written: copy from and to it, as by aws s3 sync)"
 
 
 def is_address(path: object) -> bool:
@@ -21,5 +21,6 @@ def is_address(path: object) -> bool:
 def local_path(path: str | Path, name: str) -> Path:
     """The path; `name` is what it was given as. Raises UsageError for an address."""
     if is_address(path):
-        raise UsageError(f"{name}: should be {WANTED}, and is {str(path)!r}")
+        shown = re.sub(r":/(?!/)", "://", str(path), count=1)
+        raise UsageError(f"{name}: should be {WANTED}, and is {shown!r}")
     return Path(path)

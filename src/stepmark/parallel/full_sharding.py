@@ -7,8 +7,7 @@ see gradients/sums.py and docs/decisions/0019-sharded-parameters.md.
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -39,19 +38,21 @@ DOUBLE = (
     "leave fsdp out"
 )
 GATHERS, REDUCES = "gathers the parameters of", "reduces the gradients of"
+KEPT = 1 << 16  # calls, for the words of an error
 PIECES, BITS = 3, 12  # of a digest that ranks add up: sums of pieces are exact in float32
 
 
 class Calls(NamedTuple):
-    """What a rank has gathered, reduced and received, one after the other: positions in `words`."""
+    """What a rank has gathered, reduced and received, one after the other: the latest of them as positions in `words`,
+    and a checksum of all."""
 
     made: Sequence[int]
     words: Sequence[str] = ()
+    checksum: int = 0
 
     def digest(self) -> list[float]:
         """Numbers that are different where the calls are."""
-        number = crc32(array("L", self.made).tobytes())
-        return [float(number >> piece * BITS & (1 << BITS) - 1) for piece in range(PIECES)]
+        return [float(self.checksum >> piece * BITS & (1 << BITS) - 1) for piece in range(PIECES)]
 
     @property
     def reduces(self) -> bool:
@@ -75,11 +76,12 @@ class Calls(NamedTuple):
 
 
 class LayerCalls:
-    """Records the calls of a model's layers."""
+    """Records the calls of a model's layers, of which a loop without our steps may make any number."""
 
     def __init__(self) -> None:
         self._words: list[str] = []
-        self._made: list[int] = []
+        self._made: deque[int] = deque(maxlen=KEPT)
+        self._checksum = 0
         self._progress: Progress | None = None
 
     def number(self, words: str) -> int:
@@ -89,6 +91,7 @@ class LayerCalls:
 
     def note(self, number: int) -> None:
         self._made.append(number)
+        self._checksum = crc32(number.to_bytes(4), self._checksum)
 
     def begin(self, number: int) -> None:
         """Notes a collective, which a rank that waits in it is said to be in."""
@@ -99,8 +102,10 @@ class LayerCalls:
 
     def take(self) -> Calls:
         """Those since they were taken before."""
-        made, self._made = self._made, []
-        return Calls(made, self._words)
+        calls = Calls([*self._made], self._words, self._checksum)
+        self._made.clear()
+        self._checksum = 0
+        return calls
 
 
 def compare_calls(model: nn.Module, host: HostGroup) -> None:

@@ -17,11 +17,11 @@ from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, moved, row_
 def as_written(tensors: Mapping[str, GlobalTensor], form: Mapping[str, Any] | None) -> dict[str, GlobalTensor]:
     """The tensors of a model as transformers writes them, by a form of `stepmark.checkpoint.written_form`. Raises
     CheckpointDamaged for one that is malformed."""
-    changed = form or {}
-    kept = {name: tensor for name, tensor in tensors.items() if name not in changed}
     try:
+        changed = form or {}
+        kept = {name: tensor for name, tensor in tensors.items() if name not in changed}
         return kept | {name: _viewed(tensors, view) for name, view in changed.items() if view is not None}
-    except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise CheckpointDamaged(f"the form in which the model is written is malformed: {error!r}") from error
 
 

@@ -122,6 +122,7 @@ class MicroBatchLoss:
         self.labels: LabelRule = replace(rule, causal_shift=bool(shift))
         self.override: Override | None = None
         self._undeclared = shift is None
+        self._said = False  # that it is
         self._told = False  # that no input is known to be a label
         self._lazy = lazy
         self._compute = compute_loss_func
@@ -153,7 +154,7 @@ class MicroBatchLoss:
         known = self._known and self.override is None and self._compute is None
         hint = "" if known else "; one that averages over samples has to declare it (loss_averages_over)"
         if self._is_open(micro_batch.inputs):
-            self._undeclared = False  # said here
+            self._said = True
             hint += f"; {_UNDECLARED}"
         return f"a mean over targets, which are the labels other than {self.labels.ignored}{hint}"
 
@@ -193,8 +194,9 @@ class MicroBatchLoss:
             return
         if self._smoothing and not self.replaces_own:
             raise UsageError(f"label_smoothing_factor: {_UNDECLARED}")
-        self._undeclared = False
-        logger.warning("%s", _UNDECLARED)
+        if not self._said:
+            self._said = True
+            logger.warning("%s", _UNDECLARED)
 
     def _result(self, model: nn.Module, inputs: Any, count: Tensor) -> _Result:
         self._check_declared(inputs)

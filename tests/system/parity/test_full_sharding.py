@@ -104,6 +104,13 @@ def test_ranks_that_use_other_layers_are_told_whatever_they_used_before(
     assert all(each is not None and each[1] != each[2] for each in matches), found
 
 
+def test_a_loop_without_our_steps_keeps_no_more_calls_however_long_it_is(ranks: Ranks) -> None:
+    (kept, digest), other = ranks.run(f"{PROGRAMS}:calls_kept", nproc=2).check()
+    assert kept == 8
+    assert any(digest)
+    assert [kept, digest] == [*other]
+
+
 def test_a_rank_that_waits_is_said_to_gather_a_layer(ranks: Ranks) -> None:
     found = ranks.run(f"{PROGRAMS}:announced", nproc=2).check()
     assert found == ["gathers the parameters of transformer.h.1"] * 2

@@ -1184,3 +1184,37 @@ def test_user_code_is_called_once_for_each_batch(
     assert capsys.readouterr().out.count("called") == expected
     assert len(calls) == (expected if kind in ("function", "method") else 0)
     assert trainer.loss.causal_shift is shifted
+
+
+class Shifts(torch.nn.Module):
+    """Of no library; nothing says that its labels are shifted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_model(0.0)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
+def test_labels_are_not_smoothed_before_their_shift_is_declared(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        output_dir=str(tmp_path), device="cpu", disable_tqdm=True, max_steps=1, label_smoothing_factor=0.1
+    )
+    with pytest.raises(UsageError, match="label_smoothing_factor: nothing says"):
+        Trainer(Shifts(), args, train_dataset=Words()).train()
+
+
+def test_a_run_goes_on_with_the_shift_that_it_has_had(tmp_path: Path) -> None:
+    def run(steps: int, shift: bool | None) -> Trainer:
+        args = TrainingArguments(
+            output_dir=str(tmp_path), device="cpu", disable_tqdm=True, max_steps=steps, save_steps=1, causal_shift=shift
+        )
+        trainer = Trainer(Shifts(), args, train_dataset=Words())
+        trainer.train(resume_from_checkpoint=steps > 1)
+        return trainer
+
+    run(1, True)
+    with pytest.raises(UsageError, match="causal_shift: is False, and was True in this run; set it to true"):
+        run(2, None)
+    assert run(2, True).state.global_step == 2

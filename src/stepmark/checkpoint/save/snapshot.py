@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -320,7 +321,8 @@ def _resize(storage: Any, size: int) -> Any:
     """`UntypedStorage.resize_`, which forgets that the memory is shared with a frozen tensor: it is copied first."""
     if storage._cdata in _copied_before_resizing:
         _copied_before_resizing.discard(storage._cdata)
-        with suppress(RuntimeError):  # it has no memory: a fake tensor's, where the frozen one's was
+        with suppress(RuntimeError), warnings.catch_warnings():  # a fake one may be where the frozen one was
+            warnings.simplefilter("ignore")
             storage.data_ptr()
     return _torchs_resize(storage, size)
 
