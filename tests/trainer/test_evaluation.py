@@ -40,7 +40,7 @@ def test_an_evaluation_finds_its_pause_behind_a_users_method(tmp_path: Path) -> 
         return left >= 0
 
     stopped = PausableEvaluation(may_continue)
-    with pytest.raises(EvaluationPaused), stopped.running():
+    with pytest.raises(EvaluationPaused), trainer._hooks.evaluating(stopped):
         trainer.evaluate()
     assert list(stopped.completed) == ["eval_a", "eval_a (2)"]  # of two batches each; the fifth was the third set's
     batches = 0
@@ -51,7 +51,7 @@ def test_an_evaluation_finds_its_pause_behind_a_users_method(tmp_path: Path) -> 
         return True
 
     resumed = PausableEvaluation(count, stopped.completed)
-    with resumed.running():
+    with trainer._hooks.evaluating(resumed):
         metrics = trainer.evaluate()
     assert batches == (8 - 2) * 2  # both sets twice, by each of the two calls for all of them
     assert len(resumed.completed) == 8
@@ -59,11 +59,11 @@ def test_an_evaluation_finds_its_pause_behind_a_users_method(tmp_path: Path) -> 
 
 
 def test_outside_training_nothing_stops_an_evaluation(tmp_path: Path) -> None:
-    PausableEvaluation.current().before_batch()
-    assert made(tmp_path).evaluate()["eval_b_loss"] > 0
-    with PausableEvaluation(lambda: False).running():
-        pass
-    PausableEvaluation.current().before_batch()
+    trainer = made(tmp_path)
+    assert trainer.evaluate()["eval_b_loss"] > 0
+    with trainer._hooks.evaluating(PausableEvaluation(lambda: False)), pytest.raises(EvaluationPaused):
+        trainer.evaluate()
+    assert trainer.evaluate()["eval_b_loss"] > 0
 
 
 def test_evaluations_need_data() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from stepmark import Trainer
 from stepmark.errors import UsageError
+from stepmark.trainer.run_hooks import RunHooks
 from tests.support.ranks import Ranks
 
 trl = pytest.importorskip("trl")
@@ -146,7 +147,8 @@ def test_only_a_save_of_the_users_own_waits_for_the_disk(own: bool) -> None:
     kind = type("Own", (SFTTrainer,), {**body, "__module__": __name__})
     calls: list[str] = []
     made = kind.__new__(kind)
-    vars(made)["_pending_save"] = (lambda: calls.append("save"), lambda: calls.append("wait"))
+    made._hooks = RunHooks(made)
+    made._hooks._save = (lambda: calls.append("save"), lambda: calls.append("wait"))
     Trainer._save_checkpoint(made, None)  # type: ignore[arg-type]
     assert calls == (["save", "wait"] if own else ["save"])
 

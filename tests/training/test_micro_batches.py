@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.runtime.mesh import Mesh
-from stepmark.training.micro_batches import SequentialSchedule
+from stepmark.training.micro_batches import SequentialSchedule, StepHooks
 from stepmark.training.weighted_loss import MicroBatchLoss
 from tests.support.programs import Blocks, tiny_model
 
@@ -61,7 +61,8 @@ def test_the_reducer_is_called_after_each_backward_pass_and_the_last_is_announce
     model = tiny_model().train()
     gradients = Recorder(model)
     batch = step_batch(rows)
-    loss, tokens = schedule(model, gradients).run(0, batch, lambda: gradients.calls.append("hook"))
+    hooks = StepHooks(after_micro_step=lambda: gradients.calls.append("hook"), looks=False)
+    loss, tokens = schedule(model, gradients).run(0, batch, hooks)
     between = ["collect", "hook"] * (len(rows) - 1)
     assert gradients.calls == ["begin", *between, "last backward", "collect"]
     expected = sum(micro_batch.targets or 0 for micro_batch in batch.micro_batches)
@@ -73,7 +74,7 @@ def test_micro_batches_add_up_to_one_large_batch() -> None:
     found = []
     for rows in ([[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1, 2, 3]]):
         model = tiny_model(dropout=0.0)
-        loss, _ = schedule(model, Recorder(model)).run(0, step_batch(rows), lambda: None)
+        loss, _ = schedule(model, Recorder(model)).run(0, step_batch(rows), StepHooks())
         found.append((float(loss), model.transformer.wte.weight.grad))
     for loss, gradient in found[1:]:
         assert loss == pytest.approx(found[0][0], rel=1e-6)
@@ -84,7 +85,7 @@ def test_random_numbers_depend_on_seed_and_step_alone() -> None:
     def loss(step: int, seed: int) -> float:
         torch.rand(7)  # draws between steps must not matter
         model = tiny_model(dropout=0.5).train()
-        return float(schedule(model, Recorder(model), seed).run(step, step_batch([[0, 1], [2, 3]]), lambda: None)[0])
+        return float(schedule(model, Recorder(model), seed).run(step, step_batch([[0, 1], [2, 3]]), StepHooks())[0])
 
     assert loss(3, 1) == loss(3, 1)
     assert len({loss(3, 1), loss(4, 1), loss(3, 2)}) == 3

@@ -14,8 +14,9 @@ from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.parallel.optimizer.arrivals import Arrivals
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
+from stepmark.training.micro_batches import StepHooks
 from stepmark.training.optimizer import build_optimizer
-from stepmark.training.step import StepHooks, TrainStep
+from stepmark.training.step import TrainStep
 from stepmark.training.weighted_loss import MicroBatchLoss
 from tests.support.programs import tiny_model
 from tests.support.ranks import Ranks
@@ -64,6 +65,7 @@ def test_a_step_works_with_any_optimizer_and_reducer(max_norm: float) -> None:
         after_micro_step=lambda: calls.append("after micro-step"),
         before_update=lambda: calls.append("before update"),
         after_update=lambda: calls.append("after update"),
+        looks=False,
     )
     found = step(0, step_batch([[0, 1], [2, 3]]), hooks)
     assert calls == [

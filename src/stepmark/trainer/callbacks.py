@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,10 @@ class RunCallbacks:
         others = (each for each in self.handler.callbacks if type(each) is not StrategyCallback)
         methods = (getattr(each, name) for each in others)
         return any(getattr(each, "__func__", each) is not getattr(TrainerCallback, name) for each in methods)
+
+    def heard(self, name: str) -> Callable[[], None] | None:
+        """What calls the event `name`; None where only the run's own callback would hear it."""
+        return partial(self.event, name) if self.hears(name) else None
 
     def evaluated(self, metrics: Metrics, prefix: str) -> None:
         """Logs the metrics of one set, whose keys begin with `prefix`, and calls `on_evaluate`."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,8 +37,6 @@ class PausableEvaluation:
     these sets are not evaluated again. `metrics_failed`: `compute_metrics` has raised an error on at least one rank.
     """
 
-    _current: ContextVar[PausableEvaluation | None] = ContextVar("evaluation", default=None)
-
     def __init__(
         self, may_continue: Callable[[], bool] = lambda: True, earlier: Mapping[str, Metrics] | None = None
     ) -> None:
@@ -48,21 +44,6 @@ class PausableEvaluation:
         self._may_continue = may_continue
         self.completed = {prefix: dict(metrics) for prefix, metrics in (earlier or {}).items()}
         self._begun: Counter[str] = Counter()
-
-    @classmethod
-    def current(cls) -> PausableEvaluation:
-        """The evaluation of the innermost `running` block, else one that nothing stops."""
-        return cls._current.get() or cls()
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Inside the block this is the current evaluation: a user's `evaluate`, which may be between the training loop
-        and ours, does not pass it on."""
-        token = self._current.set(self)
-        try:
-            yield
-        finally:
-            self._current.reset(token)
 
     def key(self, prefix: str) -> str:
         """The key in `completed` of the next set, whose metrics begin with `prefix`."""
@@ -84,6 +65,12 @@ class TrainerEvaluation:
     callbacks: RunCallbacks
     loaders: LoaderFactory
     compute_metrics: Callable[..., Any] | None
+    pause: PausableEvaluation | None = None  # that of the run, inside of which this is
+
+    def before_batch(self) -> None:
+        """See `PausableEvaluation`."""
+        if self.pause is not None:
+            self.pause.before_batch()
 
     def run(
         self,
@@ -130,13 +117,13 @@ class TrainerEvaluation:
         batches: Callable[[], Any],
         prefix: str,
         ignore_keys: list[str] | None,
-        pause: PausableEvaluation,
         loop: Callable[[], Metrics] | None = None,
     ) -> Metrics:
         """Evaluates one set, unless it is complete already, and logs its metrics. `loop`: a subclass's own."""
+        pause = self.pause or PausableEvaluation()
         key = pause.key(prefix)
         if key not in pause.completed:
-            metrics = self._metrics_of(batches, prefix, ignore_keys, pause) if loop is None else dict(loop())
+            metrics = self._metrics_of(batches, prefix, ignore_keys) if loop is None else dict(loop())
             _, epoch = self.callbacks.model_position()
             if epoch is not None:
                 metrics["epoch"] = epoch
@@ -145,32 +132,29 @@ class TrainerEvaluation:
                 self.callbacks.evaluated(metrics, prefix)
         return dict(pause.completed[key])
 
-    def _metrics_of(
-        self, batches: Callable[[], Any], prefix: str, ignore_keys: list[str] | None, pause: PausableEvaluation
-    ) -> Metrics:
+    def _metrics_of(self, batches: Callable[[], Any], prefix: str, ignore_keys: list[str] | None) -> Metrics:
         gather = self.compute_metrics is not None and not self.args.batch_eval_metrics
-        found = self._run_if_it_fits(batches, pause, gather=gather, ignore_keys=ignore_keys)
+        found = self._run_if_it_fits(batches, gather=gather, ignore_keys=ignore_keys)
         try:
             metrics = self.metrics(found, prefix)
         except Exception:
-            pause.metrics_failed = True
+            if self.pause is not None:
+                self.pause.metrics_failed = True
             raise
         if found.loss is None and found.tokens and self.evaluator.prediction_step is None:
             names = ", ".join(self.evaluator.loss.labels.names)
             logger.warning("%s: no loss: no input is a label (%s); name those that are in label_names", prefix, names)
         return metrics
 
-    def _run_if_it_fits(
-        self, batches: Callable[[], Any], pause: PausableEvaluation, *, gather: bool, **options: Any
-    ) -> Evaluation:
+    def _run_if_it_fits(self, batches: Callable[[], Any], *, gather: bool, **options: Any) -> Evaluation:
         """As `run`. In training, predictions that memory has become too small for are left out, and so are metrics."""
         try:
-            return self.run(batches(), gather=gather, before_batch=pause.before_batch, **options)
+            return self.run(batches(), gather=gather, before_batch=self.before_batch, **options)
         except PredictionsTooLarge as error:
-            if pause is not PausableEvaluation._current.get():  # outside of training
+            if self.pause is None:  # outside of training
                 raise
             logger.warning("this evaluation is without compute_metrics: %s", error)
-        return self.run(batches(), gather=False, before_batch=pause.before_batch, **options)
+        return self.run(batches(), gather=False, before_batch=self.before_batch, **options)
 
     def prompt_sampler(self) -> PromptSampler | None:
         """Continues `sample_prompts`; None without any. Raises UsageError where it cannot."""

@@ -20,7 +20,6 @@ from transformers.trainer_utils import (
     TrainOutput,
 )
 
-from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.config.optimizers import MUON
 from stepmark.config.training_fields import TrainingFields, set_log_level
 from stepmark.config.unknown_fields import explains_keywords
@@ -43,8 +42,8 @@ from stepmark.trainer.compat.accelerator import Accelerator
 from stepmark.trainer.compat.given_loader import GivenLoader
 from stepmark.trainer.compat.overrides import (
     NEED_COMPLETE_MODEL,
+    OverriddenLoss,
     Replaceable,
-    call_compute_loss,
     call_sampler,
     check_assignment,
     check_overrides,
@@ -68,6 +67,7 @@ from stepmark.trainer.run_folder.adapters import Adapter
 from stepmark.trainer.run_folder.hub_uploads import HubUploads, check_hub, write_model_card
 from stepmark.trainer.run_folder.model_export import SavedModel, own_storages, saved_processing
 from stepmark.trainer.run_folder.run_identity import identity
+from stepmark.trainer.run_hooks import RunHooks
 from stepmark.trainer.setup import (
     RunOptimizer,
     RunParts,
@@ -86,7 +86,7 @@ from stepmark.trainer.telemetry.progress import metric_lines
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.compiled_layers import compile_layers
-from stepmark.training.micro_batches import Passes, autocast, autocast_dtype
+from stepmark.training.micro_batches import autocast, autocast_dtype
 from stepmark.training.model_labels import names_labels
 from stepmark.training.model_options import attention_of
 from stepmark.training.model_wrappers import without_wrapper
@@ -165,8 +165,6 @@ class Trainer:
     _signature_columns: list[str] | None = None
     _trained = False  # by a call of `train`
     _in_save_model = False  # which calls `_save`
-    _passes: Passes | None = None  # of the micro-batch whose `training_step` is called
-    _pending_save: tuple[Callable[[], None], Callable[[], None]] | None = None  # what begins it, and waits for it
 
     loss = Replaceable(lambda trainer: trainer._loss, "Calls the model and weights its loss, for every micro-batch.")
     evaluator = Replaceable(
@@ -229,6 +227,7 @@ class Trainer:
         self._optimizers = RunOptimizer(optimizer_cls_and_kwargs)
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.compute_loss_func = compute_loss_func
+        self._hooks = RunHooks(self)
         self._set_loss()
         self.checkpoint_files: list[Callable[[Path], None]] = []
         self._callbacks = RunCallbacks(
@@ -266,7 +265,7 @@ class Trainer:
             check_packed(self.model, value, may_call=False)
         super().__setattr__(name, value)
         if name == "compute_loss" and "_loss" in vars(self):
-            self._loss.override = self._overridden_loss
+            self._loss.override = OverriddenLoss(self)
         elif name in ("compute_loss_func", "loss_averages_over", "causal_shift") and "_loss" in vars(self):
             self._set_loss()
 
@@ -508,9 +507,6 @@ class Trainer:
         loss, outputs = self._loss.mean(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
-    def _overridden_loss(self, model: nn.Module, inputs: Any, items: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return call_compute_loss(self.compute_loss, type(self).__name__, model, inputs, items)
-
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
@@ -528,22 +524,7 @@ class Trainer:
         Raises:
             UsageError: No micro-batch of `train` waits for it.
         """
-        passes, self._passes = self._passes, None
-        if passes is None:
-            raise UsageError("training_step: runs a micro-batch of train(); call it from an override, once")
-        return passes(inputs)
-
-    def _around_passes(self, inputs: Any, items: torch.Tensor, passes: Passes) -> torch.Tensor:
-        """Calls a subclass's `training_step`."""
-        self._passes = passes
-        given = dict(inputs) if isinstance(inputs, Mapping) else inputs
-        loss = self.training_step(self.model, given, num_items_in_batch=items)
-        if self._passes is not None or not isinstance(loss, Tensor):
-            raise UsageError(
-                f"{type(self).__name__}.training_step: it has to call super().training_step, which runs the passes and "
-                "weights the loss, and to return what that returns; override compute_loss for a loss of your own"
-            )
-        return loss.detach().reshape(())
+        return self._hooks.run_passes(inputs)
 
     def compute_loss_context_manager(self) -> torch.autocast:
         """Returns the context in which models are called: autocast, as `bf16` and `fp16` say."""
@@ -574,7 +555,7 @@ class Trainer:
             declared_by=self,
         )
         if self._overridden("compute_loss"):
-            self._loss.override = self._overridden_loss
+            self._loss.override = OverriddenLoss(self)
 
     # Training
 
@@ -614,17 +595,7 @@ class Trainer:
         align_special_tokens(self.model, self.processing_class)
         with make_checkpointer(folder, self.args, self.mesh) as checkpointer:
             parts = self.make_parts()
-            loop = TrainingLoop(
-                parts,
-                self._callbacks,
-                checkpointer,
-                evaluate=self._evaluate_in_training,
-                write_files=self._write_files,
-                before_save=self._collect_model_files,
-                around_save=self._around_save,
-                own_state=self._complete_run_state,
-                load_own_state=self._load_complete_run_state,
-            )
+            loop = TrainingLoop(parts, self._callbacks, checkpointer, self._hooks)
             evaluates = self.args.eval_strategy != "no"
             if evaluates:
                 self._eval_sets()
@@ -673,7 +644,7 @@ class Trainer:
                 self._loss,
                 self.mesh,
                 self.args,
-                self._around_passes if self._overridden("training_step") else None,
+                self._hooks.around_passes if self._overridden("training_step") else None,
             ),
             total_steps=total_steps,
             identity=self.identity(),
@@ -699,14 +670,15 @@ class Trainer:
             self.mesh,
             self._autocast_dtype,
             preprocess_logits=self.preprocess_logits_for_metrics,
-            prediction_step=self._overridden_step if self._overridden("prediction_step") else None,
+            prediction_step=self._hooks.predict if self._overridden("prediction_step") else None,
             needs_no_labels=self.can_return_loss and not named,
         )
 
     @property
     def evaluation(self) -> TrainerEvaluation:
         """Evaluates batches with what the Trainer has now, as its arguments say."""
-        return TrainerEvaluation(self._evaluator, self.args, self._callbacks, self._loaders, self.compute_metrics)
+        given = self._evaluator, self.args, self._callbacks, self._loaders, self.compute_metrics
+        return TrainerEvaluation(*given, self._hooks.evaluation)
 
     def evaluate(
         self,
@@ -746,7 +718,7 @@ class Trainer:
                 )
         else:
             given: Any = eval_dataset
-            batches, pause = partial(self.get_eval_dataloader, given), PausableEvaluation.current()
+            batches = partial(self.get_eval_dataloader, given)
 
             def overridden_loop() -> Any:
                 loss_only = True if self.compute_metrics is None else None
@@ -755,18 +727,10 @@ class Trainer:
                 ).metrics
 
             loop = overridden_loop if self._overridden("evaluation_loop") else None
-            metrics = self.evaluation.of_set(batches, metric_key_prefix, ignore_keys, pause, loop)
+            metrics = self.evaluation.of_set(batches, metric_key_prefix, ignore_keys, loop)
         self._memory_tracker.stop_and_update_metrics(metrics)
         if own and metric_key_prefix == "eval":
             self._callbacks.last_evaluation = (self._callbacks.model_position()[0], metrics)
-        return metrics
-
-    def _evaluate_in_training(self, evaluation: PausableEvaluation) -> dict[str, float]:
-        with evaluation.running():
-            metrics = self.evaluate()
-        self._callbacks.last_evaluation = (self.state.global_step, metrics)
-        for each in self.evaluation.sample_texts():
-            self._callbacks.sampled(*each)
         return metrics
 
     def _eval_sets(self, given: Any = None) -> dict[str, Any]:
@@ -788,7 +752,7 @@ class Trainer:
         last = self._callbacks.last_evaluation
         if last is not None and last[0] == step:
             return last[1]
-        with PausableEvaluation().running():
+        with self._hooks.evaluating(PausableEvaluation()):
             return logged_evaluation(self.state.log_history, step, self._eval_sets()) or self.evaluate()
 
     def predict(
@@ -839,13 +803,6 @@ class Trainer:
         loss, predictions, labels = replace(self._evaluator, model=model).predict_batch(inputs, ignore_keys)
         return (loss, None, None) if prediction_loss_only else (loss, predictions, labels)
 
-    def _overridden_step(
-        self, inputs: Any, loss_only: bool, ignore_keys: Sequence[str] | None
-    ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Calls a subclass's `prediction_step`."""
-        given = dict(inputs) if isinstance(inputs, Mapping) else inputs
-        return self.prediction_step(self.model, given, loss_only, ignore_keys)  # type: ignore[arg-type]
-
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -877,7 +834,7 @@ class Trainer:
             gather=True,
             loss_only=prediction_loss_only,
             ignore_keys=ignore_keys,
-            before_batch=PausableEvaluation.current().before_batch,
+            before_batch=self.evaluation.before_batch,
         )
         metrics = self.evaluation.metrics(found, metric_key_prefix)
         return EvalLoopOutput(found.predictions, found.labels, metrics, found.samples)
@@ -939,28 +896,7 @@ class Trainer:
         Raises:
             UsageError: Training is not about to save.
         """
-        pending, self._pending_save = self._pending_save, None
-        if pending is None:
-            raise UsageError("_save_checkpoint: training calls it; set control.should_save in a callback to save")
-        save, wait = pending
-        save()
-        library = getattr(type(self), "_library", None)
-        if self._save_checkpoint.__func__.__module__.partition(".")[0] != library:  # type: ignore[attr-defined]
-            wait()
-
-    def _around_save(self, save: Callable[[], None], wait: Callable[[], None]) -> None:
-        """Calls a subclass's `_save_checkpoint`."""
-        if not self._overridden("_save_checkpoint"):
-            save()
-            return
-        self._pending_save = save, wait
-        self._save_checkpoint(self.model, None)
-        if self._pending_save is not None:
-            self._pending_save = None
-            self.context.host.barrier()
-            if self.is_world_process_zero():
-                self._saved.take(checkpoint_path(Path(self.args.output_dir), self.state.global_step))
-            save()
+        self._hooks.save_now()
 
     def _get_output_dir(self, trial: Any = None) -> str:
         """The run's folder, for a subclass that asks for that of checkpoints."""
@@ -984,18 +920,6 @@ class Trainer:
     @property
     def _saved_processing(self) -> Any:
         return saved_processing(self.processing_class, self.data_collator)
-
-    def _collect_model_files(self) -> None:
-        """Before a checkpoint: lets an overridden `save_model` or `_save` write the files that the checkpoint gets.
-        Collective."""
-        if self._overridden("save_model") or self._overridden("_save"):
-            self._saved.collect(self.save_model)
-
-    def _write_files(self, folder: Path) -> None:
-        self._saved.add_to(folder, self._saved_processing)
-        for write in self.checkpoint_files:
-            write(folder)
-        self._callbacks.write_state(folder)
 
     # The Hugging Face hub
 

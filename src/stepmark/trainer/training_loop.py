@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +35,7 @@ from stepmark.trainer.resume import locate_best, restore_run
 from stepmark.trainer.run_folder.output_folder import set_aside_earlier_attempt, set_aside_finished_run
 from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.status import INTERRUPTED
+from stepmark.trainer.run_hooks import RunHooks
 from stepmark.trainer.setup import RunParts, check_start
 from stepmark.trainer.telemetry.banner import banner
 from stepmark.trainer.telemetry.loss_meter import LossMeter, load_fields
@@ -46,9 +48,9 @@ from stepmark.training.learning_rate_schedule import (
     schedule_state,
     shows_rates,
 )
+from stepmark.training.micro_batches import StepHooks
 from stepmark.training.model_options import noisy_embeddings, set_training
 from stepmark.training.pipelined_forward import EvaluationPaused
-from stepmark.training.step import StepHooks
 
 MAX_STEPS_WITHOUT_TARGETS = 100  # of a run in which no label was a target yet
 ROLLBACK = "rollback"  # as on_loss_spike
@@ -62,35 +64,20 @@ class _LossSpike(Exception):
 
 
 class TrainingLoop:
-    """Moves a run's state from step to step. All that a resumed run needs is in `sections`.
-
-    `evaluate` evaluates the Trainer's own data and returns the metrics; `write_files` adds a run's files to the folder
-    of a checkpoint, on rank 0, and `before_save` is called on all ranks before that. `around_save` is called with what
-    begins a save, and what waits until it is on disk. `own_state` and `load_own_state` are a subclass's part of the
-    run's state.
-    """
+    """Moves a run's state from step to step. All that a resumed run needs is in `sections`."""
 
     def __init__(
         self,
         parts: RunParts,
         callbacks: RunCallbacks,
         checkpointer: Checkpointer,
-        evaluate: Callable[[PausableEvaluation], dict[str, float]],
-        write_files: Callable[[Path], None],
-        before_save: Callable[[], None],
-        around_save: Callable[[Callable[[], None], Callable[[], None]], None],
-        own_state: Callable[[], dict[str, Any]],
-        load_own_state: Callable[[dict[str, Any]], None],
+        hooks: RunHooks,
     ) -> None:
         self._parts = parts
         self._args = parts.args
         self._callbacks = callbacks
         self._checkpointer = checkpointer
-        self._evaluate_data = evaluate
-        self._write_files = write_files
-        self._before_save = before_save
-        self._around_save = around_save
-        self._own_state, self._load_own_state = own_state, load_own_state
+        self._hooks = hooks
         self._monitor = Monitor(parts, callbacks.run_log)
         self._flos = TotalFlos(parts.model)
         self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look, parts.step.experts)
@@ -123,7 +110,7 @@ class TrainingLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but tensors, as plain values."""
-        scaler, own = self._parts.step.scaler, self._own_state()
+        scaler, own = self._parts.step.scaler, self._hooks.state()
         numbers = self._parts.optimizer.changed_numbers() if self._parts.context.host.rank == 0 else {}
         return {
             **({"own": own} if own else {}),
@@ -163,7 +150,7 @@ class TrainingLoop:
         self._learning_rate = state.get("learning_rate", rates[0])  # older checkpoints have no rate of the last step
         vars(self._parts.optimizer.inner).update(state.get("optimizer", {}))
         if state.get("own"):
-            self._load_own_state(state["own"])
+            self._hooks.load_state(state["own"])
         if self._parts.step.scaler is not None and state.get("loss_scaler") is not None:
             self._parts.step.scaler.load_state_dict(state["loss_scaler"])
         if self._spikes is not None and state.get("spikes") is not None:
@@ -385,12 +372,10 @@ class TrainingLoop:
         callbacks.event("on_step_begin")
         set_training(parts.model, parts.optimizer.inner)
         hooks = StepHooks(
-            after_micro_step=lambda: callbacks.event("on_substep_end"),
-            before_update=lambda: callbacks.event("on_pre_optimizer_step"),
-            after_update=lambda: callbacks.event("on_optimizer_step"),
-            updated=self._advance_schedule,
-            look_at_gradients=callbacks.hears("on_pre_optimizer_step") or callbacks.hears("on_optimizer_step"),
-            look_at_sums=callbacks.hears("on_substep_end"),
+            after_micro_step=callbacks.heard("on_substep_end"),
+            before_update=callbacks.heard("on_pre_optimizer_step"),
+            after_update=callbacks.heard("on_optimizer_step"),
+            updated=partial(advance, parts.schedule, parts.optimizer),
         )
         show_step(StepPlace.of(self._step + 1, batch.samples, batch.state))
         if self._first_step is None:
@@ -415,10 +400,6 @@ class TrainingLoop:
         self._follow_control()
         self._checkpointer.check()
         show_step(StepPlace(self._step + 1))
-
-    def _advance_schedule(self) -> None:
-        self._parts.optimizer.check_groups()  # before torch's schedules find out
-        advance(self._parts.schedule)
 
     def _follow_control(self) -> None:
         """Logs, evaluates and saves, in this order, as the control's flags say."""
@@ -556,7 +537,7 @@ class TrainingLoop:
         self._parts.optimizer.switch("eval")  # where a callback has changed that
         try:
             with self._monitor.within("evaluation", self._step):
-                return self._evaluate_data(evaluation)
+                return self._hooks.evaluate(evaluation)
         except EvaluationPaused:
             assert self._preemption is not None
             self._postpone(evaluation)
@@ -590,7 +571,7 @@ class TrainingLoop:
         self._check_finite()
         self._check_targets()
         with self._monitor.within("save", self._step):
-            self._around_save(self._begin_save, self._checkpointer.wait)
+            self._hooks.save(self._begin_save, self._checkpointer.wait)
             self._callbacks.progress.line(f"{'saving' if self._args.async_save else 'saved'} checkpoint-{self._step}")
             if self._callbacks.hears("on_save"):
                 self._checkpointer.wait()  # a callback may read the checkpoint, or add files to it
@@ -603,11 +584,11 @@ class TrainingLoop:
         if state.best_global_step == self._step:
             state.best_model_checkpoint = str(checkpoint_path(self._checkpointer.folder, self._step))
         self._parts.optimizer.switch("eval")
-        self._before_save()
+        self._hooks.collect_files()
         handle = self._checkpointer.save(
             self._step,
             {"model": self._parts.saved} if model_only else self.sections(),
-            files=self._write_files,
+            files=self._hooks.write_files,
             metadata={
                 "identity": self._parts.identity,
                 "data": self._parts.data,

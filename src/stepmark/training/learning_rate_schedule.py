@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from stepmark.config.fields import described_at
 from stepmark.errors import UsageError
+from stepmark.parallel.optimizer.named import NamedOptimizer
 
 PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 
@@ -98,8 +99,11 @@ def place_at(schedule: LambdaLR, step: int) -> None:
     schedule._last_lr = rates
 
 
-def advance(schedule: LRScheduler) -> None:
-    """Advances the schedule by one optimizer step, unless it follows a metric: then evaluations advance it."""
+def advance(schedule: LRScheduler, optimizer: NamedOptimizer | None = None) -> None:
+    """Advances the schedule by one optimizer step, unless it follows a metric: then evaluations advance it. Before
+    torch's schedules find out, the groups of `optimizer` are checked."""
+    if optimizer is not None:
+        optimizer.check_groups()
     if not follows_metric(schedule):
         schedule.step()
 

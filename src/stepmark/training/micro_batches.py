@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -66,16 +66,63 @@ def _run_passes(inputs: Any, count: Tensor, passes: Passes) -> Tensor:
     return passes(inputs)
 
 
+def call(function: Callable[[], Any] | None) -> None:
+    """Calls a function where there is one."""
+    if function is not None:
+        function()
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """Functions that a step calls on the host.
+
+    Attributes:
+        after_micro_step: After each micro-batch but the last.
+        before_update: Before the update.
+        after_update: After it.
+        updated: Once parameters have been updated, while their gradients are there; not after an overflow.
+        looks: Whether these may use `parameter.grad`, which is completed for those around the update; the first sees
+            what has been added up so far.
+    """
+
+    after_micro_step: Callable[[], Any] | None = None
+    before_update: Callable[[], Any] | None = None
+    after_update: Callable[[], Any] | None = None
+    updated: Callable[[], Any] | None = None
+    looks: bool = True
+
+    def between_passes(self, gradients: GradientReducer, in_flight: Iterable[nn.Parameter] = ()) -> None:
+        """After a micro-batch. `in_flight`: parameters for which other passes of a pipeline wait, so that they must not
+        be changed."""
+        if self.after_micro_step is None or not self.looks:
+            call(self.after_micro_step)
+            return
+        waiting = list(in_flight)
+        before = _versions(waiting)
+        with gradients.shown_so_far():
+            self.after_micro_step()
+        if before != _versions(waiting):
+            raise UsageError(
+                "pipeline_parallel_size: parameters were changed, frozen or unfrozen in on_substep_end, when other "
+                "micro-batches of the step had used them; do so in on_step_begin or on_step_end"
+            )
+
+
+def _versions(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int, bool]]:
+    """What tells whether somebody changes parameters."""
+    return [(each.untyped_storage()._cdata, each._version, each.requires_grad) for each in parameters]
+
+
 class MicroBatchSchedule(Protocol):
     """Runs the forward and backward passes of a step."""
 
-    def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
+    def run(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
         """Leaves the sums of the step's gradients in the reducer.
 
         Args:
             step: The step's number, from 0.
             batch: This rank's micro-batches, on the device.
-            after_micro_batch: Called after each micro-batch but the last.
+            hooks: Those that are called after each micro-batch but the last.
 
         Returns:
             This rank's part of the mean loss over the target tokens of all ranks, and their number: 0-dim float32
@@ -120,7 +167,7 @@ class SequentialSchedule:
         self._seed = seed
         self._loads = loads or ExpertLoads(model, mesh)
 
-    def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
+    def run(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
         """See `MicroBatchSchedule`."""
         targets = [self._loss.count(micro_batch) for micro_batch in batch.micro_batches]
         counts = TokenCounts.of(targets, self._mesh)
@@ -146,7 +193,7 @@ class SequentialSchedule:
             with computing(micro_batch):
                 total = total + self._around(micro_batch.inputs, weight.count, passes)
             if index < last:
-                after_micro_batch()
+                hooks.between_passes(self._gradients)
             if several:  # micro-batches share one graph, the update has its own
                 self._runtime.step_boundary()
         return total.reshape(()), counts.total.reshape(())

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from stepmark.runtime.seeds import derive_seed
 from stepmark.runtime.stage_transfers import Form
 from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.loss_scaler import LossScaler
-from stepmark.training.micro_batches import TokenCounts, autocast, seed_micro_batch
+from stepmark.training.micro_batches import StepHooks, TokenCounts, autocast, seed_micro_batch
 from stepmark.training.one_graph_per_step.saved_weights import weights_made_again
 from stepmark.training.pipelined_forward import StageCalls
 from stepmark.training.weighted_loss import MicroBatchLoss, Weight
@@ -67,12 +66,12 @@ class PipelinedSchedule:
         self.kind = kind
         self._seed = seed
 
-    def run(self, step: int, batch: StepBatch, after_micro_batch: Callable[[], Any]) -> tuple[Tensor, Tensor]:
+    def run(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
         """See `MicroBatchSchedule`; the loss of all ranks but those of the last stage is 0."""
         targets = [self.loss.count(micro_batch) for micro_batch in batch.micro_batches]
         counts = TokenCounts.of(targets, self.mesh)
         schedule = make_schedule(self.kind, self.mesh.pipeline.size, len(batch), len(self.stages.own))
-        running = _Step(self, schedule, batch.micro_batches, counts, after_micro_batch)
+        running = _Step(self, schedule, batch.micro_batches, counts, hooks)
         for number in range(len(schedule.ticks)):
             running.tick(number, lambda index: derive_seed(self._seed, step, index, self.mesh.data_parallel.rank))
         self.transfers.settle()
@@ -101,7 +100,7 @@ class _Step:
         schedule: Schedule,
         micro_batches: list[MicroBatch],
         counts: TokenCounts,
-        after_micro_batch: Callable[[], Any],
+        hooks: StepHooks,
     ) -> None:
         self._parts = parts
         self._rank = parts.mesh.pipeline.rank
@@ -109,7 +108,7 @@ class _Step:
         self._schedule = schedule
         self._micro_batches = micro_batches
         self._counts = counts
-        self._after_micro_batch = after_micro_batch
+        self._hooks = hooks
         self._arriving: dict[Task, Activation] = {}  # by the task that has made it
         self._kept: dict[tuple[int, int], _Forward] = {}  # by stage and micro-batch
         self._to_send: dict[Task, Activation] = {}
@@ -209,7 +208,7 @@ class _Step:
             assert gradient is not None
             self._to_send[task] = Activation(gradient)
         if task.stage == parts.stages.own[0] and self._backward_left:
-            self._after_micro_batch()
+            self._hooks.between_passes(self._parts.gradients, self._parts.stages.model.parameters())
 
     def _exchange(self, other: int, transfers: Iterable[Transfer]) -> None:
         """Exchanges activations and gradients with a neighbour."""

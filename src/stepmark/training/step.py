@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from stepmark.config.fields import fields_of, refuse
 from stepmark.config.training_fields import TrainingFields, check_reduce_dtype, schedule_contradictions
 from stepmark.data.loader.batch import StepBatch
-from stepmark.errors import UsageError
 from stepmark.liveness.progress import PASSES, REDUCE, UPDATE, entering
 from stepmark.parallel.gradients.arithmetic import scale_to
 from stepmark.parallel.gradients.reduced import ReducedGradients
@@ -27,7 +25,7 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import kept_host_generators
 from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.loss_scaler import LossScaler
-from stepmark.training.micro_batches import AroundPasses, MicroBatchSchedule, SequentialSchedule
+from stepmark.training.micro_batches import AroundPasses, MicroBatchSchedule, SequentialSchedule, StepHooks, call
 from stepmark.training.pipelined_micro_batches import PipelinedSchedule
 from stepmark.training.weighted_loss import MicroBatchLoss
 
@@ -51,25 +49,6 @@ class StepStatistics:
     updated: bool = True
     expert_loads: Tensor | None = None
     spike: str | None = None
-
-
-def _nothing() -> None:
-    pass
-
-
-@dataclass
-class StepHooks:
-    """Functions that a step calls on the host: after each micro-batch but the last, before and after the update.
-    `updated` is called once parameters have been updated, while their gradients are there; not after an overflow.
-    `look_at_gradients`: those around the update may use `parameter.grad`, which is completed for them;
-    `look_at_sums`: so may the first, which sees what has been added up so far."""
-
-    after_micro_step: Callable[[], Any] = field(default=_nothing)
-    before_update: Callable[[], Any] = field(default=_nothing)
-    after_update: Callable[[], Any] = field(default=_nothing)
-    updated: Callable[[], Any] = field(default=_nothing)
-    look_at_gradients: bool = False
-    look_at_sums: bool = False
 
 
 class TrainStep:
@@ -155,7 +134,7 @@ class TrainStep:
         Args:
             step: The step's number, from 0.
             batch: This rank's micro-batches, on the device.
-            hooks: Functions to call on the way.
+            hooks: Functions to call on the way. Default: none.
 
         Returns:
             The step's statistics; reading them waits for the device.
@@ -166,7 +145,7 @@ class TrainStep:
         on_host = torch.random.fork_rng(devices=[]) if self._runtime.lazy else nullcontext()
         with kept_host_generators(), on_host:
             self._loads.begin()
-            loss, tokens = self._schedule.run(step, batch, partial(self._between_passes, hooks))
+            loss, tokens = self._schedule.run(step, batch, hooks)
         entering(REDUCE)
         counts = self._loads.counts()
         given = (loss, tokens) if counts is None else (loss, tokens, counts)
@@ -218,38 +197,18 @@ class TrainStep:
         norm = reduced.norm * inverse
         return replace(reduced, norm=norm), self.scaler.accept(float(norm))
 
-    def _between_passes(self, hooks: StepHooks) -> None:
-        if not hooks.look_at_sums:
-            hooks.after_micro_step()
-            return
-        before = self._values_in_flight()
-        with self._gradients.shown_so_far():
-            hooks.after_micro_step()
-        if before != self._values_in_flight():
-            raise UsageError(
-                "pipeline_parallel_size: parameters were changed, frozen or unfrozen in on_substep_end, when other "
-                "micro-batches of the step had used them; do so in on_step_begin or on_step_end"
-            )
-
-    def _values_in_flight(self) -> list[tuple[int, int, bool]]:
-        """What tells whether somebody changes parameters while other passes of a pipeline wait for theirs."""
-        waiting = self.model.parameters() if isinstance(self._schedule, PipelinedSchedule) else ()
-        return [(each.untyped_storage()._cdata, each._version, each.requires_grad) for each in waiting]
-
     def _update(self, reduced: ReducedGradients, hooks: StepHooks, *, updates: bool) -> None:
-        if hooks.look_at_gradients:
-            take = self._gradients.show(reduced)
-            hooks.before_update()
-            reduced = take()
-        else:
-            hooks.before_update()
+        looks = hooks.looks and (hooks.before_update or hooks.after_update)
+        take = self._gradients.show(reduced) if looks else None
+        call(hooks.before_update)
+        reduced = reduced if take is None else take()
         self.optimizer.set_gradients(reduced.gradients, reduced.used)
         if updates:
             self.optimizer.step()
             self._loads.update_biases(reduced.loads)
-        hooks.after_update()
+        call(hooks.after_update)
         if updates:
-            hooks.updated()
+            call(hooks.updated)
         self.optimizer.switch("eval")  # after every step, so that its bits do not depend on evaluations and saves
         self.optimizer.set_gradients([None] * len(reduced.gradients))
         self._gradients.reset()

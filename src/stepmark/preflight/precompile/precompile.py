@@ -118,7 +118,7 @@ def _train(parts: RunParts, recorder: GraphRecorder | SimpleNamespace) -> None:
     from stepmark.data.loader.prefetcher import DevicePrefetcher
     from stepmark.trainer.telemetry.lazy_device import DeviceReadMonitor
     from stepmark.training.learning_rate_schedule import advance
-    from stepmark.training.step import StepHooks
+    from stepmark.training.micro_batches import StepHooks
 
     runtime, count, done = parts.context.runtime, parts.args.gradient_accumulation_steps, 0
 
@@ -131,7 +131,7 @@ def _train(parts: RunParts, recorder: GraphRecorder | SimpleNamespace) -> None:
     def update_begins() -> None:
         recorder.part = "step" if count == 1 else "update"
 
-    hooks = StepHooks(after_micro_step=micro_step_done, before_update=update_begins)
+    hooks = StepHooks(after_micro_step=micro_step_done, before_update=update_begins, looks=False)
     lines: list[str] = []
     reads = DeviceReadMonitor(runtime, lines.extend)
 

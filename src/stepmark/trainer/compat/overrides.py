@@ -105,31 +105,41 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
-def call_compute_loss(
-    compute: Callable[..., Any], owner: str, model: nn.Module, inputs: Any, items: torch.Tensor
-) -> tuple[torch.Tensor, Any]:
-    """Returns the loss, a 0-dim tensor, and the outputs, which are asked for without gradients, in evaluations, only.
+class OverriddenLoss:
+    """Calls a `compute_loss` of a user's, with transformers' parameters; it may lack `num_items_in_batch`.
 
     Args:
-        compute: The method, with transformers' parameters; it may lack `num_items_in_batch`.
-        owner: The name of its class, for errors.
-        model: The model.
-        inputs: A batch on the device.
-        items: The number of the batch's targets, a 0-dim tensor.
-
-    Raises:
-        UsageError: It returns something else than a loss with one element, or no outputs where they are asked for.
+        trainer: The Trainer, which has the method.
     """
-    wants_outputs = not torch.is_grad_enabled()
-    options: dict[str, Any] = {"num_items_in_batch": items} if accepts(compute, "num_items_in_batch") else {}
-    options |= {"return_outputs": True} if wants_outputs else {}
-    found = compute(model, dict(inputs) if isinstance(inputs, Mapping) else inputs, **options)
-    loss, outputs = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or (wants_outputs and not isinstance(found, tuple)):
-        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
-        expected = "a loss with one element" + (" and the outputs (return_outputs=True)" if wants_outputs else "")
-        raise UsageError(f"{owner}.compute_loss returned a {type(found).__name__}{shape}; return {expected}")
-    return loss.reshape(()), outputs
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._takes_items = accepts(trainer.compute_loss, "num_items_in_batch")
+
+    def __call__(self, model: nn.Module, inputs: Any, items: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Returns the loss, a 0-dim tensor, and the outputs, which are asked for without gradients, in evaluations,
+        only.
+
+        Args:
+            model: The model.
+            inputs: A batch on the device.
+            items: The number of the batch's targets, a 0-dim tensor.
+
+        Raises:
+            UsageError: The method returns something else than a loss with one element, or no outputs where they are
+                asked for.
+        """
+        wants_outputs = not torch.is_grad_enabled()
+        options: dict[str, Any] = {"num_items_in_batch": items} if self._takes_items else {}
+        options |= {"return_outputs": True} if wants_outputs else {}
+        found = self._trainer.compute_loss(model, dict(inputs) if isinstance(inputs, Mapping) else inputs, **options)
+        loss, outputs = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or (wants_outputs and not isinstance(found, tuple)):
+            shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+            expected = "a loss with one element" + (" and the outputs (return_outputs=True)" if wants_outputs else "")
+            method = f"{type(self._trainer).__name__}.compute_loss"
+            raise UsageError(f"{method} returned a {type(found).__name__}{shape}; return {expected}")
+        return loss.reshape(()), outputs
 
 
 def call_sampler(trainer: Any) -> Sampler[int] | None:
