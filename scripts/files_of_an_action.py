@@ -1,10 +1,10 @@
 """Prints how many source files a step, a save, a restore, a signal and a foreign checkpoint pass through.
 
-A profiler hook notes each module of Stepmark in which a function begins, in every thread, while a real run of a tiny
-model does the thing, on the CPU, eager; and the pairs of modules that call each other both ways, where code of others
-may stand between. A step is one call of `TrainStep`, with two micro-batches and a `compute_loss` that a subclass
-overrides; a save begins with the loop's call and ends when the checkpoint is committed. `--ranks 2` counts those of
-rank 0 of two; `--names` lists files and pairs.
+A profiler hook notes each module of Stepmark in which a function begins, in the thread that acts and those that it
+starts, while a real run of a tiny model does the thing, on the CPU, eager; and the pairs of modules that call each
+other both ways, where code of others may stand between. A step is one call of `TrainStep`, with two micro-batches and
+a `compute_loss` that a subclass overrides; a save begins with the loop's call and ends when the checkpoint is
+committed. `--ranks 2` counts those of rank 0 of two; `--names` lists files and pairs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 FILES: dict[str, set[str]] = {}
 CALLS: dict[str, set[tuple[str, str]]] = {}
 NOW: list[str] = []
+OTHERS: set[int] = set()  # threads that ran before an action and are no part of it, such as those of heartbeats
 
 
 @cache
@@ -38,7 +39,7 @@ def module_of(path: str) -> str | None:
 
 def note(frame: Any, event: str, argument: Any) -> None:
     """The hook: the file of a function that begins, and its caller's, for the actions that are in progress."""
-    if not NOW or event != "call" or frame.f_code.co_name == "<module>":
+    if not NOW or event != "call" or frame.f_code.co_name == "<module>" or threading.get_ident() in OTHERS:
         return
     file = module_of(frame.f_code.co_filename)
     if file is None:
@@ -63,6 +64,8 @@ def action(name: str) -> Iterator[None]:
     first = name not in FILES
     if first:
         NOW.append(name)
+        OTHERS.clear()
+        OTHERS.update(each.ident or 0 for each in threading.enumerate() if each is not threading.current_thread())
     try:
         yield
     finally:
