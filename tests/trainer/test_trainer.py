@@ -251,6 +251,14 @@ def test_the_last_log_has_the_results_of_training(tmp_path: Path) -> None:
     assert last["train_loss"] == results["train_loss"] == made.state.log_history[-1]["train_loss"]
 
 
+def test_results_count_the_samples_only_with_the_final_model(tmp_path: Path) -> None:
+    """As scripts of transformers do, where they call `save_metrics`; `Trainer.train` alone adds nothing."""
+    trainer(tmp_path / "script", max_steps=1)[0].train()
+    assert "train_samples" not in read(tmp_path / "script" / "train_results.json")
+    train(tmp_path / "recipe", max_steps=1)
+    assert read(tmp_path / "recipe" / "train_results.json")["train_samples"] == 10
+
+
 def test_an_evaluation_returns_the_epoch_as_transformers_does(tmp_path: Path) -> None:
     made = train(tmp_path, max_steps=2, **steps("eval", 2))
     assert made.evaluate()["epoch"] == made.state.epoch == read(tmp_path / "eval_results.json")["epoch"]

@@ -610,7 +610,7 @@ class Trainer:
                         self.evaluation.foretell_memory(self._eval_sets().values(), self.get_eval_dataloader)
                     metrics, steps = loop.train(loop.restore(resume))
                     self._hub.wait()
-                    metrics = run.write_training(metrics, steps, self.train_dataset)
+                    metrics = run.write_training(metrics, steps, [self.train_dataset] if save_model else [])
                     Trainer.save_state(self)
                 if save_model:
                     self.save_model()

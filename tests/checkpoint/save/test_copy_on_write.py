@@ -120,6 +120,17 @@ def scatter(state: State) -> None:
     state.model.embedding.weight.index_fill_(0, torch.tensor([0]), 9.0)
 
 
+@torch.no_grad()
+def free_and_fill(state: State) -> None:
+    """As sharding of a user's own frees a parameter between layers."""
+    for parameter in state.model.parameters():
+        storage = parameter.untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        storage.resize_(size)
+        parameter.fill_(7)
+
+
 WRITERS = [
     State.passes,
     write_in_place,
@@ -129,6 +140,7 @@ WRITERS = [
     replace_states,
     average,
     scatter,
+    free_and_fill,
 ]
 
 
