@@ -319,7 +319,7 @@ def test_what_is_said_of_a_recipes_graphs(
     monkeypatch.setenv("NEURON_CC_FLAGS", "-O1 --cache_dir=/shared")
     recipe = write_recipe(tmp_path, device="xla", tensor_parallel_size=2, zero_1=True)
     assert list(look_at_graphs(str(recipe), read_recipe(str(recipe), {}))) == expected
-    assert called["command"][3:7] == ["precompile", str(recipe), "--nproc", "4"]
+    assert called["command"][4:8] == ["precompile", str(recipe), "--nproc", "4"]
     assert called["env"]["NEURON_EXTRACT_GRAPHS_ONLY"] == "1"
     assert called["env"]["NEURON_CC_FLAGS"] == "-O1"  # what is not compiled is not put where compiled graphs are
 

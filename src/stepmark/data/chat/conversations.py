@@ -197,7 +197,9 @@ def tokenized(rows: Iterable[tuple[str, Any]], chat: ChatTokenizer) -> Iterator[
             logger.info("conversations: %s rows are tokenized", number - 1)
         yield chat(row, where)
     if chat.unread:
-        told = ", ".join(f"{key} ({count} rows)" for key, count in chat.unread.most_common())
+        told = ", ".join(
+            f"{key} ({count} rows)" for key, count in sorted(chat.unread.items(), key=lambda each: (-each[1], each[0]))
+        )
         logger.warning("conversations: nothing reads %s", told)
         chat.unread.clear()
 
