@@ -9,7 +9,8 @@ On a native device, in the environment without torch_xla, whose rows say so:
 
 A file with tests marked `prove` is a matrix. Each has a row with its own date and commit; rows of files that are not
 run stay as they are. A row that failed, skipped tests or was never run needs a reason in its `note`: it is written by
-hand, and tests/test_tables.py demands it.
+hand, and tests/test_tables.py demands it. `python -m scripts.old_proofs` says which rows are older than the code that
+they prove.
 """
 
 from __future__ import annotations
@@ -31,8 +32,24 @@ from scripts.tables import Row, read_rows, read_table, write_table
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "build" / f"prove-{os.getpid()}.xml"  # two files may be run at a time
-COLUMNS = ("matrix", "what it shows", "tests", "tried", "minutes", "date", "commit", "note")
+COLUMNS = ("matrix", "what it shows", "packages", "tests", "tried", "minutes", "date", "commit", "note")
 NOT_RUN = "not run"
+# The packages whose code a matrix proves, by the longest part of its path that is here; of others that of its folder.
+PACKAGES = {
+    "system/cli": "cli recipe report trainer watcher",
+    "system/distributed": "launch liveness runtime trainer",
+    "system/fault": "checkpoint filesystem launch liveness trainer",
+    "system/hostile": "checkpoint cli filesystem interchange launch liveness trainer watcher",
+    "system/parity": "parallel runtime sharding training",
+    "system/distributed/test_sharded_loading": "model_folder parallel sharding",
+    "system/parity/test_chat_model": "data training",
+    "system/parity/test_hooks": "parallel runtime sharding trainer training",
+    "system/parity/test_imported_runs": "checkpoint interchange trainer",
+    "system/parity/test_mesh_checkpoints": "checkpoint parallel sharding",
+    "system/parity/test_own_optimizers": "checkpoint parallel trainer training",
+    "system/parity/test_undisturbed": "checkpoint evaluation runtime trainer training",
+    "test_running_page": "launch liveness trainer",
+}
 HAS_XLA = find_spec("torch_xla") is not None
 SAMPLE_VARIABLE = "STEPMARK_FAULT_SAMPLE"  # read by tests/system/fault/test_faults.py
 
@@ -70,7 +87,7 @@ def prove(file: str, files: list[str], *, record: bool) -> int:
     print(f"{file}: {tests}; {tried or 'nothing counted'}; {minutes} minutes", flush=True)
     if record:
         note = "" if HAS_XLA else f"on torch {version('torch')}, without torch_xla"
-        values = (file, shows(file), tests, tried, minutes, time.strftime("%Y-%m-%d"), commit, note)
+        values = (file, shows(file), packages(file), tests, tried, minutes, time.strftime("%Y-%m-%d"), commit, note)
         write_rows(files, dict(zip(COLUMNS, values, strict=True)))
     return code
 
@@ -85,6 +102,13 @@ def shows(file: str) -> str:
     """The first sentence of the file's docstring."""
     text = ast.get_docstring(ast.parse((ROOT / file).read_text())) or ""
     return " ".join(text.split("\n\n")[0].split()).replace("|", "or")
+
+
+def packages(file: str) -> str:
+    """The packages whose code a matrix proves; see scripts/old_proofs.py."""
+    path = file.removeprefix("tests/").removesuffix(".py")
+    found = max((each for each in PACKAGES if path.startswith(each)), key=len, default=None)
+    return path.split("/")[0] if found is None else PACKAGES[found]
 
 
 def results() -> tuple[str, str]:
@@ -114,7 +138,11 @@ def write_rows(files: list[str], new: Row) -> None:
         if file not in known and without[name] == 1 and name in moved:
             known[file] = moved[name]
     blank = {**dict.fromkeys(COLUMNS, ""), "tests": NOT_RUN}
-    rows = [{**blank, "what it shows": shows(file), **known.get(file, {}), "matrix": file} for file in files]
+    rows = []
+    for file in files:
+        own = {"matrix": file, "packages": packages(file)}
+        found = {**blank, "what it shows": shows(file), **known.get(file, {}), **own}
+        rows.append({name: found[name] for name in COLUMNS})
     made_by = read_table("proof")["made_by"]
     if HAS_XLA:
         versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "torch_xla", "transformers"))

@@ -34,5 +34,7 @@ def test_what_failed_is_run_once_more_alone(tmp_path: Path, broken: int, code: i
     command = [sys.executable, str(SCRIPT), "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == code, run.stdout
+    assert "tests took 100% of their time:" in run.stdout
+    assert (tmp_path / "build/suite.xml").exists()
     assert ("once more, alone" in run.stdout) == again
     assert ("to be mended: test_some.py::TestOnce::test_passes_the_second_time[two words]" in run.stdout) == (not code)

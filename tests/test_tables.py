@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.old_proofs import essence
 from scripts.tables import FOLDER, read_rows, write_table
 from stepmark.parallel.architectures import EXPERT_PARALLEL, ROUTER_LOSSES, STAGES
 from tests.prove import COLUMNS, NOT_RUN, matrices, write_rows
@@ -45,6 +46,17 @@ def test_the_types_that_passed_in_stages_are_those_that_are_accepted() -> None:
     assert {row["model type"] for row in rows if row["router losses"]} == ROUTER_LOSSES
 
 
+def test_every_row_names_the_packages_that_it_proves() -> None:
+    known = {path.name for path in (ROOT / "src" / "stepmark").iterdir() if path.is_dir()}
+    assert not [row["matrix"] for row in PROOF if not known >= set(row["packages"].split()) or not row["packages"]]
+
+
+def test_code_is_newer_than_a_proof_where_more_than_words_has_changed() -> None:
+    before = '"""A module."""\ndef double(x):\n    """Twice."""\n    return 2 * x\n'
+    words = '"""A module of numbers."""\n\n\ndef double(x):\n    return 2 * x  # twice\n'
+    assert essence(before) == essence(words) != essence(words.replace("2 *", "3 *"))
+
+
 def test_every_matrix_has_its_row() -> None:
     assert {Path(row["matrix"]).name for row in PROOF} >= {Path(file).name for file in matrices()}
 
@@ -53,15 +65,14 @@ def test_a_row_follows_its_file_and_a_file_without_one_gets_it(tmp_path: Path, m
     monkeypatch.setattr("scripts.tables.FOLDER", tmp_path)
     monkeypatch.setattr("tests.prove.version", lambda name: "1")
     monkeypatch.setattr("tests.prove.shows", lambda file: f"shows {file}")
-    new = dict(
-        zip(COLUMNS, ("tests/a/test_one.py", "one", "3 passed", "", "1", "2026-11-25", "abc1234", ""), strict=True)
-    )
+    values = ("tests/a/test_one.py", "one", "a", "3 passed", "", "1", "2026-11-25", "abc1234", "")
+    new = dict(zip(COLUMNS, values, strict=True))
     write_rows(["tests/a/test_one.py"], new)
     write_rows(["tests/b/test_one.py", "tests/test_two.py"], {**new, "matrix": "tests/test_three.py"})
     assert read_rows("proof") == [
-        {**new, "matrix": "tests/b/test_one.py"},
+        {**new, "matrix": "tests/b/test_one.py", "packages": "b"},
         {**dict.fromkeys(COLUMNS, ""), "matrix": "tests/test_two.py", "what it shows": "shows tests/test_two.py"}
-        | {"tests": NOT_RUN},
+        | {"tests": NOT_RUN, "packages": "test_two"},
     ]
     files = ["tests/b/test_one.py", "tests/c/test_one.py"]  # of one name: each has the row of its own run
     write_rows(files, {**new, "matrix": files[1], "tests": "9 passed"})
