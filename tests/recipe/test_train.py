@@ -11,7 +11,7 @@ from stepmark.cli.main import run
 from stepmark.config.training_fields import TrainingFields
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.recipe import train
-from stepmark.trainer import setup
+from stepmark.trainer import run_model
 from tests.support.models import build
 from tests.support.recipes import write_recipe
 
@@ -21,7 +21,7 @@ def test_layers_are_divided_for_the_gradient_checkpointing_that_the_recipe_asks_
     monkeypatch: pytest.MonkeyPatch, checkpointing: bool, sizes: list[int]
 ) -> None:
     mesh = pipeline_mesh(0, 2)
-    monkeypatch.setattr(setup, "make_mesh", lambda args, context: mesh)
+    monkeypatch.setattr(run_model, "make_mesh", lambda args, context: mesh)
     args = TrainingFields(pipeline_parallel_size=2, gradient_accumulation_steps=2, gradient_checkpointing=checkpointing)
     model = build("llama", num_hidden_layers=9)
     train._model_factory(args, mesh.context).shard(model)

@@ -17,8 +17,7 @@ from stepmark.liveness.collection import quick_imports
 from stepmark.recipe.early_checks import check_early, check_metrics, work_offline_without_hub
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment
-from stepmark.trainer.run import Run
-from stepmark.training.compiled_layers import check_compiler
+from stepmark.trainer.run import Run, check_device
 
 if TYPE_CHECKING:
     from stepmark.runtime.context import Context
@@ -80,7 +79,9 @@ def check_recipe(recipe: Recipe) -> None:
 
     check_early(recipe)
     work_offline_without_hub(recipe)
-    _check_choices(recipe, choose_device(recipe.training.device_name))
+    device = choose_device(recipe.training.device_name)
+    _check_choices(recipe, device)
+    check_device(recipe.training, device)
     check_config(recipe, build_tokenizer(recipe.model), makes_model=True)
 
 
@@ -143,7 +144,7 @@ def build_trainer(
 def _model_factory(args: TrainingFields, context: Context) -> Any:
     """Builds the model in shards, where several ranks hold it together; otherwise None."""
     from stepmark.parallel.loading.load import model_factory
-    from stepmark.trainer.setup import make_mesh, sharding_options
+    from stepmark.trainer.run_model import make_mesh, sharding_options
     from stepmark.training.model_options import enable_gradient_checkpointing
 
     if args.tensor_parallel_size == args.pipeline_parallel_size == args.expert_parallel_size == 1:
@@ -170,8 +171,8 @@ def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
 
 
 def _check_choices(recipe: Recipe, device: str) -> None:
-    """Raises UsageError for an optimizer, schedule, reporter or metric that does not exist, and a compiler or attention
-    that is not for the device, before anything is built."""
+    """Raises UsageError for an optimizer, schedule, reporter or metric that does not exist, and an attention that is
+    not for the device, before anything is built."""
     from stepmark.config.optimizers import check_optimizer
     from stepmark.recipe.model import check_device_has_attention
     from stepmark.trainer.callbacks import reporters
@@ -183,7 +184,6 @@ def _check_choices(recipe: Recipe, device: str) -> None:
     reporters(args)
     check_metrics(recipe)
     load_metrics(recipe.evaluation.metrics, "metrics")
-    check_compiler(args, device)
     check_device_has_attention(recipe, device)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepmark.config.contradictions import reduction_contradictions, schedule_contradictions
 from stepmark.config.fields import fields_of, refuse
-from stepmark.config.training_fields import TrainingFields, check_reduce_dtype, schedule_contradictions
+from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.batch import StepBatch
 from stepmark.errors import UsageError
 from stepmark.liveness.progress import PASSES, REDUCE, UPDATE, entering
@@ -126,7 +127,8 @@ class TrainStep:
     ) -> None:
         runtime = mesh.runtime
         check_not_added_to(model)
-        check_reduce_dtype(str(reduce_dtype).removeprefix("torch."), lazy=runtime.name if runtime.lazy else None)
+        sent = fields_of(TrainingFields)["reduce_dtype"].checked(str(reduce_dtype).removeprefix("torch."))
+        refuse(reduction_contradictions(sent, runtime.name) if runtime.lazy else ())
         self.model = model
         self.optimizer = optimizer
         self.loss = loss

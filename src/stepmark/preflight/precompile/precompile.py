@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from stepmark.preflight.precompile.graph_recorder import GraphRecorder
     from stepmark.runtime.base import Runtime
     from stepmark.runtime.context import Context
-    from stepmark.trainer.setup import RunParts
+    from stepmark.trainer.components import TrainingComponents
 
 STEPS = 3  # a graph that differs after the first step, for example by which buffers it may reuse, is made in the second
 MICRO_BATCHES = 3
@@ -112,7 +112,7 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder | None, Context]:
     return recorder, context
 
 
-def _train(parts: RunParts, recorder: GraphRecorder | SimpleNamespace) -> None:
+def _train(parts: TrainingComponents, recorder: GraphRecorder | SimpleNamespace) -> None:
     """Trains all steps; the recorder knows from the step's hooks which part of a step is in progress. Where a line
     reads a value, later steps are traced as in the run; steps without a trace follow, since theirs are other graphs."""
     from stepmark.data.loader.prefetcher import DevicePrefetcher
