@@ -87,9 +87,9 @@ def parallelized(model: nn.Module) -> ParallelizedModel | None:
     return _applied.get(model)
 
 
-def check_not_added_to(model: nn.Module) -> None:
-    """Raises UsageError for a model that got an adapter after it was sharded, as far as that is seen before it is
-    called: one in a PeftModel, or one in a pipeline."""
+def check_adapted(model: nn.Module, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> None:
+    """Raises UsageError for adapters that axes of these sizes rule out, and for a model that got one after it was
+    sharded, as far as that is seen before it is called: one in a PeftModel, or one in a pipeline."""
     applied = _applied.get(model)
     staged = applied is not None and applied.mesh.pipeline.size > 1
     if (applied is None and unwrapped(model) in _applied) or (staged and any(map(is_wrapper, model.modules()))):
@@ -97,11 +97,6 @@ def check_not_added_to(model: nn.Module) -> None:
             "model: it got an adapter of peft after it was sharded, which would train incorrectly; add adapters to the "
             "complete model, before Trainer or parallelize shards it"
         )
-
-
-def check_shardable(model: nn.Module, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
-    """Raises UsageError for adapters that a model got after it was sharded, or that such a mesh rules out."""
-    check_not_added_to(model)
     check_adapters(model, tensor_parallel_size, pipeline_parallel_size)
 
 
@@ -160,7 +155,7 @@ def parallelize(
         return model
     if model in _applied:
         raise UsageError("parallelize: the model is already sharded; pass a complete one")
-    check_shardable(model, mesh.tensor_parallel.size, mesh.pipeline.size)
+    check_adapted(model, mesh.tensor_parallel.size, mesh.pipeline.size)
     if divided and sharding is not None:
         raise UsageError("fsdp and expert_parallel_size: both shard experts; leave one of them out")
     if sharding is not None:

@@ -15,7 +15,7 @@ from transformers.debug_utils import DebugUnderflowOverflow
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.parallel.full_sharding import is_fully_sharded, layer_of
-from stepmark.parallel.parallelize import ParallelizedModel, check_shardable, parallelize, parallelized
+from stepmark.parallel.parallelize import ParallelizedModel, check_adapted, parallelize, parallelized
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import kept_generators
@@ -91,7 +91,7 @@ def prepare_model(model: nn.Module, args: TrainingArguments, context: Context) -
     applied = parallelized(model)
     check_not_quantized(model)
     if applied is None:
-        check_shardable(model, args.tensor_parallel_size, args.pipeline_parallel_size)
+        check_adapted(model, args.tensor_parallel_size, args.pipeline_parallel_size)
         _tie_again(model)
     _check_sharding(applied, args, context)
     mesh = applied.mesh if applied else make_mesh(args, context)

@@ -22,33 +22,33 @@ def step_optimizer(
     given: torch.optim.Optimizer | None = None,
 ) -> NamedOptimizer:
     """The optimizer that a step needs: around `given`, or the one that the arguments name."""
-    if given is not None and args.zero_1:
+    if given is None:
+        return build_optimizer(
+            args.optim,
+            list(model.named_parameters()),
+            mesh.runtime,
+            decay=decays_by_default(model),
+            kinds=parameter_kinds(model),
+            learning_rate=args.learning_rate,
+            weight_decay=args.weight_decay,
+            betas=(args.adam_beta1, args.adam_beta2),
+            epsilon=args.adam_epsilon,
+            options=args.optimizer_options,
+            sharded_over=mesh if args.zero_1 else None,
+            stages=mesh.context.host if mesh.pipeline.size > 1 else None,
+            mesh=mesh,
+            bucket_elements=args.bucket_elements,
+        )
+    if args.zero_1:
         raise UsageError(
             "zero_1 and optimizers: an optimizer passed to the Trainer, or made by create_optimizer, keeps its "
             "complete state on every rank; leave one of the two out"
         )
-    if given is not None:
-        stages = staged(model)
-        if stages is not None:
-            stages.leave_out_elsewhere(given)
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        return wrap_optimizer(given, names, mesh, bucket_elements=args.bucket_elements)
-    return build_optimizer(
-        args.optim,
-        list(model.named_parameters()),
-        mesh.runtime,
-        decay=decays_by_default(model),
-        kinds=parameter_kinds(model),
-        learning_rate=args.learning_rate,
-        weight_decay=args.weight_decay,
-        betas=(args.adam_beta1, args.adam_beta2),
-        epsilon=args.adam_epsilon,
-        options=args.optimizer_options,
-        sharded_over=mesh if args.zero_1 else None,
-        stages=mesh.context.host if mesh.pipeline.size > 1 else None,
-        mesh=mesh,
-        bucket_elements=args.bucket_elements,
-    )
+    stages = staged(model)
+    if stages is not None:
+        stages.leave_out_elsewhere(given)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return wrap_optimizer(given, names, mesh, bucket_elements=args.bucket_elements)
 
 
 class RunOptimizer:
@@ -60,7 +60,7 @@ class RunOptimizer:
         if given is not None:
             check_step(given[0])
         self.named: NamedOptimizer | None = None  # made last
-        self._own: tuple[Any, Any] = None, None  # the optimizer and the schedule that a user has set for this run
+        self._own: tuple[Any, ...] = None, None  # the optimizer and the schedule that a user has set for this run
         self._made: list[Any] = []  # those that were made for it
 
     def create(self, model: nn.Module, args: TrainingFields, mesh: Mesh) -> torch.optim.Optimizer:
@@ -75,10 +75,9 @@ class RunOptimizer:
         self.named = step_optimizer(model, args, mesh)
         return self.named.inner
 
-    def without_made(self, optimizer: Any, schedule: Any) -> tuple[Any, Any]:
+    def without_made(self, optimizer: Any, schedule: Any) -> tuple[Any, ...]:
         """The optimizer and the schedule that a Trainer has; None for what was made for the run before."""
-        first, second = (None if any(each is one for one in self._made) else each for each in (optimizer, schedule))
-        self._own = first, second
+        self._own = tuple(None if any(each is one for one in self._made) else each for each in (optimizer, schedule))
         return self._own
 
     def of_step(

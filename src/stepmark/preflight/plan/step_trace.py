@@ -28,7 +28,7 @@ from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.gradients.sums import ShardSums
 from stepmark.parallel.optimizer.named import NamedOptimizer
-from stepmark.parallel.parallelize import check_shardable, parallelize
+from stepmark.parallel.parallelize import check_adapted, parallelize
 from stepmark.preflight.plan.allocations import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -163,7 +163,7 @@ def _check_conversion(error: Exception) -> None:
 def _make_model(setup: StepSetup, tracker: AllocationTracker) -> tuple[nn.Module, SimulatedMesh]:
     args = setup.args
     model = meta_model(setup)
-    check_shardable(model, args.tensor_parallel_size, args.pipeline_parallel_size)
+    check_adapted(model, args.tensor_parallel_size, args.pipeline_parallel_size)
     cast_module(model, getattr(torch, args.dtype))
     arriving = stage_inputs(setup, model) if setup.staged else ()
     mesh = SimulatedMesh(setup.axes, setup.device, tracker, setup.stage, arriving, args.expert_parallel_size)
