@@ -216,3 +216,13 @@ def test_do_train_may_only_ask_for_what_is_done(tmp_path: Path, value: str) -> N
         return
     with pytest.raises(UsageError, match="^do_train: "):
         read_recipe(str(path), {})
+
+
+def test_metrics_that_evaluations_cannot_have(recipe: Read) -> None:
+    with pytest.raises(UsageError, match="^metrics and eval_strategy: metrics need evaluations; "):
+        recipe(BASE + "metrics: module:function\n")
+    wanted = BASE + "eval_strategy: epoch\nmetric_for_best_model: accuracy\n"
+    with pytest.raises(UsageError, match="^metric_for_best_model: evaluations have no eval_accuracy without "):
+        recipe(wanted)
+    assert recipe(wanted, metrics="module:function").training.best_metric_key == "eval_accuracy"
+    assert recipe(wanted, task="sft").training.best_metric_key == "eval_accuracy"

@@ -10,8 +10,9 @@ from scripts.pipeline_comparison import pipeline_mesh
 from stepmark.cli.main import run
 from stepmark.config.training_fields import TrainingFields
 from stepmark.parallel.pipeline.staged_model import staged
-from stepmark.recipe import train
-from stepmark.trainer import setup
+from stepmark.recipe import model, train
+from stepmark.trainer import run_model
+from stepmark.trainer.run import Run
 from tests.support.models import build
 from tests.support.recipes import write_recipe
 
@@ -21,11 +22,11 @@ def test_layers_are_divided_for_the_gradient_checkpointing_that_the_recipe_asks_
     monkeypatch: pytest.MonkeyPatch, checkpointing: bool, sizes: list[int]
 ) -> None:
     mesh = pipeline_mesh(0, 2)
-    monkeypatch.setattr(setup, "make_mesh", lambda args, context: mesh)
+    monkeypatch.setattr(run_model, "make_mesh", lambda args, context: mesh)
     args = TrainingFields(pipeline_parallel_size=2, gradient_accumulation_steps=2, gradient_checkpointing=checkpointing)
-    model = build("llama", num_hidden_layers=9)
-    train._model_factory(args, mesh.context).shard(model)
-    stages = staged(model)
+    made = build("llama", num_hidden_layers=9)
+    train._model_factory(args, mesh.context).shard(made)
+    stages = staged(made)
     assert stages is not None
     assert [end - begin for begin, end in stages.plan.bounds] == sizes
 
@@ -48,6 +49,23 @@ def test_a_wrong_configuration_is_found_before_data_are_tokenized(
     monkeypatch.setattr(train, "prepare_data", lambda *_: pytest.fail("the data are tokenized"))
     assert run(["train", str(write_recipe(tmp_path, **fields))]) != 0
     assert f"error: {named}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "precompile"])
+def test_an_unknown_optimizer_is_found_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.setattr(model, "build_tokenizer", lambda *_: pytest.fail("the tokenizer is loaded"))
+    monkeypatch.setattr(Run, "open", lambda *_: pytest.fail("the run is opened"))
+    assert run([command, str(write_recipe(tmp_path, optim="adagrad"))]) == 2
+    assert "error: optim: 'adagrad' is not supported" in capsys.readouterr().err
+
+
+def test_the_configuration_of_the_model_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, original = [], model.build_config
+    monkeypatch.setattr(model, "build_config", lambda *given: made.append(given) or original(*given))
+    assert run(["train", str(write_recipe(tmp_path, max_steps=1))]) == 0
+    assert len(made) == 1
 
 
 def test_a_moved_run_does_not_start_anew_in_its_old_place(

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from stepmark import Trainer, TrainingArguments
 from stepmark.config.recipe import ModelArguments
 from stepmark.data.tokenize.tokenizer import byte_tokenizer
-from stepmark.recipe.model import build_model
+from stepmark.recipe.model import build_config, build_model
 from stepmark.runtime.module_placement import cast_module
 from tests.support.models import build
 from tests.support.programs import Blocks
@@ -50,7 +50,7 @@ def test_the_frequencies_of_rotary_embeddings_stay_exact_in_bfloat16(tmp_path: P
     trained = Trainer(build("llama"), args, train_dataset=Blocks(4)).model
     tokenizer = byte_tokenizer()
     new = ModelArguments(config_name="llama", config_overrides="hidden_size=32,num_hidden_layers=1", tokenizer_name="x")
-    made = build_model(new, tokenizer, 0, dtype=torch.bfloat16)
+    made = build_model(new, build_config(new, tokenizer), 0, dtype=torch.bfloat16)
     assert {each.dtype for model in (trained, made) for each in model.parameters()} == {torch.bfloat16}
     assert torch.equal(trained.model.rotary_emb.inv_freq, expected)
     assert made.model.rotary_emb.inv_freq.dtype == torch.float32

@@ -20,6 +20,7 @@ from stepmark.cli.main import run
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.recipe import train as recipe_train
+from stepmark.trainer.run import check_device
 from stepmark.trainer.run_folder.run_log import read_metrics
 from stepmark.training.compiled_layers import check_compiler, layers_of
 from tests.support.models import build
@@ -224,7 +225,7 @@ def test_lazy_devices_refuse_it() -> None:
     with pytest.raises(UsageError, match="^torch_compile and device: xla is lazy"):
         TrainingFields(device="xla", torch_compile=True)
     with pytest.raises(UsageError, match="^torch_compile and device: xla is lazy"):
-        check_compiler(TrainingFields(torch_compile=True), "xla")
+        check_device(TrainingFields(torch_compile=True), "xla")
 
 
 def test_a_backend_or_a_mode_asks_for_it() -> None:

@@ -30,6 +30,7 @@ from stepmark.config.unknown_fields import unknown_fields
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
 
+METRICS = ("eval_loss", "eval_perplexity", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 TASKS = ("sft", "dpo", "kto", "reward")
 _OF_NO_TASK = """
     dataset_mixture packing overwrite_cache metrics pipeline_parallel_size expert_parallel_size sequence_parallel
@@ -124,6 +125,18 @@ class Recipe:
             for name, field in fields_of(kind).items():
                 if name in _UNREAD.get(task, "").split() and getattr(getattr(self, part), name) != field.default:
                     raise UsageError(f"{name}: is not read with task: {task}; leave one of the two out")
+        refuse(self._contradictions())
+
+    def _contradictions(self) -> Iterator[str]:
+        named, key = self.evaluation.metrics, self.training.best_metric_key
+        if self.training.eval_strategy == "no":
+            if named is not None:
+                yield "metrics and eval_strategy: metrics need evaluations; set eval_strategy to steps or epoch"
+        elif key not in (None, *METRICS) and named is None and self.model.task is None:
+            yield (
+                f"metric_for_best_model: evaluations have no {key} without a function that computes it; name one with "
+                f"metrics: my_module:my_function, or choose one of {', '.join(METRICS)}"
+            )
 
     def refuse_task(self, command: str, remedy: str) -> None:
         """Raises UsageError where the recipe has a task, for what knows the data of language models only."""

@@ -74,7 +74,7 @@ class ParallelizedModel:
     mesh: Mesh
     sequence_parallel: bool
     parallelize_embedding: bool
-    pipeline_layers: tuple[int, ...] | None = None
+    pipeline_layers: list[int] | None = None
     pipeline_chunks: int = 1
     fsdp: FullSharding | None = None
 
@@ -87,9 +87,9 @@ def parallelized(model: nn.Module) -> ParallelizedModel | None:
     return _applied.get(model)
 
 
-def check_not_added_to(model: nn.Module) -> None:
-    """Raises UsageError for a model that got an adapter after it was sharded, as far as that is seen before it is
-    called: one in a PeftModel, or one in a pipeline."""
+def check_adapted(model: nn.Module, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> None:
+    """Raises UsageError for adapters that axes of these sizes rule out, and for a model that got one after it was
+    sharded, as far as that is seen before it is called: one in a PeftModel, or one in a pipeline."""
     applied = _applied.get(model)
     staged = applied is not None and applied.mesh.pipeline.size > 1
     if (applied is None and unwrapped(model) in _applied) or (staged and any(map(is_wrapper, model.modules()))):
@@ -97,6 +97,7 @@ def check_not_added_to(model: nn.Module) -> None:
             "model: it got an adapter of peft after it was sharded, which would train incorrectly; add adapters to the "
             "complete model, before Trainer or parallelize shards it"
         )
+    check_adapters(model, tensor_parallel_size, pipeline_parallel_size)
 
 
 def parallelize(
@@ -154,12 +155,11 @@ def parallelize(
         return model
     if model in _applied:
         raise UsageError("parallelize: the model is already sharded; pass a complete one")
-    check_not_added_to(model)
+    check_adapted(model, mesh.tensor_parallel.size, mesh.pipeline.size)
     if divided and sharding is not None:
         raise UsageError("fsdp and expert_parallel_size: both shard experts; leave one of them out")
     if sharding is not None:
         shard_fully(model, mesh, sharding)
-    check_adapters(model, mesh.tensor_parallel.size, mesh.pipeline.size)
     along = mesh.tensor_parallel if tensor and sequence_parallel else None
     stages = plan_stages(model, mesh.pipeline.size * pipeline_chunks, pipeline_layers, along) if pipeline else None
     experts = ExpertParallelism(unwrapped(model), mesh, verified=plan is None) if divided else None
@@ -173,7 +173,7 @@ def parallelize(
         _divide(experts)
     if stages is not None:
         cut_into_stages(model, stages, mesh)
-    sizes = None if pipeline_layers is None else tuple(pipeline_layers)
+    sizes = None if pipeline_layers is None else list(pipeline_layers)
     for each in (model, unwrapped(model)):
         _applied[each] = ParallelizedModel(
             mesh, sequence_parallel, parallelize_embedding, sizes, pipeline_chunks, sharding

@@ -19,15 +19,17 @@ from stepmark.liveness.bounded_call import within
 from stepmark.runtime.hardware import check_device_name
 from stepmark.trainer.run_folder.output_folder import check_named_checkpoint, check_no_earlier_run
 
-METRICS = ("eval_loss", "eval_perplexity", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+
+def check_names(recipe: Recipe) -> None:
+    """Raises UsageError for a device or an optimizer that does not exist, or whose library is not installed."""
+    check_device_name(recipe.training.device_name)
+    check_optimizer(recipe.training.optim)
 
 
 def check_early(recipe: Recipe) -> None:
-    """Raises StepmarkError for files and folders that are missing, or in the way of the run."""
+    """As `check_names`; also raises StepmarkError for files and folders that are missing, or in the way of the run."""
+    check_names(recipe)
     args = recipe.training
-    check_device_name(args.device_name)
-    check_optimizer(args.optim)
-    check_metrics(recipe)
     resume = args.resume_from_checkpoint
     check_no_earlier_run(Path(args.output_dir), args, resumes=bool(resume))
     if isinstance(resume, str):
@@ -43,21 +45,6 @@ def check_early(recipe: Recipe) -> None:
             if names:
                 find_files(field, names)
     check_hub_names(recipe)
-
-
-def check_metrics(recipe: Recipe) -> None:
-    """Raises UsageError where evaluations cannot have the metrics that the recipe asks for."""
-    named, training = recipe.evaluation.metrics, recipe.training
-    if training.eval_strategy == "no":
-        if named is not None:
-            raise UsageError("metrics and eval_strategy: metrics need evaluations; set eval_strategy to steps or epoch")
-        return
-    key = training.best_metric_key
-    if key is not None and key not in METRICS and named is None and recipe.model.task is None:
-        raise UsageError(
-            f"metric_for_best_model: evaluations have no {key} without a function that computes it; name one with "
-            f"metrics: my_module:my_function, or choose one of {', '.join(METRICS)}"
-        )
 
 
 def check_model_folder(name: str) -> None:

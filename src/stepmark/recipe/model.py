@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,25 +98,26 @@ def check_device_has_attention(recipe: Recipe, device: str) -> None:
     check_attention(recipe.model.attn_implementation, device, half=args.bf16 or args.fp16 or args.dtype == "bfloat16")
 
 
-def check_config(recipe: Recipe, tokenizer: Any, *, makes_model: bool = False) -> None:
-    """Checks the configuration of a new model, which costs nothing, before data are tokenized for it. `makes_model`:
-    also makes the model, without weights.
+def config_of(recipe: Recipe, tokenizer: Any) -> Any:
+    """The configuration of the recipe's model, which is made once in a run, before data are tokenized for it.
 
-    Raises UsageError where the fields do not describe a model, and DataError where blocks are longer than it takes.
+    Raises UsageError where the fields do not describe one, or the saved model has none that can be read, and DataError
+    where blocks are longer than the model takes.
     """
-    if recipe.model.config_name is None:
-        return
-    made = build_config(recipe.model, tokenizer)
+    name = recipe.model.model_name_or_path
+    if name is None:
+        made = build_config(recipe.model, tokenizer)
+    else:
+        with _explained(name, "loaded"):
+            made = load_config(name, recipe.model.trust_remote_code)
     check_block_size(made, choose_block_size(recipe.data.block_size, tokenizer.model_max_length))
-    if makes_model:
-        with torch.device("meta"):
-            make_model(recipe.model, made)
+    return made
 
 
 def check_block_size(config: Any, length: int) -> None:
     """Raises DataError where blocks of `length` tokens are longer than the model that `config` describes takes."""
     longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and length > longest:
+    if isinstance(longest, (int, float)) and length > longest:
         raise DataError(
             f"block_size: {length} tokens are more than the model's {longest} positions; lower block_size, or raise "
             "the positions in config_overrides"
@@ -123,13 +126,16 @@ def check_block_size(config: Any, length: int) -> None:
 
 def build_model(
     config: ModelArguments,
-    tokenizer: Any,
+    made: Any,
     seed: int,
     factory: ModelFactory | None = None,
     dtype: torch.dtype = torch.float32,
+    *,
+    reads_weights: bool = True,
 ) -> torch.nn.Module:
-    """The causal language model: new, with weights drawn in fp32 from `seed` and cast to `dtype`, or from a local
-    folder. It is complete and on the host; with a `factory`, sharded and on the device, with the same values."""
+    """The causal language model of the configuration that `config_of` has made: new, with weights drawn in fp32 from
+    `seed` and cast to `dtype`, or from a local folder; without `reads_weights`, one that only looks like that. It is
+    complete and on the host; with a `factory`, sharded and on the device, with the same values."""
     with quick_imports():
         import transformers.models.auto.modeling_auto  # noqa: F401
 
@@ -139,31 +145,15 @@ def build_model(
     torch.manual_seed(seed)
     name = config.model_name_or_path
     if name is None:
-        model = make_model(config, build_config(config, tokenizer), factory, dtype)
-    else:
+        model = make_model(config, made, factory, dtype)
+    elif reads_weights:
         with contextlib.nullcontext() if factory is None else patched_constructors(factory):
-            model = _load(name, dtype, config, factory is None)
+            model = _load(name, made, dtype, config, factory is None)
+    else:
+        make = partial(_from_config, made, config, dtype=dtype)
+        with _explained(name, "made"):
+            model = make() if factory is None else factory.new(make)
     return configured(model, config)
-
-
-def build_untrained(
-    config: ModelArguments,
-    tokenizer: Any,
-    seed: int,
-    factory: ModelFactory | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> torch.nn.Module:
-    """A model as `build_model` returns it, but for the values: of `model_name_or_path` no weights are read."""
-    name, trust = config.model_name_or_path, config.trust_remote_code
-    if name is None:
-        return build_model(config, tokenizer, seed, factory, dtype)
-    with _explained(name, "made"):
-        saved = load_config(name, trust)
-
-        def make() -> torch.nn.Module:
-            return _from_config(saved, config, dtype=dtype)
-
-        return configured(make() if factory is None else factory.new(make), config)
 
 
 def make_model(
@@ -201,26 +191,21 @@ def _kind_of(config: ModelArguments) -> tuple[Any, dict[str, Any]]:
     )
 
 
-def check_sharding(config: ModelArguments, tokenizer: Any, factory: ModelFactory) -> None:
+def check_sharding(config: ModelArguments, made: Any, factory: ModelFactory) -> None:
     """Raises UsageError where `factory` cannot shard the model; no weights are read or drawn for that."""
-    name, trust = config.model_name_or_path, config.trust_remote_code
-    made = build_config(config, tokenizer) if name is None else None
     try:
-        if made is None:
-            made = load_config(str(name), trust)
         with torch.device("meta"):
-            model = _from_config(made, config)
+            model = _from_config(copy.deepcopy(made), config)
     except Exception:  # the error of building or loading it says more
         return
     factory.shard(model)
 
 
-def _load(name: str, dtype: torch.dtype, config: ModelArguments, whole: bool) -> torch.nn.Module:
+def _load(name: str, made: Any, dtype: torch.dtype, config: ModelArguments, whole: bool) -> torch.nn.Module:
     (kind, head), trust = _kind_of(config), config.trust_remote_code
     with _explained(name, "loaded"):
-        saved = load_config(name, trust)
         if whole and not trust:
-            check_fits(lambda: _from_config(saved, config), Path(name))
+            check_fits(lambda: _from_config(made, config), Path(name))
         model, report = kind.from_pretrained(
             name, dtype=dtype, output_loading_info=True, trust_remote_code=trust, **head
         )

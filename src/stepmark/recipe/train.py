@@ -14,11 +14,10 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.metric_functions import load_metrics
 from stepmark.liveness.collection import quick_imports
-from stepmark.recipe.early_checks import check_early, check_metrics, work_offline_without_hub
+from stepmark.recipe.early_checks import check_early, work_offline_without_hub
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment
-from stepmark.trainer.run import Run
-from stepmark.training.compiled_layers import check_compiler
+from stepmark.trainer.run import Run, check_device
 
 if TYPE_CHECKING:
     from stepmark.runtime.context import Context
@@ -76,12 +75,19 @@ def check_recipe(recipe: Recipe) -> None:
     Raises:
         StepmarkError: A run of the recipe would be refused.
     """
-    from stepmark.recipe.model import build_tokenizer, check_config
+    import torch
+
+    from stepmark.recipe.model import build_tokenizer, config_of, make_model
 
     check_early(recipe)
     work_offline_without_hub(recipe)
-    _check_choices(recipe, choose_device(recipe.training.device_name))
-    check_config(recipe, build_tokenizer(recipe.model), makes_model=True)
+    device = choose_device(recipe.training.device_name)
+    _check_choices(recipe, device)
+    check_device(recipe.training, device)
+    config = config_of(recipe, build_tokenizer(recipe.model))
+    if recipe.model.config_name is not None:
+        with torch.device("meta"):
+            make_model(recipe.model, config)
 
 
 def build_trainer(
@@ -108,21 +114,20 @@ def build_trainer(
     import torch
 
     with quick_imports():
-        from stepmark.recipe.model import build_tokenizer, check_block_size, check_config, check_sharding
+        from stepmark.recipe.model import build_tokenizer, check_sharding, config_of
         from stepmark.trainer.trainer import Trainer
 
     args, functions = recipe.training, load_metrics(recipe.evaluation.metrics, "metrics")
     tokenizer = build_tokenizer(recipe.model)
-    check_config(recipe, tokenizer)
+    config = config_of(recipe, tokenizer)
     # An adapter is made over the complete model, and sharded with it.
     make = _model_factory(args, run.context) if recipe.model.peft is None else None
     if make is not None:
-        check_sharding(recipe.model, tokenizer, make)
+        check_sharding(recipe.model, config, make)
     data = prepare(tokenizer)
     if args.eval_strategy != "no" and data.validation is None:
         raise DataError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
-    model = build(recipe.model, tokenizer, args.seed, make, getattr(torch, args.dtype))
-    check_block_size(model.config, data.train.block_size)
+    model = build(recipe.model, config, args.seed, make, getattr(torch, args.dtype))
     _check_vocabulary(model, tokenizer, recipe)
     data.train.fingerprint = data.fingerprint
     data.train.description = getattr(data, "description", None)
@@ -143,7 +148,7 @@ def build_trainer(
 def _model_factory(args: TrainingFields, context: Context) -> Any:
     """Builds the model in shards, where several ranks hold it together; otherwise None."""
     from stepmark.parallel.loading.load import model_factory
-    from stepmark.trainer.setup import make_mesh, sharding_options
+    from stepmark.trainer.run_model import make_mesh, sharding_options
     from stepmark.training.model_options import enable_gradient_checkpointing
 
     if args.tensor_parallel_size == args.pipeline_parallel_size == args.expert_parallel_size == 1:
@@ -170,20 +175,15 @@ def prepare_data(recipe: Recipe, tokenizer: Any, context: Context) -> Any:
 
 
 def _check_choices(recipe: Recipe, device: str) -> None:
-    """Raises UsageError for an optimizer, schedule, reporter or metric that does not exist, and a compiler or attention
-    that is not for the device, before anything is built."""
-    from stepmark.config.optimizers import check_optimizer
+    """Raises UsageError for a schedule, reporter or metric that does not exist, and an attention that is not for the
+    device, before anything is built."""
     from stepmark.recipe.model import check_device_has_attention
     from stepmark.trainer.callbacks import reporters
     from stepmark.training.learning_rate_schedule import check_schedule
 
-    args = recipe.training
-    check_optimizer(args.optim)
-    check_schedule(args.lr_scheduler_type)
-    reporters(args)
-    check_metrics(recipe)
+    check_schedule(recipe.training.lr_scheduler_type)
+    reporters(recipe.training)
     load_metrics(recipe.evaluation.metrics, "metrics")
-    check_compiler(args, device)
     check_device_has_attention(recipe, device)
 
 

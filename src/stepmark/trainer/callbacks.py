@@ -32,10 +32,10 @@ from stepmark.filesystem.files import make_folder, make_own_folder, replace_file
 from stepmark.filesystem.json_files import read_object, replace_json
 from stepmark.liveness import console
 from stepmark.runtime.xla_environment import extracting_graphs
+from stepmark.trainer.components import TrainingComponents, count_epochs
 from stepmark.trainer.run_folder.output_folder import TRACKERS
 from stepmark.trainer.run_folder.run_log import RunLog, read_metrics
 from stepmark.trainer.run_folder.status import DONE, RUNNING, RunStatus
-from stepmark.trainer.setup import RunParts, count_epochs
 from stepmark.trainer.telemetry.progress import ProgressDisplay
 from stepmark.trainer.training_arguments import TrainingArguments
 
@@ -102,7 +102,7 @@ class RunCallbacks:
         epochs = [log.get("epoch") for log in self.state.log_history if log.get("step") == self.best_step]
         return self.best_step, epochs[-1] if epochs else self.state.epoch
 
-    def show(self, parts: RunParts, train_dataloader: Any) -> None:
+    def show(self, parts: TrainingComponents, train_dataloader: Any) -> None:
         """Sets what transformers' callbacks expect to find."""
         state, handler = self.state, self.handler
         state.max_steps = parts.total_steps

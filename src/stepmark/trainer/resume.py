@@ -17,9 +17,9 @@ from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.liveness.host_group import HostGroup
 from stepmark.model_folder.consolidate import EVALUATION
 from stepmark.trainer.callbacks import TRAINER_STATE, RunCallbacks
+from stepmark.trainer.components import TrainingComponents
 from stepmark.trainer.run_folder.output_folder import check_named_checkpoint
 from stepmark.trainer.run_folder.run_identity import check_same_run
-from stepmark.trainer.setup import RunParts
 
 ATTENTION = "attn_implementation"
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("stepmark")
 
 def restore_run(
     sections: Mapping[str, Any],
-    parts: RunParts,
+    parts: TrainingComponents,
     callbacks: RunCallbacks,
     checkpointer: Checkpointer,
     checkpoint: Path | None,
@@ -136,7 +136,9 @@ def _warn_of_later_checkpoints(path: Path, step: int, folder: Path) -> None:
         )
 
 
-def _tell_of_another_attention(before: Mapping[str, Any], parts: RunParts, callbacks: RunCallbacks, step: int) -> None:
+def _tell_of_another_attention(
+    before: Mapping[str, Any], parts: TrainingComponents, callbacks: RunCallbacks, step: int
+) -> None:
     """Records that attention is computed otherwise than before; losses then differ by rounding."""
     was, now = before.get(ATTENTION), None if parts.evaluation is None else parts.evaluation.attn_implementation
     if was is None or now is None or was == now:
@@ -145,7 +147,7 @@ def _tell_of_another_attention(before: Mapping[str, Any], parts: RunParts, callb
     logger.warning("%s was %s and is now %s: losses differ by rounding from here on", ATTENTION, was, now)
 
 
-def _warn_of_another_batch(before: int | None, parts: RunParts) -> None:
+def _warn_of_another_batch(before: int | None, parts: TrainingComponents) -> None:
     """Warns of steps of another size, which a change of the number of ranks causes silently."""
     layout = parts.loader.layout
     if before is None or before == layout.global_batch:

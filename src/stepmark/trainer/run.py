@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from stepmark.config.contradictions import device_contradictions
+from stepmark.config.fields import refuse
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import StepmarkError
 from stepmark.filesystem.error_advice import with_advice
@@ -16,8 +18,15 @@ from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.output_folder import finished, prepare_output_folder
 from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.run_folder.status import DONE
+from stepmark.training.compiled_layers import check_compiler
 
 Metrics = dict[str, float]
+
+
+def check_device(args: TrainingFields, device: str) -> None:
+    """Raises UsageError where devices of this type, which `args` may call `auto`, cannot do what it asks for."""
+    refuse(device_contradictions(args, device))
+    check_compiler(args, device)
 
 
 class Run:
@@ -37,6 +46,7 @@ class Run:
         prepare_compile_cache(args.compile_cache)
         context = start(args.device_name, args.join_timeout)
         open_compile_cache(context.runtime, args.compile_cache, context.world, compiles=args.torch_compile)
+        check_device(args, context.runtime.device.type)
         return cls(context, Path(args.output_dir))
 
     def prepare_folder(self) -> None:

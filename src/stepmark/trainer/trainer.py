@@ -54,6 +54,7 @@ from stepmark.trainer.compat.overrides import (
     sampler_of,
 )
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
+from stepmark.trainer.components import TrainingComponents, count_steps, make_checkpointer, make_schedule, make_step
 from stepmark.trainer.evaluation import (
     PausableEvaluation,
     TrainerEvaluation,
@@ -68,20 +69,8 @@ from stepmark.trainer.run_folder.hub_uploads import HubUploads, check_hub, write
 from stepmark.trainer.run_folder.model_export import SavedModel, own_storages, saved_processing
 from stepmark.trainer.run_folder.run_identity import identity
 from stepmark.trainer.run_hooks import RunHooks
-from stepmark.trainer.setup import (
-    RunOptimizer,
-    RunParts,
-    align_special_tokens,
-    check_packed,
-    count_steps,
-    debug_as_asked,
-    make_again,
-    make_checkpointer,
-    make_schedule,
-    make_step,
-    model_of,
-    prepare_model,
-)
+from stepmark.trainer.run_model import align_special_tokens, check_packed, make_again, model_of, prepare_model
+from stepmark.trainer.run_optimizer import RunOptimizer
 from stepmark.trainer.telemetry.progress import metric_lines
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
@@ -208,7 +197,6 @@ class Trainer:
         self._run = run or vars(self).get("_run") or Run.open(self.args)
         self.context: Context = self._run.context
         self.mesh = prepare_model(model, self.args, self.context)
-        debug_as_asked(model, self.args, self.mesh)
         self.model = model
         self._saved = SavedModel(model, self.mesh, Path(self.args.output_dir))
         for name in filter(self._overridden, NEED_COMPLETE_MODEL):
@@ -619,17 +607,19 @@ class Trainer:
                 run.finish(self.state.global_step, loop.stop_reason)
                 return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
-    def make_parts(self) -> RunParts:
+    def make_parts(self) -> TrainingComponents:
         """The parts of a training: loader, optimizer, schedule, step."""
         loader = self._loaders.steps_of(self.get_train_dataloader(), self.args.gradient_accumulation_steps)
         if self.args.torch_compile:
             static = isinstance(loader, DataLoader) and not loader.shapes_vary
             compile_layers(self.model, self.args, static=static)
         total_steps = count_steps(self.args, loader)
-        optimizer, schedule = self._optimizers.for_run(self, total_steps)
+        self.optimizer, self.lr_scheduler = self._optimizers.without_made(self.optimizer, self.lr_scheduler)
+        self.create_optimizer_and_scheduler(total_steps)
+        optimizer = self._optimizers.of_step(self.model, self.args, self.mesh, self.optimizer, self.lr_scheduler)
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
         own_loss = self.compute_loss if self._overridden("compute_loss") else self.compute_loss_func
-        return RunParts(
+        return TrainingComponents(
             args=self.args,
             context=self.context,
             mesh=self.mesh,
@@ -637,7 +627,7 @@ class Trainer:
             saved=self._saved.module,
             loader=loader,
             optimizer=optimizer,
-            schedule=schedule,
+            schedule=self.lr_scheduler,
             step=make_step(
                 self.model,
                 optimizer,

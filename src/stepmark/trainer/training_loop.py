@@ -28,15 +28,15 @@ from stepmark.liveness.progress import BETWEEN, END, entering
 from stepmark.model_folder.consolidate import EVALUATION
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.callbacks import RunCallbacks, is_better
+from stepmark.trainer.components import TrainingComponents
 from stepmark.trainer.evaluation import PausableEvaluation
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.run_end import reason_to_stop, record_end, withdraw
 from stepmark.trainer.resume import locate_best, restore_run
-from stepmark.trainer.run_folder.output_folder import set_aside_earlier_attempt, set_aside_finished_run
+from stepmark.trainer.run_folder.output_folder import check_start, set_aside_earlier_attempt, set_aside_finished_run
 from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.status import INTERRUPTED
 from stepmark.trainer.run_hooks import RunHooks
-from stepmark.trainer.setup import RunParts, check_start
 from stepmark.trainer.telemetry.banner import banner
 from stepmark.trainer.telemetry.loss_meter import LossMeter, load_fields
 from stepmark.trainer.telemetry.monitor import Monitor
@@ -68,7 +68,7 @@ class TrainingLoop:
 
     def __init__(
         self,
-        parts: RunParts,
+        parts: TrainingComponents,
         callbacks: RunCallbacks,
         checkpointer: Checkpointer,
         hooks: RunHooks,

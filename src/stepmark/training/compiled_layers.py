@@ -21,12 +21,6 @@ def check_compiler(args: TrainingFields, device: str) -> None:
     """Raises UsageError where torch.compile cannot do what the arguments ask for: tried on one element."""
     if not args.torch_compile:
         return
-    if device == "xla":
-        raise UsageError(
-            "torch_compile and device: xla is lazy and compiles every step itself; leave torch_compile out"
-        )
-    if args.full_sharding is not None:
-        raise UsageError("torch_compile and fsdp: leave one of them out")
     import torch._dynamo as dynamo
     from torch._dynamo.backends.registry import lookup_backend
 

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepmark.config.contradictions import reduction_contradictions, schedule_contradictions
 from stepmark.config.fields import fields_of, refuse
-from stepmark.config.training_fields import TrainingFields, check_reduce_dtype, schedule_contradictions
+from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.batch import StepBatch
 from stepmark.liveness.progress import PASSES, REDUCE, UPDATE, entering
 from stepmark.parallel.gradients.arithmetic import scale_to
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.optimizer.arrivals import of_known_libraries
 from stepmark.parallel.optimizer.named import NamedOptimizer
-from stepmark.parallel.parallelize import check_not_added_to
+from stepmark.parallel.parallelize import check_adapted
 from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.mesh import Mesh
@@ -104,8 +105,9 @@ class TrainStep:
         router_bias_update_rate: float = 0.0,
     ) -> None:
         runtime = mesh.runtime
-        check_not_added_to(model)
-        check_reduce_dtype(str(reduce_dtype).removeprefix("torch."), lazy=runtime.name if runtime.lazy else None)
+        check_adapted(model)
+        sent = fields_of(TrainingFields)["reduce_dtype"].checked(str(reduce_dtype).removeprefix("torch."))
+        refuse(reduction_contradictions(sent, runtime.name) if runtime.lazy else ())
         self.model = model
         self.optimizer = optimizer
         self.loss = loss

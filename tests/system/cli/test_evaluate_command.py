@@ -16,7 +16,7 @@ from stepmark import Trainer, TrainingArguments
 from stepmark.cli.main import run
 from stepmark.config.recipe import ModelArguments
 from stepmark.data.tokenize.tokenizer import byte_tokenizer
-from stepmark.recipe.model import build_model
+from stepmark.recipe.model import build_config, build_model
 from stepmark.trainer.run_folder.run_log import read_metrics
 from stepmark.watcher import setup
 from tests.support.own_code import folder_with_own_code
@@ -442,7 +442,7 @@ def test_the_base_of_an_adapter_may_have_code_of_its_own(
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
     source = folder_with_own_code(tmp_path, monkeypatch)
     made = ModelArguments(config_name=str(source), tokenizer_name="bytes", trust_remote_code=True)
-    build_model(made, byte_tokenizer(), 1).save_pretrained(source)
+    build_model(made, build_config(made, byte_tokenizer()), 1).save_pretrained(source)
     model = {"model_name_or_path": str(source), "config_name": None, "config_overrides": {}, "trust_remote_code": True}
     lora = {"peft": "lora", "lora_r": 2, "lora_target_modules": ["c_attn"], "block_size": 8}
     recipe = write_recipe(tmp_path, **model, **lora, max_steps=1, save_steps=1, eval_strategy="steps", eval_steps=1)

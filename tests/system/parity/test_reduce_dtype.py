@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from stepmark import Mesh, TrainingArguments
-from stepmark.config.training_fields import check_reduce_dtype
+from stepmark.config.contradictions import reduction_contradictions
 from stepmark.errors import UsageError
 from stepmark.parallel.optimizer.replicated import Replicated
 from stepmark.parallel.optimizer.zero1_shards import FlatShards
 from stepmark.runtime.collectives import GroupCollectives
+from stepmark.trainer.run import check_device
 from tests.support.programs import logged
 from tests.support.ranks import Ranks
 
@@ -54,12 +55,12 @@ def test_a_run_learns_alike_and_resumes_exactly(ranks: Ranks, tmp_path: Path, ze
 
 def test_what_is_refused() -> None:
     """By the arguments, or where the device is not known before, by the device."""
-    check_reduce_dtype("float32", lazy="xla")
+    assert not [*reduction_contradictions("float32", "xla")]
     TrainingArguments(device="xla", reduce_dtype="float32")
     with pytest.raises(UsageError, match="^reduce_dtype: xla "):
         TrainingArguments(device="xla", reduce_dtype="bfloat16")
-    with pytest.raises(UsageError, match="^reduce_dtype: neuron "):
-        check_reduce_dtype("bfloat16", lazy="neuron")
+    with pytest.raises(UsageError, match="^reduce_dtype: xla "):
+        check_device(TrainingArguments(reduce_dtype="bfloat16"), "xla")
     with pytest.raises(UsageError, match="^reduce_dtype: 'bf16' "):
         TrainingArguments(reduce_dtype="bf16")
 

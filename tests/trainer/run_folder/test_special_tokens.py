@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from stepmark import PadTo, Trainer, TrainingArguments
-from stepmark.trainer.setup import align_special_tokens
+from stepmark.trainer.run_model import align_special_tokens
 from tests.support.programs import LENGTH, Blocks, tiny_model
 
 SMALL: dict[str, Any] = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 300, "n_positions": 64}

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stepmark.config.optimizers import check_optimizer
 from stepmark.config.quiet_libraries import quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
@@ -29,9 +28,9 @@ from stepmark.preflight.plan.simulated_mesh import PlannedDevice, planned_device
 from stepmark.preflight.plan.stages import StageTrace, trace_deep, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_trace import StepTrace, meta_model
+from stepmark.recipe.early_checks import check_names
 from stepmark.recipe.model import build_config, build_tokenizer, check_block_size, check_device_has_attention
 from stepmark.runtime.device import choose_device
-from stepmark.runtime.hardware import check_device_name
 from stepmark.runtime.mesh import check_sizes
 from stepmark.trainer.run_folder.adapters import adapter_of
 
@@ -154,7 +153,7 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     """
     quiet_libraries()
     args = recipe.training
-    check_optimizer(args.optim)
+    check_names(recipe)
     sizes = args.tensor_parallel_size, args.pipeline_parallel_size, args.expert_parallel_size
     check_sizes(ranks, *sizes, begin="plan for")
     notes: list[str] = []
@@ -232,7 +231,6 @@ def _config(recipe: Recipe, tokenizer: Any | None) -> Any:
 
 def _device(recipe: Recipe, notes: list[str]) -> str:
     wish = recipe.training.device_name
-    check_device_name(wish)
     if wish != "auto":
         return wish
     found = choose_device("auto")

@@ -28,8 +28,7 @@ from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.gradients.sums import ShardSums
 from stepmark.parallel.optimizer.named import NamedOptimizer
-from stepmark.parallel.parallelize import parallelize
-from stepmark.parallel.tensor.adapted_layers import check_adapters
+from stepmark.parallel.parallelize import check_adapted, parallelize
 from stepmark.preflight.plan.allocations import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -45,7 +44,9 @@ from stepmark.recipe.model import configured, make_model
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.mesh import DATA
 from stepmark.runtime.module_placement import cast_module
-from stepmark.trainer.setup import make_step, sharding_options, step_optimizer
+from stepmark.trainer.components import make_step
+from stepmark.trainer.run_model import sharding_options
+from stepmark.trainer.run_optimizer import step_optimizer
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating
 from stepmark.training.model_options import enable_gradient_checkpointing
@@ -162,7 +163,7 @@ def _check_conversion(error: Exception) -> None:
 def _make_model(setup: StepSetup, tracker: AllocationTracker) -> tuple[nn.Module, SimulatedMesh]:
     args = setup.args
     model = meta_model(setup)
-    check_adapters(model, args.tensor_parallel_size, args.pipeline_parallel_size)
+    check_adapted(model, args.tensor_parallel_size, args.pipeline_parallel_size)
     cast_module(model, getattr(torch, args.dtype))
     arriving = stage_inputs(setup, model) if setup.staged else ()
     mesh = SimulatedMesh(setup.axes, setup.device, tracker, setup.stage, arriving, args.expert_parallel_size)

@@ -25,6 +25,7 @@ from stepmark.data.tokenize.tokenized_rows import TokenizedRows
 from stepmark.errors import UsageError
 from stepmark.preflight.precompile.graph_text import Graph, GraphText, describe
 from stepmark.preflight.precompile.neuron import check_kept
+from stepmark.recipe.early_checks import check_names
 from stepmark.recipe.train import begin, build_trainer
 from stepmark.runtime.compile_cache import INDUCTOR_FOLDER, kept_in, switched_on
 from stepmark.runtime.hardware import neuron_device_present
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from stepmark.preflight.precompile.graph_recorder import GraphRecorder
     from stepmark.runtime.base import Runtime
     from stepmark.runtime.context import Context
-    from stepmark.trainer.setup import RunParts
+    from stepmark.trainer.components import TrainingComponents
 
 STEPS = 3  # a graph that differs after the first step, for example by which buffers it may reuse, is made in the second
 MICRO_BATCHES = 3
@@ -80,6 +81,7 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder | None, Context]:
         UsageError: As `precompile`.
     """
     recipe.refuse_task("stepmark precompile", "its graphs are compiled as they come")
+    check_names(recipe)
     recipe = _shortened(recipe)
     run = begin(recipe)
     context = run.context
@@ -89,11 +91,11 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder | None, Context]:
             f"device: {runtime.name} runs operations as they come and compiles no graphs; precompile is for lazy "
             "devices (device: xla) and for torch_compile"
         )
-    from stepmark.recipe.model import build_untrained
+    from stepmark.recipe.model import build_model
 
     ranks = max(context.world.size // (training.tensor_parallel_size * training.pipeline_parallel_size), 1)
     prepare = partial(stand_in_data, recipe, data_parallel_size=ranks, steps=STEPS)
-    trainer = build_trainer(recipe, run, prepare=prepare, build=build_untrained)
+    trainer = build_trainer(recipe, run, prepare=prepare, build=partial(build_model, reads_weights=False))
     if not runtime.lazy:
         _train(trainer.make_parts(), SimpleNamespace())
         return None, context
@@ -112,7 +114,7 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder | None, Context]:
     return recorder, context
 
 
-def _train(parts: RunParts, recorder: GraphRecorder | SimpleNamespace) -> None:
+def _train(parts: TrainingComponents, recorder: GraphRecorder | SimpleNamespace) -> None:
     """Trains all steps; the recorder knows from the step's hooks which part of a step is in progress. Where a line
     reads a value, later steps are traced as in the run; steps without a trace follow, since theirs are other graphs."""
     from stepmark.data.loader.prefetcher import DevicePrefetcher

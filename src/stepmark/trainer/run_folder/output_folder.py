@@ -32,11 +32,15 @@ from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, RESTARTING, SYS
 from stepmark.trainer.run_folder.status import STATUS, RunStatus
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from stepmark.liveness.host_group import HostGroup
+    from stepmark.runtime.context import Context
 
 logger = logging.getLogger("stepmark")
 
 EARLIER = "earlier-run-"
+OPTIMIZER_STATES = 2  # fp32 states of a parameter, as in AdamW
 TRACKERS = "trackers.json"  # the runs of experiment trackers (callbacks.py)
 RECORDS = (  # of a run, in its folder
     "best",
@@ -181,9 +185,17 @@ def _appears(path: Path) -> bool:
     return True
 
 
-def check_room(folder: Path, needed: int, host: HostGroup) -> None:
-    """Raises StepmarkError, on all ranks, where the folder's disk has less than `needed` bytes free."""
-    free = host.broadcast(shutil.disk_usage(folder).free if host.rank == 0 else None)
+def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: Context, *, resumes: bool) -> None:
+    """Raises StepmarkError where the folder has another run's checkpoints, or, on all ranks, where its disk has no room
+    for one. Collective."""
+    from stepmark.parallel.pipeline.staged_model import complete_size  # imports torch
+
+    if args.save_strategy == "no":
+        return
+    check_no_earlier_run(folder, args, resumes=resumes)
+    size, states = complete_size(model), 0 if args.save_only_model else OPTIMIZER_STATES
+    needed = size.nbytes + 4 * states * size.elements
+    free = context.host.broadcast(shutil.disk_usage(folder).free if context.host.rank == 0 else None)
     if free < needed:
         wanted, there = distinct_sizes(needed, free)
         raise StepmarkError(

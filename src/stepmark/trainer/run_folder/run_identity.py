@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from stepmark.config.training_fields import CHANGES
+from stepmark.config.contradictions import CHANGES
 from stepmark.errors import CheckpointMismatch
 
 _CHECKSUMS = {

@@ -10,11 +10,11 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.parallel.full_sharding import replicas
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.parallel.pipeline.staged_model import complete_size, staged
-from stepmark.trainer.setup import RunParts
+from stepmark.trainer.components import TrainingComponents
 from stepmark.trainer.telemetry.throughput import device_model
 
 
-def banner(parts: RunParts, step: int) -> list[str]:
+def banner(parts: TrainingComponents, step: int) -> list[str]:
     """A line each on the model, data, steps, devices and output, and notes on settings that have no effect."""
     args, loader = parts.args, parts.loader
     size, ranks = loader.layout.global_batch, parts.context.world.size
@@ -67,7 +67,7 @@ def _parameters(model: nn.Module) -> str:
     return f"{count(size.elements)} parameters{active}{frozen}"
 
 
-def _shards(parts: RunParts) -> list[str]:
+def _shards(parts: TrainingComponents) -> list[str]:
     """A line on sharded parameters."""
     sharding, ranks = parts.args.full_sharding, parts.mesh.data_parallel.size
     if sharding is None or ranks == 1:
@@ -76,7 +76,7 @@ def _shards(parts: RunParts) -> list[str]:
     return [f"fsdp     parameters in {ranks // replicas(parts.mesh, sharding)} shards, layers {kept}"]
 
 
-def _stages(parts: RunParts) -> list[str]:
+def _stages(parts: TrainingComponents) -> list[str]:
     """A line on the pipeline, if there is one: its stages, and the ideal share of idle time."""
     stages, args = staged(parts.model), parts.args
     if stages is None:

@@ -30,8 +30,8 @@ from stepmark.liveness.progress import current
 from stepmark.parallel.pipeline.staged_model import complete_size
 from stepmark.runtime.versions import software_versions
 from stepmark.runtime.xla_environment import extracting_graphs
+from stepmark.trainer.components import TrainingComponents
 from stepmark.trainer.run_folder.run_log import RunLog
-from stepmark.trainer.setup import RunParts
 from stepmark.trainer.telemetry.anomalies import Anomaly, AnomalyDetector, SpikeDetector
 from stepmark.trainer.telemetry.lazy_device import Compilation, DeviceReadMonitor, RecompilationMonitor
 from stepmark.trainer.telemetry.save_history import SaveHistory
@@ -47,7 +47,7 @@ MAX_LINES = 5  # that read the device, named in one warning
 class Monitor:
     """The monitors of one run on one rank. Only the rank that writes the run's log reports findings."""
 
-    def __init__(self, parts: RunParts, run_log: RunLog) -> None:
+    def __init__(self, parts: TrainingComponents, run_log: RunLog) -> None:
         args, context = parts.args, parts.context
         folder, extracts = Path(args.output_dir), extracting_graphs()
         dtype = torch.bfloat16 if args.bf16 or args.fp16 or args.dtype == "bfloat16" else torch.float32
@@ -71,7 +71,7 @@ class Monitor:
 
     # The loop
 
-    def started(self, parts: RunParts, step: int) -> None:
+    def started(self, parts: TrainingComponents, step: int) -> None:
         """This process is about to train."""
         size = complete_size(parts.model)
         self._run_log.event(
