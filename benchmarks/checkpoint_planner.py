@@ -30,9 +30,8 @@ from keeping import keep, machine
 from stepmark.checkpoint.checkpointer import MAX_FILE_SIZE
 from stepmark.checkpoint.format.checksums import bytes_checksum
 from stepmark.checkpoint.format.manifest import FileEntry, Manifest, TensorEntry, parse_manifest
-from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.save.commit import tensor_entries
-from stepmark.checkpoint.save.plan import SavePlan
+from stepmark.checkpoint.save.plan import Row, SavePlan
 from stepmark.checkpoint.save.request import RankReport, SavePlanner, SaveRequest
 from stepmark.checkpoint.save.snapshot import extents_of
 from stepmark.checkpoint.save.table_exchange import RankTables, encode_rows

@@ -25,9 +25,8 @@ from page_cache import drop_cache
 
 from stepmark.checkpoint.format.checksums import block_checksum, bytes_checksum
 from stepmark.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
-from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.format.tensor_file import Header
-from stepmark.checkpoint.save.plan import Holding, PlannedFile, plan_save
+from stepmark.checkpoint.save.plan import Holding, PlannedFile, Row, plan_save
 from stepmark.sharding.layout import Shape, TensorSlice
 
 RANKS, HIDDEN, INNER, VOCABULARY = 8, 4096, 11008, 32000

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from stepmark.checkpoint import Checkpointer, dcp, read_manifest
 from stepmark.checkpoint.format.verify import verify
-from stepmark.checkpoint.restore.restore import Restorer
+from stepmark.checkpoint.restore.restore import Restored, Restorer
 from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
 
@@ -455,7 +455,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_loaded_again(
     )
 
     class Replaced(Restorer):
-        def named(self, path: Path, state: Any) -> int:
+        def named(self, path: Path, state: Any) -> Restored:
             if other.exists():
                 path.rename(tmp_path / "old")
                 other.rename(path)

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from stepmark.checkpoint import Checkpointer, read_manifest
 from stepmark.checkpoint.format.integrity import read_values
-from stepmark.checkpoint.restore.state_restoration import StateRestoration
+from stepmark.checkpoint.restore.compare import compare
+from stepmark.checkpoint.restore.read_plan import ReadPlan
+from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.sections import describe
 from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.runtime.eager import EagerRuntime
@@ -139,7 +141,8 @@ def test_comparing_an_optimizer_takes_as_many_calls_as_it_has_parameters(tmp_pat
             checkpointer.wait()
         path = folder / "checkpoint-1"
         manifest = read_manifest(path)
-        restoration = StateRestoration(manifest, read_values(path, manifest), EagerRuntime(torch.device("cpu")), "here")
+        reader = TensorReader(path, manifest)
+        plan = ReadPlan(reader, read_values(path, manifest), EagerRuntime(torch.device("cpu")))
         sections = describe(state)
         found = 0
 
@@ -150,9 +153,10 @@ def test_comparing_an_optimizer_takes_as_many_calls_as_it_has_parameters(tmp_pat
         before = sys.getprofile()
         sys.setprofile(count_call)
         try:
-            restoration.compare(state, sections)
+            compare(plan, state, sections)
         finally:
             sys.setprofile(before)
+            reader.close()
         return found
 
     assert calls(400) < 2.5 * calls(200)

@@ -12,7 +12,7 @@ import pytest
 from stepmark.errors import CheckpointTimeout
 from stepmark.filesystem import files
 from stepmark.liveness.running_time import running_time
-from stepmark.liveness.status_store import PhaseDeadlines, RankFailed, StatusStore
+from stepmark.liveness.status_store import RankFailed, StatusStore
 
 
 def board(folder: Path, rank: int, phase: str) -> StatusStore:
@@ -20,26 +20,6 @@ def board(folder: Path, rank: int, phase: str) -> StatusStore:
     made.folder.mkdir(parents=True, exist_ok=True)
     made.enter(phase)
     return made
-
-
-def test_the_rank_that_is_late_is_named_and_not_the_one_that_waits_for_it(tmp_path: Path) -> None:
-    """Rank 1 waits for rank 0, which waits for rank 2."""
-    boards = [board(tmp_path, rank, phase) for rank, phase in enumerate(["finalizing", "committing", "writing"])]
-    phases = PhaseDeadlines("save of step 1", boards[1], 0.2, lambda error: None)
-    needs = [("written", [0, 1, 2]), ("finalized", [0])]
-    boards[0].post("written")
-    boards[1].post("written")
-    for expected in (r"rank 2 \(writing\) has not written", r"rank 0 \(finalizing\) has not finalized"):
-        phases.enter("committing")
-        with pytest.raises(CheckpointTimeout, match=expected):
-            phases.wait("committed", [0], needs)
-        phases.stop()
-        boards[2].post("written")
-    boards[0].post("finalized")
-    phases.enter("committing")
-    with pytest.raises(CheckpointTimeout, match=r"rank 0 \(finalizing\) has not committed"):
-        phases.wait("committed", [0], needs)
-    phases.stop()
 
 
 def test_posts_stay_for_a_rank_that_has_not_read_them(tmp_path: Path) -> None:

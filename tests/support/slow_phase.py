@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.__main__ import main
-from stepmark.liveness.status_store import PhaseDeadlines
+from stepmark.checkpoint.operation import Operation
 from stepmark.runtime import context, mesh
 from stepmark.training.step import TrainStep
 
@@ -24,14 +24,14 @@ SECONDS = 1.0
 if __name__ == "__main__":
     phase, notes, *arguments = sys.argv[1:]
     note = Path(notes) / os.environ.get("RANK", "0")
-    enter, step = PhaseDeadlines.enter, TrainStep.__call__
+    enter, step = Operation.enter, TrainStep.__call__
 
     def stay(name: str) -> None:
         if name == phase and not note.exists():
             note.touch()
             time.sleep(SECONDS)
 
-    def enter_and_stay(self: PhaseDeadlines, name: str) -> None:
+    def enter_and_stay(self: Operation, name: str) -> None:
         enter(self, name)
         stay(name)
 
@@ -40,7 +40,7 @@ if __name__ == "__main__":
             stay("step")
         return step(*arguments)
 
-    PhaseDeadlines.enter = enter_and_stay  # type: ignore[method-assign]
+    Operation.enter = enter_and_stay  # type: ignore[method-assign]
     TrainStep.__call__ = stay_and_step  # type: ignore[method-assign]
     if "COLLECTIVE_SECONDS" in os.environ:
         context.TIMEOUT = mesh.TIMEOUT = timedelta(seconds=float(os.environ["COLLECTIVE_SECONDS"]))

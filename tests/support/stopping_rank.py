@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.__main__ import main
-from stepmark.liveness.status_store import PhaseDeadlines, StatusStore
+from stepmark.checkpoint.operation import Operation
+from stepmark.liveness.status_store import StatusStore
 
 
 def stop_before(owner: type, name: str, stops: Callable[..., bool]) -> None:
@@ -33,15 +34,15 @@ def stop_before(owner: type, name: str, stops: Callable[..., bool]) -> None:
 
 
 def stop_in_phase(phase: str) -> None:
-    enter = PhaseDeadlines.enter
+    enter = Operation.enter
 
-    def enter_and_look(self: PhaseDeadlines, name: str) -> None:
+    def enter_and_look(self: Operation, name: str) -> None:
         enter(self, name)
         self.entered(name)  # type: ignore[attr-defined]
 
-    PhaseDeadlines.enter = enter_and_look  # type: ignore[method-assign]
-    PhaseDeadlines.entered = lambda self, name: None  # type: ignore[attr-defined]
-    stop_before(PhaseDeadlines, "entered", lambda self, name: name == phase)
+    Operation.enter = enter_and_look  # type: ignore[method-assign]
+    Operation.entered = lambda self, name: None  # type: ignore[attr-defined]
+    stop_before(Operation, "entered", lambda self, name: name == phase)
 
 
 def stop_in_training() -> None:

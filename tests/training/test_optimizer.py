@@ -15,7 +15,7 @@ from transformers import TrainingArguments as TransformersArguments
 from transformers.optimization import Adafactor, AdafactorSchedule
 
 from stepmark import Checkpointer, Mesh, Trainer, TrainingArguments, ZeroRedundancyOptimizer
-from stepmark.checkpoint.format.rows import MASTER
+from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import UsageError
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.optimizer.replicated import Replicated

@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from stepmark.checkpoint import dcp
     from stepmark.checkpoint.checkpointer import Checkpointer
     from stepmark.checkpoint.format.manifest import Manifest, read_manifest
+    from stepmark.checkpoint.operation import SaveHandle
     from stepmark.checkpoint.retention_policies import KeepBest, KeepEachInterval, KeepEvery, KeepLast, Retention, Saved
-    from stepmark.checkpoint.save_handle import SaveHandle
 
 _HOMES = {
     "Checkpointer": "checkpointer",
-    "SaveHandle": "save_handle",
+    "SaveHandle": "operation",
     "Manifest": "format.manifest",
     "read_manifest": "format.manifest",
     "KeepBest": "retention_policies",

@@ -9,7 +9,7 @@ import math
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -28,18 +28,17 @@ from stepmark.checkpoint.format.checkpoint_folders import (
     checkpoint_path,
     checkpoints,
     resolve_link,
-    step_of,
     temporary_path,
 )
 from stepmark.checkpoint.format.integrity import check_integrity
 from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
 from stepmark.checkpoint.host_memory import StagingMemory, check_host_memory, free_host_memory
-from stepmark.checkpoint.restore.restore import Accept, Restorer
+from stepmark.checkpoint.operation import Operation, SaveHandle
+from stepmark.checkpoint.restore.restore import Accept, Restored, Restorer
 from stepmark.checkpoint.retention_policies import KeepLast, Retention
 from stepmark.checkpoint.save.background import Background
 from stepmark.checkpoint.save.commit import Commit, values_to_bytes
 from stepmark.checkpoint.save.delete_old_checkpoints import CheckpointCleaner
-from stepmark.checkpoint.save.operation import SaveOperation
 from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.save.request import (
     RankReport,
@@ -57,20 +56,19 @@ from stepmark.checkpoint.save.snapshot import (
     plan_copies,
     staging_sizes,
 )
-from stepmark.checkpoint.save_handle import SaveHandle
-from stepmark.checkpoint.sections import Section, check_state, describe
+from stepmark.checkpoint.save.write import SaveWriter
+from stepmark.checkpoint.sections import check_state, describe, runtime_of
 from stepmark.checkpoint.timestamps import TimestampSource
-from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointTimeout, UsageError
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem.json_values import decode_plain
 from stepmark.filesystem.local_paths import local_path
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.process_exit import end_process
 from stepmark.liveness.progress import SAVE, staying
-from stepmark.liveness.status_store import PhaseDeadlines, StatusStore
+from stepmark.liveness.status_store import StatusStore
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.device import runtime_for
 from stepmark.runtime.eager import can_pin
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 
@@ -120,7 +118,6 @@ class Checkpointer:
 
     Attributes:
         folder: The absolute path of the run's folder.
-        quarantined: The corrupted checkpoints that the last `restore` quarantined, each with the reason; on rank 0.
 
     Raises:
         UsageError: An argument is invalid.
@@ -167,7 +164,6 @@ class Checkpointer:
         self._hook: RemovableHandle | None = None
         self._copies: PendingCopies | None = None  # of the last save
         self._count = 0
-        self.quarantined: list[tuple[Path, str]] = []
 
     # Saving
 
@@ -204,7 +200,8 @@ class Checkpointer:
             CheckpointError: This save, or the one before, has failed on any rank.
         """
         if extracting_graphs():
-            self._runtime_of(describe(state)).step_boundary(wait=True)  # so that the graphs are those of a real run
+            runtime = self._runtime or runtime_of(describe(state))
+            runtime.step_boundary(wait=True)  # so that the graphs are those of a real run
             warn_not_saved(f"step {step}")
             skipped = SaveHandle(step)
             skipped.succeed(checkpoint_path(self.folder, step))
@@ -213,28 +210,17 @@ class Checkpointer:
         name = self._next_name(ownership)
         temporary = temporary_path(self.folder, step, name)
         handle = SaveHandle(step)
-        phases = self._background.phases(f"save of step {step}", ownership.board(name), handle)
         write_files = files if self._group.rank == 0 else None
-        begun = None
-        try:
-            prepare = partial(
-                prepare_save, step, name, temporary, state, write_files, metadata, metrics, model_only=model_only
-            )
-            request, reports = self._agree(phases, step, prepare)
-            begun = self._copy(phases, request, reports)
-        except BaseException as error:
-            handle.fail(error)
-            handle.collected.set()
-            phases.board.fail(describe_error(error))
-            if isinstance(error, OSError):
-                raise CheckpointError(f"step {step} was not saved: {describe_error(error)}") from error
-            raise
-        finally:
-            if begun is None:
-                phases.stop()
-                self._background.leave(phases.board, temporary, handle)
-        self._copies = begun[0].copies
-        self._background.begin(*begun, handle)
+        prepare = partial(
+            prepare_save, step, name, temporary, state, write_files, metadata, metrics, model_only=model_only
+        )
+        what, failure = f"save of step {step}", f"step {step} was not saved"
+        with self._attempt(what, failure, ownership.board(name), handle, temporary) as operation:
+            request, reports = self._agree(operation, "agreeing on a save", step, prepare)
+            writer, memory = self._copy(operation, request, reports)
+            operation.goes_on = True
+        self._copies = writer.copies
+        self._background.begin(writer, memory)
         if block if block is not None else not self._async:
             self.wait()
         return handle
@@ -243,56 +229,75 @@ class Checkpointer:
         self._count += 1
         return f"{ownership.identity}-{self._count:06d}"
 
+    @contextmanager
+    def _attempt(
+        self, what: str, failure: str, board: StatusStore, handle: SaveHandle | None = None, folder: Path | None = None
+    ) -> Iterator[Operation]:
+        """A save, which has a handle and a folder, or a restore, until it has ended or goes on in the background. An
+        error of the file system is raised as CheckpointError, after the words of `failure`."""
+        operation = Operation(what, failure, board, self._timeout, handle, folder)
+        try:
+            yield operation
+        except BaseException as error:
+            operation.end(error)
+            self._background.leave(operation)
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{failure}: {describe_error(error)}") from error
+            raise
+        if not operation.goes_on:
+            operation.end()
+            self._background.leave(operation)
+
     def _agree(
-        self, phases: PhaseDeadlines, step: int, prepare: Callable[[], SaveRequest]
-    ) -> tuple[SaveRequest, list[RankReport]]:
-        """Describes the state and exchanges reports with all ranks. Raises, on all ranks, where one cannot save."""
-        request: SaveRequest | None = None
+        self, operation: Operation, what: str, step: int, prepare: Callable[[], Any]
+    ) -> tuple[Any, list[RankReport]]:
+        """Prepares the operation, once the save before has ended, and exchanges reports with all ranks. Raises, on all
+        ranks, where one cannot go on."""
+        prepared: Any = None
         problem: BaseException | None = None
         try:
-            phases.board.open()
+            operation.board.open()
             self.wait()
-            phases.enter("joining")
-            request = prepare()
-            phases.leave()  # the collective, which begins now, has its own deadline
+            operation.enter("joining")
+            prepared = prepare()
+            operation.leave()  # the collective, which begins now, has its own deadline
         except Exception as error:
             problem = error
         finally:
-            phases.stop()
-        checksums = request.tables.checksums() if request is not None else {}
-        described = describe_error(problem) if problem is not None else None
-        report = RankReport(step, described, checksums, self._memory.size, free_host_memory())
-        reports = agree(self._timed_group, phases.board, report, problem)
-        assert request is not None
-        return request, reports
+            operation.stop()
+        report = RankReport(step, None if problem is None else describe_error(problem))
+        if problem is None and isinstance(prepared, SaveRequest):
+            report = RankReport(step, None, prepared.tables.checksums(), self._memory.size, free_host_memory())
+        return prepared, agree(self._timed_group, operation.board, what, report, problem)
 
     def _copy(
-        self, phases: PhaseDeadlines, request: SaveRequest, reports: list[RankReport]
-    ) -> tuple[SaveOperation, memoryview]:
+        self, operation: Operation, request: SaveRequest, reports: list[RankReport]
+    ) -> tuple[SaveWriter, memoryview]:
         """Plans what this rank writes, and copies it."""
         assert self._planner is not None
         assert self._ownership is not None
-        phases.enter("planning")
-        plan, values = self._planner.plan(request, reports, phases.board)
+        operation.enter("planning")
+        plan, values = self._planner.plan(request, reports, operation.board)
         extents, size = extents_of(plan, self._group.rank)
         self._check_memory(plan, reports)
         if self._group.rank == 0:
             self._background.tidy()
             self._background.make_room(self.folder, disk_need(plan), request.save)
             check_disk(self.folder, plan)
-        runtime = self._runtime_of(request.sections)
+        runtime = self._runtime or runtime_of(request.sections)
         if self._background.reads_memory:
             self._memory.release()  # the thread that still reads it keeps it
         memory = self._memory.take(size, pinned=can_pin(runtime.device))
-        phases.enter("copying")
+        operation.enter("copying")
         planned = plan_copies(plan, extents, request.entries())
         copies = begin_copies(planned, request.sections, memory, runtime, self._copies, threads=self._threads)
         if self._hook is None and not runtime.lazy:
             self._hook = register_optimizer_step_pre_hook(self._before_update)
         if not copies.left:
-            phases.leave()  # else once they have been made
+            operation.leave()  # else once they have been made
         kinds = {name: section["kind"] for name, section in values.items()}
-        operation = SaveOperation(
+        writer = SaveWriter(
+            operation=operation,
             rank=self._group.rank,
             step=request.step,
             save=request.save,
@@ -300,7 +305,6 @@ class Checkpointer:
             plan=plan,
             extents=extents,
             copies=copies,
-            phases=phases,
             threads=self._threads,
             commit=Commit(
                 values=values_to_bytes(values) if self._group.rank == 0 else b"",
@@ -310,7 +314,7 @@ class Checkpointer:
                 clock=self._timestamps,
             ),
         )
-        return operation, memory.numpy().data
+        return writer, memory.numpy().data
 
     def _before_update(self, *_: Any) -> None:
         """Before any optimizer's step: what it would write has been copied."""
@@ -336,7 +340,6 @@ class Checkpointer:
 
     # Restoring
 
-    @_one_at_a_time
     def restore(
         self, state: Mapping[str, Any], checkpoint: str | Path | int | None = None, *, accept: Accept | None = None
     ) -> int | None:
@@ -359,49 +362,29 @@ class Checkpointer:
                 read, when other tensors may have their new values: restore another checkpoint, or rebuild the state.
             CheckpointBusy: Another live run owns the folder.
         """
+        restored = self.restore_from(state, checkpoint, accept=accept)
+        return None if restored is None else restored.step
+
+    @_one_at_a_time
+    def restore_from(
+        self, state: Mapping[str, Any], checkpoint: str | Path | int | None = None, *, accept: Accept | None = None
+    ) -> Restored | None:
+        """As `restore`; returns the checkpoint, and which others were quarantined because they are corrupted."""
         ownership = self._join()
-        handle = SaveHandle(-1)
-        phases = self._background.phases("restore", ownership.board(self._next_name(ownership)), handle)
-        try:
-            self._check_all_ranks("restoring", phases.board)
-            check_state(state)
-            phases.enter("looking")
+        board = ownership.board(self._next_name(ownership))
+        with self._attempt("restore", f"nothing was restored from {self.folder}", board) as operation:
+            self._agree(operation, "restoring", 0, partial(check_state, state))
+            operation.enter("looking")
             threads, alone = 2 * self._threads, ownership.alone_on_node()
-            restorer = Restorer(self._timed_group, phases, self._runtime_of, threads, alone, accept, self._timestamps)
+            restorer = Restorer(self._timed_group, operation, threads, alone, self._timestamps, self._runtime, accept)
             if checkpoint is None:
-                candidates = self._timed_group.ask_first(
-                    lambda: checkpoints(self.folder), "looking for checkpoints", board=phases.board
+                found = self._timed_group.ask_first(
+                    partial(checkpoints, self.folder), "looking for checkpoints", board=board
                 )
-                path = restorer.newest(candidates, state)
-                self.quarantined = restorer.quarantined
-                return None if path is None else step_of(path)
+                return restorer.newest(found, state)
             path = self._resolve(checkpoint)
             with self._lease_on(path):
                 return restorer.named(path, state)
-        except CheckpointTimeout as error:
-            handle.fail(error)
-            raise
-        except OSError as error:
-            raise CheckpointError(f"nothing was restored from {self.folder}: {describe_error(error)}") from error
-        finally:
-            handle.collected.set()
-            phases.stop()
-            self._background.leave(phases.board, None, handle)
-
-    def _check_all_ranks(self, what: str, board: StatusStore) -> None:
-        """Raises the error of an earlier save, on all ranks if any has one."""
-        problem: Exception | None = None
-        try:
-            board.open()
-            self.wait()
-        except Exception as error:
-            problem = error
-        problems = self._timed_group.all_gather(None if problem is None else describe_error(problem), what, board)
-        if problem is not None:
-            raise problem
-        for rank, other in enumerate(problems):
-            if other is not None:
-                raise CheckpointError(f"rank {rank}: {other}")
 
     def _resolve(self, checkpoint: str | Path | int) -> Path:
         if isinstance(checkpoint, (str, Path)):
@@ -568,12 +551,6 @@ class Checkpointer:
             logger.error("%s", trouble)  # the error that is being raised comes first
         if lost is not None:
             raise lost from error
-
-    def _runtime_of(self, sections: Iterable[Section]) -> Runtime:
-        if self._runtime is None:
-            devices = (entry.tensor.device for section in sections for entry in section.entries.values())
-            return runtime_for(next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
-        return self._runtime
 
 
 def _checked_mesh(mesh: Mapping[str, int]) -> dict[str, int]:

@@ -24,9 +24,9 @@ from stepmark.checkpoint.checkpointer import APART, MARGIN, Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import resolve_link, saving_folder
 from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest, save_of
 from stepmark.checkpoint.host_memory import StagingMemory
+from stepmark.checkpoint.operation import SaveHandle
 from stepmark.checkpoint.restore.restore import Restorer
-from stepmark.checkpoint.save_handle import SaveHandle
-from stepmark.checkpoint.state_dicts import SavedStateDict, StateDict, StateDictRestoration, in_order, is_stateful
+from stepmark.checkpoint.state_dicts import SavedStateDict, StateDict, compare_state_dict, in_order, is_stateful
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.local_paths import local_path
@@ -130,6 +130,7 @@ def load(
         CheckpointNotFound: There is no checkpoint.
         CheckpointMismatch: It lacks a name, or has another shape; nothing is changed. Or it is one of DCP's.
         CheckpointDamaged: It is corrupted.
+        CheckpointError: The file system cannot read it.
     """
     _check_refused({"storage_reader": storage_reader, "planner": planner, **refused})
     state, allow_partial = StateDict(state_dict), getattr(planner, "allow_partial_load", False)
@@ -186,26 +187,22 @@ class _Saver(Checkpointer):
     def load(self, path: Path, state: StateDict, *, allow_partial: bool) -> None:
         """Loads in place. Raises CheckpointMismatch, CheckpointDamaged or CheckpointNotFound."""
         wait(self._last)
-        handle = SaveHandle(-1)
-        phases = self._background.phases(f"load of {path}", UnsharedStore(path, self._group.rank), handle)
-        restoration = partial(StateDictRestoration, allow_partial=allow_partial)
         group, alone = self._timed_group, self._group.size == 1
-        restorer = Restorer(group, phases, self._runtime_of, 4, alone, None, self._timestamps, restoration)
-        try:
-            with self._one_call(), self._lease_on(path):
-                tried: list[str | None] = []
-                while True:
-                    save = group.ask_first(lambda: _save_to_load(path), f"looking for {path}")
-                    try:
-                        restorer.named(path, state)
-                        return
-                    except CheckpointDamaged:
-                        if save in tried:  # else another process may have replaced it in the meantime
-                            raise
-                        tried.append(save)
-        finally:
-            handle.collected.set()
-            phases.stop()
+        board = UnsharedStore(path, self._group.rank)
+        load = self._attempt(f"load of {path}", f"nothing was loaded from {path}", board)
+        with self._one_call(), load as operation, self._lease_on(path):
+            compare = partial(compare_state_dict, allow_partial=allow_partial)
+            restorer = Restorer(group, operation, 4, alone, self._timestamps, compare=compare)
+            tried: list[str | None] = []
+            while True:
+                save = group.ask_first(partial(_save_to_load, path), f"looking for {path}")
+                try:
+                    restorer.named(path, state)
+                    return
+                except CheckpointDamaged:
+                    if save in tried:  # else another process may have replaced it in the meantime
+                        raise
+                    tried.append(save)
 
 
 def _saver(process_group: dist.ProcessGroup | None, no_dist: bool) -> _Saver:

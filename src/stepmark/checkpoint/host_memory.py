@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,12 +27,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
-def in_groups(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
-    """Consecutive items, up to `limit` bytes together; a larger item is alone."""
+def in_groups(items: Iterable[Item], sizes: Iterable[int], limit: int) -> Iterator[list[Item]]:
+    """Consecutive items of these sizes, up to `limit` bytes together; a larger item is alone."""
     group: list[Item] = []
     total = 0
-    for item in items:
-        size = size_of(item)
+    for item, size in zip(items, sizes, strict=True):
         if group and total + size > limit:
             yield group
             group, total = [], 0

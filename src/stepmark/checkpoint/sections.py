@@ -8,7 +8,7 @@ Nothing is copied and nothing runs on a device.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from stepmark.checkpoint.format.dtypes import dtype_name
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE, WRITTEN
-from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.written_form import own_class, written_form
 from stepmark.errors import UsageError
 from stepmark.filesystem.json_values import KeyPath, ValueEncoder, show
 from stepmark.liveness.collection import without_collection
-from stepmark.runtime.base import has_addresses
+from stepmark.runtime.base import Runtime, has_addresses
+from stepmark.runtime.device import runtime_for
 from stepmark.sharding.dtensor import is_dtensor, layout_of_dtensor, local_of, shard_of
 from stepmark.sharding.layout import Layout, Shard, layout_of
 
@@ -43,12 +43,7 @@ class Entry(NamedTuple):
     tensor: Tensor
     layout: Layout
     dtype: str
-    first: int = False  # of ranks with the same slice, only the first one's is saved; see Row
-
-    def rows(self) -> Iterator[Row]:
-        """One row for each slice."""
-        for part in self.layout.parts:
-            yield Row(self.group, self.name, self.dtype, self.layout.shape, part.slice, self.first)
+    first: int = False  # of ranks with the same slice, only the first one's is saved; see `Row`
 
 
 @dataclass
@@ -145,6 +140,12 @@ def check_state(state: Mapping[str, Any]) -> None:
             f"state: a {type(state).__name__} is not a dict of sections; pass one with a name for each, such as "
             '{"model": model, "optimizer": optimizer}'
         )
+
+
+def runtime_of(sections: Iterable[Section]) -> Runtime:
+    """The runtime of the first tensor that is not on the CPU; of the CPU where there is none."""
+    devices = (entry.tensor.device for section in sections for entry in section.entries.values())
+    return runtime_for(next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -173,7 +173,7 @@ def _to_host(state: Any, *, copy: bool) -> Any:
 
 
 def _copies(tensors: list[Tensor], runtime: Runtime) -> Iterator[tuple[int, Tensor]]:
-    for group in in_groups(tensors, lambda tensor: tensor.nbytes, GROUP_BYTES):
+    for group in in_groups(tensors, [tensor.nbytes for tensor in tensors], GROUP_BYTES):
         yield from zip(map(id, group), runtime.to_host(group), strict=True)
 
 

@@ -4,11 +4,12 @@ fully qualified names, the keys on the way to them joined by "."."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from itertools import count, islice
+from operator import setitem
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +18,14 @@ from torch.utils._pytree import tree_map_only
 
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
 from stepmark.checkpoint.format.manifest import KINDS, MODEL, OPTIMIZER, STATE
-from stepmark.checkpoint.format.rows import ANY_ONE
-from stepmark.checkpoint.restore.optimizer_restoration import tensors_by_parameter
-from stepmark.checkpoint.restore.read_plan import tensor_names
-from stepmark.checkpoint.restore.state_restoration import StateRestoration
+from stepmark.checkpoint.restore.compare import errors_of, tensors_by_parameter
+from stepmark.checkpoint.restore.read_plan import Load, ReadPlan, tensor_names
 from stepmark.checkpoint.restore.tensor_reader import ReadTarget
+from stepmark.checkpoint.save.plan import ANY_ONE
 from stepmark.checkpoint.sections import SECTION_NAME, Entry, Section, add_optimizer, overlaps_itself
 from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.filesystem.json_values import decode
+from stepmark.runtime.base import Runtime
 from stepmark.sharding.dtensor import is_dtensor, local_of
 from stepmark.sharding.layout import Shard
 
@@ -182,91 +183,95 @@ def _is_optimizer(value: Any) -> bool:
     return all(isinstance(name, str) for name in known) and len(known) == len(names)
 
 
-class StateDictRestoration(StateRestoration):
-    """Gives each leaf of a state dict the value of its name in the checkpoint, which may have more.
+def compare_state_dict(
+    plan: ReadPlan, state: Mapping[str, Any], sections: Iterable[Section], *, allow_partial: bool
+) -> None:
+    """Plans to give each leaf of a state dict the value of its name in the checkpoint, which may have more.
 
     Tensors are filled, and keep their dtypes; other values are replaced. With `allow_partial`, leaves that the
     checkpoint does not have stay.
     """
+    for section in sections:
+        with errors_of(plan, section):
+            _compare_leaves(plan, section, allow_partial)
 
-    def __init__(self, *arguments: Any, allow_partial: bool) -> None:
-        super().__init__(*arguments)
-        self._allow_partial = allow_partial
 
-    def _check_kind(self, section: Section) -> None:
-        """Only names count; no group of tensors is the section's, so none is unexpected."""
+def _compare_leaves(plan: ReadPlan, section: Section, allow_partial: bool) -> None:
+    stored = _stored_values(plan)
+    missing = [name for name in section.value if name not in stored]
+    if missing and not allow_partial:
+        near = get_close_matches(missing[0], stored, 2) or stored
+        raise CheckpointMismatch(f"{plan.where} has no {_some(missing)}; it has {_some(near)}")
+    for name, leaf in section.value.items():
+        if isinstance(stored.get(name), Stored):
+            _want_tensor(plan, name, leaf, section.entries.get(name), stored[name])
+        elif name in stored:
+            _want_value(plan, leaf, stored[name])
+    for optimizer in {name.partition(".param_groups.")[0] for name in section.value if ".param_groups." in name}:
+        state = [name for name in stored if name.startswith(f"{optimizer}.state.")]
+        if state and not any(name in section.value for name in state):
+            count = sum(isinstance(stored[name], Stored) for name in state)
+            logger.warning("%r has no state yet: %d tensors of %s are not loaded", optimizer, count, plan.where)
 
-    def _compare_section(self, section: Section, state: Any) -> None:
-        stored = self._stored_values()
-        missing = [name for name in section.value if name not in stored]
-        if missing and not self._allow_partial:
-            near = get_close_matches(missing[0], stored, 2) or stored
-            raise CheckpointMismatch(f"{self.where} has no {_some(missing)}; it has {_some(near)}")
-        for name, leaf in section.value.items():
-            if isinstance(stored.get(name), Stored):
-                self._want_tensor(name, leaf, section.entries.get(name), stored[name])
-            elif name in stored:
-                self._want_value(leaf, stored[name])
-        for optimizer in {name.partition(".param_groups.")[0] for name in section.value if ".param_groups." in name}:
-            state = [name for name in stored if name.startswith(f"{optimizer}.state.")]
-            if state and not any(name in section.value for name in state):
-                count = sum(isinstance(stored[name], Stored) for name in state)
-                logger.warning("%r has no state yet: %d tensors of %s are not loaded", optimizer, count, self.where)
 
-    def _want_value(self, leaf: Leaf, stored: Any) -> None:
-        found: dict[Stored, ReadTarget] = {}
-        _replaced(stored, lambda each: found.setdefault(each, self.want_new(each.group, each.name)))
+def _want_value(plan: ReadPlan, leaf: Leaf, stored: Any) -> None:
+    found: dict[Stored, ReadTarget] = {}
+    _replaced(stored, lambda each: found.setdefault(each, plan.want_new(each.group, each.name)))
+    plan.actions.append(Load(partial(setitem, leaf.container, leaf.key), stored, found, _replaced))
 
-        def update() -> None:
-            leaf.container[leaf.key] = _replaced(stored, lambda each: found[each].host)
 
-        self.finishers.append(update)
+def _want_tensor(plan: ReadPlan, name: str, leaf: Leaf, entry: Entry | None, stored: Stored) -> None:
+    there = plan.manifest.tensors[stored.group][stored.name]
+    if entry is None or there.shape != entry.layout.shape:
+        here = type(leaf.value).__name__ if entry is None else f"{entry.dtype} {list(entry.layout.shape)}"
+        raise CheckpointMismatch(f"{name!r} is {there.dtype} {list(there.shape)} in {plan.where} and {here} here")
+    if overlaps_itself(entry.tensor):
+        raise CheckpointMismatch(f"{name!r} has elements that share memory here; give it its own: .clone()")
+    if there.dtype == entry.dtype:
+        plan.want(stored.group, stored.name, entry.tensor, entry.layout, entry.dtype)
+        return
+    target = plan.want_new(stored.group, stored.name, entry.layout, tuple(entry.tensor.shape))
+    plan.actions.append(Load(partial(_convert, plan.runtime, entry.tensor), stored, {stored: target}, _replaced))
 
-    def _want_tensor(self, name: str, leaf: Leaf, entry: Entry | None, stored: Stored) -> None:
-        there = self.manifest.tensors[stored.group][stored.name]
-        if entry is None or there.shape != entry.layout.shape:
-            here = type(leaf.value).__name__ if entry is None else f"{entry.dtype} {list(entry.layout.shape)}"
-            raise CheckpointMismatch(f"{name!r} is {there.dtype} {list(there.shape)} in {self.where} and {here} here")
-        if overlaps_itself(entry.tensor):
-            raise CheckpointMismatch(f"{name!r} has elements that share memory here; give it its own: .clone()")
-        if there.dtype == entry.dtype:
-            self.want(stored.group, stored.name, entry.tensor, entry.layout, entry.dtype)
-            return
-        live, target = entry.tensor, self.want_new(stored.group, stored.name, entry.layout, tuple(entry.tensor.shape))
-        self.finishers.append(lambda: self.runtime.write(live, target.host.to(live.dtype)))  # type: ignore[union-attr]
 
-    def _stored_values(self) -> dict[str, Any]:
-        """Every leaf of the checkpoint's sections by name."""
-        found: dict[str, Any] = {}
-        for name, kind in self.manifest.sections.items():
-            encoded = self._values[name]
-            if kind == "module":
-                value: Any = self._module(MODEL if name == MODEL else f"{STATE}/{name}", encoded)
-            elif kind in ("optimizer", "named"):
-                value = self._optimizer(f"{OPTIMIZER}/{name}", encoded)
-            else:
-                value = decode(encoded["value"], partial(Stored, f"{STATE}/{name}"))
-            inside = leaves(value, encoded.get("prefix", f"{name}.")) if not _is_leaf(value) else {}
-            found |= {key: leaf.value for key, leaf in inside.items()} or ({} if "prefix" in encoded else {name: value})
-        return found
+def _convert(runtime: Runtime, live: Tensor, value: Tensor) -> None:
+    runtime.write(live, value.to(live.dtype))
 
-    def _module(self, group: str, encoded: Mapping[str, Any]) -> dict[str, Any]:
-        inside = {name for value in encoded["extra"].values() for name in tensor_names(value)}
-        found: dict[str, Any] = {key: Stored(group, key) for key in self.stored(group) if key not in inside}
-        found |= {alias: Stored(group, kept) for alias, kept in encoded["tied"].items()}
-        return found | {key: decode(value, partial(Stored, group)) for key, value in encoded["extra"].items()}
 
-    def _optimizer(self, group: str, encoded: Mapping[str, Any]) -> dict[str, Any]:
-        """As get_optimizer_state_dict() gives it."""
-        members: Mapping[str, int] = encoded["members"]
-        values = {key: decode(encoded[key], partial(Stored, group)) for key in ("state", "groups")}
-        inside = {name for key in values for name in tensor_names(encoded[key])}
-        state = values["state"]
-        for parameter, names in tensors_by_parameter(self.stored(group).keys() - inside, members).items():
-            state.setdefault(parameter, {}).update({key: Stored(group, name) for key, name in names.items()})
-        for index, settings in values["groups"].items():
-            settings["params"] = [name for name, member in members.items() if str(member) == index]
-        return {"state": state, "param_groups": list(values["groups"].values())}
+def _stored_values(plan: ReadPlan) -> dict[str, Any]:
+    """Every leaf of the checkpoint's sections by name."""
+    found: dict[str, Any] = {}
+    for name, kind in plan.manifest.sections.items():
+        encoded = plan.values[name]
+        if kind == "module":
+            value: Any = _stored_module(plan, MODEL if name == MODEL else f"{STATE}/{name}", encoded)
+        elif kind in ("optimizer", "named"):
+            value = _stored_optimizer(plan, f"{OPTIMIZER}/{name}", encoded)
+        else:
+            value = decode(encoded["value"], partial(Stored, f"{STATE}/{name}"))
+        inside = leaves(value, encoded.get("prefix", f"{name}.")) if not _is_leaf(value) else {}
+        found |= {key: leaf.value for key, leaf in inside.items()} or ({} if "prefix" in encoded else {name: value})
+    return found
+
+
+def _stored_module(plan: ReadPlan, group: str, encoded: Mapping[str, Any]) -> dict[str, Any]:
+    inside = {name for value in encoded["extra"].values() for name in tensor_names(value)}
+    found: dict[str, Any] = {key: Stored(group, key) for key in plan.stored(group) if key not in inside}
+    found |= {alias: Stored(group, kept) for alias, kept in encoded["tied"].items()}
+    return found | {key: decode(value, partial(Stored, group)) for key, value in encoded["extra"].items()}
+
+
+def _stored_optimizer(plan: ReadPlan, group: str, encoded: Mapping[str, Any]) -> dict[str, Any]:
+    """As get_optimizer_state_dict() gives it."""
+    members: Mapping[str, int] = encoded["members"]
+    values = {key: decode(encoded[key], partial(Stored, group)) for key in ("state", "groups")}
+    inside = {name for key in values for name in tensor_names(encoded[key])}
+    state = values["state"]
+    for parameter, names in tensors_by_parameter(plan.stored(group).keys() - inside, members).items():
+        state.setdefault(parameter, {}).update({key: Stored(group, name) for key, name in names.items()})
+    for index, settings in values["groups"].items():
+        settings["params"] = [name for name, member in members.items() if str(member) == index]
+    return {"state": state, "param_groups": list(values["groups"].values())}
 
 
 def _replaced(value: Any, by: Callable[[Stored], Any]) -> Any:

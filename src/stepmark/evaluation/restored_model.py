@@ -16,7 +16,9 @@ from stepmark.checkpoint.format.dtypes import torch_dtype
 from stepmark.checkpoint.format.integrity import check_integrity, read_values
 from stepmark.checkpoint.format.manifest import ADAPTER, MANIFEST, MODEL, Manifest, read_manifest
 from stepmark.checkpoint.format.read_errors import cannot_read
-from stepmark.checkpoint.restore.state_restoration import StateRestoration
+from stepmark.checkpoint.restore.apply import apply
+from stepmark.checkpoint.restore.compare import compare
+from stepmark.checkpoint.restore.read_plan import ReadPlan
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.sections import describe
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StepmarkError, UsageError
@@ -154,18 +156,18 @@ def fill_from(folder: Path, manifest: Manifest, model: nn.Module, runtime: Runti
     Raises CheckpointMismatch, before anything is changed, if the checkpoint is of another model, and CheckpointDamaged.
     """
     state = {MODEL: model}
-    restoration = StateRestoration(manifest, read_values(folder, manifest), runtime, str(folder))
-    restoration.compare(state, describe(state))
-    for _, name in sorted(restoration.unexpected()):
-        raise CheckpointMismatch(
-            f"{folder} contains an unexpected tensor {name!r}: the model that {CONFIG} describes does not have it"
-        )
-    try:
-        with TensorReader(folder, manifest) as reader:
-            reader.fill(restoration.targets, runtime)
-    except OSError as error:
-        raise cannot_read(folder, error) from error
-    restoration.finish()
+    with TensorReader(folder, manifest) as reader:
+        plan = ReadPlan(reader, read_values(folder, manifest), runtime)
+        compare(plan, state, describe(state))
+        for _, name in sorted(plan.unexpected()):
+            raise CheckpointMismatch(
+                f"{folder} contains an unexpected tensor {name!r}: the model that {CONFIG} describes does not have it"
+            )
+        try:
+            plan.read()
+        except OSError as error:
+            raise cannot_read(folder, error) from error
+    apply(plan)
 
 
 def read_config(folder: Path, trust_remote_code: bool = False, base_model: str | None = None) -> PreTrainedConfig:

@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,9 @@ from stepmark.errors import CheckpointError, CheckpointTimeout, PeerLost
 from stepmark.filesystem import files
 from stepmark.filesystem.visibility import when_visible
 from stepmark.liveness.bounded_call import BoundedCall
-from stepmark.liveness.failure_report import REPORTS, late
+from stepmark.liveness.failure_report import REPORTS
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.running_time import running_time
-from stepmark.liveness.watchdog import Deadline
 
 logger = logging.getLogger("stepmark")
 
@@ -210,61 +209,16 @@ class StatusStore:
 
 
 class UnsharedStore(StatusStore):
-    """Of ranks that may have no folder to write to, such as readers: nothing is posted, and no late rank is named."""
+    """Of ranks that may have no folder to write to, such as readers of `folder`: nothing is posted, and no late rank is
+    named."""
 
     def try_to_post(self, topic: str, value: Any = None) -> None:
         """Does nothing."""
 
+    def close(self, ranks: Collection[int], deadline: float) -> bool:
+        """There is nothing to remove."""
+        return True
+
     def describe(self, ranks: Collection[int]) -> str:
         """Any rank may be late."""
         return "a rank"
-
-
-class PhaseDeadlines:
-    """The current phase of this rank. `expired` is called in another thread when a phase has missed its deadline."""
-
-    def __init__(
-        self, what: str, board: StatusStore, timeout: float, expired: Callable[[CheckpointTimeout], None]
-    ) -> None:
-        self.what = what
-        self.board = board
-        self.timeout = timeout
-        self._expired = expired
-        self._phase: Deadline | None = None
-
-    def enter(self, name: str) -> None:
-        """Ends the previous phase and begins this one. Raises CheckpointTimeout where the previous one was late."""
-        self.leave()
-        what = f"{self.what}: rank {self.board.rank} ({name}) has not ended this phase"
-        self._phase = Deadline(what, self.timeout, self._expired)
-        self.board.enter(name)
-
-    def leave(self) -> None:
-        """Ends the last phase. Raises CheckpointTimeout where it was late."""
-        if self._phase is not None:
-            self._phase.end()
-
-    def stop(self) -> None:
-        """Stops watching the phase, however it has ended."""
-        if self._phase is not None:
-            self._phase.release()
-
-    @property
-    def deadline(self) -> float:
-        """When the current phase is late, in `running_time`."""
-        return 0.0 if self._phase is None else self._phase.time
-
-    def wait(
-        self, topic: str, ranks: Collection[int], needs: Sequence[tuple[str, Collection[int]]] = ()
-    ) -> dict[int, Any]:
-        """Waits for the posts of these ranks under the topic.
-
-        Raises RankFailed if a rank has failed, and CheckpointTimeout once this phase is late, which names the late
-        ranks and what they are doing. `needs` lists the posts that those ranks wait for themselves, in order: the rank
-        that causes the delay may be late with one of them.
-        """
-        try:
-            return self.board.wait(topic, ranks, self.deadline)
-        except CheckpointTimeout as error:
-            reason = next((found for each in needs if (found := self.board.missing(*each))), str(error))
-            raise CheckpointTimeout(late(reason, self.timeout)) from error

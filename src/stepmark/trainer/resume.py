@@ -10,8 +10,9 @@ from typing import Any
 from transformers.trainer_callback import TrainerState
 
 from stepmark.checkpoint import Checkpointer, Manifest
-from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, resolve_link, step_of
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
 from stepmark.checkpoint.format.manifest import MANIFEST
+from stepmark.checkpoint.restore.restore import Restored
 from stepmark.data.data_description import data_difference
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.liveness.host_group import HostGroup
@@ -33,9 +34,9 @@ def restore_run(
     checkpointer: Checkpointer,
     checkpoint: Path | None,
     changes: dict[str, str],
-) -> Path | None:
+) -> Restored | None:
     """Restores `sections` and the Trainer's state from `checkpoint`, or from the newest complete one (None where the
-    run has no checkpoint). Returns the path of the restored checkpoint. Collective.
+    run has no checkpoint). Returns which checkpoint was restored. Collective.
 
     `changes` gets what has changed and is accepted, in words, by its name, before the sections are restored.
 
@@ -71,7 +72,7 @@ def restore_run(
 
     try:
         try:
-            step = checkpointer.restore(sections, checkpoint, accept=accept)
+            restored = checkpointer.restore_from(sections, checkpoint, accept=accept)
         except CheckpointMismatch as error:
             if "optim" not in parts.args.accepted_changes:
                 remedy = _remedy(error.section, parts.args.accepted_changes)
@@ -79,13 +80,13 @@ def restore_run(
                     raise
                 raise CheckpointMismatch(f"{error}; {remedy}") from error
             others = {name: section for name, section in sections.items() if name != "optimizer"}
-            step = checkpointer.restore(others, checkpoint, accept=accept)
+            restored = checkpointer.restore_from(others, checkpoint, accept=accept)
             changes["optim"] = f"optimizer begins without states: {error}"
     except CheckpointDamaged as error:
         remedy = "" if checkpoint is None else "; name another checkpoint, or true for the newest complete one"
         raise CheckpointDamaged(f"resume_from_checkpoint: {error}{remedy}") from error
-    assert step is not None
-    path = checkpoint or checkpoint_path(folder, step)
+    assert restored is not None
+    path, step = restored.path, restored.step
     callbacks.restore_state(TrainerState.load_from_json(str(path / TRAINER_STATE)))
     if parts.args.load_best_model_at_end:
         locate_best(
@@ -96,7 +97,7 @@ def restore_run(
         saved = checkpointer.metadata(path)
         _warn_of_another_batch(saved.get("samples_per_step"), parts)
         _tell_of_another_attention(saved.get(EVALUATION) or {}, parts, callbacks, step)
-    return path
+    return restored
 
 
 def _remedy(section: str | None, accepted: Collection[str]) -> str | None:

@@ -175,19 +175,20 @@ class TrainingLoop:
 
         Raises CheckpointError, before anything is trained, where this run cannot continue from any.
         """
-        path = None
+        restored = None
         if resume:
             named = local_path(resume, "resume_from_checkpoint") if isinstance(resume, str) else None
-            path = restore_run(self.sections(), self._parts, self._callbacks, self._checkpointer, named, self._changes)
-        if path is not None:
+            parts, callbacks = self._parts, self._callbacks
+            restored = restore_run(self.sections(), parts, callbacks, self._checkpointer, named, self._changes)
+        if restored is not None:
             for message in self._changes.values():
                 self._callbacks.run_log.event("accepted", self._step, message=message)
             self._saved_step = self._step
-            self._monitor.restored(path, self._step, self._checkpointer.quarantined)
+            self._monitor.restored(restored.path, self._step, restored.quarantined)
         elif not extracting_graphs():
             folder, host = Path(self._args.output_dir), self._parts.context.host
             set_aside_earlier_attempt(folder, host, resumes=bool(resume), repeats=self._record_resumption)
-        return path
+        return None if restored is None else restored.path
 
     # The loop
 

@@ -17,8 +17,9 @@ import torch
 
 import stepmark
 from stepmark.checkpoint import Checkpointer, SaveHandle
+from stepmark.checkpoint.operation import Operation
 from stepmark.checkpoint.save import background as background_module
-from stepmark.checkpoint.save import operation as saving
+from stepmark.checkpoint.save import write as saving
 from stepmark.checkpoint.save.delete_old_checkpoints import CheckpointCleaner
 from stepmark.errors import CheckpointError, CheckpointTimeout, UsageError
 from stepmark.liveness import status_store as board_module
@@ -228,7 +229,7 @@ def test_a_program_whose_last_save_failed_does_not_end_well(tmp_path: Path, rank
     script = """
 import sys, torch
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.save import operation as saving
+from stepmark.checkpoint.save import write as saving
 def fail(*arguments, **options): raise OSError(28, "No space left on device")
 saving.write_extents = fail
 Checkpointer(sys.argv[1]).save(1, {"nest": {"tensor": torch.zeros(3)}})
@@ -349,12 +350,12 @@ def test_the_next_save_removes_what_a_failed_one_has_left(tmp_path: Path, monkey
         board.folder.mkdir(parents=True)
         left = tmp_path / ".checkpoint-2.left"
         left.mkdir()
-        handle = SaveHandle(2)
-        handle.fail(OSError(28, "No space left"))
+        operation = Operation("save of step 2", "step 2 was not saved", board, 1.0, SaveHandle(2), left)
+        operation.fail(OSError(28, "No space left"))
         background = checkpointer._background
         monkeypatch.setattr(background, "_size", 2)
         monkeypatch.setattr(background_module, "FAREWELL", 0.05)
-        background._farewell(board, left, handle)
+        background._farewell(operation)
         monkeypatch.undo()
         assert left.exists()
         checkpointer.save(3, {"nest": {}}, block=True)
@@ -363,7 +364,7 @@ def test_the_next_save_removes_what_a_failed_one_has_left(tmp_path: Path, monkey
 
 STUCK = """
 import sys, time
-from stepmark.checkpoint.save import background, operation as saving
+from stepmark.checkpoint.save import background, write as saving
 background.FAREWELL = 0.5
 saving.write_extents = lambda *arguments, **options: time.sleep(600)
 from stepmark import Checkpointer

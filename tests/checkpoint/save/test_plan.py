@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, checksum_blocks, covering_blocks
 from stepmark.checkpoint.format.manifest import Manifest, parse_manifest
-from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.format.tensor_file import Header, parse_header
 from stepmark.checkpoint.save.commit import tensor_entries
-from stepmark.checkpoint.save.plan import Holding, SavePlan, plan_save
+from stepmark.checkpoint.save.plan import Holding, Row, SavePlan, plan_save
 from stepmark.errors import UsageError
 from stepmark.sharding.layout import Box, TensorSlice
 from stepmark.sharding.overlap import disjoint

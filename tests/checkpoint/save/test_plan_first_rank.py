@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
-from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.format.tensor_file import header_size
 from stepmark.checkpoint.save import plan as planning
-from stepmark.checkpoint.save.plan import Holding, plan_save
+from stepmark.checkpoint.save.plan import Holding, Row, plan_save
 from stepmark.sharding.layout import TensorSlice
 
 

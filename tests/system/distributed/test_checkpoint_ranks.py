@@ -21,13 +21,13 @@ from torch import nn
 from stepmark.checkpoint import Checkpointer, SaveHandle
 from stepmark.checkpoint import checkpointer as checkpointer_module
 from stepmark.checkpoint.host_memory import MACHINE
+from stepmark.checkpoint.operation import Operation
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.save import background
-from stepmark.checkpoint.save import operation as saving
+from stepmark.checkpoint.save import write as saving
 from stepmark.errors import CheckpointError, StepmarkError
 from stepmark.filesystem import files
 from stepmark.liveness import status_store
-from stepmark.liveness.status_store import PhaseDeadlines
 from stepmark.sharding.layout import Box, Layout, Part, Shard, TensorSlice
 from tests.system.distributed.checkpoint_world import RankError, join_ranks, run_ranks, start_ranks
 
@@ -306,14 +306,14 @@ def die_in_a_save(rank: int, folder: Path, dies: int, phase: str) -> str:
     """No deadline passes in the test."""
     status_store._SILENT = 0.5
     state = make(0)
-    enter = PhaseDeadlines.enter
+    enter = Operation.enter
 
-    def enter_and_die(self: PhaseDeadlines, name: str) -> None:
+    def enter_and_die(self: Operation, name: str) -> None:
         enter(self, name)
         if rank == dies and name == phase and "step 2" in self.what:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    PhaseDeadlines.enter = enter_and_die
+    Operation.enter = enter_and_die
     try:
         with Checkpointer(folder, save_timeout=600) as checkpointer:
             checkpointer.save(1, state, block=True)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.liveness import status_store as phases
+from stepmark.checkpoint.operation import Operation
 from stepmark.sharding.layout import Layout, Shard
 
 TIMEOUT = 6.0  # seconds, three times what 14 processes on two busy cores need for a phase
@@ -22,14 +22,14 @@ PHASES = ["before", "joining", "planning", "copying", "writing", "finalizing", "
 def train_and_save(rank: int, folder: Path, stopped: int, where: str) -> None:
     """Two ranks save, and then meet in a step of training, with the other stopped in one of the phases."""
     if rank == stopped:
-        enter = phases.PhaseDeadlines.enter
+        enter = Operation.enter
 
-        def enter_and_stop(self: phases.PhaseDeadlines, name: str) -> None:
+        def enter_and_stop(self: Operation, name: str) -> None:
             enter(self, name)
             if name == where:
                 signal.raise_signal(signal.SIGSTOP)  # this thread, at once; not whichever wakes first
 
-        phases.PhaseDeadlines.enter = enter_and_stop  # type: ignore[method-assign]
+        Operation.enter = enter_and_stop  # type: ignore[method-assign]
     with Checkpointer(folder / "run", save_timeout=TIMEOUT) as checkpointer:
         checkpointer.claim()
         if rank == stopped and where == "before":
@@ -100,7 +100,7 @@ def test_a_phase_that_hangs_is_said_to_with_all_stacks(tmp_path: Path) -> None:
         from stepmark.checkpoint.save import write as writer
 
         writer.write_extents = lambda *_, **__: stuck_in_the_file_system()  # type: ignore[assignment]
-        from stepmark.checkpoint.save import operation as saving
+        from stepmark.checkpoint.save import write as saving
 
         saving.write_extents = writer.write_extents
         checkpointer = Checkpointer(tmp_path, save_timeout=1.0)

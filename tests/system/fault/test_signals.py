@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.checkpoint.save import operation as saving
+from stepmark.checkpoint.save import write as saving
 from stepmark.trainer.interruption import preemption
 from tests.support import programs
 from tests.support.processes import environment, processor_seconds, torchrun, wait_until

@@ -33,6 +33,7 @@ MODEL = "model"
 ADAPTER = "adapter_model"  # in place of the model's: an adapter of peft, whose base is frozen and not saved
 OPTIMIZER = "optimizer"
 STATE = "state"
+MASTER = "master"  # the key, in an optimizer's states, of its own copy of a parameter, in fp32
 
 _USUAL = 4 << 20  # bytes; a larger manifest may have as many shards as the bytes that the checkpoint takes can be of
 _BLANK = "0" * FILE_CHECKSUM_LENGTH

@@ -1,6 +1,6 @@
 """Finds live tensors that share memory, such as an average that starts as the model itself, but have different values
-in the checkpoint. Values are compared by reading them: checksum blocks are aligned in the file, so equal
-tensors at different positions have different checksums."""
+in the checkpoint, and separates them. Values are compared by reading them: checksum blocks are aligned in the file, so
+equal tensors at different positions have different checksums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stepmark.checkpoint.restore.read_plan import ReadPlan
 from stepmark.checkpoint.restore.tensor_reader import ReadTarget, TensorReader
+from stepmark.errors import CheckpointMismatch
 from stepmark.runtime.base import has_addresses
 from stepmark.runtime.device import runtime_for
 
@@ -27,7 +29,34 @@ class _Place(NamedTuple):
     target: int
 
 
-def sharing(targets: Sequence[ReadTarget]) -> Iterator[tuple[ReadTarget, ReadTarget]]:
+def separate(plan: ReadPlan) -> None:
+    """Gives nested state a separate tensor where its live one shares memory with another, and the checkpoint has
+    different values for the two.
+
+    Raises CheckpointMismatch where both are parts of modules or optimizers, which keep their tensors.
+    """
+    while (pair := _clash(plan.targets, plan.reader)) is not None:
+        own = next((target for target in reversed(pair) if target.replaceable), None)
+        if own is None:
+            names = " and ".join(f"{target.name!r} of section {target.group!r}" for target in pair)
+            raise CheckpointMismatch(
+                f"{names} share memory here but have different values in {plan.where}: give each its own tensor; "
+                "where zero_1 has put states of an optimizer together, its parameters have not taken part in the "
+                "same steps: go on without zero_1"
+            )
+        assert own.live is not None
+        own.shape, own.live = tuple(own.live.shape), None
+
+
+def _clash(targets: Sequence[ReadTarget], reader: TensorReader) -> tuple[ReadTarget, ReadTarget] | None:
+    for one, other in _sharing(targets):
+        same = (one.group, one.name, one.layout) == (other.group, other.name, other.layout)
+        if not same and _differ(reader, one, other):
+            return one, other
+    return None
+
+
+def _sharing(targets: Sequence[ReadTarget]) -> Iterator[tuple[ReadTarget, ReadTarget]]:
     """Pairs of targets that are or may be in the same memory; of several in exactly the same memory, the first with
     each of the others."""
     places = [place for index, target in enumerate(targets) for place in _places(index, target)]
@@ -44,7 +73,7 @@ def sharing(targets: Sequence[ReadTarget]) -> Iterator[tuple[ReadTarget, ReadTar
             near.append(place)
 
 
-def differ(reader: TensorReader, one: ReadTarget, other: ReadTarget) -> bool:
+def _differ(reader: TensorReader, one: ReadTarget, other: ReadTarget) -> bool:
     """Whether filling `other` changes what `one` is filled with. Both are read, into memory that is laid out as theirs.
 
     Raises CheckpointDamaged.

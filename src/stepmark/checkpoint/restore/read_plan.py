@@ -1,18 +1,19 @@
-"""What to read from a checkpoint, and what to set afterwards."""
+"""What to read from a checkpoint, and what to do with it once it is read: data, which `apply` carries out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
-from stepmark.checkpoint.restore.tensor_reader import ReadTarget, check_entry
-from stepmark.checkpoint.sections import Section
+from stepmark.checkpoint.format.manifest import TensorEntry
+from stepmark.checkpoint.restore.tensor_reader import ReadTarget, TensorReader
+from stepmark.checkpoint.sections import Entry, Section
 from stepmark.errors import CheckpointMismatch
-from stepmark.filesystem.json_values import TAG, dicts_in
+from stepmark.filesystem.json_values import TAG, decode, dicts_in
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.dtensor import shard_of, with_local
 from stepmark.sharding.layout import Layout, Shape
@@ -23,33 +24,65 @@ if TYPE_CHECKING:
 Names = set[tuple[str, str]]
 
 
+@dataclass(frozen=True)
+class Load:
+    """Gives `receiver` a value, such as one of state.json: `stored`, in which `fill` puts what was read for each of the
+    `tensors` that it refers to."""
+
+    receiver: Callable[[Any], object]
+    stored: Any
+    tensors: Mapping[Any, ReadTarget]
+    fill: Callable[[Any, Callable[[Any], Any]], Any] = decode
+
+
+class Clear(NamedTuple):
+    """Makes states zero that the checkpoint has not, each with its parameter, unless the optimizer forgets them."""
+
+    optimizer: Any
+    states: Sequence[tuple[str, Entry]]
+
+
 class ReadPlan:
-    """The tensors to read from one checkpoint, and the functions to call once they are read."""
+    """The tensors to read from a checkpoint, whose values in state.json are `values`, and the `actions` to take then,
+    in the order of the state's sections."""
 
-    def __init__(self, manifest: Manifest, runtime: Runtime, where: str) -> None:
-        self.manifest = manifest
+    def __init__(self, reader: TensorReader, values: Mapping[str, Any], runtime: Runtime) -> None:
+        self.reader = reader
+        self.manifest = reader.manifest
+        self.where = str(reader.folder)
+        self.values = values
         self.runtime = runtime
-        self.where = where
         self.targets: list[ReadTarget] = []
+        self.actions: list[Load | Clear] = []
+        self.groups: set[str] = set()  # that have to be expected entirely
         self.expected: Names = set()
-        self.finishers: list[Callable[[], None]] = []
 
-    def finish(self) -> None:
-        """Sets everything other than live tensors, once all targets are filled."""
-        for finisher in self.finishers:
-            finisher()
+    def read(self) -> None:
+        """Fills the targets. Raises CheckpointDamaged."""
+        self.reader.fill(self.targets, self.runtime)
 
-    def stored(self, group: str) -> dict[str, TensorEntry]:
+    def unexpected(self) -> Names:
+        """Tensors of the compared sections that are in the checkpoint, and not here."""
+        stored = {(group, name) for group in self.groups for name in self.manifest.tensors.get(group, ())}
+        return stored - self.expected
+
+    def stored(self, group: str) -> Mapping[str, TensorEntry]:
         """The checkpoint's tensors in a group."""
-        return dict(self.manifest.tensors.get(group, {}))
+        return self.manifest.tensors.get(group, {})
 
     def want(self, group: str, name: str, live: Tensor | None, layout: Layout, dtype: str) -> ReadTarget:
         """A tensor to be read into `live`, or where that is None into a new one.
 
         Raises CheckpointMismatch where the checkpoint does not have it, or has another shape or dtype.
         """
+        entry, wanted = self.stored(group).get(name), f"{dtype} {list(layout.shape)}"
+        if entry is None:
+            raise CheckpointMismatch(f"{self.where} has no tensor {name!r}; the state here expects {wanted}")
+        if (entry.dtype, entry.shape) != (dtype, layout.shape):
+            raise CheckpointMismatch(
+                f"tensor {name!r} is {entry.dtype} {list(entry.shape)} in {self.where} and {wanted} here"
+            )
         target = ReadTarget(group, name, layout, dtype, live)
-        check_entry(self.manifest.tensors.get(group, {}).get(name), target, self.where)
         self.targets.append(target)
         self.expected.add((group, name))
         return target
@@ -59,7 +92,7 @@ class ReadPlan:
 
         Raises CheckpointMismatch where the checkpoint does not have it.
         """
-        entry = self.manifest.tensors.get(group, {}).get(name)
+        entry = self.stored(group).get(name)
         if entry is None:
             raise CheckpointMismatch(f"{self.where} has no tensor {name!r}, but its stored values refer to it")
         target = self.want(group, name, None, layout or Layout.full(entry.shape), entry.dtype)
@@ -87,3 +120,13 @@ def tensor_names(encoded: Any) -> list[str]:
     """The names of the tensors that an encoded value refers to."""
     found = (item["v"] for item in dicts_in(encoded) if item.get(TAG) == "tensor")
     return list(dict.fromkeys(map(str, found)))
+
+
+def reference(name: str) -> dict[str, str]:
+    """The encoded value that is the tensor of this name."""
+    return {TAG: "tensor", "v": name}
+
+
+def items(encoded: Mapping[str, Any]) -> dict[str, Any]:
+    """Encoded values by key as one, whatever the keys are."""
+    return {TAG: "dict", "v": [[key, value] for key, value in encoded.items()]}

@@ -1,28 +1,36 @@
-"""Restoring the newest complete checkpoint, or a named one; all ranks restore the same."""
+"""Restoring the newest complete checkpoint, or a named one; all ranks restore the same.
+
+describe and plan   each rank compares its state with the checkpoint   -> no rank goes on unless it fits on all of them
+read and verify     live tensors are filled, each with verified bytes  -> all of them
+apply               everything else is given to the state
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepmark.checkpoint.format.checkpoint_folders import quarantine
 from stepmark.checkpoint.format.integrity import check_integrity, read_values
-from stepmark.checkpoint.format.manifest import Manifest, read_manifest
+from stepmark.checkpoint.format.manifest import MASTER, Manifest, read_manifest
 from stepmark.checkpoint.format.read_errors import FileIncomplete
-from stepmark.checkpoint.format.rows import MASTER
-from stepmark.checkpoint.restore.state_restoration import Names, StateRestoration
+from stepmark.checkpoint.operation import Operation
+from stepmark.checkpoint.restore.aliasing import separate
+from stepmark.checkpoint.restore.apply import apply
+from stepmark.checkpoint.restore.compare import compare
+from stepmark.checkpoint.restore.read_plan import ReadPlan
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
-from stepmark.checkpoint.sections import Section, describe
+from stepmark.checkpoint.sections import Section, describe, runtime_of
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from stepmark.filesystem.json_values import check_types
 from stepmark.liveness.collection import without_collection
 from stepmark.liveness.failure_report import describe_error
-from stepmark.liveness.status_store import PhaseDeadlines
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.xla_environment import extracting_graphs
@@ -30,6 +38,16 @@ from stepmark.runtime.xla_environment import extracting_graphs
 logger = logging.getLogger("stepmark")
 
 Accept = Callable[[Path, Manifest], None]
+Compare = Callable[[ReadPlan, Mapping[str, Any], Iterable[Section]], None]
+
+
+class Restored(NamedTuple):
+    """The checkpoint that a state was restored from, and on rank 0 the corrupted ones that were quarantined, each with
+    the reason."""
+
+    path: Path
+    step: int
+    quarantined: Sequence[tuple[Path, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -50,35 +68,26 @@ class RestoreOutcome:
         return self.problem is not None and not (self.damaged or self.mismatch)
 
 
+@dataclass
 class Restorer:
-    """Restores a state from checkpoints, with all ranks of a group."""
+    """Restores a state from checkpoints, with all ranks of a group.
 
-    def __init__(
-        self,
-        group: TimedGroup,
-        phases: PhaseDeadlines,
-        runtime_of: Callable[[Iterable[Section]], Runtime],
-        threads: int,
-        alone: bool,
-        accept: Accept | None,
-        clock: TimestampSource,
-        restoration: Callable[[Manifest, Mapping[str, Any], Runtime, str], StateRestoration] = StateRestoration,
-    ) -> None:
-        """`alone`: no other rank is on this node. `accept` may refuse a checkpoint, by raising, before it is compared
-        with the state. `clock` is informed of the checkpoints' times. `restoration` compares the two."""
-        self._restoration = restoration
-        self._group = group
-        self._clock = clock
-        self._phases = phases
-        self._runtime_of = runtime_of
-        self._threads = threads
-        self._alone = alone
-        self._accept = accept
-        self._step = -1  # of the checkpoint that was compared last
-        self._save: str | None = None  # likewise
-        self.quarantined: list[tuple[Path, str]] = []  # on this rank, each with the reason
+    `alone`: no other rank is on this node. `clock` is informed of the checkpoints' times. `runtime`: of the state's
+    device, if not that of its tensors. `accept` may refuse a checkpoint, by raising, before it is compared with the
+    state. `compare` compares the two.
+    """
 
-    def newest(self, candidates: Sequence[Path], state: Mapping[str, Any]) -> Path | None:
+    group: TimedGroup
+    operation: Operation
+    threads: int
+    alone: bool
+    clock: TimestampSource
+    runtime: Runtime | None = None
+    accept: Accept | None = None
+    compare: Compare = compare
+    _save: str | None = None  # which the checkpoint is of that was compared last
+
+    def newest(self, candidates: Sequence[Path], state: Mapping[str, Any]) -> Restored | None:
         """Restores from the first complete candidate and quarantines those before it; None without candidates. A
         process that only extracts graphs leaves them in place.
 
@@ -86,13 +95,14 @@ class Restorer:
         """
         damaged: list[tuple[Path, str]] = []
         for path in candidates:
-            reason = self._attempt(path, state)
-            if reason is None:
-                self._quarantine(() if extracting_graphs() else damaged, path)
-                return path
-            if self._group.rank == 0:
-                logger.error("%s is corrupted: %s", path, reason)
-            damaged.append((path, reason))
+            try:
+                step = self._restore(path, state)
+            except CheckpointDamaged as error:
+                if self.group.rank == 0:
+                    logger.error("%s is corrupted: %s", path, error)
+                damaged.append((path, str(error)))
+            else:
+                return Restored(path, step, self._quarantine(damaged, path))
         if damaged:
             raise CheckpointDamaged(
                 f"none of the {len(damaged)} checkpoints in {damaged[0][0].parent} is complete; the newest: "
@@ -100,72 +110,58 @@ class Restorer:
             )
         return None
 
-    def named(self, path: Path, state: Mapping[str, Any]) -> int:
-        """Restores from this checkpoint; returns its step. Raises CheckpointDamaged where it is not complete.
+    def named(self, path: Path, state: Mapping[str, Any]) -> Restored:
+        """Restores from this checkpoint. Raises CheckpointDamaged where it is not complete.
 
         When it returns, on any rank, no rank reads the checkpoint any more.
         """
-        reason = self._attempt(path, state)
-        if reason is not None:
-            raise CheckpointDamaged(reason)
-        return self._step
+        return Restored(path, self._restore(path, state))
 
-    def _attempt(self, path: Path, state: Mapping[str, Any]) -> str | None:
-        """Restores from this checkpoint; the reason where it is corrupted, on all ranks."""
-        reader: TensorReader | None = None
-        comparison: StateRestoration | None = None
-        fresh: list[tuple[Any, list[str]]] = []  # optimizers, and the parameters of which they had no state
-        same = False
+    def _restore(self, path: Path, state: Mapping[str, Any]) -> int:
+        """Restores from this checkpoint; returns its step. Raises CheckpointDamaged, on all ranks, where it is
+        corrupted."""
         self._save = None
+        with ExitStack() as files, ExitStack() as undo:
+            plan: ReadPlan = self._together("comparing", lambda: self._compare(path, state, files, undo), path)
+            undo.pop_all()  # the state fits on all ranks, and keeps what was made
+            self._together("reading", plan.read, path)
+            self._together("setting", partial(apply, plan), path)
+            return plan.manifest.step
 
-        def compare() -> Names:
-            nonlocal reader, comparison
-            manifest = read_manifest(path)
-            self._step, self._save = manifest.step, manifest.save
-            self._clock.saw(manifest.time)
-            if self._accept is not None:
-                self._accept(path, manifest)
-            headers = check_integrity(path, manifest) if self._group.rank == 0 else {}
-            reader = TensorReader(path, manifest, threads=self._threads, alone=self._alone, headers=headers)
-            values = read_values(path, manifest)
-            _check_types(values, state, path)
-            for value in state.values():
-                if hasattr(value, "ensure_state"):  # an optimizer that would make its state in the first step
-                    fresh.append(
-                        (value, [name for name, held in value.named_state().items() if held.keys() <= {MASTER}])
-                    )
-                    value.ensure_state()
-            sections = describe(state)
-            comparison = self._restoration(manifest, values, self._runtime_of(sections), str(path))
-            comparison.compare(state, sections)
-            comparison.separate(reader)
-            return comparison.unexpected()
+    def _compare(self, path: Path, state: Mapping[str, Any], files: ExitStack, undo: ExitStack) -> ReadPlan:
+        """Describes the state and plans what is read, and what is done with it. Nothing is changed but what `undo`
+        restores."""
+        manifest = read_manifest(path)
+        self._save = manifest.save
+        self.clock.saw(manifest.time)
+        if self.accept is not None:
+            self.accept(path, manifest)
+        headers = check_integrity(path, manifest) if self.group.rank == 0 else {}
+        reader = TensorReader(path, manifest, threads=self.threads, alone=self.alone, headers=headers)
+        files.enter_context(reader)
+        values = read_values(path, manifest)
+        _check_types(values, state, path)
+        for value in state.values():
+            if hasattr(value, "ensure_state"):  # an optimizer that would make its state in the first step
+                unused = [name for name, held in value.named_state().items() if held.keys() <= {MASTER}]
+                if hasattr(value, "forget_state"):
+                    undo.callback(value.forget_state, unused)
+                value.ensure_state()
+        sections = describe(state)
+        plan = ReadPlan(reader, values, self.runtime or runtime_of(sections))
+        self.compare(plan, state, sections)
+        separate(plan)
+        return plan
 
-        try:
-            reason = self._together("comparing", compare, path)
-            if reason is not None:
-                return reason
-            same = True
-            assert reader is not None
-            assert comparison is not None
-            fill = partial(reader.fill, comparison.targets, comparison.runtime)
-            return self._together("reading", fill, path) or self._together("setting", comparison.finish, path)
-        finally:
-            for optimizer, names in fresh if not same else ():
-                if hasattr(optimizer, "forget_state"):
-                    optimizer.forget_state(names)
-            if reader is not None:
-                reader.close()
-
-    def _together(self, name: str, stage: Callable[[], Names | None], path: Path) -> str | None:
-        """Runs a stage, which may return unexpected tensors, on all ranks; returns the reason where the checkpoint is
-        corrupted, raises other errors."""
+    def _together(self, name: str, stage: Callable[[], ReadPlan | None], path: Path) -> Any:
+        """Runs a stage on all ranks; returns its result. Raises on all of them, where one cannot go on."""
         error: BaseException | None = None
-        self._phases.enter(name)
+        self.operation.enter(name)
         try:
             with without_collection():  # very many objects that stay, without cycles
-                outcome = RestoreOutcome(unexpected=frozenset(stage() or ()))
-            self._phases.leave()  # the collective, which begins now, has its own deadline
+                plan = stage()
+                outcome = RestoreOutcome(unexpected=frozenset(plan.unexpected() if plan is not None else ()))
+            self.operation.leave()  # the collective, which begins now, has its own deadline
         except CheckpointDamaged as problem:
             outcome = RestoreOutcome(str(problem), damaged=True, incomplete=isinstance(problem, FileIncomplete))
             error = problem
@@ -174,9 +170,9 @@ class Restorer:
         except Exception as problem:
             outcome, error = RestoreOutcome(describe_error(problem)), problem
         finally:
-            self._phases.stop()
+            self.operation.stop()
         what, outcome = f"{name} {path.name}", replace(outcome, save=self._save)
-        outcomes: list[RestoreOutcome] = self._group.all_gather(outcome, what, self._phases.board)
+        outcomes: list[RestoreOutcome] = self.group.all_gather(outcome, what, self.operation.board)
         if outcome.troubled and error is not None:
             raise error
         for rank, other in enumerate(outcomes):
@@ -185,7 +181,7 @@ class Restorer:
         _check_same(outcomes, path)
         reason = self._damage(outcomes, path)
         if reason is not None:
-            return reason
+            raise CheckpointDamaged(reason) from error
         if error is not None:
             raise error
         for rank, other in enumerate(outcomes):
@@ -197,7 +193,7 @@ class Restorer:
             )
             error.section = section
             raise error
-        return None
+        return plan
 
     def _damage(self, outcomes: Sequence[RestoreOutcome], path: Path) -> str | None:
         """The reason where a rank has found the checkpoint corrupted. If only other ranks miss files, rank 0 looks for
@@ -208,8 +204,8 @@ class Restorer:
         rank, reason = damaged[0]
         if rank == 0 or not all(outcome.incomplete for outcome in outcomes if outcome.damaged):
             return reason
-        seen: str | None = self._group.ask_first(
-            lambda: _what_is_wrong(path), f"looking at {path.name} again", board=self._phases.board
+        seen: str | None = self.group.ask_first(
+            lambda: _what_is_wrong(path), f"looking at {path.name} again", board=self.operation.board
         )
         if seen is None:
             raise CheckpointError(
@@ -218,17 +214,18 @@ class Restorer:
             )
         return seen
 
-    def _quarantine(self, damaged: Sequence[tuple[Path, str]], used: Path) -> None:
-        if self._group.rank != 0:
-            return
-        for path, reason in damaged:
+    def _quarantine(self, damaged: Sequence[tuple[Path, str]], used: Path) -> list[tuple[Path, str]]:
+        """Those that were quarantined, on rank 0."""
+        quarantined = []
+        for path, reason in damaged if self.group.rank == 0 and not extracting_graphs() else ():
             try:
                 new_name = quarantine(path).name
-                self.quarantined.append((path, reason))
             except OSError as error:  # the restored state is valid nevertheless
                 logger.error("the corrupted %s could not be quarantined: %s", path, describe_error(error))
             else:
+                quarantined.append((path, reason))
                 logger.error("quarantined the corrupted %s as %s; using %s instead", path.name, new_name, used.name)
+        return quarantined
 
 
 def _check_types(values: Mapping[str, Any], state: Mapping[str, Any], path: Path) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +25,14 @@ from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
 from stepmark.checkpoint.format.tensor_file import Header, StoredTensor
 from stepmark.checkpoint.format.verified_file import BLOCK, VerifiedFile
 from stepmark.checkpoint.host_memory import BufferPool, in_groups
-from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.errors import CheckpointDamaged
 from stepmark.runtime.base import Runtime
-from stepmark.sharding.layout import Block, Box, Layout, Part, Shape, TensorSlice
+from stepmark.sharding.layout import Block, Box, Layout, Part, Shape, Shard, TensorSlice
 from stepmark.sharding.overlap import Overlap, disjoint, overlaps
 from stepmark.sharding.views import block_views, host_array, is_row_major
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Bytes = NDArray[np.uint8]
 Elements = NDArray[Any]  # unsigned integers of the elements' size: numpy lacks some element types
@@ -42,7 +45,9 @@ IN_FLIGHT = 256 << 20  # bytes held on the host for tensors that are not read st
 class ReadTarget:
     """A tensor to be filled: a live one, or (`live` None) a new one on the host, which `place`, if there is one, takes
     to its device. `host` has the values in the end, of a new tensor where it is. `shape` is that of a new tensor which
-    is more than the layout's single slice; elements outside the layout are zero."""
+    is more than the layout's single slice; elements outside the layout are zero. `dtensor` is what `live` is the local
+    tensor of, and `shard` says that the state has a Shard of it. A new tensor may take the place of a `replaceable`
+    one."""
 
     group: str
     name: str
@@ -52,6 +57,18 @@ class ReadTarget:
     host: Tensor | None = None
     place: Callable[[Tensor], Tensor] | None = None
     shape: Shape | None = None
+    dtensor: DTensor | None = None
+    shard: bool = False
+    replaceable: bool = False
+
+    @property
+    def value(self) -> Any:
+        """What was read, as a state has it."""
+        if self.live is not None and self.dtensor is not None:
+            return self.dtensor
+        tensor = self.host if self.live is None else self.live
+        assert tensor is not None
+        return Shard(tensor, self.layout) if self.shard else tensor
 
     @property
     def nbytes(self) -> int:
@@ -223,7 +240,7 @@ def _batches(targets: Iterable[ReadTarget]) -> Iterator[list[_Group]]:
     groups: dict[int, _Group] = {}
     for target in targets:
         groups.setdefault(id(target if target.live is None else target.live), []).append(target)
-    return in_groups(groups.values(), lambda group: sum([target.nbytes for target in group]), BLOCK)
+    return in_groups(groups.values(), [sum([each.nbytes for each in group]) for group in groups.values()], BLOCK)
 
 
 def _jobs(reads: Iterable[_Run | _Job]) -> Iterator[_Job]:
@@ -340,14 +357,3 @@ def copy_block(
 def _span(pairs: Sequence[Overlap]) -> tuple[int, int]:
     """The elements of a stored shard from the first to the last that are needed."""
     return min(pair.first for pair in pairs), max(pair.last for pair in pairs)
-
-
-def check_entry(entry: TensorEntry | None, target: ReadTarget, where: str) -> None:
-    """Raises CheckpointMismatch, naming both shapes, where the checkpoint's tensor is not the expected one."""
-    wanted = f"{target.dtype} {list(target.layout.shape)}"
-    if entry is None:
-        raise CheckpointMismatch(f"{where} has no tensor {target.name!r}; the state here expects {wanted}")
-    if (entry.dtype, entry.shape) != (target.dtype, target.layout.shape):
-        raise CheckpointMismatch(
-            f"tensor {target.name!r} is {entry.dtype} {list(entry.shape)} in {where} and {wanted} here"
-        )

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, remove_temporary
+from stepmark.checkpoint.operation import Operation, SaveHandle
 from stepmark.checkpoint.save.delete_old_checkpoints import CheckpointCleaner
-from stepmark.checkpoint.save.operation import SaveOperation
-from stepmark.checkpoint.save_handle import SaveHandle
-from stepmark.errors import CheckpointError, CheckpointTimeout
+from stepmark.checkpoint.save.write import SaveWriter
+from stepmark.errors import CheckpointError
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.running_time import running_time
-from stepmark.liveness.status_store import PhaseDeadlines, StatusStore
-from stepmark.liveness.watchdog import end_unless
 
 FAREWELL = 10.0  # seconds that rank 0 gives the others to read a save's outcome
 
@@ -39,26 +37,18 @@ class Background:
         self._left: set[Path] = set()  # temporary folders of failed saves, on rank 0
         self._threads: list[threading.Thread] = []
 
-    def phases(self, what: str, board: StatusStore, handle: SaveHandle) -> PhaseDeadlines:
-        """Phases whose missed deadline fails the handle, and ends the process unless the error is collected."""
-
-        def expired(error: CheckpointTimeout) -> None:
-            handle.fail(error)
-            end_unless(handle.collected, error, self._rank)
-            board.fail(describe_error(error))  # which does not wait for a file system that hangs
-
-        return PhaseDeadlines(what, board, self._timeout, expired)
-
     @property
     def reads_memory(self) -> bool:
         """Whether a thread still reads the staging memory, such as that of a save that was late."""
         return bool(self._reading)
 
-    def begin(self, saving: SaveOperation, memory: memoryview, handle: SaveHandle) -> None:
+    def begin(self, writer: SaveWriter, memory: memoryview) -> None:
         """Starts to write a save. Wait for the last one first."""
+        handle = writer.operation.handle
+        assert handle is not None
         self._in_progress = handle
         self._reading.add(handle)
-        self._spawn(self._finish, saving, memory, handle)
+        self._spawn(self._finish, writer, memory, handle)
 
     def check(self) -> None:
         """Raises the error of what has failed."""
@@ -113,9 +103,9 @@ class Background:
         finally:
             self._left.discard(temporary)
 
-    def leave(self, board: StatusStore, temporary: Path | None, handle: SaveHandle) -> None:
+    def leave(self, operation: Operation) -> None:
         """Leaves the status store of a save or restore that has ended; see `_farewell`."""
-        self._spawn(self._farewell, board, temporary, handle)
+        self._spawn(self._farewell, operation)
 
     def _spawn(self, target: Callable[..., None], *arguments: Any) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -129,47 +119,47 @@ class Background:
         else:
             self._threads.append(thread)
 
-    def _finish(self, saving: SaveOperation, memory: memoryview, handle: SaveHandle) -> None:
+    def _finish(self, writer: SaveWriter, memory: memoryview, handle: SaveHandle) -> None:
         time.sleep(0.001)  # the caller goes on first: else it waits for the interpreter's lock, for 5 ms at a time
         try:
-            path, size = saving.run(memory)
+            path, size = writer.run(memory)
         except BaseException as error:
-            handle.fail(error)
-            if isinstance(error, CheckpointTimeout):
-                end_unless(handle.collected, error, self._rank)
+            writer.operation.fail_behind(error)
             self._reading.discard(handle)
         else:
             self._reading.discard(handle)
             handle.succeed(path, size)
             if self._rank == 0:
-                self._retain(path, saving)
-        self._farewell(saving.board, saving.temporary, handle)
+                self._retain(path, writer)
+        self._farewell(writer.operation)
 
-    def _retain(self, newest: Path, saving: SaveOperation) -> None:
+    def _retain(self, newest: Path, writer: SaveWriter) -> None:
         """Deletes what no policy keeps, now that `newest` is committed; an error is raised by the next call."""
-        handle = SaveHandle(saving.step)
+        handle = SaveHandle(writer.step)
         self._aftermaths.append(handle)
-        phases = self.phases(f"deleting old checkpoints after step {handle.step}", saving.board, handle)
+        what = f"deleting old checkpoints after step {writer.step}"
+        operation = Operation(what, f"{what} has failed", writer.operation.board, self._timeout, handle)
         try:
-            phases.enter("deleting")
-            self._cleaner.after(newest, saving.save)
-            phases.leave()
+            operation.enter("deleting")
+            self._cleaner.after(newest, writer.save)
+            operation.leave()
             handle.succeed(newest)
         except OSError as error:
-            problem = CheckpointError(f"{phases.what} has failed: {describe_error(error)}")
+            problem = CheckpointError(f"{operation.failure}: {describe_error(error)}")
             problem.__cause__ = error
             handle.fail(problem)
         except BaseException as error:
             handle.fail(error)
         finally:
-            phases.stop()
+            operation.stop()
 
-    def _farewell(self, board: StatusStore, temporary: Path | None, handle: SaveHandle) -> None:
+    def _farewell(self, operation: Operation) -> None:
         """Leaves a status store. When all ranks have, rank 0 removes it, and what a failed save left. Where a rank is
         late or gone, the others may still need to read what it was doing: then both stay until the folder is released
         or claimed again."""
+        board, temporary = operation.board, operation.folder
         board.leave()
-        if self._rank != 0 or handle.timed_out():
+        if self._rank != 0 or operation.timed_out():
             return
         if temporary is not None:
             self._left.add(temporary)

@@ -17,17 +17,39 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapreplace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
-from stepmark.checkpoint.format.rows import ANY_ONE, Row
+from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.tensor_file import PAGE, StoredTensor, header_size, order
 from stepmark.errors import UsageError
-from stepmark.sharding.layout import Shape
+from stepmark.sharding.layout import Shape, TensorSlice
 
 # Tensors of a file. Its header stays below the 100 MB that safetensors accepts: a tensor takes about 0.5 kB there, at
 # most 5 kB with a name of 127 escaped characters, and checksums take 18 bytes per MiB.
 MAX_TENSORS = 15_000
 _LARGEST_FILE = 1_000_000_000_000  # bytes
+ANY_ONE = 2
+
+
+class Row(NamedTuple):
+    """A slice of a tensor that a rank holds. `group` is the file it goes to, without number and suffix: model,
+    state/loader.
+
+    `first`: of the ranks that hold the same slice, the first writes all of it, since the others' values may differ;
+    with ANY_ONE, the one that writes least.
+    """
+
+    group: str
+    name: str
+    dtype: str
+    shape: Shape
+    slice: TensorSlice
+    first: int = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.slice.numel * item_size(self.dtype)
 
 
 @dataclass(frozen=True)

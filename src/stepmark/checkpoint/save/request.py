@@ -123,7 +123,7 @@ def _check_extra(folder: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What each rank reports to all others before a save begins.
+    """What each rank reports to all others before a save or restore begins.
 
     `checksums` are those of its tables, `held` the bytes of host memory that it already has for copies, and `free` the
     bytes that its limits leave, by limit.
@@ -131,16 +131,16 @@ class RankReport:
 
     step: int
     problem: str | None
-    checksums: dict[str, str]
+    checksums: dict[str, str] = field(default_factory=dict)
     held: int = 0
     free: Mapping[str, int] = field(default_factory=dict)
 
 
 def agree(
-    meeting: TimedGroup, board: StatusStore, report: RankReport, problem: BaseException | None
+    meeting: TimedGroup, board: StatusStore, what: str, report: RankReport, problem: BaseException | None
 ) -> list[RankReport]:
     """The reports of all ranks; collective. Raises, on every rank, where a rank has a problem or is at another step."""
-    reports: list[RankReport] = meeting.all_gather(report, "agreeing on a save", board)
+    reports: list[RankReport] = meeting.all_gather(report, what, board)
     if problem is not None:
         raise problem
     for rank, other in enumerate(reports):

@@ -347,7 +347,7 @@ def copy_to_host(copies: Sequence[Copy], memory: Tensor, runtime: Runtime, *, th
             torch.accelerator.synchronize(device)  # a model may lie on several
         return
     by_tensor = [list(found) for _, found in groupby(copies, key=lambda copy: id(copy.entry.tensor))]
-    for group in in_groups(by_tensor, lambda found: found[0].entry.tensor.nbytes, GROUP_BYTES):
+    for group in in_groups(by_tensor, [found[0].entry.tensor.nbytes for found in by_tensor], GROUP_BYTES):
         tensors = {id(copies[0].entry.tensor): copies[0].entry.tensor for copies in group}
         on_device = [tensor for tensor in tensors.values() if tensor.device.type != "cpu"]
         hosts = dict(zip(map(id, on_device), runtime.to_host(on_device, copy=False), strict=True))
@@ -370,7 +370,7 @@ def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int
         for at, data in chunk:
             np.copyto(target[at : at + len(data)], data)
 
-    in_parallel(copy_chunk, in_groups(runs, lambda run: len(run[1]), _CHUNK), threads)
+    in_parallel(copy_chunk, in_groups(runs, [len(data) for _, data in runs], _CHUNK), threads)
 
 
 def _run(copy: Copy, at: int, source: Tensor) -> NDArray[np.uint8]:

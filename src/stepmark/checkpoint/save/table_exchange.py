@@ -11,8 +11,7 @@ from typing import Any
 
 from stepmark.checkpoint.format.checksums import bytes_checksum
 from stepmark.checkpoint.format.manifest import KINDS
-from stepmark.checkpoint.format.rows import Row
-from stepmark.checkpoint.save.plan import Holding
+from stepmark.checkpoint.save.plan import Holding, Row
 from stepmark.checkpoint.sections import Section
 from stepmark.errors import UsageError
 from stepmark.filesystem.json_values import TAG
@@ -43,7 +42,11 @@ def tabulate(sections: Sequence[Section], *, first: bool = False) -> RankTables:
     """The tables of this rank's sections."""
     rows = {}
     for section in sections:
-        listed = [row for entry in section.entries.values() for row in entry.rows()]
+        listed = [
+            Row(entry.group, entry.name, entry.dtype, entry.layout.shape, part.slice, entry.first)
+            for entry in section.entries.values()
+            for part in entry.layout.parts
+        ]
         if listed:
             rows[section.group] = encode_rows(listed)
     values = {section.name: {"kind": section.kind, **section.values} for section in sections}

@@ -1,26 +1,99 @@
-"""Writes this rank's share of the files from staging memory, and computes checksums on the way."""
+"""Writes one save, from the copy in host memory to the committed folder; on every rank, in the background or in line.
+
+copying      each rank makes the copies that are left
+writing      each rank writes and syncs its shares of the files       -> "written", to the ranks that finalize files
+finalizing   a file's first writer adds the header with all checksums -> "finalized", to rank 0
+committing   rank 0 commits (commit.py)                               -> "committed", to all
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from stepmark.checkpoint.format.block_io import FileOutput
-from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum
+from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum, bytes_checksum
 from stepmark.checkpoint.format.tensor_file import Header
+from stepmark.checkpoint.operation import Operation
+from stepmark.checkpoint.save.commit import Commit
 from stepmark.checkpoint.save.plan import PlannedFile, SavePlan
+from stepmark.checkpoint.save.snapshot import Extent, PendingCopies
 from stepmark.checkpoint.threads import in_parallel
 from stepmark.filesystem import files
-
-if TYPE_CHECKING:
-    from stepmark.checkpoint.save.snapshot import Extent
 
 BLOCK = 8 * CHECKSUM_BLOCK
 
 # file index -> tensor name -> number of the tensor's checksum block -> checksum
 Checksums = dict[int, dict[str, dict[int, str]]]
+
+
+@dataclass(frozen=True)
+class SaveWriter:
+    """What one rank has to write in a save of `step`, whose random name is `save`. Only rank 0 uses `commit`."""
+
+    operation: Operation
+    rank: int
+    step: int
+    save: str
+    temporary: Path
+    plan: SavePlan
+    extents: Sequence[Extent]
+    copies: PendingCopies
+    threads: int
+    commit: Commit
+
+    def run(self, memory: memoryview) -> tuple[Path, int | None]:
+        """Completes the save; returns the checkpoint's path and, on rank 0, the bytes of its files.
+
+        On an error, which other ranks may report, the temporary folder stays; remove it when no rank writes there any
+        more.
+        """
+        self.copies.run(memory, self.threads)  # first: the next update must not wait for a file system
+        checksums = self._write(memory)
+        self._finalize_files(checksums)
+        committed = self._commit()
+        self.operation.leave()
+        return committed
+
+    def _write(self, memory: memoryview) -> Checksums:
+        self.operation.enter("writing")
+        checksums = write_extents(self.temporary, self.plan, self.extents, memory, threads=self.threads)
+        for_others = {
+            index: found for index, found in checksums.items() if self.plan.files[index].finalizer != self.rank
+        }
+        self.operation.board.post("written", for_others)
+        return checksums
+
+    def _finalize_files(self, checksums: Checksums) -> None:
+        """Writes the headers of the files whose first writer this rank is."""
+        self.operation.enter("finalizing")
+        own = [index for index, file in enumerate(self.plan.files) if file.finalizer == self.rank]
+        others = {share.rank for index in own for share in self.plan.files[index].shares} - {self.rank}
+        posts = self.operation.wait("written", others)
+        headers = {}
+        for index in own:
+            merged: dict[str, dict[int, str]] = {name: dict(found) for name, found in checksums.get(index, {}).items()}
+            for post in posts.values():
+                for name, found in post.get(str(index), {}).items():
+                    merged.setdefault(name, {}).update({int(number): checksum for number, checksum in found.items()})
+            header = write_header(self.temporary, self.plan.files[index], self.step, self.save, merged)
+            headers[index] = bytes_checksum(header)
+        self.operation.board.post("finalized", headers)
+
+    def _commit(self) -> tuple[Path, int | None]:
+        self.operation.enter("committing")
+        written = ("written", {share.rank for file in self.plan.files for share in file.shares})
+        finalized = ("finalized", {file.finalizer for file in self.plan.files})
+        if self.rank != 0:
+            posted = self.operation.wait("committed", [0], [written, finalized])
+            return Path(posted[0]), None
+        posts = self.operation.wait("finalized", finalized[1], [written])
+        headers = {int(index): checksum for post in posts.values() for index, checksum in post.items()}
+        path, size = self.commit.run(self.temporary, self.plan, headers)
+        self.operation.board.post("committed", str(path))
+        return path, size
 
 
 def write_extents(

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.rows import MASTER
+from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.neuron.stages import Stage
 from stepmark.interchange.sources.dcp_store import METADATA, DcpStore, read_store

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.format.dtypes import item_size
-from stepmark.checkpoint.format.rows import MASTER
+from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.neuron.key_value_layout import BLOCKED, NATURAL, TILED, WIDE, HeadLayout, moves_of
 from stepmark.interchange.neuron.unsharding import unsharded

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stepmark.checkpoint.format.dtypes import DTYPES
-from stepmark.checkpoint.format.rows import MASTER
+from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.sinks.export_plan import ExportOptions, ExportPlan, optimizer_of
 from stepmark.interchange.sources import torchtitan

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.rows import MASTER
+from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models.model_class import outline_of
 from stepmark.interchange.models.model_outline import CONFIG, ModelOutline

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from stepmark.checkpoint.format.rows import MASTER
+from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.interchange.models.model_outline import CONFIG, ModelOutline, read_config
 from stepmark.interchange.sinks.export_plan import (
     ExportOptions,

@@ -18,9 +18,8 @@ from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum, bytes_checksum, checksum_blocks
 from stepmark.checkpoint.format.manifest import ADAPTER, MODEL, OPTIMIZER, WRITTEN, Manifest
-from stepmark.checkpoint.format.rows import Row
 from stepmark.checkpoint.save.commit import Commit, values_to_bytes
-from stepmark.checkpoint.save.plan import Holding, PlannedFile, plan_save
+from stepmark.checkpoint.save.plan import Holding, PlannedFile, Row, plan_save
 from stepmark.checkpoint.save.write import write_header
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import UsageError

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.rows import MASTER
+from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, UsageError
 from stepmark.filesystem.files import leads_out
 from stepmark.interchange.models.model_class import outline_of

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint.format.dtypes import item_size
-from stepmark.checkpoint.format.rows import MASTER
+from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.filesystem.files import read_file
 from stepmark.interchange.sources import transformers_trainer

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.checkpoint.format.rows import MASTER
+from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import make_buckets
 from stepmark.parallel.gradients.exchange import AllReduce

@@ -1,4 +1,4 @@
-"""The outcome of a save: the first one counts, and waiting for it ends in time."""
+"""The outcome of a save: the first one counts, and waiting for it ends in time. A late rank is named."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from stepmark.checkpoint import SaveHandle
+from stepmark.checkpoint.operation import Operation
 from stepmark.errors import CheckpointError, CheckpointTimeout
+from stepmark.liveness.status_store import StatusStore
 
 
 def test_the_first_outcome_counts() -> None:
@@ -42,3 +44,27 @@ def test_waiting_ends_with_the_outcome_or_in_time() -> None:
     with pytest.raises(CheckpointTimeout, match="rank 1 is late"):
         handle.result()
     assert handle.collected.is_set()
+
+
+def test_the_rank_that_is_late_is_named_and_not_the_one_that_waits_for_it(tmp_path: Path) -> None:
+    """Rank 1 waits for rank 0, which waits for rank 2."""
+    boards = [StatusStore(tmp_path / "save", rank) for rank in range(3)]
+    boards[0].open()
+    for board, phase in zip(boards, ["finalizing", "committing", "writing"], strict=True):
+        board.enter(phase)
+    operation = Operation("save of step 1", "step 1 was not saved", boards[1], 0.2)
+    operation.collected.set()
+    needs = [("written", [0, 1, 2]), ("finalized", [0])]
+    boards[0].post("written")
+    boards[1].post("written")
+    for expected in (r"rank 2 \(writing\) has not written", r"rank 0 \(finalizing\) has not finalized"):
+        operation.enter("committing")
+        with pytest.raises(CheckpointTimeout, match=expected):
+            operation.wait("committed", [0], needs)
+        operation.stop()
+        boards[2].post("written")
+    boards[0].post("finalized")
+    operation.enter("committing")
+    with pytest.raises(CheckpointTimeout, match=r"rank 0 \(finalizing\) has not committed"):
+        operation.wait("committed", [0], needs)
+    operation.stop()
