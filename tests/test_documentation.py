@@ -19,7 +19,8 @@ import stepmark
 from stepmark.config.fields import REFERENCE
 from stepmark.config.optimizers import check_optimizer
 from stepmark.config.recipe import all_fields
-from stepmark.config.unknown_fields import OF_RECIPES, Origin, refusals, unknown_fields
+from stepmark.config.refusals import Origin, refusals
+from stepmark.config.unknown_fields import OF_RECIPES, unknown_fields
 from stepmark.errors import UsageError
 from tests.support.ranks import Ranks
 
