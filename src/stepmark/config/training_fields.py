@@ -125,10 +125,9 @@ class TrainingFields(metaclass=AcceptingDefaults):
         "fail after this many consecutive steps with a non-finite loss or gradient; 0: never", "10",
         more="At the next log, evaluation or save, before anything is saved; at the end of the run after one such "
         "step. Steps that the loss scale of fp16 skips do not count.")] = 3
-    on_loss_spike: Annotated[str | None, one_of("warn", "skip", "rollback"), Help(
+    on_loss_spike: Annotated[str | None, one_of("warn", "rollback"), Help(
         "what to do about a step whose loss or gradient norm jumps", "rollback", "nothing",
-        more="skip leaves its update out, which waits for the device in every step, on eager devices; rollback returns "
-        "to the last checkpoint from before it, and goes on with the samples after it.")] = None
+        more="rollback returns to the last checkpoint from before it, and goes on with the samples after it.")] = None
     loss_spike_threshold: Annotated[float, ABOVE_0, FINITE, Help(
         "standard deviations above the mean of the last steps from which a step is a spike", "8")] = 6.0
     loss_spike_window: Annotated[int, at_least(2), Help(
@@ -280,7 +279,6 @@ class TrainingFields(metaclass=AcceptingDefaults):
         check_options(self.optim, self.optimizer_options)
         lazy = "xla" if self.device_name == "xla" else None
         check_reduce_dtype(self.reduce_dtype, lazy=lazy)
-        check_spikes(self.on_loss_spike, lazy=lazy)
         self.torch_compile = self.torch_compile or bool(self.torch_compile_backend or self.torch_compile_mode)
         if self.torch_compile:
             self.torch_compile_backend = self.torch_compile_backend or "inductor"
@@ -442,14 +440,6 @@ def _spike_contradictions(args: TrainingFields) -> Iterator[str]:
     if args.on_loss_spike == "rollback" and (args.save_strategy == "no" or args.save_only_model):
         name = "save_strategy" if args.save_strategy == "no" else "save_only_model"
         yield f"on_loss_spike and {name}: a rollback needs complete checkpoints; set one of them"
-
-
-def check_spikes(action: str | None, *, lazy: str | None) -> None:
-    """Raises UsageError for an action that `lazy`, a lazy device's name, cannot take."""
-    if lazy is not None and action == "skip":
-        raise UsageError(
-            f"on_loss_spike: nothing waits inside a step on {lazy}, so none is skipped; use rollback or warn"
-        )
 
 
 def _not_with_fsdp(args: TrainingFields) -> Iterator[str]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, set_seed
 from transformers.debug_utils import DebugUnderflowOverflow
 
 from stepmark.checkpoint import Checkpointer, KeepBest, KeepLast, Retention
-from stepmark.config.training_fields import TrainingFields, check_reduce_dtype, check_spikes
+from stepmark.config.training_fields import TrainingFields, check_reduce_dtype
 from stepmark.errors import UsageError
 from stepmark.evaluation.run_options import RunOptions
 from stepmark.parallel.full_sharding import is_fully_sharded, layer_of
@@ -155,7 +155,6 @@ def prepare_model(model: nn.Module, args: TrainingFields, context: Context) -> M
     runtime = mesh.runtime
     lazy = runtime.name if runtime.lazy else None
     check_reduce_dtype(args.reduce_dtype, lazy=lazy)
-    check_spikes(args.on_loss_spike, lazy=lazy)
     check_compiler(args, runtime.device.type)
     if applied is None:
         _tie_again(model)
