@@ -135,7 +135,7 @@ def test_the_readme_leads_to_files_of_the_repository() -> None:
 
 
 INSTALLS = re.compile(r"pip install [\"']?(stepmark\S*)")
-IN_PLACE = {f"stepmark[{extra}]" for extra in ("peft", "trl", "sentence-transformers", "lm-eval", "wandb")}
+IN_PLACE = {f"stepmark[{extra}]" for extra in ("peft", "trl", "sentence-transformers", "wandb")}
 
 
 def test_nothing_is_installed_from_an_index_that_lacks_it() -> None:
