@@ -22,7 +22,8 @@ from stepmark import errors
 from stepmark.cli.main import COMMANDS, build_parser
 from stepmark.config.fields import REFERENCE
 from stepmark.config.recipe import all_fields, sections
-from stepmark.config.unknown_fields import OF_RECIPES, refusals
+from stepmark.config.refusals import refusals
+from stepmark.config.unknown_fields import OF_RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"<!-- table ([\w-]+) -->")
@@ -53,6 +54,7 @@ OLD_NAMES = "reference/old-names.md"
 MADE_OF = {"src/stepmark/config/refusals.csv": OLD_NAMES}  # links to these files lead to the pages made of them
 ORIGINS = {
     "elsewhere": "Fields and keywords of older versions and of other tools",
+    "gone": "Commands, options and values that are gone",
     "transformers": "Arguments of transformers that a recipe lacks",
     "run_clm": "Arguments of run_clm",
     "optim": "Values of optim",

@@ -19,7 +19,8 @@ import stepmark
 from stepmark.config.fields import REFERENCE
 from stepmark.config.optimizers import check_optimizer
 from stepmark.config.recipe import all_fields
-from stepmark.config.unknown_fields import OF_RECIPES, Origin, refusals, unknown_fields
+from stepmark.config.refusals import Origin, refusals
+from stepmark.config.unknown_fields import OF_RECIPES, unknown_fields
 from stepmark.errors import UsageError
 from tests.support.ranks import Ranks
 
@@ -134,7 +135,7 @@ def test_the_readme_leads_to_files_of_the_repository() -> None:
 
 
 INSTALLS = re.compile(r"pip install [\"']?(stepmark\S*)")
-IN_PLACE = {f"stepmark[{extra}]" for extra in ("peft", "trl", "sentence-transformers", "lm-eval", "wandb")}
+IN_PLACE = {f"stepmark[{extra}]" for extra in ("peft", "trl", "sentence-transformers", "wandb")}
 
 
 def test_nothing_is_installed_from_an_index_that_lacks_it() -> None:

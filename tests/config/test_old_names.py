@@ -12,10 +12,10 @@ from stepmark import Trainer, TrainingArguments
 from stepmark.cli.main import run
 from stepmark.config.fields import field_names
 from stepmark.config.recipe import all_fields, read_recipe
-from stepmark.config.unknown_fields import refusals
+from stepmark.config.refusals import refusals
 from stepmark.errors import UsageError
 
-FIELDS, EXPORTS = refusals("elsewhere"), refusals("export")
+FIELDS, EXPORTS, GONE = refusals("elsewhere"), refusals("export"), refusals("gone")
 RECIPE = "config_name: gpt2\ntokenizer_name: bytes\ndataset_name: python-stdlib\n"
 NAMED = re.compile(r"\buse ([a-z][a-z_0-9]+)")
 
@@ -40,6 +40,18 @@ def test_an_old_flag_says_ours(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--disable_sequence_parallel", "--disable-sequence-parallel"):
         assert run(["train", flag, "true"]) == 2
         assert "use sequence_parallel, which is false by default" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_what_is_gone_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """A command, an option after its command, or a value after its field."""
+    field, _, value = name.partition(": ")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    arguments = ["train", str(path), f"--{field}", value] if value else [*name.split(), "x"]
+    assert run(arguments) == 2
+    said = f"error: {name}" if value else f"error: {name.split()[-1]}:"
+    assert capsys.readouterr().err.startswith(f"{said} is gone; {GONE[name]}")
 
 
 def test_old_keywords_say_ours() -> None:

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from stepmark.config.optimizers import OPTIMIZERS, check_optimizer
-from stepmark.config.unknown_fields import refusals
+from stepmark.config.refusals import refusals
 from stepmark.errors import UsageError
 
 

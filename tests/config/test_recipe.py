@@ -11,7 +11,8 @@ import pytest
 
 from stepmark.cli.recipe_fields import add_recipe_arguments, recipe_of
 from stepmark.config.recipe import PARTS, Recipe, all_fields, read_recipe
-from stepmark.config.unknown_fields import refusals, unknown_fields
+from stepmark.config.refusals import refusals
+from stepmark.config.unknown_fields import unknown_fields
 from stepmark.errors import UsageError
 
 Read = Callable[..., Recipe]

@@ -13,9 +13,9 @@ import transformers
 
 from stepmark import TrainingArguments
 from stepmark.config.fields import fields_of
+from stepmark.config.refusals import refusals
 from stepmark.config.training_fields import TrainingFields
 from stepmark.config.transformers_defaults import DONE_ANYWAY, RENAMED
-from stepmark.config.unknown_fields import refusals
 from stepmark.errors import UsageError
 
 INSTEAD, FIELDS = refusals("transformers"), refusals("elsewhere")

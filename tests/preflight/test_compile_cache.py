@@ -85,19 +85,15 @@ def test_listing_deletes_nothing(cache: Path, capsys: pytest.CaptureFixture[str]
     assert states(cache) == before
 
 
-def test_what_is_old_goes(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = listed(capsys, cache, "--older-than", "30d", "--dry-run")
-    assert names(found["deleted"]) == {"MODULE_done", "MODULE_left", "123", "0123"}
-    assert len(states(cache)) == 9
-    listed(capsys, cache, "--older-than", "30d")
-    assert set(states(cache)) == {"MODULE_failed", "MODULE_running", "456", "4567", ".tmp-89"}
-    listed(capsys, cache, "--older-than", "0s")
-    assert set(states(cache)) == {"MODULE_running", "456", "4567", ".tmp-89"}
-
-
-def test_what_is_in_use_is_not_even_shown_as_deleted(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = listed(capsys, cache, "--older-than", "0s", "--dry-run")
-    assert names(found["deleted"]) == states(cache).keys() - {"MODULE_running", "456", "4567", ".tmp-89"}
+def test_what_is_in_use_is_neither_deleted_nor_shown_as_deleted(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_use, before = {"MODULE_running", "456", "4567", ".tmp-89"}, states(cache)
+    assert names(listed(capsys, cache, "--clear", "--dry-run")["deleted"]) == before.keys() - in_use
+    assert states(cache) == before
+    found = listed(capsys, cache, "--clear")
+    assert names(found["deleted"]) == before.keys() - in_use
+    assert names(found["entries"]) == states(cache).keys() == in_use
 
 
 def test_what_somebody_begins_to_write_meanwhile_stays(cache: Path) -> None:
@@ -111,13 +107,6 @@ def test_a_compiled_graph_without_its_mark_is_done(cache: Path) -> None:
     """As earlier compilers leave it."""
     put(cache / "graphs" / "neuron" / VERSION / "MODULE_unmarked" / "model.neff", 3)
     assert states(cache)["MODULE_unmarked"] == "done"
-
-
-def test_the_oldest_go_until_the_rest_fits(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = sum(entry.size for entry in find_entries(cache))
-    found = listed(capsys, cache, "--max-size", size - 4001)
-    assert names(found["deleted"]) == {"0123", "MODULE_left"}
-    assert names(listed(capsys, cache, "--max-size", size)["deleted"]) == set()
 
 
 @pytest.mark.parametrize("lock", [fcntl.flock, fcntl.lockf])
@@ -135,12 +124,12 @@ def test_a_running_compilation_is_never_deleted(cache: Path, capsys: pytest.Capt
     os.read(ready[0], 1)
     try:
         assert states(cache)["MODULE_left"] == "running"
-        listed(capsys, cache, "--older-than", "1d")
+        listed(capsys, cache, "--clear")
         assert "MODULE_left" in states(cache)
     finally:
         os.write(release[1], b"1")
         os.waitpid(child, 0)
-    listed(capsys, cache, "--older-than", "1d")
+    listed(capsys, cache, "--clear")
     assert "MODULE_left" not in states(cache)
 
 
@@ -159,10 +148,8 @@ def test_the_default_folder(cache: Path, capsys: pytest.CaptureFixture[str], mon
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--older-than", "soon"], "--older-than: 'soon' is not an age"),
-        (["--max-size", "big"], "--max-size: 'big' is not a size"),
         (["nowhere"], "there is no folder nowhere"),
-        (["s3://bucket/graphs"], "list and trim a cache in S3 with `aws s3`"),
+        (["s3://bucket/graphs"], "list and clear a cache in S3 with `aws s3`"),
     ],
 )
 def test_bad_calls(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

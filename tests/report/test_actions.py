@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import http.client
 import io
 import json
 import math
@@ -11,16 +10,13 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from stepmark.cli.main import run as main
 from stepmark.config.yaml_file import format_yaml
-from stepmark.report import serve
 from stepmark.report.page import write_report
 from stepmark.report.text import NOTHING
 from tests.report.test_history import log, write
@@ -478,75 +474,6 @@ def test_a_smoothed_curve_ends_in_a_smoothed_value(tmp_path: Path) -> None:
     assert seen["note"] == ["thick: smoothed, thin: as logged"] * 2 + [""]
     assert re.fullmatch(r"[\d.]+ smoothed, 9 logged", seen["tip"])
     assert seen["plain"] == "9"
-
-
-def test_a_served_page_loads_itself_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(tmp_path / "run", 0.01)
-    seen = threading.Event()
-    asked = serve.LivePage.version
-
-    def version(live: serve.LivePage) -> str:
-        if seen.is_set() and not (run / "grown").exists():
-            (run / "grown").touch()
-            with open(run / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(log(STEPS + 77)) + "\n")
-        return asked(live)
-
-    def page(live: serve.LivePage, made: Any = serve.LivePage.page) -> bytes:
-        content: bytes = made(live)
-        seen.set()
-        return content
-
-    with serve.open_server([run], 0) as server:
-        monkeypatch.setattr(serve.LivePage, "version", version)
-        monkeypatch.setattr(serve.LivePage, "page", page)
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            dom = dump_dom(f"http://127.0.0.1:{server.server_port}/")
-        finally:
-            server.shutdown()
-            thread.join()
-    assert f"step {STEPS + 77:,}" in dom
-
-
-def test_the_server_answers_this_machine_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run", 0.01, 5)
-
-    def ask(path: str, host: str) -> int:
-        client = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
-        client.request("GET", path, headers={"Host": host})
-        return client.getresponse().status
-
-    with serve.open_server([run], 0) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            assert server.server_address[0] == "127.0.0.1"
-            assert ask("/", f"127.0.0.1:{server.server_port}") == ask("/version", "localhost") == 200
-            assert ask("/", "example.com:80") == ask("/version", "127.0.0.1.example.com") == 403
-            assert ask("/../status.json", "localhost") == ask("/status.json", "localhost") == 404
-            assert main(["report", str(run), "--serve", "--port", str(server.server_port)]) == 1
-            assert "cannot be used (Address already in use); give another" in capsys.readouterr().err
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--port", "80"], "--port: is for --serve"),
-        (["--serve", "--csv", "x"], "--serve: writes no files"),
-        (["--serve", "--port", "70000"], "--port: should be from 0 to 65535, and is 70000"),
-    ],
-)
-def test_options_that_contradict_each_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
-    run = make_run(tmp_path / "run", 0.01, 5)
-    assert main(["report", str(run), *options]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_csv_files_have_every_value(tmp_path: Path) -> None:

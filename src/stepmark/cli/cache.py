@@ -1,4 +1,4 @@
-"""`stepmark cache [FOLDER] [--older-than AGE] [--max-size SIZE] [--retry-failed] [--dry-run] [--json]`"""
+"""`stepmark cache [FOLDER] [--clear] [--retry-failed] [--dry-run] [--json]`"""
 
 from __future__ import annotations
 
@@ -13,31 +13,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stepmark.preflight.compile_cache import CacheEntry
 
-HELP = "list and trim the caches of compiled graphs and tokenized data"
+HELP = "list and clear the caches of compiled graphs and tokenized data"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     where = "a compile_cache folder (default: $STEPMARK_CACHE or ~/.cache/stepmark)"
     add("folder", nargs="?", metavar="FOLDER", help=where)
-    add("--older-than", metavar="AGE", help="delete entries unused for this long, such as 30d or 12h")
-    add("--max-size", metavar="SIZE", help="delete the least recently used entries until the rest fits, such as 20GB")
+    add("--clear", action="store_true", help="delete all entries that no run is using")
     add("--retry-failed", action="store_true", help="forget failed compilations, so that the next run retries them")
     add("--dry-run", action="store_true", help="show what would be deleted")
     add("--json", action="store_true", help="print JSON")
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Returns 0. Raises UsageError for a folder that is not there, or arguments that make no sense."""
-    from stepmark.model_folder.model_files import parse_size
-    from stepmark.preflight.compile_cache import choose, delete, failed, find_entries, parse_age
+    """Returns 0. Raises UsageError for a folder that is not there."""
+    from stepmark.preflight.compile_cache import delete, failed, find_entries, unused
 
-    age = None if parsed.older_than is None else parse_age(parsed.older_than, "--older-than")
-    size = None if parsed.max_size is None else parse_size(parsed.max_size, "--max-size")
     folder = _folder(parsed.folder)
     entries = find_entries(folder)
-    chosen = choose(entries, age, size)
-    chosen += [entry for entry in failed(entries) if parsed.retry_failed and entry not in chosen]
+    chosen = unused(entries) if parsed.clear else failed(entries) if parsed.retry_failed else []
     gone = chosen if parsed.dry_run else delete(chosen)
     left = [entry for entry in entries if entry not in gone]
     if parsed.json:
@@ -53,7 +48,7 @@ def _folder(given: str | None) -> Path:
     from stepmark.filesystem.cache_folder import cache_root
 
     if given is not None and "://" in given:
-        raise UsageError(f"{given}: list and trim a cache in S3 with `aws s3`, or by a lifecycle rule of the bucket")
+        raise UsageError(f"{given}: list and clear a cache in S3 with `aws s3`, or by a lifecycle rule of the bucket")
     folder = cache_root() if given is None else Path(given).expanduser()
     if given is not None and not folder.is_dir():
         raise UsageError(f"there is no folder {folder}")

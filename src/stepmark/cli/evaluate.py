@@ -7,7 +7,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepmark.errors import UsageError
 from stepmark.launch.ending_at_signals import ending_at_signals
 from stepmark.launch.supervisor import follow_supervisor, start_ranks
 from stepmark.launch.world import World
@@ -41,11 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     metrics = "compute_metrics(EvalPrediction), a dict of numbers (default: as in the run; none: no metrics)"
     add("--metrics", metavar="MODULE:FUNCTION", help=metrics)
     add("--evaluator", metavar="MODULE:FUNCTION", help="evaluate(model, tokenizer, context), a dict of numbers")
-    tasks = "tasks of lm_eval (needs the extra lm-eval), in addition to the data; its options are the next three"
-    add("--tasks", metavar="TASK,…", help=tasks)
-    add("--include_path", type=Path, metavar="FOLDER", help="folder with files of further tasks")
-    add("--num_fewshot", type=int, metavar="INT", help="examples in a task's prompts (default: the task's)")
-    add("--limit", type=float, metavar="NUMBER", help="examples per task; below 1: a fraction (default: all)")
     best = "metric that selects the best checkpoint (default: as in the run, else the loss)"
     add("--metric", metavar="NAME", help=best)
     add("--greater_is_better", choices=("true", "false"), help="whether greater values of that metric are better")
@@ -80,7 +74,6 @@ def _say_interrupted(reason: str) -> None:
 
 
 def _request(parsed: argparse.Namespace) -> Request:
-    from stepmark.evaluation.benchmarks import Benchmarks
     from stepmark.watcher.evaluation_data import DataChoice, Request
 
     def truth(given: str | None) -> bool | None:
@@ -90,9 +83,4 @@ def _request(parsed: argparse.Namespace) -> Request:
     columns = (parsed.text_column, parsed.messages_column, truth(parsed.assistant_only_loss))
     named = {each.name: getattr(parsed, each.name) for each in fields(Request) if hasattr(parsed, each.name)}
     read: dict[str, Any] = {"data": DataChoice(tuple(parsed.data), *limits, *columns), "as_json": parsed.json}
-    if parsed.tasks is not None:
-        tasks = tuple(each.strip() for each in parsed.tasks.split(",") if each.strip())
-        read["benchmarks"] = Benchmarks(tasks, parsed.include_path, parsed.num_fewshot, parsed.limit)
-    elif given := [each for each in ("include_path", "num_fewshot", "limit") if getattr(parsed, each) is not None]:
-        raise UsageError(f"--{given[0]}: is for tasks of lm_eval; add --tasks, or leave it out")
     return Request(**{**named, **read, "greater_is_better": truth(parsed.greater_is_better)})

@@ -24,7 +24,6 @@ from stepmark.cli import (
     doctor,
     evaluate,
     export_command,
-    generate,
     import_command,
     init,
     inspect,
@@ -36,6 +35,7 @@ from stepmark.cli import (
     train,
     verify,
 )
+from stepmark.config.refusals import refusals
 from stepmark.errors import LaunchError, PeerLost, UsageError
 from stepmark.filesystem.local_paths import local_path
 from stepmark.filesystem.printable import PrintableOutput, printable_record
@@ -50,7 +50,6 @@ _IN_ORDER: tuple[Any, ...] = (
     sweep,
     precompile,
     evaluate,
-    generate,
     consolidate,
     import_command,
     export_command,
@@ -90,9 +89,11 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code. Raises BrokenPipeError if the reader of stdout has gone."""
     with_traceback = "--traceback" in arguments
     try:
+        _check_not_gone(*arguments[:1])
         parsed, unknown = build_parser().parse_known_args(arguments)
         command = COMMANDS[parsed.command]
         if unknown:
+            _check_not_gone(parsed.command, unknown[0].partition("=")[0])
             explain = getattr(parsed, "explain_unknown", "{}: unrecognized argument; see --help".format)
             raise UsageError(explain(unknown[0]))
         for name, value in vars(parsed).items():
@@ -112,6 +113,12 @@ def run(arguments: Sequence[str]) -> int:
         raise
     except (KeyboardInterrupt, Exception) as error:
         return _fail(error, with_traceback)
+
+
+def _check_not_gone(*names: str) -> None:
+    """Raises UsageError for a command, or a command and its option, that Stepmark had."""
+    if instead := refusals("gone").get(" ".join(names)):
+        raise UsageError(f"{names[-1]}: is gone; {instead}")
 
 
 def _output_is_closed() -> bool:

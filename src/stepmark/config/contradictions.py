@@ -76,8 +76,6 @@ def device_contradictions(args: Any, device: str) -> Iterator[str]:
     if args.torch_compile:
         yield "torch_compile and device: xla is lazy and compiles every step itself; leave torch_compile out"
     yield from reduction_contradictions(args.reduce_dtype, device)
-    if args.on_loss_spike == "skip":
-        yield f"on_loss_spike: nothing waits inside a step on {device}, so none is skipped; use rollback or warn"
 
 
 def reduction_contradictions(dtype: str, device: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from stepmark.config.refusals import refusals
 from stepmark.errors import UsageError
 from stepmark.filesystem.local_paths import WANTED, is_address
 
@@ -117,6 +118,8 @@ class Field:
         value = convert(name, value, self.types)
         for values in self.values if value is not None or self.default is not None else ():
             if value is None or not values.accept(value):
+                if instead := refusals("gone").get(f"{name}: {value}"):
+                    raise UsageError(f"{name}: {value} is gone; {instead}")
                 if self.choices:
                     listed = f"{'one of ' if len(self.choices) > 1 else ''}{', '.join(self.choices)}"
                     raise UsageError(f"{name}: {value!r} is unknown; choose {listed}")

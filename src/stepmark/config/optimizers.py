@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stepmark.config.fields import described_at
-from stepmark.config.unknown_fields import refusals
+from stepmark.config.refusals import refusals
 from stepmark.errors import UsageError
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")

@@ -122,10 +122,9 @@ class TrainingFields(metaclass=AcceptingDefaults):
         "fail after this many consecutive steps with a non-finite loss or gradient; 0: never", "10",
         more="At the next log, evaluation or save, before anything is saved; at the end of the run after one such "
         "step. Steps that the loss scale of fp16 skips do not count.")] = 3
-    on_loss_spike: Annotated[str | None, one_of("warn", "skip", "rollback"), Help(
+    on_loss_spike: Annotated[str | None, one_of("warn", "rollback"), Help(
         "what to do about a step whose loss or gradient norm jumps", "rollback", "nothing",
-        more="skip leaves its update out, which waits for the device in every step, on eager devices; rollback returns "
-        "to the last checkpoint from before it, and goes on with the samples after it.")] = None
+        more="rollback returns to the last checkpoint from before it, and goes on with the samples after it.")] = None
     loss_spike_threshold: Annotated[float, ABOVE_0, FINITE, Help(
         "standard deviations above the mean of the last steps from which a step is a spike", "8")] = 6.0
     loss_spike_window: Annotated[int, at_least(2), Help(

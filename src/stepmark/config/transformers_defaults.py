@@ -10,7 +10,8 @@ from typing import Any
 
 from stepmark.config.fields import field_names
 from stepmark.config.quiet_libraries import quiet_libraries
-from stepmark.config.unknown_fields import refusals, unknown_fields
+from stepmark.config.refusals import refusals
+from stepmark.config.unknown_fields import unknown_fields
 from stepmark.errors import UsageError
 
 

@@ -1,11 +1,7 @@
-"""Names of other tools that Stepmark refuses, and what to use instead: the table `refusals.csv`.
-
-The documentation shows it as a page.
-"""
+"""What is said about names that Stepmark does not have."""
 
 from __future__ import annotations
 
-import csv
 import difflib
 import functools
 import importlib.util
@@ -13,27 +9,17 @@ import inspect
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from stepmark.config.fields import REFERENCE, described_at
+from stepmark.config.refusals import Origin, refusals
 from stepmark.errors import UsageError
 
-# transformers: arguments of its TrainingArguments; run_clm: of its example; elsewhere: fields and keywords of older
-# versions and of other tools; export: what other packages export; hook: methods of transformers' Trainer;
-# optim: its optimizers; optim_args: their options that have a field.
-Origin = Literal["transformers", "run_clm", "elsewhere", "export", "hook", "optim", "optim_args"]
 OF_RECIPES: tuple[Origin, ...] = ("elsewhere", "transformers", "run_clm")  # what a recipe may have by mistake
 Owner = TypeVar("Owner", bound=type)
 
 TYPING_ERROR = 0.85  # similarity from which a name counts as a typing error
 HELP = "`stepmark train --help` lists all fields"
-
-
-@functools.cache
-def refusals(origin: Origin) -> dict[str, str]:
-    """What to use instead of each name of this origin."""
-    with Path(__file__).with_name("refusals.csv").open(encoding="utf-8", newline="") as table:
-        return {row["name"]: row["instead"] for row in csv.DictReader(table) if row["origin"] == origin}
 
 
 def unknown_fields(names: Collection[str], known: Collection[str], path: str | None = None) -> str:

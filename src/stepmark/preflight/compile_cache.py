@@ -1,4 +1,4 @@
-"""`stepmark cache`: lists and trims folders of graphs (of Neuron's compiler or torch_xla) and of tokenized data.
+"""`stepmark cache`: lists and clears folders of graphs (of Neuron's compiler or torch_xla) and of tokenized data.
 
 Neuron's cache has a folder `MODULE_<hash>` for each graph below one of the compiler's version, with `model.done` once
 the compilation has succeeded, `model.log` where it has failed, and lock files. torch_xla's has a file for each graph
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
 import time
 import uuid
@@ -18,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepmark.errors import UsageError
 from stepmark.filesystem.locks import try_lock, unlock
 from stepmark.runtime.neuron.neuron_cache import DONE as DONE_MARK
 from stepmark.runtime.neuron.neuron_cache import GRAPHS, VERSIONS, has_binary
@@ -126,35 +124,12 @@ def _is_locked(path: Path) -> bool:
         os.close(descriptor)
 
 
-_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 TRASH = ".trash-"
 
 
-def parse_age(text: str, flag: str) -> float:
-    """Seconds of "30d", "12h", "45m" or "90s". Raises UsageError, which names `flag`."""
-    match = _AGE.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"{flag}: {text!r} is not an age; give one such as 30d, 12h or 45m")
-    return float(match[1]) * _SECONDS[match[2]]
-
-
-def choose(entries: Sequence[CacheEntry], older_than: float | None, max_size: int | None) -> list[CacheEntry]:
-    """The entries to delete, the longest unused first: none that is being written or may be in use.
-
-    Args:
-        entries: All entries, the longest unused first.
-        older_than: Seconds since the last use, from which an entry goes; None: no limit.
-        max_size: Bytes that all entries may have together; None: no limit.
-    """
-    now, left = time.time(), sum(entry.size for entry in entries)
-    chosen = []
-    for entry in entries:
-        old = older_than is not None and now - entry.used > older_than
-        if entry.state not in PROTECTED and (old or (max_size is not None and left > max_size)):
-            chosen.append(entry)
-            left -= entry.size
-    return chosen
+def unused(entries: Sequence[CacheEntry]) -> list[CacheEntry]:
+    """The entries that are not being written and may not be in use."""
+    return [entry for entry in entries if entry.state not in PROTECTED]
 
 
 def failed(entries: Sequence[CacheEntry]) -> list[CacheEntry]:

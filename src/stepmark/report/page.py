@@ -10,10 +10,9 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -65,9 +64,8 @@ PARTS = {
 }
 
 
-def make_page(histories: Sequence[History], folders: Sequence[Path], live: Mapping[str, Any] | None = None) -> str:
-    """The complete, self-contained HTML page of the runs in these folders. `live`: the version of a page that loads
-    itself again, and after how many seconds it asks for another."""
+def make_page(histories: Sequence[History], folders: Sequence[Path]) -> str:
+    """The complete, self-contained HTML page of the runs in these folders."""
     drawn, events = all_figures(histories), marks(histories)
     runs, checkpoints = names(histories), [read_checkpoints(history) for history in histories]
     several, short, place = len(histories) > 1, short_names(histories), _places(histories)
@@ -95,7 +93,6 @@ def make_page(histories: Sequence[History], folders: Sequence[Path], live: Mappi
         "axes": [axes(history) for history in histories],
         "best": best_of(histories),
         "fields": differences(histories) if several else {},
-        "live": live,
     }
     return asset("page.html").format(
         title=escape(where.name),
@@ -248,14 +245,9 @@ def read_histories(folder: Path, more: Sequence[Path]) -> list[History]:
     runs = [run for run in found if len(found) == 1 or not of_another_tool(run)] or found
     for run in found:
         if run not in runs:
-            _say_left_out(run)
+            print(f"left out {run}: its checkpoints are another tool's", file=sys.stderr)
     with ThreadPoolExecutor(len(runs)) as pool:  # a run that seems killed is watched for some seconds
         return list(pool.map(read_history, runs))
-
-
-@cache  # a page that is served is made again and again
-def _say_left_out(run: Path) -> None:
-    print(f"left out {run}: its checkpoints are another tool's", file=sys.stderr)
 
 
 def all_figures(histories: Sequence[History], *, complete: bool = False) -> list[Figure]:

@@ -94,7 +94,7 @@ class TrainingLoop:
         if self._args.on_loss_spike == ROLLBACK and not isinstance(parts.loader, DataLoader):
             raise UsageError(
                 "on_loss_spike: a rollback leaves samples out, which an iterable dataset or a loader of the program's "
-                "own cannot; use warn or skip"
+                "own cannot; use warn"
             )
         self.stop_reason: str | None = None  # where the run was asked to stop from outside
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,17 +38,15 @@ class StepStatistics:
         step: The step's number, from 0.
         values: Float32 vector of the mean loss over the target tokens of all ranks and micro-batches, the number of
             those tokens, and the gradient's 2-norm before clipping.
-        updated: Whether the parameters were updated; not where a gradient overflowed in float16, or after a spike.
+        updated: Whether the parameters were updated; not where a gradient overflowed in float16.
         expert_loads: Float32 vector of the tokens that each expert got, over all ranks and micro-batches, layer after
             layer as in `TrainStep.experts`; None for a model without experts.
-        spike: Why `TrainStep.judge` has called the step a spike; None if it has not.
     """
 
     step: int
     values: Tensor
     updated: bool = True
     expert_loads: Tensor | None = None
-    spike: str | None = None
 
 
 class TrainStep:
@@ -77,10 +74,6 @@ class TrainStep:
         seed: Seed of dropout and other random numbers of the model.
         router_bias_update_rate: What a step adds to the routing bias of an expert that gets too few tokens, and takes
             from one that gets too many (`ExpertLoads.update_biases`); 0: never.
-
-    Attributes:
-        judge: From a step's loss and gradient norm to why its update is left out, or None. It waits for the device.
-            Default: none.
 
     Raises:
         UsageError: The model got an adapter after it was sharded, the schedule does not fit, the device cannot send
@@ -118,7 +111,6 @@ class TrainStep:
             parameter.grad = None
         self._max_grad_norm = max_grad_norm
         self._loads = ExpertLoads(model, mesh, router_bias_update_rate)
-        self.judge: Callable[[float, float], str | None] | None = None
         self._schedule: MicroBatchSchedule
         stages = staged(model)
         options: dict[str, Any] = {"autocast": autocast, "scaler": scaler, "seed": seed, "loads": self._loads}
@@ -152,17 +144,13 @@ class TrainStep:
         counts = self._loads.counts()
         given = (loss, tokens) if counts is None else (loss, tokens, counts)
         reduced, updates = self._unscaled(self._gradients.reduce(*given))
-        spike = None
-        if self.judge is not None and updates and float(reduced.tokens):
-            spike = self.judge(float(reduced.loss), float(reduced.norm))
-            updates = spike is None
         scale_to(reduced.gradients, reduced.norm, self._max_grad_norm)
         entering(UPDATE)
         self._update(reduced, hooks, updates=updates)
         self.optimizer.arrivals.watch()
         statistics = torch.stack([reduced.loss.float(), reduced.tokens, reduced.norm.float()])
         self._runtime.step_boundary()
-        return StepStatistics(step, statistics, updates, reduced.loads, spike)
+        return StepStatistics(step, statistics, updates, reduced.loads)
 
     def settle(self) -> None:
         """Waits for what the last step has left: new values, and whether its ranks have used the same layers; raises

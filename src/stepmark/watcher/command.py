@@ -56,11 +56,11 @@ def _compile_cache(request: Request) -> bool | str | None:
         recipe = _recipe_of_run(request.path, request.trust_remote_code)
     else:
         run = request.path.absolute().parent
-        recipe = read_used_recipe(run, trusts_code=request.trust_remote_code) or recipe_of(request.path, request)
+        recipe = read_used_recipe(run, trusts_code=request.trust_remote_code) or _recipe_of(request.path, request)
     return None if recipe is None else recipe.training.compile_cache
 
 
-def newest(request: Request) -> Path:
+def _newest(request: Request) -> Path:
     """The newest checkpoint of a run; of another path that itself. Raises CheckpointNotFound for a run without."""
     if not request.is_run:
         return resolve_link(request.path)
@@ -75,9 +75,9 @@ def _of_one(request: Request, mesh: Any) -> int:
     from stepmark.watcher.setup import EvaluationSetup
 
     leads = mesh.context.host.rank == 0
-    path = mesh.context.host.broadcast(newest(request))
+    path = mesh.context.host.broadcast(_newest(request))
     with reading(path, "once") if leads else contextlib.nullcontext():
-        setup = EvaluationSetup.prepare(request, mesh, recipe_of(path, request), path)
+        setup = EvaluationSetup.prepare(request, mesh, _recipe_of(path, request), path)
         if leads:
             _say(setup.summary(_origin(request, recipe_file_of(path), path, RunOptions.of_checkpoint(path))))
         metrics = setup.evaluate(path)
@@ -90,10 +90,10 @@ def _of_one(request: Request, mesh: Any) -> int:
     return 0
 
 
-def recipe_of(path: Path, given: Any) -> Recipe | None:
-    """The recipe of the run that saved this checkpoint or model; `given` has the caller's `trust_remote_code`."""
+def _recipe_of(path: Path, request: Request) -> Recipe | None:
+    """The recipe of the run that saved this checkpoint or model."""
     found = recipe_file_of(path)
-    return None if found is None else read_used_recipe(found.parent, trusts_code=given.trust_remote_code)
+    return None if found is None else read_used_recipe(found.parent, trusts_code=request.trust_remote_code)
 
 
 def _recipe_of_run(run: Path, trusts_code: bool) -> Recipe | None:

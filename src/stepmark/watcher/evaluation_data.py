@@ -24,7 +24,6 @@ from stepmark.config.data_arguments import (
 )
 from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointNotFound, DataError, UsageError
-from stepmark.evaluation.benchmarks import Benchmarks
 from stepmark.evaluation.run_options import RunOptions
 
 MODEL_CONFIGS = ("config.json", "adapter_config.json")  # one of which a model's or an adapter's folder has
@@ -112,13 +111,10 @@ class Request:
     trust_remote_code: bool = False
     base_model: str | None = None
     attn_implementation: str | None = None
-    benchmarks: Benchmarks | None = None
 
     def check(self) -> None:
         """Raises UsageError for invalid arguments, before anything is loaded."""
         self.data.check()
-        if self.benchmarks is not None:
-            self.benchmarks.check()
         for name, least in (("batch_size", 1), ("until", 0), ("patience", 1)):
             value = getattr(self, name)
             if value is not None and value < least:

@@ -18,7 +18,6 @@ from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
 from stepmark.config.data_arguments import columns_of
 from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointNotFound, DataError, UsageError
-from stepmark.evaluation.benchmarks import Benchmarks
 from stepmark.evaluation.evaluate import evaluate
 from stepmark.evaluation.metric_functions import load_function, load_metrics
 from stepmark.evaluation.metrics import plain_values, with_prefix
@@ -72,7 +71,6 @@ class EvaluationSetup:
     options: RunOptions
     reader: ModelReader
     moves_best: bool
-    benchmarks: Benchmarks | None = None
 
     @classmethod
     def prepare(cls, request: Request, mesh: Mesh, recipe: Recipe | None, checkpoint: Path) -> EvaluationSetup:
@@ -88,16 +86,13 @@ class EvaluationSetup:
         if recipe is not None and (not choice.sources or recipe.model.task == "reward"):
             recipe.refuse_task("stepmark evaluate", "see the run's own evaluations, or name texts with --data")
         metrics, evaluator = _metrics_of(request, recipe), request.evaluator or None
-        others = request.evaluator or request.benchmarks  # which need no data
-        if request.benchmarks is not None:
-            _check_benchmarks(request.benchmarks, mesh)
         options = options_of(recipe, checkpoint)
         tokenizer, longest = _read_what_texts_need(mesh, recipe, checkpoint, trust, base_model)
         sets: dict[str | None, EvaluationSet] = {}
-        if recipe is None and not choice.sources and not others:
+        if recipe is None and not choice.sources and not evaluator:
             raise DataError(_what_to_pass(checkpoint, options, choice, metrics))
-        reads = bool(choice.sources) or recipe is not None or not others
-        if tokenizer is None and (reads or request.benchmarks is not None):
+        reads = bool(choice.sources) or recipe is not None or not evaluator  # which needs no data
+        if tokenizer is None and reads:
             raise UsageError(
                 f"{checkpoint} has no tokenizer, so texts cannot be read (a Trainer with processing_class saves it)"
                 "; give a function with --evaluator, or call stepmark.evaluate with custom data"
@@ -107,7 +102,7 @@ class EvaluationSetup:
                 try:
                     sets = prepare_sets(choice.with_options(options), recipe, tokenizer, longest)
                 except DataError as error:
-                    if not others or choice.sources:
+                    if not evaluator or choice.sources:
                         raise
                     logger.warning("evaluating without data: %s", error)  # which may not be needed
         # Data of the run's own decide which of its checkpoints is the best, where there are such data.
@@ -117,7 +112,7 @@ class EvaluationSetup:
         reader = ModelReader(mesh.runtime, trust_remote_code=trust, base_model=base_model, attention=attention)
         batch_size = request.batch_size or options.per_device_eval_batch_size
         options = replace(options, per_device_eval_batch_size=batch_size)
-        return cls(mesh, sets, metrics, evaluator, tokenizer, options, reader, moves_best, request.benchmarks)
+        return cls(mesh, sets, metrics, evaluator, tokenizer, options, reader, moves_best)
 
     @property
     def identity(self) -> str:
@@ -134,7 +129,6 @@ class EvaluationSetup:
             **({"fp16": True} if self.options.fp16 else {}),
             **({} if self.options.causal_shift is None else {"causal_shift": self.options.causal_shift}),
             "label_smoothing_factor": self.options.label_smoothing_factor,
-            **({} if self.benchmarks is None else {"benchmarks": self.benchmarks.describe()}),
         }
 
     def summary(self, origin: str) -> str:
@@ -145,7 +139,6 @@ class EvaluationSetup:
             for each in self.sets.values()
         ]
         run, named = self.options, {"metrics": self.metrics, "evaluator": self.evaluator}
-        named["tasks"] = None if self.benchmarks is None else ",".join(self.benchmarks.tasks)
         options = [f"{name} {value}" for name, value in named.items() if value]
         options += [name for name, on in (("bf16", run.bf16), ("fp16", run.fp16)) if on]
         smoothing = run.label_smoothing_factor
@@ -159,7 +152,7 @@ class EvaluationSetup:
         """
         model = self.reader.read(checkpoint)
         if self.evaluator is None:
-            return {**(self._standard(model) if self.sets else {}), **self._benchmarked(model)}
+            return self._standard(model)
         step = read_manifest(checkpoint).step if (checkpoint / MANIFEST).is_file() else None
         blocks = {name: each.blocks for name, each in self.sets.items()}
         context = EvaluationContext(checkpoint, step, self.mesh, blocks, lambda: self._standard(model))
@@ -167,13 +160,7 @@ class EvaluationSetup:
         with torch.no_grad():
             found = load_function(self.evaluator, "--evaluator")(model, self.tokenizer, context)
         own = plain_values(found, f"--evaluator {self.evaluator}", only_numbers=True)
-        return {**with_prefix(own, PREFIX), **self._benchmarked(model)}
-
-    def _benchmarked(self, model: nn.Module) -> dict[str, float]:
-        if self.benchmarks is None:
-            return {}
-        found = self.benchmarks.evaluate(model, self.tokenizer, self.options.per_device_eval_batch_size)
-        return {f"{PREFIX}_{name}": value for name, value in found.items()}
+        return with_prefix(own, PREFIX)
 
     def _standard(self, model: nn.Module) -> dict[str, float]:
         sets = {name: each.blocks for name, each in self.sets.items()}
@@ -190,13 +177,6 @@ class EvaluationSetup:
             metric_key_prefix=PREFIX,
             **load_metrics(self.metrics, "--metrics"),
         )
-
-
-def _check_benchmarks(benchmarks: Benchmarks, mesh: Mesh) -> None:
-    """Raises UsageError where lm_eval cannot run, or does not know a task."""
-    if mesh.runtime.lazy or mesh.context.host.size > 1:
-        raise UsageError("--tasks: lm_eval runs in one process on an eager device; use --device cpu without --nproc")
-    benchmarks.manager()
 
 
 def check_functions(request: Request) -> None:

@@ -35,9 +35,8 @@ COMMANDS: Mapping[str, str] = {
     "evaluate-inside": "evaluate checkpoint-3 --device cpu",
     "evaluate-model": "evaluate {model} --data {text} --block_size 16 --device cpu",
     "evaluate-adapter": "evaluate {adapter} --data {text} --block_size 16 --device cpu",
-    "generate": "generate {c} hello --max_new_tokens 2 --device cpu",
-    "generate-chat": "generate {c} hello --chat --max_new_tokens 2 --device cpu",
-    "generate-model": "generate {model} hello --max_new_tokens 2 --device cpu",
+    "evaluate-data": "evaluate {c} --data {text} --block_size 16 --device cpu",
+    "evaluate-chats": "evaluate {c} --data {chats} --messages_column messages --device cpu",
     "consolidate": "consolidate {c} out",
     "consolidate-run": "consolidate {run} out",
     "export-dcp": "export {c} out --to dcp",
@@ -92,6 +91,7 @@ def run(ranks: Ranks, place: Place, command: str) -> Outcome:
             adapter=place.adapter,
             place=place.root / "place",
             text=place.work / "text.txt",
+            chats=place.work / "chats.jsonl",
             file=place.root / "place" / "file.pt",
         )
         for word in COMMANDS[command].split()

@@ -33,9 +33,7 @@ from tests.system.hostile.forge import (
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer/optimizer.safetensors"
 BEFORE_ANY_TENSOR = "inspect verify evaluate consolidate export-dcp"
-OF_A_CHECKPOINT = (
-    "inspect inspect-json verify verify-run report evaluate generate consolidate export-dcp export-trainer"
-)
+OF_A_CHECKPOINT = "inspect inspect-json verify verify-run report evaluate consolidate export-dcp export-trainer"
 OF_A_RUN = "inspect-run report rows"
 WIDE = [1] * 60_000
 SURROGATE = "\\ud800"
@@ -165,7 +163,7 @@ CODE = (
     Input(
         "code-beside-the-model",
         (text("model/evil.py", lambda place: place.code()), config(auto_map=OWN_CODE, model_type="evil")),
-        no="evaluate evaluate-model generate-model train-model",
+        no="evaluate evaluate-model train-model",
         says="code",
     ),
     Input(
@@ -174,15 +172,15 @@ CODE = (
             signed_file("evil.py", lambda place, _: place.code().encode()),
             config(auto_map={"AutoModelForCausalLM": "evil.GPT2LMHeadModel"}),
         ),
-        no="evaluate generate",
+        no="evaluate",
         says="--trust_remote_code",
     ),
     *(
         Input(f"kernel-of-{name}", (config(**{name: "stranger/kernel"}),), no=commands, says=name.strip("_"))
         for name, commands in (
-            ("attn_implementation", "evaluate evaluate-model generate-model train-model"),
+            ("attn_implementation", "evaluate evaluate-model train-model"),
             ("_attn_implementation", "evaluate evaluate-model"),
-            ("_attn_implementation_internal", "evaluate evaluate-model generate train-model"),
+            ("_attn_implementation_internal", "evaluate evaluate-model train-model"),
             ("experts_implementation", "evaluate evaluate-model"),
             ("_experts_implementation_internal", "evaluate-model"),
         )
@@ -196,7 +194,7 @@ CODE = (
     Input(
         "kernel-of-the-recipe",
         _recipe(attn_implementation="stranger/kernel"),
-        no="evaluate evaluate-run generate",
+        no="evaluate evaluate-run",
         says="attn_implementation",
     ),
     Input(
@@ -210,13 +208,13 @@ CODE = (
                 )
             ),
         ),
-        no="generate",
+        no="evaluate-data",
         says="attn_implementation",
     ),
     Input(
         "generate-of-the-folder",
         (text("model/custom_generate/generate.py", lambda place: place.code() + "def generate(*a, **k): pass\n"),),
-        "evaluate-model generate-model",
+        "evaluate-model",
     ),
     Input(
         "tokenizer-with-code",
@@ -225,7 +223,7 @@ CODE = (
             text("model/tokenizer_config.json", json.dumps({"tokenizer_class": "T", "auto_map": OWN_CODE})),
             removed("model/tokenizer.json"),
         ),
-        no="evaluate-model generate-model",
+        no="evaluate-model",
     ),
     Input(
         "template-with-code",
@@ -235,13 +233,13 @@ CODE = (
                 _set("chat_template", value="{{ cycler.__init__.__globals__.os.system('touch ran') }}"),
             ),
         ),
-        no="generate-chat",
+        no="evaluate-chats",
         says="template",
     ),
     Input(
         "pickle-of-the-model",
         (removed("model/model.safetensors"), archive("model/pytorch_model.bin")),
-        no="evaluate-model generate-model train-model import inspect-model verify-model",
+        no="evaluate-model train-model import inspect-model verify-model",
     ),
     Input("pickle-for-load", (archive("file.pt"),), no="load import-file", says="file.pt"),
     Input(
@@ -364,12 +362,12 @@ LINKS = (
     Input(
         "a-folder-of-a-checkpoint-is-a-link", (link("{c}/optimizer", _TO_FOLDER),), "resume", "verify export-trainer"
     ),
-    Input("config-is-a-link", (link("{c}/config.json", "outside/secret.json"),), "", "evaluate generate consolidate"),
+    Input("config-is-a-link", (link("{c}/config.json", "outside/secret.json"),), "", "evaluate consolidate"),
     Input(
         "config-of-a-model-is-a-link",
         (link("model/config.json", "outside/secret.json"),),
         "import",
-        "evaluate-model generate-model train-model",
+        "evaluate-model train-model",
     ),
     Input(
         "weights-of-a-model-are-a-link",
@@ -438,7 +436,7 @@ LINKS = (
 
 # What is read without a bound
 
-_OF_MANIFEST = "inspect inspect-json verify evaluate generate consolidate export-dcp export-trainer dcp"
+_OF_MANIFEST = "inspect inspect-json verify evaluate consolidate export-dcp export-trainer dcp"
 
 BOUNDS = (
     Input(
@@ -575,7 +573,7 @@ BOUNDS = (
         "config-of-a-model-is-a-pipe",
         (pipe("model/config.json"),),
         "import",
-        "evaluate-model generate-model train-model",
+        "evaluate-model train-model",
         "config.json",
     ),
     Input(
@@ -596,7 +594,7 @@ BOUNDS = (
         "tokenizer-of-a-model-is-a-pipe",
         (pipe("model/tokenizer.json"),),
         "",
-        "evaluate-model generate-model",
+        "evaluate-model",
         "tokenizer",
     ),
     Input("tokenizer-of-a-model-is-sparse", (sparse("model/tokenizer.json"),), "", "evaluate-model", "tokenizer"),
@@ -613,7 +611,7 @@ BOUNDS = (
         "index-of-a-model-leads-out",
         (_index_outside,),
         "",
-        "evaluate-model generate-model train-model import",
+        "evaluate-model train-model import",
         "model.safetensors.index.json",
     ),
     Input(
@@ -681,7 +679,7 @@ BOUNDS = (
         "recipe-of-20-megabytes",
         (text("recipe.yaml", "output_dir: x\n" * 1_500_000), *_recipe(run_name="x" * 20_000_000)),
         "",
-        "rows evaluate generate plan doctor",
+        "rows evaluate plan doctor",
         "recipe.yaml",
     ),
     Input(
@@ -865,7 +863,7 @@ VALUES = (
             signed_file("used_recipe.yaml", b""),
         ),
         "inspect",
-        "evaluate generate",
+        "evaluate",
     ),
     Input(
         "sections-that-are-a-list",
@@ -1051,13 +1049,13 @@ MODELS = (
     Input(
         "width-of-10-to-the-9",
         (config(n_embd=10**9),),
-        no="evaluate evaluate-model generate generate-model import",
+        no="evaluate evaluate-model import",
         says="config.json",
     ),
     Input(
         "depth-of-10-to-the-6",
         (config(n_layer=10**6),),
-        no="evaluate evaluate-model generate-model",
+        no="evaluate evaluate-model",
         says="config.json",
     ),
     Input("vocabulary-of-10-to-the-12", (config(vocab_size=10**12),), no="evaluate evaluate-model", says="config.json"),
@@ -1073,7 +1071,7 @@ MODELS = (
     Input(
         "unknown-activation",
         (config(activation_function="no_such"),),
-        no="evaluate evaluate-model generate",
+        no="evaluate evaluate-model",
         says="config.json",
     ),
     Input(
@@ -1082,7 +1080,7 @@ MODELS = (
             config(architectures=["pipeline"]),
             manifest(_set("metadata", "identity", "model", "class", value="pipeline")),
         ),
-        no="evaluate evaluate-model generate generate-model",
+        no="evaluate evaluate-model",
         says="pipeline",
     ),
     Input(
@@ -1128,14 +1126,8 @@ MODELS = (
     Input(
         "tokens-that-are-none",
         (text("model/tokenizer.json", '{"version": "1.0"}'),),
-        no="evaluate-model generate-model",
+        no="evaluate-model",
         says="tokenizer",
-    ),
-    Input(
-        "generation-of-10-to-the-9",
-        (signed_json("generation_config.json", lambda value: value.update(num_beams=10**9)),),
-        no="generate",
-        says="generat",
     ),
     Input("batch-of-10-to-the-9", _recipe(per_device_eval_batch_size=10**9), "evaluate"),
     Input("block-of-10-to-the-9", _recipe(block_size=10**9), "rows", no="evaluate", says="block_size"),

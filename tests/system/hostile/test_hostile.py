@@ -43,6 +43,7 @@ def original(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = root / "work"
     work.mkdir()
     (work / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 100)
+    (work / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hello"}]}\n' * 9)
     (work / "recipe.yaml").write_text(f"{RECIPE}train_file: {work / 'text.txt'}\n")
     tuned = [line for line in RECIPE.splitlines() if "config" not in line]
     (work / "tuned.yaml").write_text("\n".join([*tuned, f"train_file: {work / 'text.txt'}\n"]))

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.checkpoint.format.verify import verify
-from stepmark.config.unknown_fields import refusals
+from stepmark.config.refusals import refusals
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.trainer.compat.overrides import CALLED

@@ -119,9 +119,9 @@ def test_who_looks_hears_of_every_step_in_order() -> None:
     means.add(statistics(2, 1.0, 0, norm=0.0))
     means.settle()
     assert heard == [
-        (1, 2.0, 10.0, 1.0, True, None),
-        (2, 5.0, 30.0, 0.25, True, None),
-        (3, 1.0, 0.0, 0.0, True, None),
+        (1, 2.0, 10.0, 1.0, True),
+        (2, 5.0, 30.0, 0.25, True),
+        (3, 1.0, 0.0, 0.0, True),
     ]
 
 

@@ -281,13 +281,3 @@ for (const [event, printing] of [["beforeprint", true], ["afterprint", false]])
     document.documentElement.classList.toggle("printing", printing);
     rebuild();
   });
-
-// Served by `stepmark report --serve`: the page is loaded again when the run has written something
-
-if (page.live)
-  setInterval(async () => {
-    try {
-      const answer = await fetch("version", { cache: "no-store" });
-      if (answer.ok && (await answer.text()) !== page.live.version) location.reload();
-    } catch { /* the server has ended; what is here stays */ }
-  }, page.live.seconds * 1000);

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
+from stepmark.config.refusals import refusals
 from stepmark.config.training_fields import GROUP_BY_LENGTH
-from stepmark.config.unknown_fields import refusals
 from stepmark.errors import UsageError
 
 _CALLED = """

@@ -94,7 +94,7 @@ class AnomalyDetector:
 
     `stop_on_nan`: consecutive steps that are not finite after which the run has diverged; 0: never. `not_finite` has
     the numbers of the last step on the host that are not finite, by name, the same on all ranks. `spikes` judges the
-    steps, unless they were `judged` before."""
+    steps that have updated the weights."""
 
     def __init__(
         self,
@@ -102,9 +102,8 @@ class AnomalyDetector:
         *,
         stop_on_nan: int = 0,
         spikes: SpikeDetector | None = None,
-        judged: bool = False,
     ) -> None:
-        self.spikes, self._judged = spikes, judged
+        self.spikes = spikes
         self.not_finite: dict[str, float] = {}
         self._report = report
         self._limit = stop_on_nan
@@ -124,26 +123,23 @@ class AnomalyDetector:
         """Step number `step`, from 1, begins with this learning rate."""
         self._rates[step] = rate
 
-    def look(
-        self, step: int, loss: float, tokens: float, norm: float, updated: bool = True, spike: str | None = None
-    ) -> None:
-        """Takes the numbers of a step, in order, once they are on the host. `updated`: it changed the weights; `spike`:
-        why it was left out."""
+    def look(self, step: int, loss: float, tokens: float, norm: float, updated: bool = True) -> None:
+        """Takes the numbers of a step, in order, once they are on the host. `updated`: it changed the weights."""
         rate = self._rates.pop(step, 0.0)
         if not tokens:
             return
         if not math.isfinite(loss):
             self._found("loss_not_finite", step, f"the loss of step {step} is {loss}; {self._remedy(step)}")
-        elif not math.isfinite(norm) and (updated or spike):
+        elif not math.isfinite(norm) and updated:
             self._found("grad_norm_not_finite", step, f"grad_norm of step {step} is {norm}; {self._remedy(step)}")
         elif norm == 0.0 and loss != 0.0:
             message = f"grad_norm of step {step} is exactly 0{self._since(step)}: no gradient reaches the parameters"
             self._found("grad_norm_zero", step, message)
-        if updated or spike:
+        if updated:
             self._count(step, {"loss": loss, "grad_norm": norm})
-        self._look_for_spikes(step, loss, norm, updated, spike)
+            self._look_for_spikes(step, loss, norm)
         self._look_for_repeats(step, loss, norm, rate)
-        self._moved += rate > 0.0 and math.isfinite(norm) and norm > 0.0 and not spike
+        self._moved += rate > 0.0 and math.isfinite(norm) and norm > 0.0
 
     def _count(self, step: int, numbers: dict[str, float]) -> None:
         """Counts the steps in a row that are not finite."""
@@ -166,14 +162,10 @@ class AnomalyDetector:
         remedy = f"lower learning_rate, or look at the samples of step {first} (stop_on_nan: {self._limit})"
         return f"{message}; {self._remedy(first)}; {remedy}"
 
-    def _look_for_spikes(self, step: int, loss: float, norm: float, updated: bool, spike: str | None) -> None:
-        if self.spikes is None:
-            return
-        reason = spike if self._judged or not updated else self.spikes.judge(loss, norm)
-        if reason is not None:
+    def _look_for_spikes(self, step: int, loss: float, norm: float) -> None:
+        if self.spikes is not None and (reason := self.spikes.judge(loss, norm)) is not None:
             self.spikes.note(step)
-            done = "; its update is left out" if spike else ""
-            self._report(Anomaly("loss_spike", step, f"step {step} is a loss spike: {reason}{done}"))
+            self._report(Anomaly("loss_spike", step, f"step {step} is a loss spike: {reason}"))
 
     def rolled_back(self) -> None:
         """The run continues from an earlier checkpoint, without the steps since."""

@@ -78,7 +78,7 @@ class LossMeter:
         look: Callable[..., None] | None = None,
         experts: Mapping[str, int] | None = None,
     ) -> None:
-        """`look(step, loss, tokens, gradient norm, updated, spike)` is called once the numbers of a step are on the
+        """`look(step, loss, tokens, gradient norm, updated)` is called once the numbers of a step are on the
         host. `experts`: see `ExpertLoadMeter`."""
         self._runtime = runtime
         self._look = look
@@ -104,7 +104,7 @@ class LossMeter:
         for statistics, values in zip(self._pending, fetched, strict=True):
             loss, tokens, self.grad_norm = values.tolist()
             if self._look is not None:
-                self._look(statistics.step + 1, loss, tokens, self.grad_norm, statistics.updated, statistics.spike)
+                self._look(statistics.step + 1, loss, tokens, self.grad_norm, statistics.updated)
             for sums in (self.since_log, self.since_start):
                 sums["loss"] += loss * tokens
                 sums["tokens"] += int(tokens)

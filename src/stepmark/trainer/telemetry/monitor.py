@@ -52,12 +52,10 @@ class Monitor:
         folder, extracts = Path(args.output_dir), extracting_graphs()
         dtype = torch.bfloat16 if args.bf16 or args.fp16 or args.dtype == "bfloat16" else torch.float32
         self.timers = RunTimers()
-        watched, skips = args.on_loss_spike is not None and not extracts, args.on_loss_spike == "skip"
+        watched = args.on_loss_spike is not None and not extracts
         self.spikes = SpikeDetector(args.loss_spike_window, args.loss_spike_threshold) if watched else None
-        if self.spikes is not None and skips:
-            parts.step.judge = self.spikes.judge
         limit = 0 if extracts else args.stop_on_nan
-        self.anomalies = AnomalyDetector(self._report_anomaly, stop_on_nan=limit, spikes=self.spikes, judged=skips)
+        self.anomalies = AnomalyDetector(self._report_anomaly, stop_on_nan=limit, spikes=self.spikes)
         self._run_log = run_log
         self._runtime = context.runtime
         self._throughput = Throughput(parts.model, context.runtime, context.world.size, dtype)

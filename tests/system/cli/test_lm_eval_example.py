@@ -1,12 +1,7 @@
-"""`stepmark evaluate --tasks`: lm_eval's numbers for every checkpoint, without a network.
-
-What needs lm_eval itself is marked `prove`: its requirements are 250 MB.
-"""
+"""`examples/lm_eval_tasks.py`: lm_eval's numbers for every checkpoint, where lm_eval is installed."""
 
 from __future__ import annotations
 
-import csv
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -16,10 +11,10 @@ import pytest
 
 from stepmark.cli.main import run as call
 from stepmark.filesystem.json_files import read_lines
-from stepmark.report.page import write_report
 from tests.support.recipes import TINY, WORDS, write_recipe
 
-needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs the extra lm-eval")
+pytest.importorskip("lm_eval")
+
 CHOICE = """
 task: tiny_choice
 dataset_path: json
@@ -102,79 +97,61 @@ def of_the_command(model: Path, tasks: Path, *options: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.prove
-@needs_lm_eval
-@pytest.mark.filterwarnings("default")  # those of lm_eval and its requirements
-@pytest.mark.parametrize("options", [(), ("--num_fewshot", "2", "--limit", "10")])
-def test_numbers_are_those_of_lm_evals_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
-) -> None:
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The example with small tasks, for which no network is needed."""
+    from examples import lm_eval_tasks
+
     monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
-    run, tasks = train(tmp_path, metric_for_best_model="eval_tiny_choice_acc_norm"), write_tasks(tmp_path / "tasks")
-    given = ["--tasks", ",".join(TASKS), "--include_path", str(tasks), "--batch_size", "4", "--device", "cpu", *options]
-    assert call(["evaluate", str(run), "--watch", *given]) == 0
+    for name, value in (("TASKS", [*TASKS]), ("FOLDER", str(write_tasks(tmp_path / "tasks"))), ("BATCH_SIZE", 4)):
+        monkeypatch.setattr(lm_eval_tasks, name, value)
+    return lm_eval_tasks
+
+
+EVALUATE = ["--evaluator", "examples.lm_eval_tasks:evaluate", "--device", "cpu"]
+
+
+@pytest.mark.filterwarnings("default")  # those of lm_eval and its requirements
+@pytest.mark.parametrize("few", [False, True])
+def test_numbers_are_those_of_lm_evals_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Any, few: bool
+) -> None:
+    if few:
+        monkeypatch.setattr(example, "FEW_SHOT", 2)
+        monkeypatch.setattr(example, "LIMIT", 10)
+    run = train(tmp_path, metric_for_best_model="eval_tiny_choice_acc_norm")
+    assert call(["evaluate", str(run), "--watch", *EVALUATE]) == 0
     lines = [line for line in read_lines(run / "evaluations.jsonl") if "step" in line]
     assert [line["step"] for line in lines] == [2, 4]
     for line in lines:
         model = tmp_path / f"model-{line['step']}"
         assert call(["consolidate", str(run / f"checkpoint-{line['step']}"), str(model)]) == 0
-        wanted = of_the_command(model, tasks, *options)
+        options = ("--num_fewshot", "2", "--limit", "10") if few else ()
+        wanted = of_the_command(model, tmp_path / "tasks", *options)
         assert {name: line[name] for name in wanted} == wanted
         assert {"eval_tiny_choice_acc", "eval_tiny_rolling_word_perplexity", "eval_tiny_written_exact_match_first"} <= {
             *wanted
         }
-        assert line["eval_loss"] > 0  # of the run's own data, as without tasks
+        assert line["eval_loss"] > 0  # of the run's own data
     scores = [line["eval_tiny_choice_acc_norm"] for line in lines]
     assert (run / "best").resolve().name == f"checkpoint-{(2, 4)[scores.index(max(scores))]}"
-    with open(run / "evaluations.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["eval_tiny_choice_acc_norm"]) for row in rows] == scores
-    assert "tiny_choice_acc_norm" in write_report(run).read_text()
 
 
-@pytest.mark.prove
-@needs_lm_eval
 @pytest.mark.filterwarnings("default")  # those of lm_eval and its requirements
 def test_a_model_folder_needs_no_data_and_a_task_that_fails_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], example: Any
 ) -> None:
-    monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
-    run, tasks, model = train(tmp_path), write_tasks(tmp_path / "tasks"), tmp_path / "model"
+    run, model = train(tmp_path), tmp_path / "model"
     assert call(["consolidate", str(run / "checkpoint-4"), str(model)]) == 0
-    given = ["evaluate", str(model), "--include_path", str(tasks), "--device", "cpu", "--json", "--tasks"]
+    given = ["evaluate", str(model), "--json", *EVALUATE]
     capsys.readouterr()
-    assert call([*given, "tiny_c*"]) == 0
+    monkeypatch.setattr(example, "TASKS", ["tiny_c*"])
+    assert call(given) == 0
     found = json.loads(capsys.readouterr().out)
     assert "eval_tiny_choice_acc" in found
     assert "eval_loss" not in found
-    assert call([*given, "tiny_choice,tiny_nothing"]) == 2
-    assert "--tasks: lm_eval has no task 'tiny_nothing'" in capsys.readouterr().err
-    (tasks / "rows.jsonl").unlink()
-    assert call([*given, "tiny_choice"]) == 1
-    assert "--tasks tiny_choice: lm_eval raised" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "there", "message"),
-    [
-        (["--tasks", "hellaswag"], False, "--tasks: lm_eval is not installed; pip install 'stepmark[lm-eval]'"),
-        (["--tasks", "a", "--include_path", "missing"], True, "--include_path: missing is not a folder"),
-        (["--tasks", "a", "--limit", "0"], True, "--num_fewshot and --limit: should be"),
-        (["--limit", "5"], True, "--limit: is for tasks of lm_eval; add --tasks"),
-    ],
-)
-def test_what_is_missing_is_said_before_anything_is_read(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    flags: list[str],
-    there: bool,
-    message: str,
-) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: (there or None) if name == "lm_eval" else found(name, *rest)
+    monkeypatch.setattr(example, "TASKS", ["tiny_choice", "tiny_nothing"])
+    assert call(given) == 1
+    assert "examples.lm_eval_tasks:evaluate raised ValueError: lm_eval has no task 'tiny_nothing'" in (
+        capsys.readouterr().err
     )
-    (tmp_path / "config.json").write_text("{}")
-    assert call(["evaluate", str(tmp_path), *flags]) == 2
-    assert message in capsys.readouterr().err
