@@ -191,27 +191,24 @@ def compare_state_dict(
     Tensors are filled, and keep their dtypes; other values are replaced. With `allow_partial`, leaves that the
     checkpoint does not have stay.
     """
-    for section in sections:
-        with errors_of(plan, section):
-            _compare_leaves(plan, section, allow_partial)
-
-
-def _compare_leaves(plan: ReadPlan, section: Section, allow_partial: bool) -> None:
-    stored = _stored_values(plan)
-    missing = [name for name in section.value if name not in stored]
-    if missing and not allow_partial:
-        near = get_close_matches(missing[0], stored, 2) or stored
-        raise CheckpointMismatch(f"{plan.where} has no {_some(missing)}; it has {_some(near)}")
-    for name, leaf in section.value.items():
-        if isinstance(stored.get(name), Stored):
-            _want_tensor(plan, name, leaf, section.entries.get(name), stored[name])
-        elif name in stored:
-            _want_value(plan, leaf, stored[name])
-    for optimizer in {name.partition(".param_groups.")[0] for name in section.value if ".param_groups." in name}:
-        state = [name for name in stored if name.startswith(f"{optimizer}.state.")]
-        if state and not any(name in section.value for name in state):
-            count = sum(isinstance(stored[name], Stored) for name in state)
-            logger.warning("%r has no state yet: %d tensors of %s are not loaded", optimizer, count, plan.where)
+    (section,) = sections
+    found: dict[str, Leaf] = section.value
+    with errors_of(plan, section):
+        stored = _stored_values(plan)
+        missing = [name for name in found if name not in stored]
+        if missing and not allow_partial:
+            near = get_close_matches(missing[0], stored, 2) or stored
+            raise CheckpointMismatch(f"{plan.where} has no {_some(missing)}; it has {_some(near)}")
+        for name, leaf in found.items():
+            if isinstance(stored.get(name), Stored):
+                _want_tensor(plan, name, leaf, section.entries.get(name), stored[name])
+            elif name in stored:
+                _want_value(plan, leaf, stored[name])
+        for optimizer in {name.partition(".param_groups.")[0] for name in found if ".param_groups." in name}:
+            states = [name for name in stored if name.startswith(f"{optimizer}.state.")]
+            if states and not any(name in found for name in states):
+                count = sum(isinstance(stored[name], Stored) for name in states)
+                logger.warning("%r has no state yet: %d tensors of %s are not loaded", optimizer, count, plan.where)
 
 
 def _want_value(plan: ReadPlan, leaf: Leaf, stored: Any) -> None:

@@ -75,12 +75,13 @@ class ReadPlan:
 
         Raises CheckpointMismatch where the checkpoint does not have it, or has another shape or dtype.
         """
-        entry, wanted = self.stored(group).get(name), f"{dtype} {list(layout.shape)}"
-        if entry is None:
-            raise CheckpointMismatch(f"{self.where} has no tensor {name!r}; the state here expects {wanted}")
-        if (entry.dtype, entry.shape) != (dtype, layout.shape):
+        entry = self.stored(group).get(name)
+        if entry is None or (entry.dtype, entry.shape) != (dtype, layout.shape):
+            wanted = f"{dtype} {list(layout.shape)}"
             raise CheckpointMismatch(
-                f"tensor {name!r} is {entry.dtype} {list(entry.shape)} in {self.where} and {wanted} here"
+                f"{self.where} has no tensor {name!r}; the state here expects {wanted}"
+                if entry is None
+                else f"tensor {name!r} is {entry.dtype} {list(entry.shape)} in {self.where} and {wanted} here"
             )
         target = ReadTarget(group, name, layout, dtype, live)
         self.targets.append(target)
@@ -127,6 +128,6 @@ def reference(name: str) -> dict[str, str]:
     return {TAG: "tensor", "v": name}
 
 
-def items(encoded: Mapping[str, Any]) -> dict[str, Any]:
+def items(encoded: Mapping[str, Any]) -> Mapping[str, Any]:
     """Encoded values by key as one, whatever the keys are."""
-    return {TAG: "dict", "v": [[key, value] for key, value in encoded.items()]}
+    return {TAG: "dict", "v": [[key, value] for key, value in encoded.items()]} if TAG in encoded else encoded
