@@ -22,11 +22,12 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from examples.sweep import main as train_all  # noqa: E402
 from stepmark.trainer.run_folder.run_log import read_metrics  # noqa: E402
 from tests.support.browser import screenshot  # noqa: E402
 
 WIDTHS, HEIGHT, COLORS = {"wide-light": 1280, "tablet-dark": 768, "phone-light": 390}, 1600, 128
-SWEPT = (
+SWEPT = [
     "--learning_rate",
     "1e-4",
     "1e-3",
@@ -34,9 +35,11 @@ SWEPT = (
     "--lr_scheduler_type",
     "linear",
     "cosine_with_restarts",
-    "--seeds",
-    "3",
-)
+    "--seed",
+    "0",
+    "1",
+    "2",
+]
 SMALL = {"config_overrides": "{n_layer: 1, n_embd: 32, n_head: 2}", "block_size": 32, "max_steps": 150}
 STEPS, SAVE_EVERY, KILL_AFTER, DAMAGED = 300, 30, 205, 180
 FIELDS = {
@@ -81,8 +84,10 @@ def main() -> int:
     picture(ROOT / "docs" / "report.png", report(folder), (1120, 1376))
     swept = folder.with_name("sweep")
     shutil.rmtree(swept, ignore_errors=True)
-    flags = [part for name, value in {**FIELDS, **SMALL}.items() for part in (f"--{name}", str(value))]
-    subprocess.run([sys.executable, "-m", "stepmark", "sweep", "--output_dir", str(swept), *flags, *SWEPT], check=True)
+    recipe = swept.with_suffix(".yaml")
+    recipe.write_text("".join(f"{name}: {value}\n" for name, value in {**FIELDS, **SMALL}.items()))
+    if train_all([str(recipe), "--output_dir", str(swept), *SWEPT]):
+        return 1
     compared = report(swept)
     for name, width in WIDTHS.items():
         path = ROOT / "docs" / "screenshots" / f"report-{name}.png"

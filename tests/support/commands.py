@@ -1,6 +1,5 @@
 """Commands of stepmark in a child of the zygote, which has made the imports; ranks that a command starts are forks of
-it, and so are a sweep's runs. For what does not depend on how a process starts: tests/system/cli/test_cli.py starts
-real ones."""
+it. For what does not depend on how a process starts: tests/system/cli/test_cli.py starts real ones."""
 
 from __future__ import annotations
 
@@ -13,10 +12,8 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from stepmark.__main__ import main
-from stepmark.cli import sweep
 from stepmark.launch import supervisor
 from tests.support import interference
 from tests.support.forked import run_and_exit
@@ -111,9 +108,8 @@ def enter(folder: str, read: bool) -> None:
 
 
 def fork_ranks(kind: type[ForkedRank]) -> None:
-    """Of the supervisor and of a sweep alone: ranks start processes of their own."""
-    for module in (supervisor, sweep):
-        module.subprocess = types.SimpleNamespace(Popen=kind)  # type: ignore[attr-defined,assignment]
+    """Of the supervisor alone: ranks start processes of their own."""
+    supervisor.subprocess = types.SimpleNamespace(Popen=kind)  # type: ignore[attr-defined,assignment]
 
 
 def closed_pipe() -> int:
@@ -124,7 +120,7 @@ def closed_pipe() -> int:
 
 
 class ForkedRank:
-    """The part of subprocess.Popen that the supervisor and a sweep use."""
+    """The part of subprocess.Popen that the supervisor uses."""
 
     def __init__(
         self,
@@ -132,15 +128,10 @@ class ForkedRank:
         env: Mapping[str, str],
         start_new_session: bool,
         pass_fds: tuple[int, ...] = (),
-        stdout: IO[bytes] | None = None,
-        stderr: IO[bytes] | None = None,
     ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if not self.pid:
-            for number, output in ((1, stdout), (2, stderr)):
-                if output is not None:
-                    os.dup2(output.fileno(), number)
             run_and_exit(lambda: self._start(command, env, start_new_session))
 
     def poll(self) -> int | None:

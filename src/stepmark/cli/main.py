@@ -31,7 +31,6 @@ from stepmark.cli import (
     precompile,
     report,
     rows,
-    sweep,
     train,
     verify,
 )
@@ -47,7 +46,6 @@ from stepmark.liveness.process_exit import reported
 _IN_ORDER: tuple[Any, ...] = (
     init,
     train,
-    sweep,
     precompile,
     evaluate,
     consolidate,

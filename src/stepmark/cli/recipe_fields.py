@@ -16,19 +16,15 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
 
 
-def add_recipe_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Adds the path of a recipe, and its fields in groups with their descriptions. `several`: a field takes one or more
-    values, which are parsed as a list."""
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the path of a recipe, and its fields in groups with their descriptions."""
     parser.add_argument("recipe", nargs="?", metavar="RECIPE.yaml", help="fields and their values; flags override it")
-    values = "VALUE [VALUE ...]" if several else "VALUE"
     parser.set_defaults(explain_unknown=_explain_unknown)
-    parser.usage = f"%(prog)s [RECIPE.yaml] [--nproc N] [--FIELD {values} ...]"
+    parser.usage = "%(prog)s [RECIPE.yaml] [--nproc N] [--FIELD VALUE ...]"
     for title, fields in sections().items():
         group = parser.add_argument_group(f"recipe fields: {title}")
         for field in fields:
             switch: dict[str, Any] = {"nargs": "?", "const": "true"} if is_switch(field.name) else {}
-            if several:
-                switch = {"nargs": "+"}
             metavar = field.type_name.replace(" | None", "").replace(" | ", "|").upper()
             names = [f"--{field.name}", *(["--accept-changes"] if field.name == "accept_changes" else [])]
             group.add_argument(*names, metavar=metavar, help=_help(field), **switch)

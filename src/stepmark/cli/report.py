@@ -20,6 +20,6 @@ def run(parsed: argparse.Namespace) -> int:
     """Writes the page, prints its path, and returns 0. Raises UsageError if a folder is not a run's output_dir."""
     from stepmark.report.page import write_report
 
-    folders: list[Path] = [*parsed.folders, *parsed.compare]
+    folders = [*parsed.folders, *parsed.compare]
     print(write_report(folders[0], folders[1:], parsed.out, parsed.csv))
     return 0

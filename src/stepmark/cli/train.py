@@ -47,7 +47,6 @@ def run(parsed: argparse.Namespace) -> int:
 def _supervise(parsed: argparse.Namespace, training: TrainingFields) -> int:
     from stepmark.cli.supervised_run import SupervisedRun
 
-    follow_supervisor()  # that of a sweep
     return start_ranks(
         parsed,
         signal_grace=training.signal_grace,

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from stepmark.errors import LaunchError, UsageError
 from stepmark.filesystem.error_advice import with_advice
@@ -358,22 +358,16 @@ def _describe(code: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-class Receiver(Protocol):
-    """What signals are forwarded to: the ranks of a run, or the runs of a sweep."""
-
-    def forward(self, number: int) -> None: ...
-
-
 class ForwardedSignals:
     """Forwards the supervisor's signals to every rank. `received`: the name of the last one."""
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._ranks: Receiver | None = None
+        self._ranks: _Ranks | None = None
         self._early: list[int] = []  # signals that came before the ranks were started
 
     @contextlib.contextmanager
-    def to(self, ranks: Receiver) -> Iterator[None]:
+    def to(self, ranks: _Ranks) -> Iterator[None]:
         """Inside the block, signals go to these ranks, beginning with those that came earlier."""
         self._ranks = ranks
         while self._early:

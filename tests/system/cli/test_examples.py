@@ -6,6 +6,7 @@ import email
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 from functools import partial
@@ -20,11 +21,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from stepmark import read_metrics
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints
 from stepmark.cli.main import run
 from tests.support.processes import environment, torchrun
 from tests.support.ranks import ROOT, Ranks
+from tests.support.recipes import write_recipe
 from tests.support.run_folders import read_losses
 
 STEPS, EVERY = 6, 2  # the loop keeps two checkpoints, those of steps 4 and 6
@@ -134,6 +137,31 @@ def test_the_loop_of_plain_torch_runs_under_torchrun(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), check=False)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2", "checkpoint-1"]
+
+
+def test_a_run_for_each_combination_is_trained_and_resumed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from examples.sweep import main
+
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    recipe = write_recipe(tmp_path, logging_steps=1, eval_strategy="steps", eval_steps=2, max_eval_samples=2)
+    runs = tmp_path / "runs"
+    arguments = [str(recipe), "--output_dir", str(runs), "--learning_rate", "1e-4", "fast", "--seed", "1"]
+    assert main([*arguments, "--print"]) == 0
+    first, _ = capfd.readouterr().out.splitlines()
+    folder = runs / "learning_rate=1e-4"
+    flags = f"--learning_rate 1e-4 --seed 1 --output_dir {folder} --resume_from_checkpoint true"
+    assert first == f"stepmark train {recipe} {flags}"
+    assert main(arguments) == 1
+    told = capfd.readouterr()
+    assert "error: learning_rate: should be a number, and is 'fast'" in told.err
+    best, failed = told.out.splitlines()[-2:]
+    assert re.fullmatch(r"learning_rate=1e-4: done, eval_loss \d\.\d+", best)
+    assert failed == "learning_rate=fast: not started"
+    assert main([*arguments, "--max_steps", "3"]) == 1
+    assert [line["resumed"] for line in read_metrics(folder) if "resumed" in line] == [2]
 
 
 CHAT_TEMPLATE = (

@@ -33,7 +33,7 @@ def test_every_block_is_a_file_or_is_run(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     environment["USE_TORCH_XLA"] = "0"  # or transformers' own Trainer takes XLA's CPU client, where it is installed
     for language, name, content in steps(page):
         if name:

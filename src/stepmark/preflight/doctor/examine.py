@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,6 @@ from stepmark.preflight.doctor.machine import (
     look_at_launcher,
     look_at_machine,
     look_at_variables,
-    neuron_driver,
 )
 from stepmark.preflight.doctor.shared_folder import look_at_folder
 from stepmark.runtime.compile_cache import NEURON_FLAGS, without_cache_folder
@@ -33,7 +31,6 @@ from stepmark.runtime.versions import PACKAGES, refused_peft, software_versions
 MARKS = {Status.OK: " ", Status.WARNING: "?", Status.FAILURE: "!"}
 RECIPE, GRAPHS = "recipe", "graphs"
 PROBLEM = "warning: "  # begins a line of `stepmark precompile`
-RUNTIME_PACKAGE = "aws-neuronx-runtime-lib"
 
 
 def examine(recipe: Recipe | None, path: str | None = None) -> list[Finding]:
@@ -72,19 +69,9 @@ def _versions() -> Iterator[Finding]:
     for name in ("python", *PACKAGES):
         text = versions.get(name, "not installed")
         yield Finding("versions", name, text, values={"version": versions.get(name)})
-    neuron = {"driver": neuron_driver(), "runtime": _neuron_runtime()}
-    yield from judge_versions({**versions, **{name: text for name, text in neuron.items() if text is not None}})
+    yield from judge_versions(versions)
     if (refused := refused_peft()) is not None:
         yield Finding("versions", "transformers with peft", refused, Status.WARNING)
-
-
-def _neuron_runtime() -> str | None:
-    """The version of Neuron's runtime library, which is a package of the system."""
-    if shutil.which("dpkg-query") is None:
-        return None
-    command = ["dpkg-query", "--show", "--showformat=${Version}", RUNTIME_PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.split("-")[0] or None if done.returncode == 0 else None
 
 
 def look_at_recipe(path: str, recipe: Recipe, device: str) -> Iterator[Finding]:

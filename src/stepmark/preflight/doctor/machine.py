@@ -255,7 +255,7 @@ def _neuron(wish: str) -> Iterator[Finding]:
     devices = glob.glob("/dev/neuron[0-9]*")
     if not devices:
         return
-    driver = neuron_driver()
+    driver = _neuron_driver()
     yield Finding(DEVICES, "Neuron", f"{len(devices)} devices, driver {driver or 'unknown'}")
     blocked = [device for device in devices if not os.access(device, os.R_OK | os.W_OK)]
     if blocked:
@@ -268,7 +268,7 @@ def _neuron(wish: str) -> Iterator[Finding]:
         yield Finding(DEVICES, "Neuron", text, Status.WARNING if wish == "cpu" else Status.FAILURE)
 
 
-def neuron_driver() -> str | None:
+def _neuron_driver() -> str | None:
     """The version of the loaded kernel module."""
     return NEURON_DRIVER.read_text().strip() if NEURON_DRIVER.is_file() else None
 
