@@ -86,6 +86,11 @@ def test_what_other_micro_batches_have_used_cannot_be_changed(
     assert any(IN_FLIGHT in each for each in found.logs)
 
 
+def test_a_parameter_may_be_added_while_a_stage_has_passes_to_come(ranks: Ranks, tmp_path: Path) -> None:
+    """It is none that they use."""
+    check(ranks, tmp_path, "pp", [("on_substep_end", "added to the model")])
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("form", ALL)
 def test_every_change(ranks: Ranks, tmp_path: Path, form: str) -> None:
