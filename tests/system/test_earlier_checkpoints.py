@@ -45,15 +45,15 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def restore(folder: str, options: dict[str, Any]) -> Any:
     """Resumes the run on this rank's mesh; `live` of the restored state."""
     captured: list[Any] = []
-    original = Checkpointer.restore
+    original = Checkpointer.restore_from
 
     def capturing(self: Checkpointer, state: Any, *arguments: Any, **more: Any) -> Any:
-        assert original(self, state, *arguments, **more) == STEP
+        assert original(self, state, *arguments, **more).step == STEP
         captured.append(live(state))
         raise Restored
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(Checkpointer, "restore", capturing)
+    patch.setattr(Checkpointer, "restore_from", capturing)
     try:
         with pytest.raises(Restored):
             write_checkpoints.trainer(Path(folder), **options).train(resume_from_checkpoint=True)

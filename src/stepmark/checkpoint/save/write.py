@@ -12,16 +12,19 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum, bytes_checksum
 from stepmark.checkpoint.format.tensor_file import Header
-from stepmark.checkpoint.operation import Operation
-from stepmark.checkpoint.save.commit import Commit
 from stepmark.checkpoint.save.plan import PlannedFile, SavePlan
-from stepmark.checkpoint.save.snapshot import Extent, PendingCopies
 from stepmark.checkpoint.threads import in_parallel
 from stepmark.filesystem import files
+
+if TYPE_CHECKING:  # they import torch, which an import of a checkpoint does without
+    from stepmark.checkpoint.operation import Operation
+    from stepmark.checkpoint.save.commit import Commit
+    from stepmark.checkpoint.save.snapshot import Extent, PendingCopies
 
 BLOCK = 8 * CHECKSUM_BLOCK
 
