@@ -183,8 +183,8 @@ def speed(history: History, key: str, form: str = "{:,.0f}") -> str:
 
 
 def unit_of(history: History) -> str:
-    """What the targets are. Where each sample has one, it is no token: the two rates, read one after the other from a
-    clock, are alike."""
+    """What the targets are. Where each sample has one, it is no token: the two rates are equal, but for runs of older
+    versions, which read the clock twice."""
     tokens, samples = (recent_median(history, f"{unit}_per_second") for unit in ("tokens", "samples"))
     return "samples" if tokens and samples and abs(tokens / samples - 1) < 1e-2 else "tokens"
 

@@ -446,10 +446,11 @@ class TrainingLoop:
         if values is None:
             self._callbacks.control.should_log = False
             return
-        speed = self._tokens_per_second()
+        seconds = self._monitor.timers.training()  # of all rates, so that those of samples and tokens may be equal
+        speed = self._losses.timed_tokens / seconds
         self._callbacks.progress.unit = self._unit()
         self._losses.timed_tokens = 0
-        machine = self._monitor.log_fields()
+        machine = self._monitor.log_fields(seconds)
         machine["target_tokens"] = self._losses.since_start["tokens"]
         loads = self._losses.loads.take()
         self._monitor.anomalies.loads(self._step, loads)

@@ -135,9 +135,9 @@ class Monitor:
         """Samples of all ranks since the last log."""
         return self._throughput.samples
 
-    def log_fields(self) -> dict[str, Any]:
-        """The fields of a log that describe the machine, since the last call."""
-        speed = self._throughput.fields(self.timers.training())
+    def log_fields(self, seconds: float) -> dict[str, Any]:
+        """The fields of a log that describe the machine, since the last call: so many seconds of training."""
+        speed = self._throughput.fields(seconds)
         self._throughput.restart()
         return {**speed, **self.part_fields(), **memory_fields(self._runtime)}
 
