@@ -72,11 +72,11 @@ class RunHooks:
     @contextmanager
     def evaluating(self, evaluation: PausableEvaluation) -> Iterator[None]:
         """Inside the block this is the evaluation in progress, whatever a user's `evaluate` calls."""
-        self.evaluation = evaluation
+        before, self.evaluation = self.evaluation, evaluation
         try:
             yield
         finally:
-            self.evaluation = None
+            self.evaluation = before
 
     def predict(
         self, inputs: Any, loss_only: bool, ignore_keys: Sequence[str] | None
@@ -111,7 +111,8 @@ class RunHooks:
         begin, wait = pending
         begin()
         method: Any = self._trainer._save_checkpoint
-        if method.__func__.__module__.partition(".")[0] != getattr(type(self._trainer), "_library", None):
+        module = getattr(method, "__func__", method).__module__
+        if module.partition(".")[0] != getattr(type(self._trainer), "_library", None):
             wait()
 
     def collect_files(self) -> None:

@@ -253,7 +253,7 @@ class Trainer:
             check_packed(self.model, value, may_call=False)
         super().__setattr__(name, value)
         if name == "compute_loss" and "_loss" in vars(self):
-            self._loss.override = OverriddenLoss(self)
+            self._find_override()
         elif name in ("compute_loss_func", "loss_averages_over", "causal_shift") and "_loss" in vars(self):
             self._set_loss()
 
@@ -542,8 +542,11 @@ class Trainer:
             lazy=self.context.runtime.lazy,
             declared_by=self,
         )
-        if self._overridden("compute_loss"):
-            self._loss.override = OverriddenLoss(self)
+        self._find_override()
+
+    def _find_override(self) -> None:
+        """Looks for a `compute_loss` of the user's, which a script may also give the class later."""
+        self._loss.override = OverriddenLoss(self) if self._overridden("compute_loss") else None
 
     # Training
 
@@ -577,6 +580,7 @@ class Trainer:
         folder, run = Path(self.args.output_dir), self._run
         run.begin_training(folder)
         self._callbacks.reset()
+        self._find_override()
         if self.model_init is not None and self._trained:
             make_again(self.model, self.model_init, self.args.seed, self.mesh)
         self._trained = True
@@ -653,6 +657,7 @@ class Trainer:
 
     @property
     def _evaluator(self) -> Evaluator:
+        self._find_override()
         named = names_labels(self.model) if self.args.label_names is None else self.args.label_names
         return Evaluator(
             self.model,

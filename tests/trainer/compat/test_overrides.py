@@ -1218,3 +1218,34 @@ def test_a_run_goes_on_with_the_shift_that_it_has_had(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="causal_shift: is False, and was True in this run; set it to true"):
         run(2, None)
     assert run(2, True).state.global_step == 2
+
+
+def test_a_save_of_a_scripts_own_may_be_an_attribute(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), max_steps=1, device="cpu", **steps("save", 1))
+    made = Trainer(tiny_model(), args, train_dataset=Blocks(8))
+    seen: list[bool] = []
+
+    def save(model: Any, trial: Any = None) -> None:
+        Trainer._save_checkpoint(made, model, trial)
+        seen.append((tmp_path / "checkpoint-1" / "manifest.json").exists())
+
+    made._save_checkpoint = save  # type: ignore[method-assign]
+    made.train()
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_class_may_get_its_loss_later(tmp_path: Path, before: bool) -> None:
+    """Also one with other parameters than it had when the Trainer was made."""
+
+    def zero(self: Any, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss * 0, outputs) if return_outputs else outputs.loss * 0
+
+    body = {"compute_loss": lambda self, *given, **options: Trainer.compute_loss(self, *given, **options)}
+    kind: Any = type("Patched", (Trainer,), body if before else {})
+    args = TrainingArguments(str(tmp_path), max_steps=1, device="cpu")
+    made = kind(tiny_model(), args, train_dataset=Blocks(8), eval_dataset=Blocks(8))
+    kind.compute_loss = zero
+    assert made.evaluate()["eval_loss"] == 0.0
+    assert made.train().training_loss == 0.0
