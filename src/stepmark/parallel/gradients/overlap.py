@@ -55,14 +55,8 @@ class OverlappedReduction:
         self._completed: list[int] = []
         self._sent: dict[int, Finish] = {}
         self._sent_versions: dict[int, int] = {}  # of the sums when they were sent, by bucket
-        me = weakref.ref(self)  # which `sums` must not keep alive
-
-        def arrived(number: int, position: int) -> None:
-            found = me()
-            assert found is not None
-            found._arrived(number, position)
-
-        sums.arrived = arrived
+        me = weakref.proxy(self)  # which `sums` must not keep alive
+        sums.arrived = lambda number, position: me._arrived(number, position)
 
     def __del__(self) -> None:
         if getattr(self, "_sent", None):  # an error has ended the step

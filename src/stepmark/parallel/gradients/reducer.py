@@ -27,7 +27,7 @@ from torch import Tensor
 from stepmark.parallel.gradients.arithmetic import add_partial_of_buckets
 from stepmark.parallel.gradients.exchange import ReducedShards
 from stepmark.parallel.gradients.overlap import OverlappedReduction
-from stepmark.parallel.gradients.reduced import ReducedGradients
+from stepmark.parallel.gradients.reduced import ReducedGradients, show, show_shards
 from stepmark.parallel.gradients.sums import FlatSums, ShardSums, TensorSums
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
@@ -56,7 +56,13 @@ class GradientReducer:
     def begin(self) -> None:
         """Announces the step. Optional."""
         self._take_hooks()
-        self.sums.begin(self._mesh.data_parallel.size)
+        if isinstance(self.sums, ShardSums):
+            self.sums.begin()
+            return
+        ranks = self._mesh.data_parallel.size
+        for parameter in self.sums.parameters if ranks > 1 else ():
+            if parameter.grad is not None:  # set before the step: it becomes that of all ranks, whose sum is their mean
+                parameter.grad = parameter.grad / ranks
 
     def _take_hooks(self) -> None:
         self.sums.hooks.check()
@@ -115,9 +121,10 @@ class GradientReducer:
     def shown_so_far(self) -> Iterator[None]:
         """Inside the block, between two backward passes, `parameter.grad` is what has been added up so far; what is
         changed there counts."""
-        take_over = self.sums.show()
+        shows = show_shards if isinstance(self.sums, ShardSums) else show
+        take = shows(list(zip(self.sums.parameters, self.sums.tensors(), strict=True)))
         yield
-        take_over()
+        self.sums.replace(take())
 
     def settle(self) -> None:
         """Raises UsageError where ranks have called other layers in the last step. Waits for the device."""

@@ -3,9 +3,10 @@ without data parallel ranks, and on a lazy device; in this rank's shard of each 
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, count, pairwise
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import Bucket
 from stepmark.parallel.full_sharding import HOOKS, has_hooks, layer_of
-from stepmark.parallel.gradients.reduced import show, show_shards
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.dtensor import local_of
 
@@ -24,24 +24,22 @@ _holders: Any = WeakTensorKeyDictionary()  # by parameter: a weak reference to t
 
 
 class GradientHooks:
-    """Calls `arrived(owner, index)` when autograd has made the gradient of the parameter with that index, after all
+    """Calls the method `arrived(index)` when autograd has made the gradient of the parameter with that index, after all
     hooks of the user's, which may change it. Frozen parameters have none.
 
-    The owner takes the gradient away, so that only one can have hooks of a parameter: the last one that was made. They
-    end with `close`, or with the owner.
+    The method's owner takes the gradient away, so that only one can have hooks of a parameter: the last one that was
+    made. They end with `close`, or with the owner.
 
     Attributes:
         taken: Whether another owner has the gradients now.
         hooked: The indices of the parameters that are not frozen.
     """
 
-    def __init__(
-        self, owner: object, parameters: Sequence[nn.Parameter], arrived: Callable[[Any, int], object]
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], arrived: Callable[[int], object]) -> None:
         self.taken = False
         self._handles: list[RemovableHandle] = []
         self.hooked = frozenset(index for index, parameter in enumerate(parameters) if parameter.requires_grad)
-        me = weakref.ref(owner)
+        method = weakref.WeakMethod(arrived)
         for index in sorted(self.hooked):
             parameter = parameters[index]
             before = _holders.get(parameter)
@@ -50,7 +48,7 @@ class GradientHooks:
                 holder.close()
                 holder.taken = True
             _holders[parameter] = weakref.ref(self)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(_hook(me, index, arrived)))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(_call, method, index)))
         weakref.finalize(self, _remove, self._handles)
 
     def close(self) -> None:
@@ -74,25 +72,16 @@ class GradientHooks:
             )
 
 
-def _hook(owner: Callable[[], Any], index: int, arrived: Callable[[Any, int], object]) -> Callable[[object], None]:
-    def hook(_: object) -> None:  # what it is called with may be the result of a hook of the user's
-        there = owner()
-        if there is not None:
-            arrived(there, index)
-
-    return hook
+def _call(method: weakref.WeakMethod[Callable[[int], object]], index: int, _: object) -> None:
+    """`_` may be the result of a hook of the user's."""
+    arrived = method()
+    if arrived is not None:
+        arrived(index)
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def share_out(parameters: Iterable[nn.Parameter], ranks: int) -> None:
-    """Makes gradients that were set before a step those of all ranks together, whose sum is to be their mean."""
-    for parameter in parameters if ranks > 1 else ():
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad / ranks
 
 
 class FlatSums:
@@ -115,98 +104,92 @@ class FlatSums:
         self.arrived: Callable[[int, int], object] = lambda number, position: None
         zeros = [torch.zeros(bucket.padded, dtype=torch.float32) for bucket in self.buckets]
         self.flat: list[Tensor] = list(runtime.place(zeros))
-        self._places = [
-            [member.places_in(flat) for member in bucket.members]
-            for bucket, flat in zip(self.buckets, self.flat, strict=True)
+        ends = list(accumulate(len(bucket.members) for bucket in self.buckets))
+        self._indices = [range(begin, end) for begin, end in pairwise([0, *ends])]  # of each bucket's parameters
+        self._members = [
+            (number, position, member)
+            for number, bucket in enumerate(self.buckets)
+            for position, member in enumerate(bucket.members)
         ]
+        self.parameters = [member.parameter for *_, member in self._members]
+        self._places = [member.places_in(self.flat[number]) for number, _, member in self._members]
         self._views = [
-            [p[0] if b.dtype == torch.float32 and m.in_order else None for m, p in zip(b.members, places, strict=True)]
-            for b, places in zip(self.buckets, self._places, strict=True)
+            places[0] if member.in_order and self.buckets[number].dtype == torch.float32 else None
+            for (number, _, member), places in zip(self._members, self._places, strict=True)
         ]
-        self._present = [[False for _ in bucket.members] for bucket in self.buckets]
-        self._got = [[False for _ in bucket.members] for bucket in self.buckets]
-        self._members = [(k, i) for k, bucket in enumerate(self.buckets) for i in range(len(bucket.members))]
-        self.hooks = GradientHooks(self, [self._parameter(*place) for place in self._members], FlatSums._made)
-
-    def _parameter(self, number: int, position: int) -> nn.Parameter:
-        return self.buckets[number].members[position].parameter
+        self._present = [False] * len(self.parameters)
+        self._got = [False] * len(self.parameters)
+        self.hooks = GradientHooks(self.parameters, self._made)
 
     def _made(self, index: int) -> None:
         """Autograd has made a gradient."""
-        number, position = self._members[index]
         with torch.no_grad():  # in backward(create_graph=True) too
-            self._collect(self._parameter(number, position), number, position)
+            self._collect(index)
+        number, position, _ = self._members[index]
         self.arrived(number, position)
 
-    def _collect(self, parameter: Tensor, number: int, position: int) -> None:
+    def _collect(self, index: int) -> None:
         """Takes what is in `parameter.grad`: the sum itself where that is a view of the bucket and the user has
         assigned another tensor, else one more gradient."""
-        gradient, view = parameter.grad, self._views[number][position]
+        parameter, view = self.parameters[index], self._views[index]
+        gradient = parameter.grad
         if gradient is None:
             if view is not None:  # none has arrived, or the user cleared it
-                self._present[number][position] = self._got[number][position] = False
+                self._present[index] = self._got[index] = False
             return
         if gradient is view:
             return
         dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
-        places = self._places[number][position]
-        boxes = [dense] if len(places) == 1 else self.buckets[number].members[position].boxes_of(dense)
-        adds = self._present[number][position] and view is None
+        places = self._places[index]
+        boxes = [dense] if len(places) == 1 else self._members[index][2].boxes_of(dense)
+        adds = self._present[index] and view is None
         for place, box in zip(places, boxes, strict=True):
             place.add_(box) if adds else place.copy_(box)
         parameter.grad = view
-        self._present[number][position] = self._got[number][position] = True
-
-    def begin(self, ranks: int) -> None:
-        """Announces a step of so many ranks; see `share_out`."""
-        share_out([self._parameter(*place) for place in self._members], ranks)
+        self._present[index] = self._got[index] = True
 
     @torch.no_grad()
     def collect(self) -> None:
         """Takes what the user has assigned to `parameter.grad` since the backward passes."""
-        for number, bucket in enumerate(self.buckets):
-            for position, member in enumerate(bucket.members):
-                self._collect(member.parameter, number, position)
+        for index in range(len(self.parameters)):
+            self._collect(index)
 
     @torch.no_grad()
     def complete(self, number: int) -> Tensor:
         """A bucket's sums, zero for parameters without a gradient."""
-        present = self._present[number]
-        for position, places in enumerate(self._places[number]):
-            for place in () if present[position] else places:
+        for index in self._indices[number]:
+            for place in () if self._present[index] else self._places[index]:
                 place.zero_()
-            present[position] = True
+            self._present[index] = True
         return self.flat[number]
 
     def got(self) -> list[bool]:
-        """Whether each parameter has got a gradient in this step, bucket by bucket."""
-        return [each for bucket in self._got for each in bucket]
+        """Whether each parameter has got a gradient in this step."""
+        return list(self._got)
 
-    def show(self) -> Callable[[], None]:
-        """Makes `parameter.grad` what has been added up so far; calling the result takes over what was changed."""
-        places = [(k, i, self.buckets[k].members[i]) for k, i in self._members]
-        sums = [member.read(self.flat[k]) if self._got[k][i] else None for k, i, member in places]
-        take = show([(member.parameter, each) for (*_, member), each in zip(places, sums, strict=True)])
+    def tensors(self) -> list[Tensor | None]:
+        """What has been added up so far for each parameter, in its shape; None where nothing has."""
+        pairs = zip(self._members, self._got, strict=True)
+        return [member.read(self.flat[number]) if got else None for (number, _, member), got in pairs]
 
-        def take_over() -> None:
-            for (number, position, member), gradient in zip(places, take(), strict=True):
-                self._present[number][position] = self._got[number][position] = gradient is not None
-                if gradient is not None:
-                    member.write(gradient, self.flat[number])
-                member.parameter.grad = None if gradient is None else self._views[number][position]
-
-        return take_over
+    @torch.no_grad()
+    def replace(self, sums: Sequence[Tensor | None]) -> None:
+        """Takes over sums in place of those of `tensors`, which they may be."""
+        for index, ((number, _, member), total) in enumerate(zip(self._members, sums, strict=True)):
+            self._present[index] = self._got[index] = total is not None
+            if total is not None:
+                member.write(total, self.flat[number])
+            member.parameter.grad = None if total is None else self._views[index]
 
     def reset(self) -> None:
         """Forgets the sums, for the next step."""
         if self.hooks.taken:
             return
         self.hooks.come_last()
-        for bucket, *flags in zip(self.buckets, self._present, self._got, strict=True):
-            for each in flags:
-                each[:] = [False] * len(each)
-            for member in bucket.members:
-                member.parameter.grad = None
+        for flags in (self._present, self._got):
+            flags[:] = [False] * len(flags)
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 class TensorSums:
@@ -243,19 +226,15 @@ class TensorSums:
             self._sums = list(runtime.place(zeros))
         self._present = [False] * len(self.parameters)  # whose sums are more than zeros
         self._on_arrival = on_arrival
-        self._moments = itertools.count()
+        self._moments = count()
         self.arrivals = [-1] * len(self.parameters)
-        self.hooks = GradientHooks(self, self.parameters if on_arrival or watched else (), TensorSums._made)
+        self.hooks = GradientHooks(self.parameters if on_arrival or watched else (), self._made)
 
     def _made(self, index: int) -> None:
         """Autograd has made a gradient."""
         self.arrivals[index] = next(self._moments)
         if self._on_arrival:
             self._collect(index)
-
-    def begin(self, ranks: int) -> None:
-        """See `FlatSums`."""
-        share_out(self.parameters, ranks)
 
     def collect(self) -> None:
         """Adds what a backward pass has left in `parameter.grad`."""
@@ -276,24 +255,17 @@ class TensorSums:
             return [each.grad for each in self.parameters]
         return [total if present else None for total, present in zip(self._sums, self._present, strict=True)]
 
-    def show(self) -> Callable[[], None]:
+    @torch.no_grad()
+    def replace(self, sums: Sequence[Tensor | None]) -> None:
         """See `FlatSums`."""
-        sums = self._sums
-        if sums is None:
-            return lambda: None
-        take = show(list(zip(self.parameters, self.tensors(), strict=True)))
-
-        @torch.no_grad()
-        def take_over() -> None:
-            for index, (total, gradient) in enumerate(zip(sums, take(), strict=True)):
-                self._present[index] = gradient is not None
-                if gradient is None:
-                    total.zero_()
-                elif gradient is not total:
-                    total.copy_(gradient)
-                self.parameters[index].grad = None
-
-        return take_over
+        for index, parameter in enumerate(self.parameters) if self._sums is not None else ():
+            total, given = self._sums[index], sums[index]
+            self._present[index] = given is not None
+            if given is None:
+                total.zero_()
+            elif given is not total:
+                total.copy_(given)
+            parameter.grad = None
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -334,9 +306,9 @@ class ShardSums:
 
     def _hook(self) -> None:
         """Sees the gradients of all parameters that require one by now."""
-        self.hooks = GradientHooks(self, self.parameters, ShardSums._made)
+        self.hooks = GradientHooks(self.parameters, self._made)
 
-    def begin(self, ranks: int) -> None:
+    def begin(self) -> None:
         """Announces a step. Gradients that were set since the last one are those of all ranks.
 
         Raises:
@@ -381,17 +353,12 @@ class ShardSums:
         """The mean of each parameter's gradient over all ranks, in this rank's shard; None where it has none."""
         return list(self._sums)
 
-    def show(self) -> Callable[[], None]:
+    def replace(self, sums: Sequence[Tensor | None]) -> None:
         """See `FlatSums`."""
-        take = show_shards(list(zip(self.parameters, self._sums, strict=True)))
-
-        def take_over() -> None:
-            self._sums = take()
-            for parameter in self.parameters:
-                parameter.grad = None
-            self._hook_thawed()
-
-        return take_over
+        self._sums = list(sums)
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._hook_thawed()
 
     def reset(self) -> None:
         """Forgets the sums, for the next step."""
