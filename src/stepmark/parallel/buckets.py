@@ -21,6 +21,7 @@ from stepmark.runtime.collectives import Collectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Box, Layout, Part, Shape, TensorSlice, layout_of
 from stepmark.sharding.replication import replication_of
+from stepmark.sharding.views import narrow
 
 HOST_BUCKET_ELEMENTS = 6 * 2**20  # several in flight while received ones are added up, each worth its overhead
 EAGER_BUCKET_ELEMENTS = 8 * 2**20  # the full bandwidth between accelerators, and still several to overlap
@@ -81,9 +82,7 @@ class Member:
 
     def boxes_of(self, tensor: Tensor) -> list[Tensor]:
         """Views of the boxes of a tensor of the parameter's shape."""
-        if self.in_order:
-            return [tensor]
-        return [tensor[tuple(slice(o, o + n) for o, n in zip(b.offsets, b.lengths, strict=True))] for b in self.boxes]
+        return [tensor] if self.in_order else [narrow(tensor, box) for box in self.boxes]
 
     def places_in(self, flat: Tensor) -> list[Tensor]:
         """Views of the boxes in the bucket's flat tensor."""
@@ -93,14 +92,10 @@ class Member:
             begin += box.numel
         return places
 
-    def write_to(self, flat: Tensor) -> None:
-        """Copies the parameter's values to the bucket's flat tensor."""
-        self.write(self.parameter, flat)
-
     def write(self, tensor: Tensor, flat: Tensor) -> None:
         """Copies a tensor of the parameter's shape to the bucket's flat tensor, unless it is a view of its place."""
         for place, box in zip(self.places_in(flat), self.boxes_of(tensor), strict=True):
-            if not _same_memory(place, box):
+            if not same_memory(place, box):
                 place.copy_(box)
 
     def read(self, flat: Tensor) -> Tensor:
@@ -119,7 +114,8 @@ class Member:
             box.copy_(place)
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have each element at the same place."""
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata and (
         (one.storage_offset(), one.stride()) == (other.storage_offset(), other.stride())
     )
@@ -188,8 +184,10 @@ def make_buckets(
     device determines it. On eager devices the first one of a group is smaller: its gradients are complete last, so
     that nothing is computed while they travel, and its new values are the first that a forward pass waits for.
     `reordered`: store several projections side by side one after the other (see `Member`)."""
-    limit = limit or _default_limit(mesh.runtime)
+    eager = HOST_BUCKET_ELEMENTS if mesh.runtime.host_memory else EAGER_BUCKET_ELEMENTS
+    limit = limit or (LAZY_BUCKET_ELEMENTS if mesh.runtime.lazy else eager)
     first = limit if mesh.runtime.lazy else int(limit * FIRST_BUCKET)
+    make = Member.of if reordered else Member.in_place
     buckets = []
     for index, group in enumerate(groups):
         kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
@@ -199,7 +197,9 @@ def make_buckets(
             kinds.setdefault(kind, []).append((name, parameter))
         for parameters in kinds.values():
             for run in runs_of([parameter.numel() for _, parameter in parameters], limit, first):
-                members = _members(parameters[run.start : run.stop], reordered)
+                named = parameters[run.start : run.stop]
+                begins = accumulate((parameter.numel() for _, parameter in named), initial=0)
+                members = [make(name, parameter, at) for (name, parameter), at in zip(named, begins, strict=False)]
                 buckets.append(Bucket(index, members, mesh))
     return buckets
 
@@ -227,12 +227,6 @@ def check_real(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _default_limit(runtime: Runtime) -> int:
-    if runtime.lazy:
-        return LAZY_BUCKET_ELEMENTS
-    return HOST_BUCKET_ELEMENTS if runtime.host_memory else EAGER_BUCKET_ELEMENTS
-
-
 def runs_of(sizes: Sequence[int], limit: int, first: int | None = None) -> Iterator[range]:
     """Splits positions into runs whose sizes add up to at most `limit`, those of the first run to `first`; to more
     where one size is larger."""
@@ -244,12 +238,6 @@ def runs_of(sizes: Sequence[int], limit: int, first: int | None = None) -> Itera
         total += size
     if sizes:
         yield range(begin, len(sizes))
-
-
-def _members(named: Sequence[tuple[str, nn.Parameter]], reordered: bool) -> list[Member]:
-    begins = accumulate((parameter.numel() for _, parameter in named), initial=0)
-    make = Member.of if reordered else Member.in_place
-    return [make(name, parameter, begin) for (name, parameter), begin in zip(named, begins, strict=False)]
 
 
 def complete_on_host(bucket: Bucket, runtime: Runtime) -> Tensor:

@@ -79,7 +79,9 @@ def uses_complete_parameters(kind: type[torch.optim.Optimizer]) -> bool:
         return False
     names = {base.__name__ for base in kind.__mro__}
     declared = getattr(kind, "elementwise", None) is not None
-    return declared or _is_per_parameter(kind) or bool(names & _NOT_ELEMENTWISE) or _in_bitsandbytes(kind)
+    # States of 8 bits are scaled in blocks of elements, those of derived classes too.
+    in_blocks = any(base.__module__.startswith(_BITSANDBYTES) for base in kind.__mro__)
+    return declared or _is_per_parameter(kind) or bool(names & _NOT_ELEMENTWISE) or in_blocks
 
 
 def updates_elements(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> bool:
@@ -101,11 +103,6 @@ def _is_per_parameter(kind: type[torch.optim.Optimizer]) -> bool:
     if declared is not None:
         return bool(declared)
     return f"{kind.__module__}.{kind.__name__}" in _PER_PARAMETER or kind.__module__.startswith(_BITSANDBYTES)
-
-
-def _in_bitsandbytes(kind: type[torch.optim.Optimizer]) -> bool:
-    """Derived classes included: states of 8 bits are scaled in blocks of elements."""
-    return any(base.__module__.startswith(_BITSANDBYTES) for base in kind.__mro__)
 
 
 def distribute(

@@ -319,9 +319,15 @@ class NamedOptimizer:
         ]
 
     def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Restores the saved learning rates, or all values of the groups of an optimizer that was given."""
-        load = load_hyperparameters if self.given else load_learning_rates
-        load(self.inner, groups, self._runtime)
+        """Restores the saved learning rates, without which a schedule would start over; of an optimizer that was given
+        all values, as `load_state_dict` does: schedule-free ones keep counts and sums there."""
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            for key in saved if self.given else ("lr",):  # all others of a resumed run come from its own arguments
+                value, live = saved[key], group.get(key)
+                if isinstance(live, Tensor):
+                    self._runtime.write(live, torch.tensor(value, dtype=live.dtype).reshape(live.shape))
+                elif key not in OWN:
+                    group[key] = value
 
     def load_named_values(self, name: str, values: Mapping[str, Any]) -> None:
         """Restores what the state of a parameter has besides tensors, such as a count of steps."""
@@ -389,7 +395,7 @@ class NamedOptimizer:
 
 
 # What a group keeps when it is restored: how the optimizer computes, a matter of its device, and its parameters.
-OWN = frozenset({"params", "param_names", "lr", "foreach", "fused", "capturable"})
+OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
 
 
 def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], runtime: Runtime) -> None:
@@ -427,28 +433,6 @@ def _copied(key: str, value: Any) -> Any:
     if key == "lr":
         return value
     return value.clone() if isinstance(value, Tensor) else copy(value)
-
-
-def load_learning_rates(inner: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], runtime: Runtime) -> None:
-    """Restores the learning rates, without which a schedule would start over. All other hyperparameters of a resumed
-    run come from its own arguments."""
-    for group, saved in zip(inner.param_groups, groups, strict=True):
-        if isinstance(group["lr"], Tensor):
-            runtime.write(group["lr"], torch.tensor(saved["lr"], dtype=group["lr"].dtype))
-        else:
-            group["lr"] = saved["lr"]
-
-
-def load_hyperparameters(inner: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], runtime: Runtime) -> None:
-    """Restores all plain values of the groups, as `load_state_dict` does: an optimizer of the user's may keep counts
-    and sums there, as schedule-free ones do. How it computes, and which parameters it has, stays as it is."""
-    load_learning_rates(inner, groups, runtime)
-    for group, saved in zip(inner.param_groups, groups, strict=True):
-        for key, value in saved.items():
-            if isinstance(group.get(key), Tensor):
-                runtime.write(group[key], torch.tensor(value, dtype=group[key].dtype).reshape(group[key].shape))
-            elif key not in OWN:
-                group[key] = value
 
 
 def load_plain_values(state: dict[str, Any], saved: Mapping[str, Any]) -> None:

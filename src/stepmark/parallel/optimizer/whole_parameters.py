@@ -81,7 +81,7 @@ class GatheredParameters:
         assert isinstance(mesh.tensor_parallel, GroupCollectives)
         self._axis = mesh.tensor_parallel
         self._parameters = list(parameters)
-        own = [_layout(parameter) for parameter in self._parameters]
+        own = [layout_of(parameter) or Layout.full(parameter.shape) for parameter in self._parameters]
         told = self._axis.gather_objects(own)
         self._layouts = [[Layout.of(*each) for each in of_rank] for of_rank in told]  # by rank, then by parameter
         sizes = [math.prod(layout.shape) for layout in own]
@@ -158,12 +158,6 @@ class GatheredParameters:
             [torch.cat([torch.empty(0, device=device, dtype=dtype), *flat])], elements, counts
         )
         return list(arrived.split(list(counts)))
-
-
-def _layout(parameter: Tensor) -> Layout:
-    layout = layout_of(parameter)
-    assert layout is not None
-    return layout
 
 
 def _views(tensor: Tensor, layout: Layout) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
-from stepmark.parallel.buckets import Bucket, Member, complete_on_host, for_each_axis, make_buckets
+from stepmark.parallel.buckets import Bucket, Member, complete_on_host, for_each_axis, make_buckets, same_memory
 from stepmark.parallel.gradients.exchange import ReduceScatter
 from stepmark.parallel.gradients.reduced import Used
 from stepmark.parallel.gradients.reducer import GradientReducer
@@ -82,7 +82,7 @@ class FlatShards(Distribution):
             return None
         flat = torch.zeros(bucket.padded, dtype=bucket.dtype, device=self._runtime.device)
         for member in bucket.members:
-            member.write_to(flat)
+            member.write(member.parameter, flat)
             if member.in_order:
                 member.parameter.data = member.places_in(flat)[0]
         return flat
@@ -102,9 +102,7 @@ class FlatShards(Distribution):
         here = {id(member): layout for member, layout in bucket.local_layouts()}
         if not self.separate:
             members = tuple((m.name, here.get(id(m), Layout(tuple(m.parameter.shape), ()))) for m in bucket.members)
-            self._shards[number] = whole = nn.Parameter(
-                shard
-            )  # no other tensor keeps the memory that an update gives up
+            self._shards[number] = whole = nn.Parameter(shard)  # alone keeps memory, which an update gives up
             held = Held(whole, bucket.group, members, master, key=number)
             yield _Piece(held, number, slice(None), bucket.members)
         for member in bucket.members if self.separate else ():
@@ -209,15 +207,10 @@ def _check_memory(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> N
 def _attach(bucket: Bucket, flat: Tensor) -> None:
     """Makes the parameters views of the bucket's flat tensor again where the script has given one other memory, such as
     by `parameter.data = …`."""
-    memory = flat.untyped_storage()._cdata
     for member in bucket.members:
-        if not member.in_order:
-            member.write_to(flat)  # it always has memory of its own
-        elif member.parameter.untyped_storage()._cdata != memory or not _is_place(member.parameter, flat, member.begin):
-            (place,) = member.places_in(flat)
+        place, *others = member.places_in(flat)
+        if others:
+            member.write(member.parameter, flat)  # it always has memory of its own
+        elif not same_memory(place, member.parameter):
             place.copy_(member.parameter.detach().clone())  # it may be another view of the same memory
             member.parameter.data = place
-
-
-def _is_place(tensor: Tensor, flat: Tensor, begin: int) -> bool:
-    return tensor.storage_offset() == flat.storage_offset() + begin and tensor.is_contiguous()
