@@ -34,13 +34,9 @@ class Collectives(Protocol):
     """Collectives along one axis of the mesh, from one rank.
 
     Every rank of the axis calls the same operations in the same order, with tensors of the same shapes and dtypes.
-
-    Attributes:
-        rank: This rank's coordinate on the axis.
-        size: The size of the axis.
     """
 
-    rank: int
+    rank: int  # this rank's coordinate on the axis
     size: int
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
@@ -189,9 +185,9 @@ class GroupCollectives:
             works.append(dist.isend(source(right), group=group, group_dst=right, tag=tag))
         return [work for work in works if work is not None]
 
-    def _shard(self, tensor: Tensor, rank: int) -> Tensor:
-        length = tensor.shape[0] // self.size
-        return tensor[rank * length : (rank + 1) * length]
+    def _shard(self, tensor: Tensor, rank: int, dim: int = 0) -> Tensor:
+        length = tensor.shape[dim] // self.size
+        return tensor.narrow(dim, rank * length, length)
 
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Starts the sum of one contiguous tensor over the ranks, in place; calling the result waits for it."""
@@ -209,12 +205,6 @@ class GroupCollectives:
             return tensor.copy_(self.start_gather_in_place(total)())
 
         return finish
-
-    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Starts the concatenation over the ranks of one contiguous tensor; calling the result waits for it."""
-        gathered = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
-        work = dist.all_gather_into_tensor(gathered, tensor, group=self._group.process_group, async_op=True)
-        return lambda: _after([work], lambda: gathered)
 
     def all_to_all(self, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
         """Sends each rank its rows of each tensor, `sent` of them, in rank order; returns, in the same order, those
@@ -247,8 +237,7 @@ class GroupCollectives:
         return [float(number) for number in vector.tolist()]
 
     def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        length = tensor.shape[dim] // self.size
-        return tensor.narrow(dim, self.rank * length, length)
+        return self._shard(tensor, self.rank, dim)
 
 
 class SpareBuffers:

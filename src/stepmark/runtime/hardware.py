@@ -27,20 +27,20 @@ def tpu_present() -> bool:
 
 def host_memory() -> tuple[int, int] | None:
     """Resident bytes of this process, now and at the peak; None where the system does not report them."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return 1024 * int(lines["VmRSS"].split()[0]), 1024 * int(lines["VmHWM"].split()[0])
-    except (OSError, KeyError, ValueError):
-        return None
+    return _kibibytes("/proc/self/status", "VmRSS", "VmHWM")
 
 
 def machine_memory() -> tuple[int, int] | None:
     """Bytes of this machine's memory, and of it what is available; None where the system does not report them."""
+    return _kibibytes("/proc/meminfo", "MemTotal", "MemAvailable")
+
+
+def _kibibytes(path: str, one: str, other: str) -> tuple[int, int] | None:
+    """Two values of a file, which has them in KiB, in bytes."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
+        with open(path, encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)
-        return 1024 * int(lines["MemTotal"].split()[0]), 1024 * int(lines["MemAvailable"].split()[0])
+        return 1024 * int(lines[one].split()[0]), 1024 * int(lines[other].split()[0])
     except (OSError, KeyError, ValueError):
         return None
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stepmark.runtime.collectives import GraphCollectives
 from stepmark.runtime.rank_grid import linked_groups, links_of_color
-from stepmark.runtime.stage_transfers import Exchange, Form, GroupLinks, HostLinks
+from stepmark.runtime.stage_transfers import Exchange, Form, HostLinks
 from stepmark.runtime.xla import XlaRuntime, all_gather_in_graph, all_reduce_in_graph
 
 
@@ -114,7 +114,7 @@ class GraphLinks:
 class BridgeLinks:
     """Links through the host: what is pending runs, and what is sent is copied. See `StageLinks`."""
 
-    def __init__(self, runtime: XlaRuntime, on_host: GroupLinks) -> None:
+    def __init__(self, runtime: XlaRuntime, on_host: HostLinks) -> None:
         self._runtime = runtime
         self._on_host = on_host
 

@@ -214,24 +214,19 @@ def _links(context: Context, pipelines: list[list[int]]) -> StageLinks:
     """The links of this rank's pipeline."""
     rank, runtime = context.world.rank, context.runtime
     if context.host_links is not None:
-        return _in_graph(context, context.host_links(group_of(rank, pipelines)), pipelines)
-    links = _of_own_group(GroupLinks, context, pipelines)
-    assert links is not None
-    links.open(torch.device("cpu") if runtime.lazy else runtime.device)
-    if not runtime.lazy:
-        return links
+        on_host = context.host_links(group_of(rank, pipelines))
+    else:
+        links = _of_own_group(GroupLinks, context, pipelines)
+        assert links is not None
+        links.open(torch.device("cpu") if runtime.lazy else runtime.device)
+        if not runtime.lazy:
+            return links
+        on_host = links
+    from stepmark.runtime.lazy_stage_transfers import BridgeLinks, GraphLinks
+
     if getattr(runtime, "in_graph_collectives", False):
-        return _in_graph(context, links, pipelines)
-    from stepmark.runtime.lazy_stage_transfers import BridgeLinks
-
-    return BridgeLinks(_xla(context), links)
-
-
-def _in_graph(context: Context, on_host: HostLinks, pipelines: list[list[int]]) -> StageLinks:
-    """The links whose transfers are graphs."""
-    from stepmark.runtime.lazy_stage_transfers import GraphLinks
-
-    return GraphLinks(_xla(context), on_host, context.world.rank, pipelines)
+        return GraphLinks(_xla(context), on_host, rank, pipelines)
+    return BridgeLinks(_xla(context), on_host)
 
 
 def _xla(context: Context) -> XlaRuntime:
@@ -253,26 +248,18 @@ def _collectives(
     runtime, rank = context.runtime, context.world.rank
     if getattr(runtime, "in_graph_collectives", False):
         own = next((group for group in groups if rank in group), None)
-        everybody = len(groups[0]) == context.world.size
         if own is None:
             return NoCollectives()
-        return _graph_collectives(context, own, None if everybody else list(groups), between_stages)
+        several = None if len(own) == context.world.size else list(groups)
+        if not between_stages:
+            return GraphCollectives(runtime, own.index(rank), len(own), several)
+        from stepmark.runtime.lazy_stage_transfers import SeparateGraphs
+
+        return SeparateGraphs(_xla(context), rank, own, several and with_every_rank(several, context.world.size))
     axis = _of_own_group(GroupCollectives, context, groups, use)
     if axis is None or not runtime.lazy:
         return axis or NoCollectives()
     return BridgeCollectives(runtime, axis)
-
-
-def _graph_collectives(
-    context: Context, own: Sequence[int], groups: list[list[int]] | None, between_stages: bool
-) -> Collectives:
-    """`groups`: None where there is one group, of all ranks."""
-    if not between_stages:
-        return GraphCollectives(context.runtime, own.index(context.world.rank), len(own), groups)
-    from stepmark.runtime.lazy_stage_transfers import SeparateGraphs
-
-    complete = None if groups is None else with_every_rank(groups, context.world.size)
-    return SeparateGraphs(_xla(context), context.world.rank, own, complete)
 
 
 Made = TypeVar("Made")

@@ -47,16 +47,12 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
 def fetch_module(module: nn.Module, runtime: Runtime) -> None:
     """Moves tensors to the host that are on a device of another type than the runtime's, such as a model that was on
     `xla` and is trained on the CPU. Every Parameter stays the same object."""
-    elsewhere = [tensor for tensor in _tensors(module) if tensor.device.type not in _settled(runtime)]
+    settled = ("cpu", "meta", runtime.device.type)  # those on `meta` have no values
+    elsewhere = [tensor for tensor in _tensors(module) if tensor.device.type not in settled]
     for device in {tensor.device for tensor in elsewhere}:
         runtime_for(device).step_boundary(wait=True)  # otherwise each pending tensor is computed by a graph of its own
     for tensor in elsewhere:
         replace(tensor, runtime_for(tensor.device).to_host([tensor])[0])
-
-
-def _settled(runtime: Runtime) -> tuple[str, ...]:
-    """Devices whose tensors need not be fetched; those on `meta` have no values."""
-    return "cpu", "meta", runtime.device.type
 
 
 def replace(tensor: Tensor, value: Tensor) -> None:

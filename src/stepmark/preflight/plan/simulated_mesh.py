@@ -228,10 +228,6 @@ class SimulatedCollectives(GroupCollectives):
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor
 
-    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        gathered = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
-        return lambda: gathered
-
     def all_to_all(self, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
         with self._tracker.within(COMMUNICATION):
             return [tensor.new_empty(sum(received), *tensor.shape[1:]) for tensor in tensors]
