@@ -34,7 +34,7 @@ from stepmark.errors import UsageError
 from stepmark.launch.world import World
 from stepmark.liveness.host_group import HostGroup
 from stepmark.parallel import architectures as accepted
-from stepmark.parallel.parallelize import local_shard, parallelize
+from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.tensor.expert_parallel import expert_modules
 from stepmark.parallel.tensor.plans import PLANS, STYLES, own_plan, parse_style, plan_of
 from stepmark.parallel.tensor.sequence import REFUSED
@@ -45,6 +45,7 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.rank_grid import RankGrid
 from stepmark.sharding.layout import layout_of
 from stepmark.sharding.replication import replication_of
+from stepmark.sharding.views import local_shard
 
 KINDS = {parse_style(style).kind for style in STYLES}
 RANKS = 2

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from stepmark.parallel.model_digest import complete_digest, tensor_sum
-from stepmark.parallel.parallelize import local_shard
 from stepmark.parallel.tensor.plans import Placement, shard, shard_vocabulary
+from stepmark.sharding.views import local_shard
 
 WIDTH = 2**64
 SHAPES = [(12, 18), (30,), (6, 4, 12), (24, 64)]

@@ -11,10 +11,10 @@ from torch import Tensor
 from scripts.small_models import SMALL, narrow_model
 from stepmark import Mesh, parallelize
 from stepmark.parallel.architectures import TENSOR_PARALLEL
-from stepmark.parallel.parallelize import local_shard
 from stepmark.runtime.collectives import Collectives
 from stepmark.sharding.layout import layout_of
 from stepmark.sharding.replication import replication_of
+from stepmark.sharding.views import local_shard
 
 LENGTHS = (8, 5)  # of the sequences of two data parallel ranks: their tokens weigh as much as they are many
 TOLERANCE = 1e-4  # of the largest value of the tensor compared

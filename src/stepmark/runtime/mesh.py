@@ -21,7 +21,7 @@ from stepmark.runtime.collectives import (
 )
 from stepmark.runtime.context import TIMEOUT, Context, backend_for, quiet_stdout, start
 from stepmark.runtime.rank_grid import RankGrid, group_of, with_every_rank
-from stepmark.runtime.stage_transfers import GroupLinks, HostLinks, StageLinks
+from stepmark.runtime.stage_transfers import GroupLinks, StageLinks
 
 if TYPE_CHECKING:
     from stepmark.runtime.xla import XlaRuntime

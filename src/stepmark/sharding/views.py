@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stepmark.sharding.layout import Block, Box, Layout, Part
+from stepmark.sharding.layout import Block, Box, Layout, Part, Shape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -49,11 +49,6 @@ def is_row_major(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def flattened(tensor: Tensor) -> Tensor:
-    """The tensor as one dim: a view where it is contiguous, else a copy."""
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
-
-
 def block_views(tensor: Tensor, part: Part, start: int, stop: int) -> list[tuple[Block, Tensor]]:
     """Elements [start, stop) of a part's slice as blocks, each with the view of the local tensor that holds it.
 
@@ -63,7 +58,7 @@ def block_views(tensor: Tensor, part: Part, start: int, stop: int) -> list[tuple
     for block in part.slice.blocks(start, stop):
         if isinstance(part.at, int):
             begin = part.at + block.start
-            view = flattened(tensor)[begin : begin + block.box.numel].view(block.box.lengths)
+            view = tensor.reshape(-1)[begin : begin + block.box.numel].view(block.box.lengths)
         else:
             inside = block.box.relative_to(part.slice.box.offsets)
             at = tuple(a + b for a, b in zip(part.at, inside.offsets, strict=True))
@@ -77,6 +72,13 @@ def copy_slices(complete: Tensor, local: Tensor, layout: Layout) -> None:
     for part in layout.parts:
         for block, view in block_views(local, part, 0, part.slice.numel):
             view.copy_(narrow(complete, block.box))
+
+
+def local_shard(complete: Tensor, layout: Layout, shape: Shape) -> Tensor:
+    """The local tensor of `shape` that `layout` describes, copied from the complete one; padding is zero."""
+    local = complete.new_zeros(shape)
+    copy_slices(complete, local, layout)
+    return local
 
 
 def narrow(tensor: Tensor, box: Box) -> Tensor:

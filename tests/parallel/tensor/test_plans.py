@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.errors import UsageError
-from stepmark.parallel.parallelize import local_shard
 from stepmark.parallel.tensor.plans import (
     Placement,
     Style,
@@ -20,6 +19,7 @@ from stepmark.parallel.tensor.plans import (
     shard_among_groups,
     shard_vocabulary,
 )
+from stepmark.sharding.views import local_shard
 from tests.support.models import EXPERTS, build
 
 

@@ -9,11 +9,12 @@ import torch
 import xxhash
 
 from stepmark.errors import UsageError
-from stepmark.parallel.parallelize import local_shard, parallelize
+from stepmark.parallel.parallelize import parallelize
 from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from stepmark.sharding.layout import layout_of
+from stepmark.sharding.views import local_shard
 from tests.support.models import build
 from tests.support.programs import LENGTH, VOCABULARY
 from tests.support.ranks import Ranks

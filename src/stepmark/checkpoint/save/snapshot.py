@@ -37,7 +37,7 @@ from stepmark.liveness.collection import without_collection
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import can_pin
 from stepmark.sharding.layout import Part, TensorSlice
-from stepmark.sharding.views import block_views, flattened, host_array, is_row_major
+from stepmark.sharding.views import block_views, host_array, is_row_major
 
 _CHUNK = 8 << 20  # bytes that a thread copies at a time
 _TORCH: Any = torch._C
@@ -382,7 +382,7 @@ def _copy(copy: Copy, source: Tensor, memory: Tensor) -> None:
     target = memory[copy.at : copy.at + (copy.stop - copy.start) * size].view(torch_dtype(copy.entry.dtype))
     part = _by_boxes(copy.part, source)
     if isinstance(part.at, int):
-        target.copy_(flattened(source)[part.at + copy.start : part.at + copy.stop], non_blocking=True)
+        target.copy_(source.reshape(-1)[part.at + copy.start : part.at + copy.stop], non_blocking=True)
         return
     for block, view in block_views(source, part, copy.start, copy.stop):
         begin = block.start - copy.start

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from stepmark.errors import UsageError
 from stepmark.parallel.architectures import EXPERT_PARALLEL
 from stepmark.parallel.tensor.adapted_layers import is_wrapper
 from stepmark.parallel.tensor.autograd_collectives import copy_to, reduce_from
-from stepmark.parallel.tensor.plans import Placement, expression, model_type, own_plan, shard
+from stepmark.parallel.tensor.plans import expression, model_type, own_plan, shard
 from stepmark.parallel.tensor.token_exchange import NOBODY, token_exchange
 from stepmark.runtime.mesh import Mesh
-from stepmark.sharding.replication import Replication
+from stepmark.sharding.replication import Replication, annotate_replication
 
 WITH_MASKS = ("grouped_mm", "batched_mm")
 """transformers' implementations of experts that skip what has the number after the last expert."""
@@ -87,13 +87,13 @@ class ExpertParallelism:
                     "equally; choose a divisor"
                 )
 
-    def placements(self) -> Iterator[tuple[nn.Parameter, Placement, Replication]]:
-        """This rank's experts of each parameter."""
+    def shard_parameters(self) -> None:
         copies = Replication(self._copies, partial=self._copies > 1, experts=self._mesh.experts.size > 1)
+        part, parts = self._holders[self._mesh.experts.rank], self._mesh.expert_parallel_size
         for module in self.modules.values():
             for parameter in module.parameters():
-                part = self._holders[self._mesh.experts.rank]
-                yield parameter, shard(tuple(parameter.shape), 0, part, self._mesh.expert_parallel_size), copies
+                shard(tuple(parameter.shape), 0, part, parts).replace(parameter)
+                annotate_replication(parameter, copies)
 
     def wire(self) -> None:
         """After the parameters were replaced."""

@@ -11,11 +11,13 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from stepmark.errors import UsageError
 from stepmark.parallel.architectures import TENSOR_PARALLEL
-from stepmark.sharding.layout import Box, Layout, Shape
+from stepmark.sharding.layout import Box, Layout, Shape, annotate
+from stepmark.sharding.views import local_shard
 
 COLUMN_STYLES = ("colwise", "colwise_gather_output", "packed_colwise")
 ROW_STYLES = ("rowwise", "packed_rowwise", "rowwise_split_input")
@@ -103,6 +105,16 @@ class Style:
     kind: str
     packed: int = 1
 
+    @property
+    def columns(self) -> bool:
+        """Whether it shards a layer along its outputs."""
+        return self.kind in COLUMN_STYLES
+
+    @property
+    def rows(self) -> bool:
+        """Whether it shards a layer along its inputs."""
+        return self.kind in ROW_STYLES
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -112,6 +124,16 @@ class Placement:
     layout: Layout
     shape: Shape
     count: int = 1
+
+    def replace(self, parameter: nn.Parameter) -> None:
+        """Replaces the value of the complete parameter by this rank's shard, which gets its layout."""
+        if parameter.is_meta:
+            parameter.data = torch.empty(self.shape, dtype=parameter.dtype, device="meta")
+        else:
+            shard = local_shard(parameter.detach().cpu(), self.layout, self.shape)
+            parameter.data = shard.to(parameter.device)
+            parameter.grad = None
+        annotate(parameter, self.layout)
 
 
 def plan_of(model: Any, given: Mapping[str, str] | None = None) -> dict[str, Style]:
