@@ -113,16 +113,12 @@ def _words(matrix: Tensor, first: int, size: int) -> tuple[Callable[[int, int], 
 
 def odd(numbers: Tensor, kind: int) -> Tensor:
     """An odd pseudo-random int64 for each number: splitmix64 (Steele, Lea, Flood 2014)."""
-    state = (numbers * 2 + kind + 1) * _signed(0x9E3779B97F4A7C15)
+    state = (numbers * 2 + kind + 1) * (0x9E3779B97F4A7C15 - 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        state = (state ^ _shifted(state, shift)) * _signed(factor)
+        state = (state ^ _shifted(state, shift)) * (factor - 2**64)  # as int64
     return (state ^ _shifted(state, 31)) | 1
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
     """Shifted to the right, filled with zeros."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value

@@ -109,7 +109,7 @@ class XlaRuntime:
         return int(xm.get_rng_state(str(self.device))) % 2**63
 
     def generator_state(self) -> Tensor:
-        return torch.tensor([_signed(xm.get_rng_state(str(self.device)))])
+        return torch.tensor([xm.get_rng_state(str(self.device)) % 2**64], dtype=torch.uint64).view(torch.int64)
 
     def drew_since(self, state: Tensor) -> bool:
         return not torch.equal(state, self.generator_state())
@@ -186,11 +186,6 @@ def _host_view(tensor: Tensor) -> Tensor:
         return tensor.cpu()
     view = torch.utils.dlpack.from_dlpack(xla_dlpack.to_dlpack(tensor))
     return view if view.dtype == tensor.dtype else tensor.cpu()
-
-
-def _signed(value: int) -> int:
-    """A number of 64 bits as int64 has it."""
-    return value - 2**64 if value >= 2**63 else value
 
 
 def _samples(metric: str) -> int:

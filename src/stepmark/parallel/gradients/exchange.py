@@ -5,9 +5,9 @@ The first two start with the sums of one bucket at a time (`start`, then `reduce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,8 @@ from stepmark.sharding.replication import replication_of
 class AllReduce:
     """All-reduces sums of complete parameters to means of `parameters`, None where one took no part on any rank.
 
-    From tensors they are sent after the last backward pass in a few large buckets.
-
-    Args:
-        parameters: All of them, in the order of the result.
-        mesh: The mesh.
-        reduce_dtype: In which flat buckets are sent.
-        bucket_elements: How many elements of tensors are sent at a time.
+    From tensors they are sent after the last backward pass in a few large buckets, of `bucket_elements` at most; flat
+    buckets are sent in `reduce_dtype`.
     """
 
     def __init__(
@@ -125,7 +120,8 @@ class AllReduce:
         runs = [tensors[run.start : run.stop] for run in runs_of(sizes, self._bucket_elements)]
         flat = [torch.cat([tensor.reshape(-1) for tensor in run]) for run in runs]
         reduced = axis.all_reduce(flat[::-1])[::-1]  # the last layers' gradients come first
-        return [each for run, values in zip(runs, reduced, strict=True) for each in _split(values, run)]
+        parts = (values.split([each.numel() for each in run]) for run, values in zip(runs, reduced, strict=True))
+        return [part.view(each.shape) for part, each in zip(chain.from_iterable(parts), tensors, strict=True)]
 
     def _norm(
         self, gradients: Sequence[Tensor | None], loss: Tensor, loads: Tensor | None
@@ -157,21 +153,11 @@ class AllReduce:
         return lambda: replace(reduced, gradients=take())
 
 
-def _split(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
-    sections = flat.split([tensor.numel() for tensor in like])
-    for section, tensor in zip(sections, like, strict=True):
-        yield section.view(tensor.shape)
-
-
 class ReduceScatter:
     """Reduce-scatters the sums of buckets, for ZeRO-1, to means of this rank's shards, one tensor per bucket.
 
-    From tensors the buckets are concatenated and sent after the last backward pass.
-
-    Args:
-        buckets: The parameters, in the order of the result.
-        mesh: The mesh.
-        reduce_dtype: In which gradients are sent; None: in the parameters' dtype. A lazy device sends float32 or that.
+    From tensors the buckets are concatenated and sent after the last backward pass. Gradients are sent in
+    `reduce_dtype`, or where it is None in the parameters' dtype; a lazy device sends float32 or that.
     """
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, *, reduce_dtype: torch.dtype | None) -> None:

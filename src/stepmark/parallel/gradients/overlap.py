@@ -21,8 +21,6 @@ from stepmark.parallel.gradients.sums import FlatSums
 from stepmark.runtime.collectives import GroupCollectives, keep_abandoned
 
 Finish = Callable[[], Tensor]
-
-
 Start = Callable[[FlatSums, int], Finish]
 
 _overlapping: weakref.WeakKeyDictionary[GroupCollectives, weakref.ref[OverlappedReduction]]
@@ -33,13 +31,7 @@ IN_FLIGHT = 4  # buckets sent at a time where nothing is computed meanwhile; eac
 
 class OverlappedReduction:
     """Sends each bucket's sums once a step, overlapped with one backward pass from `last_backward` on, to `finish`.
-
-    Args:
-        sums: The gradients.
-        start: Starts the reduction of one bucket's sums, given its number; the result waits for what this rank gets.
-        axis: The data parallel ranks.
-        device: Theirs.
-    """
+    `start` starts the reduction of the bucket with a number; its result waits for what this rank gets."""
 
     def __init__(self, sums: FlatSums, start: Start, axis: GroupCollectives, device: torch.device) -> None:
         self._sums = sums

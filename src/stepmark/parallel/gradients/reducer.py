@@ -34,16 +34,8 @@ from stepmark.runtime.mesh import Mesh
 
 
 class GradientReducer:
-    """Turns the backward passes of one step into mean gradients over all ranks. Collective.
-
-    Args:
-        sums: Where gradients are added up.
-        exchange: What is sent of them.
-        mesh: The mesh.
-
-    Attributes:
-        sums: The argument of this name.
-    """
+    """Turns the backward passes of one step into mean gradients over all ranks. Collective. Gradients are added up in
+    `sums`, and `exchange` sends them."""
 
     def __init__(self, sums: FlatSums | TensorSums | ShardSums, exchange: Any, mesh: Mesh) -> None:
         self.sums = sums

@@ -92,11 +92,9 @@ class FlatSums:
     has to be cleared between steps.
 
     Attributes:
-        buckets: The parameters.
-        flat: The sums, `bucket.padded` elements each. Those of parameters without a gradient are undefined until
-            `complete`.
+        flat: The sums of each bucket, `bucket.padded` elements. Those of parameters without a gradient are undefined
+            until `complete`.
         arrived: Called with the number of a bucket and the position of its member whenever a gradient is there.
-        hooks: What collects the gradients.
     """
 
     def __init__(self, buckets: Sequence[Bucket], runtime: Runtime) -> None:
@@ -203,11 +201,7 @@ class TensorSums:
         runtime: The device.
         accumulation: Micro-batches in a step.
         on_arrival: Add each gradient as soon as autograd has made it.
-        watched: Note when gradients arrive, for `arrivals`.
-
-    Attributes:
-        arrivals: When the gradient of each parameter last arrived, in an order; -1: never.
-        hooks: What sees gradients arrive.
+        watched: Note in `arrivals` when the gradient of each parameter has last arrived, in an order; -1: never.
     """
 
     def __init__(
@@ -283,13 +277,7 @@ class ShardSums:
     Each layer's gradients are reduced in every backward pass: kept for the last one, they would be complete on each
     rank.
 
-    Args:
-        names: Of the parameters.
-        parameters: Those that `shard_fully` has sharded, in the order of `tensors`.
-        reduce_dtype: In which ranks send each other gradients.
-
     Attributes:
-        hooks: What sees gradients arrive.
         calls: What was gathered and reduced.
         copies: The ranks that hold the same shards.
     """

@@ -70,12 +70,7 @@ class GatheredParameters:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        mesh: Mesh,
-        *,
-        master_weights: bool = True,
-        round_elements: int | None = None,
+        self, parameters: Sequence[nn.Parameter], mesh: Mesh, *, master_weights: bool, round_elements: int | None
     ) -> None:
         """All of `parameters` are sharded, and the same ones on all ranks of the axis. Collective."""
         assert isinstance(mesh.tensor_parallel, GroupCollectives)
@@ -185,8 +180,7 @@ class WholeParameters(Distribution):
         mesh: The mesh.
         order: See `Distribution`.
         zero_1: Divide the parameters over the data parallel ranks.
-        elementwise_group: Whether the optimizer updates a group's parameters element by element, so that shards of them
-            will do.
+        elementwise_group: Whether shards of a group's parameters will do, since it is updated element by element.
         master_weights: As in `Replicated`.
         bucket_elements: What a rank sends at most at a time; None: the default.
     """

@@ -41,11 +41,6 @@ class FlatShards(Distribution):
     """This rank's shard of each bucket: parameter by parameter, so that one without a gradient is left out as torch
     does, and on a lazy device, where the cuts are data, as one tensor. Where parameters are not fp32, the shards are
     fp32 master weights, which are saved. The complete state is never materialized.
-
-    Args:
-        groups: The optimizer's groups.
-        mesh: The mesh.
-        bucket_elements: Size limit of a bucket; None: by the device.
     """
 
     divided_by: str | None = "zero_1"

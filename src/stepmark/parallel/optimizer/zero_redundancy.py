@@ -133,7 +133,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._frozen = [parameter for parameter in given if not parameter.requires_grad]
         groups = _named_groups(self.param_groups)
         parameters = [parameter for group in groups for _, parameter in group["params"]]
-        mesh = self._mesh or Mesh.create(device=_device_of(parameters[0]))
+        kind_of_device = parameters[0].device.type
+        mesh = self._mesh or Mesh.create(device=kind_of_device if kind_of_device in DEVICES else "auto")
         _check_device(parameters, mesh)
         _check_groups("sharding_groups", self._sharding_groups, mesh.grid.groups(DATA), "data parallel")
         _check_groups("grad_norm_groups", self._grad_norm_groups, mesh.grid.groups(TENSOR), "tensor parallel")
@@ -322,10 +323,6 @@ def _named_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     if not named:
         raise UsageError("params: none of them requires a gradient")
     return named
-
-
-def _device_of(parameter: nn.Parameter) -> str:
-    return parameter.device.type if parameter.device.type in DEVICES else "auto"
 
 
 def _check_device(parameters: Sequence[nn.Parameter], mesh: Mesh) -> None:

@@ -78,8 +78,4 @@ def heads_of(name: str, module: nn.Module, config: Any, ranks: int) -> Heads | N
 
 
 def _first(owner: Any, names: tuple[str, ...]) -> int | None:
-    for name in names:
-        value = getattr(owner, name, None)
-        if isinstance(value, int):
-            return value
-    return None
+    return next((value for name in names if isinstance(value := getattr(owner, name, None), int)), None)

@@ -178,7 +178,7 @@ def _match(model: Any, patterns: Mapping[str, str]) -> tuple[dict[str, Style], s
     compiled = [(re.compile(expression(pattern)), pattern, style) for pattern, style in patterns.items()]
     found: dict[str, Style] = {}
     matched = set()
-    for name in _names(model):
+    for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False)):
         plain = _INSIDE_SAVED_MODULE.sub("", name)
         for compiled_name, pattern, style in compiled:
             if compiled_name.fullmatch(plain) and plain != name:
@@ -194,10 +194,6 @@ def _match(model: Any, patterns: Mapping[str, str]) -> tuple[dict[str, Style], s
             if own not in found and own.endswith("_bias") and own.removesuffix("_bias") in found:
                 found[own] = Style(ADDED_ONCE)
     return found, matched
-
-
-def _names(model: Any) -> list[str]:
-    return [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
 
 
 def parse_style(text: str) -> Style:
@@ -289,16 +285,16 @@ def shard(shape: Shape, dim: int, rank: int, size: int, packed: int = 1) -> Plac
     dim %= len(shape)
     width = shape[dim] // packed
     part = width // size
-    local = tuple(packed * part if index == dim else length for index, length in enumerate(shape))
-    boxes = []
-    for number in range(packed):
-        offsets = tuple(number * width + rank * part if index == dim else 0 for index in range(len(shape)))
-        lengths = tuple(part if index == dim else length for index, length in enumerate(shape))
-        at = tuple(number * part if index == dim else 0 for index in range(len(shape)))
-        boxes.append((Box(offsets, lengths), at))
+
+    def along(values: Shape, value: int) -> Shape:
+        return (*values[:dim], value, *values[dim + 1 :])
+
+    zeros, local = (0,) * len(shape), along(shape, packed * part)
+    boxes = [Box(along(zeros, number * width + rank * part), along(shape, part)) for number in range(packed)]
     if packed == 1:
-        return Placement(Layout.box(shape, boxes[0][0].offsets, boxes[0][0].lengths), local)
-    return Placement(Layout.boxes(shape, boxes), local)
+        return Placement(Layout.box(shape, *boxes[0]), local)
+    places = [along(zeros, number * part) for number in range(packed)]
+    return Placement(Layout.boxes(shape, list(zip(boxes, places, strict=True))), local)
 
 
 def shard_among_groups(shape: Shape, dim: int, rank: int, size: int, groups: int) -> Placement:
@@ -313,11 +309,11 @@ def shard_vocabulary(shape: Shape, rank: int, size: int) -> Placement:
     rows = vocabulary_rows(shape[0], size)
     begin = min(rank * rows, shape[0])
     held = min(rows, shape[0] - begin)
-    local = (rows, *shape[1:])
+    local, zeros = (rows, *shape[1:]), (0,) * len(shape)
+    box = Box((begin, *zeros[1:]), (held, *shape[1:]))
     if held == rows:
-        return Placement(Layout.box(shape, (begin, *(0 for _ in shape[1:])), local), local)
-    boxes = [(Box((begin, *(0 for _ in shape[1:])), (held, *shape[1:])), (0,) * len(shape))] if held else []
-    return Placement(Layout.boxes(shape, boxes), local)
+        return Placement(Layout.box(shape, *box), local)
+    return Placement(Layout.boxes(shape, [(box, zeros)] if held else []), local)
 
 
 def vocabulary_rows(vocabulary: int, size: int) -> int:

@@ -12,7 +12,7 @@ what comes back to one output for each of this rank's tokens. Gradients take the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,25 +27,9 @@ NOBODY = -1
 """The expert of a place where none is chosen."""
 
 
-class TokenExchange(Protocol):
-    """Of one module of experts.
-
-    Attributes:
-        exact: Whether experts see only tokens that have chosen them.
-    """
-
-    exact: bool
-
-    def there(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The hidden states that this rank's experts see, and their routing; never without a row. Collective."""
-
-    def back(self, output: Tensor) -> Tensor:
-        """The sums of outputs, (tokens, hidden), of this rank's own tokens. Collective."""
-
-
-def token_exchange(mesh: Mesh, experts: int, holders: Sequence[int]) -> TokenExchange:
-    """The one for this device. `holders`: which part of the experts each rank of `mesh.experts` holds, of parts of
-    `experts` experts each."""
+def token_exchange(mesh: Mesh, experts: int, holders: Sequence[int]) -> GatheredTokens | RoutedTokens:
+    """The one of a module of experts on this device. `holders`: which part of the experts each rank of `mesh.experts`
+    holds, of parts of `experts` experts each."""
     if mesh.runtime.lazy:
         return GatheredTokens(mesh.experts)
     return RoutedTokens(cast(GroupCollectives, mesh.experts), experts, holders)
@@ -54,16 +38,18 @@ def token_exchange(mesh: Mesh, experts: int, holders: Sequence[int]) -> TokenExc
 class GatheredTokens:
     """Every rank sees all tokens of the group, so that shapes are static. All ranks have equally many."""
 
-    exact = False
+    exact = False  # whether experts see only tokens that have chosen them
 
     def __init__(self, axis: Collectives) -> None:
         self._axis = axis
 
     def there(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The hidden states that this rank's experts see, and their routing; never without a row. Collective."""
         (index,) = self._axis.all_gather([index])
         return gather_partial(hidden, self._axis, 0), index, gather_partial(weights, self._axis, 0)
 
     def back(self, output: Tensor) -> Tensor:
+        """The sums of outputs, (tokens, hidden), of this rank's own tokens. Collective."""
         return reduce_scatter(output, self._axis, 0)
 
 
