@@ -213,12 +213,8 @@ def now(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def shard_fully(model: nn.Module, mesh: Mesh, sharding: FullSharding) -> None:
-    """Shards the model's parameters in place, on the mesh's device. They become other objects, DTensors.
-
-    Raises:
-        UsageError: Before anything is changed: the device is lazy, other axes shard the model, the ranks cannot be
-            divided into the replicas, or torch cannot shard the model's parameters.
-    """
+    """Shards the model's parameters in place, on the mesh's device. They become other objects, DTensors. Raises
+    UsageError, before anything is changed, where the mesh rules that out, or torch cannot shard the parameters."""
     count = _check_mesh(mesh, sharding)
     layers = _layers(model, sharding.layers)
     _check(model, layers)

@@ -33,11 +33,8 @@ logger = logging.getLogger("stepmark")
 
 
 def prepare_compile_cache(setting: Setting) -> None:
-    """Points Neuron's compiler to its cache; call it before the device is opened. No-op on other machines.
-
-    Raises:
-        UsageError: The setting contradicts `--cache_dir` in `NEURON_CC_FLAGS`, which Neuron's compiler prefers.
-    """
+    """Points Neuron's compiler to its cache; call it before the device is opened. No-op on other machines. Raises
+    UsageError as `neuron_place`."""
     if not neuron_device_present():
         return
     flags = os.environ.get(NEURON_FLAGS, "")
@@ -50,7 +47,7 @@ def prepare_compile_cache(setting: Setting) -> None:
 
 def neuron_place(setting: Setting) -> str | None:
     """The folder or URL where Neuron's compiler will keep graphs; None if the setting disables the cache. Raises
-    UsageError if the setting contradicts `--cache_dir` in `NEURON_CC_FLAGS`."""
+    UsageError if the setting contradicts `--cache_dir` in `NEURON_CC_FLAGS`, which Neuron's compiler prefers."""
     given = _NEURON_OPTION.search(os.environ.get(NEURON_FLAGS, ""))
     if setting is False:
         return None
@@ -98,9 +95,7 @@ def open_compile_cache(runtime: Runtime, setting: Setting, world: World, *, comp
     on eager devices, unless torch.compile `compiles`: then inductor keeps its graphs there.
 
     By default the cache is on, except on XLA's CPU client, which writes compiled graphs and cannot read them back.
-
-    Raises:
-        UsageError: The folder cannot be written to, or is a URL.
+    Raises UsageError where the folder cannot be written to, or is a URL.
     """
     if not runtime.lazy and compiles:
         _keep_inductors_graphs(setting)

@@ -169,10 +169,7 @@ class Mesh:
         return near, DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
 
     def replicas(self, count: int) -> Collectives:
-        """Collectives among `count` neighbours on the tensor parallel axis that hold the same slice of some tensors.
-
-        `count` divides the axis.
-        """
+        """Collectives among `count` neighbours, a divisor of the tensor parallel axis, that hold the same slice."""
         return self._replicas[count]
 
 
@@ -211,7 +208,6 @@ def _share_graphs(context: Context, grid: RankGrid) -> None:
 
 
 def _links(context: Context, pipelines: list[list[int]]) -> StageLinks:
-    """The links of this rank's pipeline."""
     rank, runtime = context.world.rank, context.runtime
     if context.host_links is not None:
         on_host = context.host_links(group_of(rank, pipelines))

@@ -79,16 +79,11 @@ def agree_on_weights(module: nn.Module, runtime: Runtime, host: HostGroup) -> bo
 def agree_on_tensors(
     tensors: Sequence[Tensor], groups: Sequence[Sequence[int]], runtime: Runtime, host: HostGroup
 ) -> bool:
-    """Makes tensors equal on the ranks of each group: where they differ, those of its first rank are used. Collective.
+    """Makes tensors equal on the ranks of each group: where they differ, those of its first rank are used. Returns
+    whether any differed. Collective over `host`, all ranks.
 
-    Args:
-        tensors: Those that this rank holds, in the same order on all ranks of its group; empty where it is in none.
-        groups: Ranks that hold the same tensors, such as the two ends of a pipeline with tied embeddings.
-        runtime: The device.
-        host: All ranks.
-
-    Returns:
-        Whether any differed.
+    `tensors`: those that this rank holds, in the same order on all ranks of its group; empty where it is in none.
+    `groups`: ranks that hold the same ones, such as the two ends of a pipeline with tied embeddings.
     """
     if all(len(group) == 1 for group in groups):
         return False

@@ -19,7 +19,6 @@ class RankGrid:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return math.prod(self.axes.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -27,13 +26,8 @@ class RankGrid:
         return {axis: rank // self._stride(axis) % size for axis, size in self.axes.items()}
 
     def groups(self, axis: str, count: int | None = None, distance: int = 1) -> list[list[int]]:
-        """Divides all ranks into groups that differ in their coordinate on `axis` only, in the order of it.
-
-        Args:
-            axis: An axis name.
-            count: Ranks per group, a divisor of the axis's size: consecutive coordinates form a group. None: all.
-            distance: How far apart the coordinates of a group are; times `count` it divides the axis's size.
-        """
+        """Divides all ranks into groups that differ in their coordinate on `axis` only, in the order of it. A group has
+        `count` ranks (None: all), whose coordinates are `distance` apart; the product divides the axis's size."""
         count = count or self.axes[axis]
         stride = self._stride(axis)
         firsts = [rank for rank in range(self.size) if rank // stride % self.axes[axis] // distance % count == 0]

@@ -161,12 +161,8 @@ class XlaRuntime:
 
 
 def _check_float32(device: torch.device) -> None:
-    """Checks that float32 tensors are float32 on the device. torch_xla reads the variables that change it once, with
-    the first tensor: it may have read one that the script has unset since, and after this call it reads none.
-
-    Raises:
-        DeviceError: They are not.
-    """
+    """Raises DeviceError where float32 tensors are not float32 on the device. torch_xla reads the variables that change
+    it once, with the first tensor: it may have read one that the script has unset since. After this it reads none."""
     (tensor,) = torch_xla._XLAC._xla_tensors_from_aten([torch.zeros(1)], [str(device)])
     if " f32[1]" not in torch_xla._XLAC._get_xla_tensors_text([tensor]):
         names = " or ".join(BF16_OVERRIDES)

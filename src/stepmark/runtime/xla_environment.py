@@ -41,12 +41,8 @@ def warn_of_unused_accelerator() -> None:
 
 
 def check_no_type_override() -> None:
-    """Checks that tensors on the lazy device have the dtype that they report.
-
-    Raises:
-        DeviceError: A variable is set that makes torch_xla store float32 as bfloat16, or int64 as int32: parameters,
-            optimizer states and restored checkpoints would be rounded without any sign of it.
-    """
+    """Raises DeviceError where a variable is set that makes torch_xla store float32 as bfloat16, or int64 as int32:
+    parameters, optimizer states and restored checkpoints would be rounded without any sign of it."""
     for name, remedy in TYPE_OVERRIDES.items():
         if is_on(name):
             raise DeviceError(

@@ -92,7 +92,6 @@ class AllReduce:
         return [found.get(id(parameter)) for parameter in self._parameters]
 
     def at_once(self, sums: TensorSums, loss: Tensor, tokens: Tensor, loads: Tensor | None) -> ReducedGradients:
-        """Reduces tensors."""
         gradients = add_partial(sums.tensors(), self._replications, self._mesh)
         if self._axis.size > 1:
             gradients, loss = self._sum(gradients, loss)
@@ -115,7 +114,6 @@ class AllReduce:
         return [None if each is None else total for each, total in zip(gradients, complete, strict=True)], loss
 
     def _sums(self, tensors: list[Tensor], axis: Collectives) -> list[Tensor]:
-        """Over the ranks of an axis."""
         sizes = [each.numel() for each in tensors]
         runs = [tensors[run.start : run.stop] for run in runs_of(sizes, self._bucket_elements)]
         flat = [torch.cat([tensor.reshape(-1) for tensor in run]) for run in runs]

@@ -75,11 +75,7 @@ class OverlappedReduction:
         return found if found is not None and found is not self and found._running else None
 
     def _arrived(self, number: int, position: int) -> None:
-        """A gradient of a bucket's member is there.
-
-        Raises:
-            UsageError: The bucket was sent already.
-        """
+        """A gradient of a bucket's member is there. Raises UsageError where the bucket was sent already."""
         if not self._running:
             return
         if number in self._sent:

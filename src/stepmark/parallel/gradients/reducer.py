@@ -61,8 +61,7 @@ class GradientReducer:
         self.sums.hooks.come_last()
 
     def last_backward(self) -> None:
-        """Announces the step's last backward pass, so that communication may overlap with it. Optional, but on all
-        ranks or none."""
+        """Announces the step's last backward pass, which communication may overlap. On all ranks or none."""
         self._take_hooks()
         if self._overlap is not None:
             self._overlap.last_backward()
@@ -76,9 +75,7 @@ class GradientReducer:
     def reduce(self, loss: Tensor, tokens: Tensor, loads: Tensor | None = None) -> ReducedGradients:
         """Reduces the sums over all ranks. `loss` (0-dim) is this rank's part of the mean over the `tokens` of all
         ranks (0-dim float32); `loads` are numbers of tokens to add up, a float32 vector, equal on tensor parallel
-        ranks.
-
-        Raises UsageError where gradients were changed after they were sent, which would have no effect."""
+        ranks. Raises UsageError where gradients were changed after they were sent, which would have no effect."""
         self.sums.hooks.check()
         if loads is not None:
             (loads,) = self._mesh.data_parallel.all_reduce([loads])

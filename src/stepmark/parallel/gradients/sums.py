@@ -120,7 +120,6 @@ class FlatSums:
         self.hooks = GradientHooks(self.parameters, self._made)
 
     def _made(self, index: int) -> None:
-        """Autograd has made a gradient."""
         with torch.no_grad():  # in backward(create_graph=True) too
             self._collect(index)
         number, position, _ = self._members[index]
@@ -225,7 +224,6 @@ class TensorSums:
         self.hooks = GradientHooks(self.parameters if on_arrival or watched else (), self._made)
 
     def _made(self, index: int) -> None:
-        """Autograd has made a gradient."""
         self.arrivals[index] = next(self._moments)
         if self._on_arrival:
             self._collect(index)
@@ -297,11 +295,8 @@ class ShardSums:
         self.hooks = GradientHooks(self.parameters, self._made)
 
     def begin(self) -> None:
-        """Announces a step. Gradients that were set since the last one are those of all ranks.
-
-        Raises:
-            UsageError: Somebody has registered hooks, which would have no effect.
-        """
+        """Announces a step. Gradients that were set since the last one are those of all ranks. Raises UsageError where
+        somebody has registered hooks, which would have no effect."""
         hooked = self.hooks.hooked
         for index, each in enumerate(self.parameters):
             if has_hooks(each, own=index in hooked):
@@ -318,7 +313,6 @@ class ShardSums:
             self._hook()
 
     def _made(self, index: int) -> None:
-        """A gradient was reduced."""
         parameter, total = self.parameters[index], self._sums[index]
         part = layer_of(parameter).take(parameter)
         self._sums[index] = part if total is None else total.add_(part)
@@ -326,8 +320,7 @@ class ShardSums:
         parameter.grad = None
 
     def collect(self) -> None:
-        """Ends a backward pass. Raises UsageError where somebody has set a gradient in it, which would have no
-        effect."""
+        """Ends a backward pass. Raises UsageError where somebody has set a gradient in it."""
         for layer in self._layers:
             layer.pass_ended()
         given = next((each for each in self.parameters if each.grad is not None), None)

@@ -131,10 +131,8 @@ class DeferredInit(TorchDispatchMode):
         super().__exit__(*error)
 
     def settle(self, model: nn.Module) -> dict[str, TensorSource]:
-        """Makes all parameters meta tensors, each the object it was, and everything else real.
-
-        Returns where the values of the parameters come from, by name; tied ones have all their names.
-        """
+        """Makes all parameters meta tensors, each the object it was, and everything else real. Returns where the values
+        of the parameters come from, by name; tied ones have all their names."""
         for module in model.modules():
             for name, tensor in _plain_tensors(module):
                 if self._is_deferred(tensor):

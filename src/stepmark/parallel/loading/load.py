@@ -6,8 +6,7 @@ a constructor draws (deferred_init.py).
 
 `load_for_parallelism` applies them to every transformers model that is created inside it. Constructors are wrapped. Of
 `from_pretrained`, only the part that reads the files is replaced; the rest, such as the generation configuration, is
-done by transformers. A contract test,
-tests/parallel/loading/test_transformers_contract.py, lists which names of transformers this needs.
+done by transformers. tests/parallel/loading/test_transformers_contract.py lists which of its names this needs.
 """
 
 from __future__ import annotations
@@ -48,9 +47,7 @@ class ModelFactory:
 
     def new(self, construct: Callable[[], Any], dtype: torch.dtype | None = None) -> Any:
         """The model that `construct` creates, with the values of an unsharded construction, then converted to `dtype`.
-
-        The generator's state afterwards is that after an unsharded construction.
-        """
+        The generator's state afterwards is that after an unsharded construction."""
         deferral = DeferredInit(self.small)
         with deferral:
             model = construct()

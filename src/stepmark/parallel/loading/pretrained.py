@@ -86,9 +86,7 @@ def _joining(converter: Any) -> tuple[bool, int] | None:
 
 def _tie(model: Any, named: Named, wanted: Mapping[str, Tensor]) -> set[str]:
     """Ties parameters as transformers does, from the one that is stored; where both are, only if they are equal.
-
-    Returns the names for which nothing is stored.
-    """
+    Returns the names for which nothing is stored."""
     missing = set(wanted) - set(named)
     for target, source in list(model.all_tied_weights_keys.items()):
         if target in named and source in named:

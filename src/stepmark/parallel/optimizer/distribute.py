@@ -54,10 +54,8 @@ def sharding_unit(kind: type[torch.optim.Optimizer], field: str = "zero_1") -> U
     message.
 
     The optimizers of `torch.optim` and bitsandbytes are known. Any other class says so itself, with a class attribute
-    `elementwise` or `per_parameter`.
-
-    Raises:
-        UsageError: The optimizer needs all parameters at once, or it is unknown what it needs.
+    `elementwise` or `per_parameter`. Raises UsageError where it needs all parameters at once, or what it needs is
+    unknown.
     """
     if _is_elementwise(kind):
         return "element"
@@ -116,21 +114,17 @@ def distribute(
     master_weights: bool = True,
     bucket_elements: int | None = None,
 ) -> Distribution:
-    """The tensors that an optimizer of this class updates on this rank. Collective.
+    """The tensors that an optimizer of the class `kind` updates on this rank. Collective.
 
     Args:
-        groups: The optimizer's groups.
-        kind: Its class.
+        groups: See `Distribution`, as for `order` and `bucket_elements`.
+        kind: The optimizer's class.
         runtime: The device.
         mesh: The mesh that the parameters are on. None: without `zero_1`, and where none of them is sharded.
-        order: See `Distribution`.
         zero_1: Divide the state over the data parallel ranks.
         master_weights: Update fp32 copies of parameters of another dtype. ZeRO-1 by elements does so in any case.
-        bucket_elements: See `Distribution`.
 
-    Raises:
-        UsageError: The optimizer needs all parameters at once, or it is unknown what it needs, and they are sharded; or
-            they would have to be whole where that is impossible.
+    Raises UsageError as `sharding_unit` where parameters are sharded, and where they would have to be whole and cannot.
     """
     parameters = [parameter for group in groups for _, parameter in group["params"]]
     if any(map(is_fully_sharded, parameters)):

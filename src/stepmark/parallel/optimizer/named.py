@@ -203,11 +203,7 @@ class NamedOptimizer:
     def step(self) -> None:
         """Updates the parameters on all ranks. Collective. With `arrivals.defer`, new values may arrive later. What the
         script has written to parameters since the last step is kept. A parameter without a gradient keeps its value and
-        its state.
-
-        Raises:
-            UsageError: A parameter was added to the optimizer, whose gradients would not be reduced.
-        """
+        its state. Raises UsageError where a parameter was added to the optimizer."""
         self.check_groups()
         self.arrivals.settle()
         self.distribution.follow()
@@ -216,7 +212,6 @@ class NamedOptimizer:
         self.distribution.publish()
 
     def check_groups(self) -> None:
-        """See `step`."""
         if sum(len(group["params"]) for group in self.param_groups) != len(self._held):
             raise UsageError(
                 "optimizer: a parameter was added to its groups, or taken out, after training began; it would be in no "
@@ -253,11 +248,8 @@ class NamedOptimizer:
             self.distribution.publish()
 
     def ensure_state(self) -> None:
-        """Creates the state that the first step would create, so that it can be restored in place.
-
-        Takes a step with zero gradients and learning rate 0, and restores the parameters afterwards. The state's values
-        are meaningless: call it only when they are about to be replaced. Existing states and gradients are kept.
-        """
+        """Creates the state that the first step would create, so that it can be restored in place. Its values are
+        meaningless: call it only when they are about to be replaced. Existing states and gradients are kept."""
         missing = [held.tensor for held in self._held if held.tensor not in self.inner.state]
         if not missing or self.held_names is not None:
             return
@@ -278,11 +270,8 @@ class NamedOptimizer:
         return {key: value for key, value in now.items() if value != made.get(key, value)}
 
     def forget_state(self, names: Sequence[str]) -> bool:
-        """Removes the state of these parameters, as before their first gradient.
-
-        Returns False, and removes nothing, where the optimizer needs its state from the start (lazy devices), or a
-        state is that of several parameters.
-        """
+        """Removes the state of these parameters, as before their first gradient. Returns False, and removes nothing,
+        where the optimizer needs its state from the start (lazy devices), or a state is that of several parameters."""
         if self._runtime.lazy or not self.distribution.separate:
             return False
         for held in self._having(names):
@@ -350,11 +339,8 @@ class NamedOptimizer:
 
     @torch.no_grad()
     def load_local_state(self, saved: Mapping[str, Any]) -> None:
-        """Restores in place what `local_state` returned.
-
-        Raises:
-            UsageError: It belongs to another rank, another mesh, or other parameters.
-        """
+        """Restores in place what `local_state` returned. Raises UsageError where that belongs to another rank, another
+        mesh, or other parameters."""
         self._check_place(saved.get("zero_1"))
         self.load_named_groups(saved["param_groups"])
         if any(state.keys() - {MASTER} for state in saved["state"].values()):
@@ -400,10 +386,8 @@ OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
 
 def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], runtime: Runtime) -> None:
     """Takes one step with zero gradients and learning rate 0, in which any optimizer creates its state. What it keeps
-    in its groups and attributes, such as a count of steps, is as before.
-
-    Restore the tensors afterwards: weight decay and the like may have changed them.
-    """
+    in its groups and attributes, such as a count of steps, is as before. Restore the tensors afterwards: weight decay
+    and the like may have changed them."""
     kept = [{key: _copied(key, group[key]) for key in group if key != "params"} for group in inner.param_groups]
     own = plain_attributes(inner, (*NUMBERS, str, list, dict))
     for group in inner.param_groups:

@@ -205,10 +205,7 @@ def adamw_8bit_class() -> type[torch.optim.Optimizer]:
     EIGHT_BITS or FULL_PRECISION.
 
     bitsandbytes' own way of saying that is a table for the whole process by the parameters' `id`, which another tensor
-    may get later.
-
-    Raises:
-        UsageError: bitsandbytes is not installed, or cannot be loaded here.
+    may get later. Raises UsageError where it cannot be loaded here.
     """
     try:
         from bitsandbytes.optim import AdamW8bit

@@ -93,14 +93,8 @@ class Schedule:
 
 @lru_cache(maxsize=64)
 def make_schedule(kind: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """The schedule of a step.
-
-    Args:
-        kind: GPIPE, ONE_F_ONE_B or INTERLEAVED.
-        ranks: Ranks of the pipeline, 1 or more.
-        micro_batches: Micro-batches of the step; with INTERLEAVED a multiple of `ranks`.
-        chunks: Stages of each rank, with INTERLEAVED 2 or more, otherwise 1.
-    """
+    """The schedule of a step, of one of SCHEDULES. With INTERLEAVED `micro_batches` is a multiple of `ranks`, and each
+    rank has 2 or more `chunks` (stages), otherwise 1."""
     assert (chunks > 1) == (kind == INTERLEAVED)
     assert kind != INTERLEAVED or micro_batches % ranks == 0
     stages = ranks * chunks

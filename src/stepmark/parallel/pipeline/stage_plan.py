@@ -63,16 +63,11 @@ class StagePlan:
 def plan_stages(
     model: Any, stages: int, sizes: Sequence[int] | None = None, along: Collectives | None = None
 ) -> StagePlan:
-    """The plan for a complete model.
+    """The plan for a complete causal language model of transformers, on any device. Raises UsageError where it cannot
+    be cut, or not into so many stages.
 
-    Args:
-        model: A causal language model of transformers, on any device.
-        stages: Number of stages.
-        sizes: Layers of each stage; None: balanced by cost, which gradient checkpointing changes.
-        along: The ranks that share the sequence, under sequence parallelism.
-
-    Raises:
-        UsageError: The model cannot be cut, or not into so many stages.
+    `sizes`: the layers of each stage; None: balanced by cost, which gradient checkpointing changes. `along`: the ranks
+    that share the sequence, under sequence parallelism.
     """
     returns = _verified(model)
     config = model.config.get_text_config(decoder=True)

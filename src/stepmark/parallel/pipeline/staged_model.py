@@ -226,16 +226,8 @@ class StagedModel:
                 self._receivers[stage].received = None
 
     def hidden_states(self, stage: int, received: Callable[[], Tensor] | None, call: Callable[[], Any]) -> Tensor:
-        """Runs a stage other than the last.
-
-        Args:
-            stage: Its number.
-            received: Gives the hidden states that it starts from, when it needs them; None for the first stage.
-            call: Calls the model.
-
-        Returns:
-            The hidden states after its last layer.
-        """
+        """Runs a stage other than the last, and returns the hidden states after its last layer. `received` gives those
+        that it starts from, when it needs them; None for the first stage. `call` calls the model."""
         with self._arranged(stage, received):
             try:
                 call()

@@ -59,17 +59,14 @@ class Transfers:
         gradients: Sequence[Tensor],
         expected: Sequence[Form],
     ) -> tuple[list[Activation], list[Activation]]:
-        """Starts an exchange with rank `other`.
+        """Starts an exchange with rank `other` of the pipeline; returns the incoming activations and gradients.
 
         Args:
             other: A coordinate on the pipeline's axis.
             outgoing: Activations to send: the stage that made each, and the shapes of its batch.
-            incoming: Activations that `other` sends, likewise.
+            incoming: The same of those that `other` sends.
             gradients: Gradients to send.
-            expected: The forms of the gradients that `other` sends.
-
-        Returns:
-            The incoming activations, and the incoming gradients.
+            expected: The forms of those that `other` sends.
         """
         forms = self._agree(other, outgoing, incoming)
         generators = self._exchange_generators(other, outgoing, len(incoming))

@@ -52,8 +52,6 @@ class Block:
     """A module of a layer that gets the complete sequence.
 
     Attributes:
-        name: Its name in the model.
-        module: It.
         partial: Whether the gradient of its input is the sum of the ranks' parts, without further collectives.
         scatters: Whether its layers that are sharded by rows scatter its output.
         rows: The names of these layers.
@@ -168,10 +166,8 @@ def _block(name: str, module: nn.Module, plan: Mapping[str, Style]) -> Block:
 
 
 def shard_sequence(stack: Stack, number: int, axis: Collectives, seeds: RegionSeeds, partial: bool) -> None:
-    """Shards activations before the first layer and gathers them after the last norm.
-
-    `number`: that of the stack. `partial`: what follows produces partial gradients, as a sharded head does.
-    """
+    """Shards activations before the first layer of the stack with this number and gathers them after the last norm.
+    `partial`: what follows produces partial gradients, as a sharded head does."""
 
     def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         seeds.sharded(module, -1 - number)

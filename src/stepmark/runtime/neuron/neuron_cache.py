@@ -32,14 +32,8 @@ class CacheLookups:
 
     As many were not there as have been added to `folder` since, up to the number that this process has asked for. A
     graph that another rank added at the same moment was not there either, and this process has waited for it. Other
-    jobs must not add graphs meanwhile: theirs would be counted as well.
-
-    Args:
-        folder: The cache, on a file system.
-        requested: Graphs that this process has asked for already; they are not counted.
-
-    Attributes:
-        folder: See above.
+    jobs must not add graphs meanwhile: theirs would be counted as well. Graphs that this process has `requested` before
+    are not counted.
     """
 
     def __init__(self, folder: Path, requested: int = 0) -> None:

@@ -17,10 +17,7 @@ def set_rank_variables(world: World) -> None:
     """Sets Neuron's variables for one of several ranks; call it before the device is opened.
 
     torch_xla derives them from torchrun's when it is imported. A script that imports transformers before Stepmark has
-    imported torch_xla by then, and under srun no variable of torchrun was set.
-
-    Raises:
-        LaunchError: NEURON_RT_VISIBLE_CORES does not have one core for each rank of this machine.
+    imported torch_xla by then, and under srun no variable of torchrun was set. Raises LaunchError as `core_of`.
     """
     if world.size == 1:
         return
