@@ -46,14 +46,11 @@ class GraphLinks:
     def __init__(self, runtime: XlaRuntime, on_host: HostLinks, rank: int, pipelines: Sequence[list[int]]) -> None:
         """`pipelines`: the ranks of every pipeline, in the order of the stages."""
         self._runtime = runtime
-        self._on_host = on_host
+        self.exchange_on_host = on_host.exchange_on_host
         self._pipelines = pipelines
         self._ranks = next(each for each in pipelines if rank in each)
         self._stage = self._ranks.index(rank)
         self._placed: dict[object, Tensor] = {}
-
-    def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
-        return self._on_host.exchange_on_host(other, outgoing, incoming)
 
     def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
         """One graph for one tensor of each rank, where all are of one form; otherwise one for each tensor."""
@@ -116,14 +113,11 @@ class BridgeLinks:
 
     def __init__(self, runtime: XlaRuntime, on_host: HostLinks) -> None:
         self._runtime = runtime
-        self._on_host = on_host
-
-    def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
-        return self._on_host.exchange_on_host(other, outgoing, incoming)
+        self.exchange_on_host = on_host.exchange_on_host
 
     def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
         self._runtime.step_boundary()
         sent = [tensor.contiguous() for tensor in self._runtime.to_host([each.detach() for each in outgoing])]
-        exchange = self._on_host.exchange_on_host(other, sent, incoming)
+        exchange = self.exchange_on_host(other, sent, incoming)
         exchange.received = list(self._runtime.place(exchange.arrived()))
         return exchange

@@ -46,20 +46,15 @@ class Form:
 ENCODED = Form((HEADER,), torch.int64)
 
 
+@dataclass(eq=False)
 class Exchange:
-    """An exchange between two ranks; `received` must not be read before `arrived`."""
+    """An exchange between two ranks; `received` must not be read before `arrived`, and `sent` is in use until `left`.
+    The other two are what is pending."""
 
-    def __init__(
-        self,
-        sending: Sequence[dist.Work],
-        sent: Sequence[Tensor],
-        receiving: Sequence[dist.Work],
-        received: list[Tensor],
-    ) -> None:
-        self._sending = list(sending)
-        self._sent = list(sent)  # in use until they have left
-        self._receiving = list(receiving)
-        self.received = received
+    sending: Sequence[dist.Work]
+    sent: Sequence[Tensor]
+    receiving: Sequence[dist.Work]
+    received: list[Tensor]
 
     @classmethod
     def done(cls, received: list[Tensor]) -> Exchange:
@@ -69,22 +64,21 @@ class Exchange:
     @property
     def over(self) -> bool:
         """Whether no transfer is pending, as far as this side has waited."""
-        return not (self._sending or self._sent or self._receiving)
+        return not (self.sending or self.sent or self.receiving)
 
     def arrived(self) -> list[Tensor]:
         """Waits for the tensors of the other rank; on an accelerator its stream waits instead of the host."""
-        for work in self._receiving:
+        for work in self.receiving:
             work.wait()
-        self._receiving.clear()
+        self.receiving = ()
         return self.received
 
     def left(self) -> None:
         """Returns once everything has been sent and received."""
         self.arrived()
-        for work in self._sending:
+        for work in self.sending:
             work.wait()
-        self._sending.clear()
-        self._sent.clear()
+        self.sending = self.sent = ()
 
 
 class HostLinks(Protocol):

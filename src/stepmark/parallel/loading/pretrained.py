@@ -43,6 +43,12 @@ def take_names(model: Any, stored: Stored, config: Any, wanted: Mapping[str, Ten
     prefix = model.base_model_prefix
     named: Named = {}
     joined: dict[str, tuple[Any, dict[str, list[SafetensorsSource]]]] = {}
+
+    def take(target: str, source: SafetensorsSource | JoinedSource) -> None:
+        if target in named:
+            raise CheckpointMismatch(f"{source.path}: {source.name!r} and {named[target].name!r} are both {target!r}")
+        named[target] = source
+
     for name in sorted(stored, key=dot_natural_key):  # experts by number
         tensor = stored[name]
         target, pattern = rename_source_key(name, renamings, converters, prefix, dict(wanted))
@@ -56,18 +62,12 @@ def take_names(model: Any, stored: Stored, config: Any, wanted: Mapping[str, Ten
                     "loaded in parts; load the complete model and save it with save_original_format=False"
                 )
             joined.setdefault(target, (converter, {}))[1].setdefault(pattern, []).append(tensor)
-            continue
-        if target in named:
-            raise CheckpointMismatch(f"{tensor.path}: {name!r} and {named[target].name!r} are both {target!r}")
-        named[target] = tensor
+        else:
+            take(target, tensor)
     for target, (converter, groups) in joined.items():
         stacked, dim = _joining(converter) or (False, 0)
         ordered = [groups[pattern] for pattern in converter.source_patterns if pattern in groups]
-        if target in named:
-            raise CheckpointMismatch(
-                f"{named[target].path}: {ordered[0][0].name!r} and {named[target].name!r} are both {target!r}"
-            )
-        named[target] = JoinedSource.join(ordered, stacked, dim)
+        take(target, JoinedSource.join(ordered, stacked, dim))
     return named
 
 

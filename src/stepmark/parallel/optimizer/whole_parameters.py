@@ -61,92 +61,92 @@ def make_rounds(
 
 
 class GatheredParameters:
-    """The sharded parameters among `parameters`, divided over the tensor parallel axis by their complete sizes. Ranks
-    exchange as much as fits into a round at a time.
+    """Sharded parameters by name, the same ones on all ranks of the tensor parallel axis, over which they are divided
+    by their complete sizes. Ranks exchange as much as fits into a round at a time. Collective.
 
     Attributes:
-        complete: Of each parameter that this rank owns, by its position, the complete tensor that an optimizer updates:
-            float32, or with `master_weights=False` of the parameter's dtype.
+        complete: Of each parameter that this rank owns the complete tensor that an optimizer updates: float32, or with
+            `master_weights=False` of the parameter's dtype.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], mesh: Mesh, *, master_weights: bool, round_elements: int | None
+        self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, *, master_weights: bool, round_elements: int | None
     ) -> None:
-        """All of `parameters` are sharded, and the same ones on all ranks of the axis. Collective."""
         assert isinstance(mesh.tensor_parallel, GroupCollectives)
         self._axis = mesh.tensor_parallel
-        self._parameters = list(parameters)
-        own = [layout_of(parameter) or Layout.full(parameter.shape) for parameter in self._parameters]
-        told = self._axis.gather_objects(own)
-        self._layouts = [[Layout.of(*each) for each in of_rank] for of_rank in told]  # by rank, then by parameter
+        self._parameters = dict(parameters)
+        names, values = list(parameters), list(parameters.values())
+        own = [layout_of(parameter) or Layout.full(parameter.shape) for parameter in values]
+        told = ([Layout.of(*each) for each in layouts] for layouts in self._axis.gather_objects(own))
+        self._layouts = [dict(zip(names, layouts, strict=True)) for layouts in told]  # by rank
         sizes = [math.prod(layout.shape) for layout in own]
-        self._owners = divide(sizes, self._axis.size)
-        self._rounds = make_rounds(self._parameters, sizes, self._owners, self._axis.size, round_elements)
-        self.complete: dict[int, nn.Parameter] = {}
-        for index, parameter in enumerate(self._parameters):
-            if self._owners[index] == self._axis.rank:
+        owners = divide(sizes, self._axis.size)
+        rounds = make_rounds(values, sizes, owners, self._axis.size, round_elements)
+        self._rounds = [[[names[index] for index in run] for run in runs] for runs in rounds]
+        self.complete: dict[str, nn.Parameter] = {}
+        for name, parameter, layout, owner in zip(names, values, own, owners, strict=True):
+            if owner == self._axis.rank:
                 dtype = torch.float32 if master_weights else parameter.dtype
-                zeros = torch.zeros(own[index].shape, dtype=dtype, device=mesh.runtime.device)
-                self.complete[index] = nn.Parameter(zeros)
+                zeros = torch.zeros(layout.shape, dtype=dtype, device=mesh.runtime.device)
+                self.complete[name] = nn.Parameter(zeros)
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Gives the complete tensors the parameters' values, so that what a script writes to a parameter is kept.
-        Master weights stay where they are the same up to rounding. Collective."""
-        shards = [parameter.detach() for parameter in self._parameters]
-        for index, value in self._gather(shards):
-            follow(self.complete[index], value)
+        Master weights stay where they are the same up to rounding."""
+        for name, value in self._gather({name: parameter.detach() for name, parameter in self._parameters.items()}):
+            follow(self.complete[name], value)
 
     @torch.no_grad()
-    def gradients(self, shards: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
-        """The complete gradients (float32) of the parameters that this rank owns, by position. None where its own shard
-        has none: the parameter took no part in the step, and the other ranks have none either. Collective."""
-        present = [
-            torch.zeros(parameter.shape, device=parameter.device) if shard is None else shard.float()
-            for parameter, shard in zip(self._parameters, shards, strict=True)
-        ]
-        return {index: None if shards[index] is None else value for index, value in self._gather(present)}
+    def gradients(self, shards: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """The complete gradients (float32) of the parameters that this rank owns. None where its own shard has none:
+        the parameter took no part in the step, and the other ranks have none either."""
+        present = {}
+        for name, parameter in self._parameters.items():
+            shard = shards[name]
+            present[name] = torch.zeros(parameter.shape, device=parameter.device) if shard is None else shard.float()
+        return {name: None if shards[name] is None else value for name, value in self._gather(present)}
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Gives every rank its shards of the complete tensors, rounded to the parameters' dtype. Collective."""
+        """Gives every rank its shards of the complete tensors, rounded to the parameters' dtype."""
         rank = self._axis.rank
         for runs in self._rounds:
-            dtype = next(self._parameters[index].dtype for run in runs for index in run)
+            dtype = next(self._parameters[name].dtype for run in runs for name in run)
             sent = [
-                [part.to(dtype) for index in runs[rank] for part in _boxes(self.complete[index], layouts[index])]
+                [part.to(dtype) for name in runs[rank] for part in _boxes(self.complete[name], layouts[name])]
                 for layouts in self._layouts
             ]
             counts = [self._elements(rank, run) for run in runs]
             for run, flat in zip(runs, self._exchange(sent, counts, dtype), strict=True):
-                targets = [self._parameters[index] for index in run]
+                targets = [self._parameters[name] for name in run]
                 live = [each if each.is_contiguous() else each.contiguous() for each in targets]
                 pairs = zip(live, run, strict=True)
-                _fill([view for each, index in pairs for view in _views(each, self._layouts[rank][index])], flat)
+                _fill([view for each, name in pairs for view in _views(each, self._layouts[rank][name])], flat)
                 for target, each in zip(targets, live, strict=True):
                     if each is not target:
                         target.copy_(each)
 
-    def _gather(self, shards: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """The position and the complete tensor of each parameter that this rank owns; `shards` are of all."""
+    def _gather(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The name and the complete tensor of each parameter that this rank owns; `shards` are of all."""
         rank = self._axis.rank
         for runs in self._rounds:
-            dtype = next(shards[index].dtype for run in runs for index in run)
-            sent = [[v for i in run for v in _views(shards[i], self._layouts[rank][i])] for run in runs]
+            dtype = next(shards[name].dtype for run in runs for name in run)
+            sent = [[v for name in run for v in _views(shards[name], self._layouts[rank][name])] for run in runs]
             counts = [self._elements(other, runs[rank]) for other in range(self._axis.size)]
-            found = {i: shards[i].new_zeros(self._layouts[rank][i].shape) for i in runs[rank]}
+            found = {name: shards[name].new_zeros(self._layouts[rank][name].shape) for name in runs[rank]}
             for layouts, flat in zip(self._layouts, self._exchange(sent, counts, dtype), strict=True):
-                _fill([box for i, tensor in found.items() for box in _boxes(tensor, layouts[i])], flat)
+                _fill([box for name, tensor in found.items() for box in _boxes(tensor, layouts[name])], flat)
             yield from found.items()
 
-    def _elements(self, rank: int, run: Sequence[int]) -> int:
+    def _elements(self, rank: int, run: Sequence[str]) -> int:
         """The elements that a rank holds of these parameters."""
-        return sum(part.slice.numel for index in run for part in self._layouts[rank][index].parts)
+        return sum(part.slice.numel for name in run for part in self._layouts[rank][name].parts)
 
     def _exchange(self, sent: Sequence[Sequence[Tensor]], counts: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Sends each rank its tensors, end to end; `counts` elements come from each."""
-        device = self._parameters[0].device
+        device = next(iter(self._parameters.values())).device
         flat = [each.reshape(-1).to(device, dtype) for tensors in sent for each in tensors]
         elements = [sum(each.numel() for each in tensors) for tensors in sent]
         (arrived,) = self._axis.all_to_all(
@@ -213,47 +213,40 @@ class WholeParameters(Distribution):
         mine = [name for name, owner in zip(self.names, owners, strict=True) if owner == self._axis.rank]
         elementwise = {name for group in groups if elementwise_group(group) for name, _ in group["params"]}
         self._gathered: GatheredParameters | None = None
-        self._gathered_names: list[str] = []  # of mine, those of which tensor parallelism left a shard that will not do
+        self._needed: dict[str, nn.Parameter] = {}  # of mine, those of which a shard is here, and will not do
+        own = {name: parameters[name] for name in mine}
         if not mesh.runtime.lazy and mesh.tensor_parallel.size > 1:
-            mine_sharded = [name for name in mine if layout_of(parameters[name]) is not None]
-            self._gathered_names = [name for name in mine_sharded if name not in elementwise]
+            sharded = {name: each for name, each in own.items() if layout_of(each) is not None}
+            self._needed = {name: each for name, each in sharded.items() if name not in elementwise}
             self._gathered = GatheredParameters(
-                [parameters[name] for name in self._gathered_names],
-                mesh,
-                master_weights=master_weights,
-                round_elements=bucket_elements,
+                self._needed, mesh, master_weights=master_weights, round_elements=bucket_elements
             )
-        own: dict[str, nn.Parameter] = {
-            name: parameters[name] for name in mine if name not in set(self._gathered_names)
-        }
-        complete = self._gathered.complete if self._gathered is not None else {}
-        own.update({self._gathered_names[index]: tensor for index, tensor in complete.items()})
+            own = {name: each for name, each in own.items() if name not in self._needed} | self._gathered.complete
         self._own = Replicated(
             [{"params": [(name, own[name]) for name in names if name in own]} for names in self.groups],
             mesh.runtime,
             order=self.names,
             master_weights=master_weights,
         )
-        self.held = [self._complete(held, parameters) for held in self._own.held]
+        self.held = [self._complete(held) for held in self._own.held]
         self.place = {"mesh": mesh.shape, "rank": mesh.context.world.rank, "parameters": self._own.names}
         self._rounds: list[Round] = []
         if zero_1 and self._axis.size > 1:
             self._rounds = make_rounds(self.parameters, sizes, owners, self._axis.size, bucket_elements)
 
-    def _complete(self, held: Held, parameters: Mapping[str, nn.Parameter]) -> Held:
+    def _complete(self, held: Held) -> Held:
         """A parameter that was gathered has another layout, and perhaps another dtype, than this rank's shard of it."""
         name = str(held.key)
-        if name not in self._gathered_names:
+        if name not in self._needed:
             return held
-        layout = Layout.full(tuple(held.tensor.shape))
-        return replace(held, members=((name, layout),), master=held.tensor.dtype != parameters[name].dtype)
+        layout = Layout.full(held.tensor.shape)
+        return replace(held, members=((name, layout),), master=held.tensor.dtype != self._needed[name].dtype)
 
     def assigned(self, gradients: Sequence[Tensor | None], used: Used | None) -> list[Tensor | None]:
         """`gradients`: of each of `parameters`. Shards are brought together."""
         found = dict(zip(self.names, gradients, strict=True))
         if self._gathered is not None and any(gradient is not None for gradient in gradients):
-            complete = self._gathered.gradients([found[name] for name in self._gathered_names])
-            found.update({self._gathered_names[index]: gradient for index, gradient in complete.items()})
+            found |= self._gathered.gradients(found)
         return [found[str(held.key)] for held in self.held]
 
     def follow(self) -> None:

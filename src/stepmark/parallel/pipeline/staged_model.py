@@ -127,7 +127,8 @@ class StagedModel:
             ]
             for stage in self.own
         }
-        self._note_ties(found, mesh.tensor_parallel.size)
+        for parameter in self.tied_parameters():  # both ends have a part of its gradient
+            annotate_replication(parameter, replace(replication_of(parameter, mesh.tensor_parallel.size), stages=2))
         complete = list(model.parameters())
         for name, module in resting.items():
             homes[name][name.rpartition(".")[2]] = module
@@ -175,14 +176,6 @@ class StagedModel:
         if self.last in self.own:
             resting |= {name: found[name] for name in self.plan.tied}
         return resting
-
-    def _note_ties(self, found: dict[str, nn.Module], tensor_axis_size: int) -> None:
-        """Notes that both ends have a part of the gradient of a tied table."""
-        if not {0, self.last} & set(self.own):
-            return
-        for name in self.plan.tied:
-            for parameter in found[name].parameters():
-                annotate_replication(parameter, replace(replication_of(parameter, tensor_axis_size), stages=2))
 
     def leave_out_elsewhere(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the parameters that only other ranks have now out of an optimizer made before the model was cut."""

@@ -96,28 +96,24 @@ class Transfers:
         incoming: Sequence[tuple[int, Hashable]],
     ) -> list[Form]:
         """The forms of the incoming activations."""
+        told = []
         for stage, shapes, each in outgoing:
-            self._check_form(stage, shapes, Form.of(each.hidden))
-        new = [each.hidden for stage, shapes, each in outgoing if (stage, shapes) not in self._forms]
-        self._forms |= {(stage, shapes): Form.of(each.hidden) for stage, shapes, each in outgoing}
+            form, known = Form.of(each.hidden), self._forms.get((stage, shapes))
+            if known is None:
+                self._forms[stage, shapes] = form
+                told.append(form.encoded())
+            elif known != form:  # the next stage, which was told another form for such batches, would receive garbage
+                raise UsageError(
+                    f"pipeline_parallel_size: the hidden states after stage {stage} were {list(known.shape)} "
+                    f"{known.dtype} and are {list(form.shape)} {form.dtype} for inputs of the same shapes, so the next "
+                    "stage cannot know what comes; set it to 1"
+                )
         unknown = [key for key in incoming if key not in self._forms]
-        if new or unknown:
-            told = [Form.of(each).encoded() for each in new]
+        if told or unknown:
             headers = self._links.exchange_on_host(other, told, [ENCODED] * len(unknown))
             self._running.append((self._tick, headers))
             self._forms |= zip(unknown, map(Form.decoded, headers.arrived()), strict=True)
         return [self._forms[key] for key in incoming]
-
-    def _check_form(self, stage: int, shapes: Hashable, form: Form) -> None:
-        """Raises UsageError where the next stage, which was told another form for such batches, would receive
-        garbage."""
-        known = self._forms.get((stage, shapes), form)
-        if known != form:
-            raise UsageError(
-                f"pipeline_parallel_size: the hidden states after stage {stage} were {list(known.shape)} {known.dtype} "
-                f"and are {list(form.shape)} {form.dtype} for inputs of the same shapes, so the next stage cannot know "
-                "what comes; set it to 1"
-            )
 
     def settle(self, keep: int = 0) -> None:
         """Ends a tick: waits for the exchanges of all ticks but the latest `keep`, and forgets those that are over."""

@@ -8,7 +8,7 @@ rows, so is A, whose output is summed over the ranks, and B is replicated. LoRA 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -173,22 +173,19 @@ def _check_wrapper(name: str, module: nn.Module) -> None:
         )
 
 
-class AddedAdapters:
-    """Notices what peft puts in the place of a module after the model was sharded: made for the shards of this rank, or
-    a copy without their layouts, it would train incorrectly without an error. It keeps no module alive, since those of
-    other pipeline stages are dropped."""
+def refuse_adapters(model: nn.Module, called: Iterable[nn.Module]) -> None:
+    """From now on, a call of one of these modules raises UsageError where peft has put anything in the place of another
+    module of the model: made for the shards of this rank, or a copy without their layouts, it would train incorrectly
+    without an error."""
+    children = [  # no module is kept alive, since those of other pipeline stages are dropped
+        (name, ref(module), key, ref(child))
+        for name, module in model.named_modules()
+        for key, child in module._modules.items()
+        if child is not None and not is_wrapper(module)
+    ]
 
-    def __init__(self, model: nn.Module) -> None:
-        self._children = [
-            (name, ref(module), key, ref(child))
-            for name, module in model.named_modules()
-            for key, child in module._modules.items()
-            if child is not None and not is_wrapper(module)
-        ]
-
-    def check(self) -> None:
-        """Raises UsageError where an adapter was added."""
-        for name, parent, key, child in self._children:
+    def check(*_: object) -> None:
+        for name, parent, key, child in children:
             module = parent()
             found = None if module is None else module._modules.get(key)
             if found is not child() and is_wrapper(found):
@@ -197,3 +194,6 @@ class AddedAdapters:
                     f"tensor_parallel_size: {place} got an adapter of peft after the model was sharded, which "
                     "would train incorrectly; add adapters to the complete model, before it is sharded"
                 )
+
+    for each in called:
+        each.register_forward_pre_hook(check)

@@ -39,12 +39,11 @@ class Heads:
         keys_and_values = max(self.keys_and_values // self.ranks, 1)
         if hasattr(module, "num_key_value_groups"):
             module.num_key_value_groups = queries // keys_and_values
-        for name in QUERY_COUNTS:
-            if getattr(module, name, None) == self.queries:
-                setattr(module, name, queries)
-        for name in KEY_VALUE_COUNTS:
-            if getattr(module, name, None) == self.keys_and_values:
-                setattr(module, name, keys_and_values)
+        counts = [(name, self.queries, queries) for name in QUERY_COUNTS]
+        counts += [(name, self.keys_and_values, keys_and_values) for name in KEY_VALUE_COUNTS]
+        for name, complete, own in counts:
+            if getattr(module, name, None) == complete:
+                setattr(module, name, own)
         for name in () if self.latent else WIDTHS:
             if isinstance(getattr(module, name, None), int):
                 setattr(module, name, getattr(module, name) // self.ranks)

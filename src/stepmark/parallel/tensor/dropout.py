@@ -10,6 +10,7 @@ device seeds are data, not constants of the graph.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -69,9 +70,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def _any_dropout(values: dict[Any, Any]) -> bool:
-    for name, value in values.items():
-        if isinstance(value, dict) and _any_dropout(value):
-            return True
-        if isinstance(name, str) and ("drop" in name or "jitter" in name) and isinstance(value, float) and value > 0:
-            return True
-    return False
+    shares = [value for name, value in values.items() if re.search("drop|jitter", str(name))]
+    return any(isinstance(share, float) and share > 0 for share in shares) or any(
+        _any_dropout(value) for value in values.values() if isinstance(value, dict)
+    )

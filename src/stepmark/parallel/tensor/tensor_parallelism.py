@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from stepmark.errors import UsageError
 from stepmark.parallel.tensor.adapted_layers import (
     AdaptedLayer,
-    AddedAdapters,
     adapted_layers,
     called_models,
     is_wrapper,
+    refuse_adapters,
     unwrapped,
 )
 from stepmark.parallel.tensor.attention_heads import Heads, heads_of
@@ -91,12 +91,8 @@ class TensorParallelism:
     def _find_heads(self, modules: dict[str, nn.Module]) -> dict[str, Heads]:
         """The heads of every module whose heads are sharded, by module name."""
         parents = {_parent(name) for name, _, style in self._styles if style.kind == "colwise"}
-        found = {}
-        for name in sorted(parents):
-            heads = heads_of(name, modules[name], self._model.config, self._axis.size)
-            if heads is not None:
-                found[name] = heads
-        return found
+        found = {name: heads_of(name, modules[name], self._model.config, self._axis.size) for name in sorted(parents)}
+        return {name: heads for name, heads in found.items() if heads is not None}
 
     def _shards(self) -> Iterator[tuple[nn.Parameter, Placement]]:
         for table in self._tables:
@@ -201,9 +197,8 @@ class TensorParallelism:
             refuse_hidden_states(model)
         for number, stack in enumerate(self._stacks):
             shard_sequence(stack, number, axis, seeds, has_head and before_head)
-        added = AddedAdapters(model)  # which calls the modules in the model, whatever calls the latter
-        for module in [modules[parent] for parent in regions][:1] or [each.called for each in self._tables]:
-            module.register_forward_pre_hook(lambda module, args: added.check())
+        # These are called whatever calls the model.
+        refuse_adapters(model, [modules[parent] for parent in regions][:1] or [each.called for each in self._tables])
 
     def _wire_vocabulary(self, gathered: bool) -> bool:
         """Returns whether the head is sharded. `gathered`: its input comes from a gather that sums its gradient."""
