@@ -7,8 +7,10 @@ number), as transformers' `tp_plan`s do. What a plan does not name is replicated
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,57 +40,15 @@ ADDED_ONCE = "added_once"
 
 NOT_INSIDE = ("moe_tp_experts", "local_params")  # styles that say nothing of a module's own parameters
 
-PLANS: dict[str, dict[str, str]] = {
-    "gpt2": {
-        "h.*.attn.c_attn": "packed_colwise:3",
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    },
-    "gpt_oss": {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.self_attn.sinks": "colwise",
-        "layers.*.mlp.experts.gate_up_proj": "rowwise",  # (experts, in, out), where gates and values alternate
-        "layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
-        "layers.*.mlp.experts.down_proj": "colwise",
-        "layers.*.mlp.experts": "moe_tp_experts",
-    },
-}
+_TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("plans.toml").read_text(encoding="utf-8"))
+
+PLANS: dict[str, dict[str, str]] = _TABLES["plans"]
 """Our plans, by model type, for models without one; names are relative to the base model."""
 
-_LATENT = {
-    "layers.*.self_attn.q_proj": "colwise",
-    "layers.*.self_attn.q_b_proj": "colwise",
-    "layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
-    "layers.*.self_attn.kv_b_proj": "colwise",
-    "layers.*.self_attn.o_proj": "rowwise",
-}
-
-ADDED: dict[str, dict[str, str]] = {
-    # An activation function with parameters, between columns and rows, which its plan does not name.
-    "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
-    # Multi-head latent attention: one plan leaves it out, the other the rotary part that all heads share.
-    "deepseek_v3": _LATENT,
-    "youtu": _LATENT,
-    # Which keys are attended to is computed for all heads.
-    **{kind: {"layers.*.self_attn.indexer": "replicate"} for kind in ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")},
-    # Gates and values follow one another; what shared experts get has partial gradients as well.
-    **{
-        kind: {
-            "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
-            "layers.*.mlp.shared_experts": "moe_tp_experts",
-        }
-        for kind in ("inkling_text", "inkling2_text")
-    },
-}
+ADDED: dict[str, dict[str, str]] = _TABLES["added"]
 """What transformers' plan of a model type lacks or has wrong; names are relative to the base model."""
 
-REFUSED = {
-    "doge": "its attention mask has per-head parameters, which its plan shards differently from the heads",
-}
+REFUSED: dict[str, str] = _TABLES["refused"]
 """Model types whose plan in transformers does not reproduce the unsharded model's results, and why."""
 
 LATENT_ATTENTION = ("kv_a_proj_with_mqa", "kv_a_proj", "kv_a_layernorm")
