@@ -34,7 +34,6 @@ class Member:
     """A parameter and its position in the bucket, in elements.
 
     Attributes:
-        name: The parameter's name.
         parameter: This rank's parameter, which tensor parallelism may have sharded.
         begin: Offset of its first element in the bucket.
         boxes: The parameter's slices in the order in which they are concatenated, each in row-major order. One box, the
@@ -228,8 +227,7 @@ def check_real(name: str, parameter: nn.Parameter) -> None:
 
 
 def runs_of(sizes: Sequence[int], limit: int, first: int | None = None) -> Iterator[range]:
-    """Splits positions into runs whose sizes add up to at most `limit`, those of the first run to `first`; to more
-    where one size is larger."""
+    """Splits positions into runs whose sizes add up to at most `limit`, the first to `first`, unless one is larger."""
     begin, total, most = 0, 0, limit if first is None else first
     for position, size in enumerate(sizes):
         if position > begin and total + size > most:

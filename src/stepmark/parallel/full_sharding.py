@@ -109,8 +109,7 @@ class LayerCalls:
 
 
 def compare_calls(model: nn.Module, host: HostGroup) -> None:
-    """Raises UsageError on all ranks where they have called other layers of a sharded model since the last step.
-    Collective."""
+    """Raises UsageError where ranks have called other layers of a sharded model since the last step. Collective."""
     sharded = next((each for each in model.parameters() if is_fully_sharded(each)), None)
     if sharded is not None:
         layer_of(sharded).calls.take().compare(host)
@@ -171,8 +170,10 @@ class LayerGradients(LayerParameters):
         """The reduced gradient of a parameter of the last call, in float32, of its local shape. torch has made its
         `grad` of the result: a view at the same place, in the parameter's dtype."""
         shown, whole = local_of(parameter.grad), self._output
-        if whole is None or id(parameter) in self._taken or not _may_view(shown, whole):
+        if whole is None or id(parameter) in self._taken:
             raise UsageError(LOSS)  # another gradient than that of a layer's pass
+        if shown.dtype == whole.dtype and shown.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+            raise UsageError(LOSS)
         self._taken.add(id(parameter))
         begin = shown.storage_offset()
         return whole[begin : begin + shown.numel()].view(shown.shape)
@@ -180,11 +181,6 @@ class LayerGradients(LayerParameters):
     def pass_ended(self) -> None:
         """A backward pass is over: what comes now is none of its gradients."""
         self._output = None
-
-
-def _may_view(shown: Tensor, whole: Tensor) -> bool:
-    """Whether a tensor is a view of `whole`, where both have one dtype."""
-    return shown.dtype != whole.dtype or shown.untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 
 def layer_of(parameter: Tensor) -> LayerGradients:

@@ -111,8 +111,7 @@ class OverlappedReduction:
             )
 
     def finish(self) -> list[Tensor]:
-        """What this rank gets, one tensor per bucket; sends the remaining buckets, such as those of parameters without
-        a gradient."""
+        """What this rank gets, one tensor per bucket; sends the rest, as of parameters without a gradient."""
         other = self._other()
         if other is not None:
             other._send_rest()

@@ -114,7 +114,6 @@ class Arrivals:
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]] = ()) -> None:
         self._groups = [list(group) for group in groups]  # which keeps ids unique
-        self._group = {id(parameter): number for number, group in enumerate(groups) for parameter in group}
         self._pending: dict[int, Finish] = {}
         self._lock = threading.RLock()
         self._trial = _Trial()
@@ -141,7 +140,7 @@ class Arrivals:
         """From now on, what uses parameters waits for their values."""
         for number in list(self._pending):
             if all(type(each) is nn.Parameter for each in self._groups[number]):
-                _mark(self._groups[number], self._use)
+                _mark(self._groups[number], lambda _, number=number: self._wait(number))
             else:  # of a class of the user's
                 self._wait(number)
         if self._pending and self._hook is None:
@@ -156,9 +155,6 @@ class Arrivals:
             if self._hook is not None:
                 self._hook.remove()
                 self._hook = None
-
-    def _use(self, parameter: Tensor) -> None:
-        self._wait(self._group[id(parameter)])
 
     @torch.no_grad()
     def _wait(self, number: int) -> None:

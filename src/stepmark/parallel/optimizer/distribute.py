@@ -117,9 +117,7 @@ def distribute(
     """The tensors that an optimizer of the class `kind` updates on this rank. Collective.
 
     Args:
-        groups: See `Distribution`, as for `order` and `bucket_elements`.
-        kind: The optimizer's class.
-        runtime: The device.
+        groups, order, bucket_elements: See `Distribution`.
         mesh: The mesh that the parameters are on. None: without `zero_1`, and where none of them is sharded.
         zero_1: Divide the state over the data parallel ranks.
         master_weights: Update fp32 copies of parameters of another dtype. ZeRO-1 by elements does so in any case.

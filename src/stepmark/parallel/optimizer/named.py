@@ -71,7 +71,6 @@ class Distribution:
     """Which tensors this rank updates, and how ranks share gradients and new values.
 
     Args:
-        groups: The optimizer's groups.
         order: The names in the model's order, which `parameters` follows, so that sums over all gradients do not depend
             on the groups; None: that of the groups.
         bucket_elements: How many gradients are sent at a time; None: by the device.
@@ -136,17 +135,14 @@ class NamedOptimizer:
     """The optimizer of a training step.
 
     Args:
-        distribution: What this rank updates.
         groups: The hyperparameters of each group; "params" is ignored.
         make: Makes the optimizer from groups with this rank's tensors; some may be empty.
-        runtime: The device.
         given: Whether the user has made the optimizer, or chosen its class: then its groups are restored completely,
             and those of one that training arguments describe keep the arguments' values.
 
     Attributes:
         inner: The `torch.optim` optimizer that computes the update. Learning rate schedules and callbacks work on its
             parameter groups.
-        arrivals: What `step` has left to wait for.
         divided_by: As in `Distribution`, or the axis of the mesh along which parameters differ.
         held_names: The names of the tensors that a user's optimizer updates, by identity: its state is saved as a
             `torch.optim` one's, and made by reading it. None where it has to be made first, or groups keep what
@@ -238,8 +234,7 @@ class NamedOptimizer:
 
     @torch.no_grad()
     def switch(self, mode: str) -> None:
-        """Puts an optimizer that has modes, such as a schedule-free one, into `train` or `eval`, in which parameters
-        have other values. Collective."""
+        """Puts an optimizer that has modes, as schedule-free ones do, into `train` or `eval`. Collective."""
         method = getattr(self.inner, mode, None)
         if callable(method):
             self.arrivals.settle()
@@ -264,8 +259,7 @@ class NamedOptimizer:
             held.tensor.grad = gradient
 
     def changed_numbers(self) -> dict[str, Any]:
-        """Attributes of the optimizer that have changed since it was made, such as a count of steps that its
-        state_dict() lacks."""
+        """Attributes of the optimizer that have changed since it was made, such as a count that state_dict() lacks."""
         now, made = plain_attributes(self.inner, NUMBERS), self._made_with
         return {key: value for key, value in now.items() if value != made.get(key, value)}
 

@@ -131,17 +131,9 @@ class MuonAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` (Jordan et al. 2024) over the groups with `"muon": True`, whose parameters are matrices, and
     `torch.optim.AdamW` over the others. Both work on the groups and the state of this optimizer.
 
-    Args:
-        params: Groups, each with a bool `muon`.
-        lr: Learning rate of both.
-        weight_decay: Decoupled weight decay of both.
-        betas: Of AdamW.
-        eps: Of AdamW.
-        momentum: Of Muon.
-        nesterov: Of Muon.
-        ns_steps: Steps of Muon's Newton-Schulz iteration.
-        adjust_lr_fn: How Muon scales its learning rate by a matrix's shape: `match_rms_adamw` (updates as long as
-            AdamW's, so that one learning rate serves both; Liu et al. 2025) or `original`.
+    `lr` and `weight_decay` (decoupled) are those of both, `betas` and `eps` AdamW's, and what follows Muon's.
+    `adjust_lr_fn`: how Muon scales its learning rate by a matrix's shape: `match_rms_adamw` (updates as long as
+    AdamW's, so that one learning rate serves both; Liu et al. 2025) or `original`.
     """
 
     per_parameter = True

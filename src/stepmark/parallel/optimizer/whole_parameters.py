@@ -173,17 +173,9 @@ def _fill(views: Sequence[Tensor], flat: Tensor) -> None:
 
 
 class WholeParameters(Distribution):
-    """This rank's parameters, each of them complete.
-
-    Args:
-        groups: The optimizer's groups.
-        mesh: The mesh.
-        order: See `Distribution`.
-        zero_1: Divide the parameters over the data parallel ranks.
-        elementwise_group: Whether shards of a group's parameters will do, since it is updated element by element.
-        master_weights: As in `Replicated`.
-        bucket_elements: What a rank sends at most at a time; None: the default.
-    """
+    """This rank's parameters, each of them complete; with `zero_1` they are divided over the data parallel ranks. Of a
+    group that `elementwise_group` says is updated element by element, shards will do. A rank sends at most
+    `bucket_elements` at a time. For the other arguments see `Replicated`."""
 
     def __init__(
         self,

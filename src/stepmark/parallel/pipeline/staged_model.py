@@ -94,10 +94,7 @@ class StagedModel:
     """One rank's stages of a model.
 
     Attributes:
-        model: The model, of which this rank has a part.
-        plan: How the complete model was cut.
-        size: Numbers of the complete model.
-        experts: The layers of experts of the complete model.
+        model: The model, of which this rank has a part; `plan`, `size` and `experts` are of the complete one.
         own: The numbers of this rank's stages, in order.
     """
 

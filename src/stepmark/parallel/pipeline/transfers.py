@@ -62,7 +62,6 @@ class Transfers:
         """Starts an exchange with rank `other` of the pipeline; returns the incoming activations and gradients.
 
         Args:
-            other: A coordinate on the pipeline's axis.
             outgoing: Activations to send: the stage that made each, and the shapes of its batch.
             incoming: The same of those that `other` sends.
             gradients: Gradients to send.
