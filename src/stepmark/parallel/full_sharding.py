@@ -116,11 +116,8 @@ def compare_calls(model: nn.Module, host: HostGroup) -> None:
 
 
 class LayerParameters:
-    """Gathers the parameters of a layer (torch's `AllGather`), between hosts by sends and receives.
-
-    Attributes:
-        calls: Records what is gathered, and in `LayerGradients` reduced.
-    """
+    """Gathers the parameters of a layer (torch's `AllGather`), between hosts by sends and receives; records that in
+    `calls`."""
 
     def __init__(self, axis: GroupCollectives, calls: LayerCalls, name: str, does: str = GATHERS) -> None:
         self._axis = axis
@@ -140,18 +137,13 @@ class LayerGradients(LayerParameters):
     """Reduce-scatters the gradients of the parameters that torch gathers together (its `ReduceScatter`).
 
     Outside of a step, as in a loop that reads `parameter.grad`, the result is the mean over the ranks.
-
-    Attributes:
-        in_step: Whether the gradients are summed for a reducer.
-        dtype: In which gradients are sent; sums are in float32.
-        copies: The ranks that hold the same shards.
     """
 
     def __init__(self, axis: GroupCollectives, calls: LayerCalls, name: str, copies: int) -> None:
         super().__init__(axis, calls, name, REDUCES)
-        self.copies = copies
-        self.in_step = False
-        self.dtype = torch.float32
+        self.copies = copies  # the ranks that hold the same shards
+        self.in_step = False  # whether the gradients are summed for a reducer
+        self.dtype = torch.float32  # in which gradients are sent; sums are in float32
         self._output: Tensor | None = None
         self._taken: set[int] = set()  # the parameters whose part of it was taken
 

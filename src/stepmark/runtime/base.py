@@ -41,19 +41,12 @@ class DeviceMemory:
 
 
 class Runtime(Protocol):
-    """One device of one rank.
+    """One device of one rank."""
 
-    Attributes:
-        name: The device type, such as "cpu" or "xla".
-        device: The torch device.
-        lazy: Whether operations are recorded, and compiled and run at a step boundary. New shapes are compiled again.
-        host_memory: Whether the device's memory is the host's.
-    """
-
-    name: str
+    name: str  # the device type, such as "cpu" or "xla"
     device: torch.device
-    lazy: bool
-    host_memory: bool
+    lazy: bool  # whether operations are recorded, and compiled and run at a step boundary; new shapes compile again
+    host_memory: bool  # whether the device's memory is the host's
 
     def place(self, batch: Any) -> Any:
         """Copies every tensor in a nest of dicts, lists and tuples to the device. May be called from a background

@@ -31,21 +31,13 @@ TIMEOUT = timedelta(hours=2)  # longer than any compilation that another rank wa
 
 @dataclass(frozen=True)
 class Context:
-    """Where this rank runs.
-
-    Attributes:
-        world: Its place among the ranks.
-        runtime: Its device.
-        host: All ranks, communicating through the host.
-        store: The ranks' common key-value store; None for a single rank.
-        host_links: Transfers of host tensors among given ranks, in place of those by torch.distributed, for ranks that
-            are threads of one process.
-    """
+    """Where this rank runs. `host_links`: transfers of host tensors among given ranks, in place of those by
+    torch.distributed, for ranks that are threads of one process."""
 
     world: World
     runtime: Runtime
-    host: HostGroup
-    store: dist.Store | None = None
+    host: HostGroup  # all ranks, communicating through the host
+    store: dist.Store | None = None  # the ranks' common key-value store; None for a single rank
     host_links: Callable[[Sequence[int]], HostLinks] | None = None
 
     @contextlib.contextmanager

@@ -115,14 +115,13 @@ class Mesh:
         if (spread := spread_of_experts(expert_parallel_size, tensor_parallel_size)) > 1:
             with_tokens = _collectives(context, grid.groups(DATA, spread), use="experts")
             experts = with_tokens, _collectives(context, grid.groups(DATA, data // spread, spread))
-        of_experts: dict[str, Any] = {"expert_parallel_size": expert_parallel_size, "experts": experts}
-        if pipeline_parallel_size == 1:
-            return cls(context, grid, axes, replicas=replicas, **of_experts)
-        pipelines = grid.groups(PIPELINE)
-        ends = axes[PIPELINE]
-        if pipeline_parallel_size > 2:
-            ends = _collectives(context, [[ranks[0], ranks[-1]] for ranks in pipelines], between_stages=True)
-        return cls(context, grid, axes, ends, _links(context, pipelines), replicas, **of_experts)
+        ends, links = axes.get(PIPELINE), None
+        if pipeline_parallel_size > 1:
+            pipelines = grid.groups(PIPELINE)
+            if pipeline_parallel_size > 2:
+                ends = _collectives(context, [[ranks[0], ranks[-1]] for ranks in pipelines], between_stages=True)
+            links = _links(context, pipelines)
+        return cls(context, grid, axes, ends, links, replicas, expert_parallel_size, experts)
 
     @property
     def runtime(self) -> Runtime:

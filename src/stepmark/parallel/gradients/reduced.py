@@ -17,24 +17,16 @@ Used = list[bool | Tensor]
 
 @dataclass(frozen=True)
 class ReducedGradients:
-    """The result of one step's backward passes over all ranks.
-
-    Attributes:
-        gradients: Mean gradients (fp32) in the form that the optimizer's `set_gradients` takes: of complete parameters,
-            or of this rank's shards. None where a parameter took no part.
-        used: Of shards of several parameters, whether each of these took part; None: all did.
-        loss: Mean loss per target token, a 0-dim tensor on the device.
-        tokens: Number of target tokens, a 0-dim float32 tensor on the device.
-        norm: 2-norm of the complete model's gradient, a 0-dim float32 tensor on the device.
-        loads: Tokens that each expert got on all ranks, a float32 vector on the device; None without experts.
-    """
+    """The result of one step's backward passes over all ranks, on the device. Gradients (fp32) are means, in the form
+    that the optimizer's `set_gradients` takes: of complete parameters, or of this rank's shards; None where a parameter
+    took no part."""
 
     gradients: list[Tensor | None]
-    loss: Tensor
-    tokens: Tensor
-    norm: Tensor
-    loads: Tensor | None = None
-    used: Used | None = None
+    loss: Tensor  # mean per target token, 0-dim
+    tokens: Tensor  # number of target tokens, 0-dim float32
+    norm: Tensor  # 2-norm of the complete model's gradient, 0-dim float32
+    loads: Tensor | None = None  # tokens that each expert got on all ranks, a float32 vector; None without experts
+    used: Used | None = None  # of shards of several parameters, whether each of these took part; None: all did
 
     def divided_by(self, number: int) -> ReducedGradients:
         """The gradients are changed in place."""

@@ -29,15 +29,12 @@ class GradientHooks:
 
     The method's owner takes the gradient away, so that only one can have hooks of a parameter: the last one that was
     made. They end with `close`, or with the owner.
-
-    Attributes:
-        taken: Whether another owner has the gradients now.
-        hooked: The indices of the parameters that are not frozen.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], arrived: Callable[[int], object]) -> None:
-        self.taken = False
+        self.taken = False  # whether another owner has the gradients now
         self._handles: list[RemovableHandle] = []
+        # Of those that are not frozen:
         self.hooked = frozenset(index for index, parameter in enumerate(parameters) if parameter.requires_grad)
         method = weakref.WeakMethod(arrived)
         for index in sorted(self.hooked):
@@ -274,10 +271,6 @@ class ShardSums:
 
     Each layer's gradients are reduced in every backward pass: kept for the last one, they would be complete on each
     rank.
-
-    Attributes:
-        calls: What was gathered and reduced.
-        copies: The ranks that hold the same shards.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], reduce_dtype: torch.dtype) -> None:

@@ -51,16 +51,12 @@ class ModelFactory:
         deferral = DeferredInit(self.small)
         with deferral:
             model = construct()
-        self.shard_and_fill(model, deferral, dtype)
-        return model
-
-    def shard_and_fill(self, model: nn.Module, deferral: DeferredInit, dtype: torch.dtype | None = None) -> None:
-        """Shards and fills a model that was constructed under `deferral`."""
         sources = deferral.settle(model)
         if dtype is not None:
             cast_module(model, dtype)
         self.shard(model)
         fill(model, sources, self.runtime)
+        return model
 
 
 def fill(model: nn.Module, sources: Mapping[str, TensorSource], runtime: Runtime) -> None:
@@ -206,11 +202,13 @@ class _Patches:
             if self._building:
                 original(model, *args, **options)
                 return
+
+            def constructed() -> Any:
+                original(model, *args, **options)
+                return model
+
             with self._being_built():
-                deferral = DeferredInit(self._factory.small)
-                with deferral:
-                    original(model, *args, **options)
-                self._factory.shard_and_fill(model, deferral)
+                self._factory.new(constructed)
 
         self._patch(owner, "__init__", construct)
 

@@ -102,14 +102,7 @@ class Arrivals:
 
     Without `defer`, nothing is on its way once the optimizer's step has returned. The first forward pass after it was
     set is a trial: where a parameter gets a gradient though nobody was seen to use it, such as in a graph that is
-    replayed, steps wait at once.
-
-    Args:
-        groups: The parameters of each group.
-
-    Attributes:
-        defer: Whether a step may leave something to wait for. Whoever sets it calls `watch` after each step, before
-            anything else may use parameters.
+    replayed, steps wait at once. Whoever sets it calls `watch` after each step, before anything else uses parameters.
     """
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]] = ()) -> None:
@@ -118,7 +111,7 @@ class Arrivals:
         self._lock = threading.RLock()
         self._trial = _Trial()
         self._hook: RemovableHandle | None = None
-        self.defer = False
+        self.defer = False  # whether a step may leave something to wait for
 
     def __del__(self) -> None:
         if self._pending:  # an error has ended the run
@@ -179,14 +172,10 @@ class Arrivals:
 
 
 class _Trial:
-    """Whether all parameters that get a gradient in a step are seen when they are used.
-
-    Attributes:
-        over: Whether it has been held.
-    """
+    """Whether all parameters that get a gradient in a step are seen when they are used."""
 
     def __init__(self) -> None:
-        self.over = False
+        self.over = False  # whether it has been held
         self._hidden = False
         self._handles: list[RemovableHandle] | None = None
 

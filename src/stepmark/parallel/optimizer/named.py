@@ -36,22 +36,15 @@ Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # from groups wi
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor that the optimizer updates on this rank.
+    """A tensor that the optimizer updates on this rank. `members`: the parameters of which it has elements, or which on
+    a lazy device are in the same bucket: the name, and which slices of the global tensor are where in `tensor`; None:
+    all of an unsharded parameter."""
 
-    Attributes:
-        tensor: A parameter, or float32 elements of one, on a lazy device of several.
-        group: The number of its optimizer group.
-        members: The parameters of which it has elements, or on a lazy device belongs to the same bucket: the name, and
-            which slices of the global tensor are where in `tensor`; None: all of an unsharded parameter.
-        master: Whether it is a float32 copy of parameters of another dtype, or a shard of one.
-        key: What it is called in this rank's own state.
-    """
-
-    tensor: nn.Parameter
-    group: int
+    tensor: nn.Parameter  # a parameter, or float32 elements of one, on a lazy device of several
+    group: int  # the number of its optimizer group
     members: tuple[tuple[str, Layout | None], ...]
-    master: bool
-    key: str | int
+    master: bool  # whether it is a float32 copy of parameters of another dtype, or a shard of one
+    key: str | int  # what it is called in this rank's own state
 
     def named(self, value: Any) -> Iterator[tuple[str, Any]]:
         """A value of its state, by parameter name; slices carry their layout."""
@@ -74,22 +67,11 @@ class Distribution:
         order: The names in the model's order, which `parameters` follows, so that sums over all gradients do not depend
             on the groups; None: that of the groups.
         bucket_elements: How many gradients are sent at a time; None: by the device.
-
-    Attributes:
-        names: Of all parameters, in the model's order.
-        parameters: All parameters, in the same order.
-        groups: The names of each optimizer group.
-        held: What this rank updates, in the groups' order.
-        divided_by: The field by which ranks update different elements, `zero_1` or `fsdp`; None where they do not.
-        separate: Whether each of `held` has one parameter, so that states come and go with parameters.
-        masked: What the next update leaves as it is of some of `held`, where a mask is 0; see `assigned`.
-        arrivals: What `publish` has left to wait for.
-        place: What this rank's own state fits, in plain values.
     """
 
-    held: list[Held]
-    divided_by: str | None = None
-    separate = True
+    held: list[Held]  # what this rank updates, in the groups' order
+    divided_by: str | None = None  # the field by which ranks update different elements, `zero_1` or `fsdp`
+    separate = True  # whether each of `held` has one parameter, so that states come and go with parameters
 
     def __init__(
         self, groups: Groups, *, order: Sequence[str] | None = None, bucket_elements: int | None = None
@@ -98,9 +80,9 @@ class Distribution:
         self.groups = [[name for name, _ in group["params"]] for group in groups]
         self.names = [name for name in order or parameters if name in parameters]
         self.parameters: list[nn.Parameter] = [parameters[name] for name in self.names]
-        self.arrivals = Arrivals()
-        self.place: dict[str, Any] = {}
-        self.masked: list[tuple[Held, Tensor]] = []
+        self.arrivals = Arrivals()  # what `publish` has left to wait for
+        self.place: dict[str, Any] = {}  # what this rank's own state fits, in plain values
+        self.masked: list[tuple[Held, Tensor]] = []  # what the next update leaves as it is where a mask is 0
         self._bucket_elements = bucket_elements
 
     def gradients(

@@ -33,27 +33,16 @@ COLLECTS_ROUTER_LOGITS = "transformers.utils.output_capturing"  # which early ve
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A model's stages.
+    """A model's stages. Modules are given by their names."""
 
-    Attributes:
-        layers: The name of the list of layers.
-        before: The names of the learned modules that are called before the layers.
-        after: Those of the ones called after them, the head included.
-        bounds: The first layer of each stage, and the one after its last.
-        returns: What a layer returns: "tensor", "list", or "tuple2" for a tuple of two.
-        tied: The names of embeddings whose table is the head's, too.
-        draws: Whether training draws random numbers.
-        routers: The columns of routers' logits, where the loss needs the routers of all layers; None elsewhere.
-    """
-
-    layers: str
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    bounds: tuple[tuple[int, int], ...]
-    returns: str
-    tied: tuple[str, ...]
-    draws: bool
-    routers: RouterColumns | None
+    layers: str  # the list of layers
+    before: tuple[str, ...]  # learned modules that are called before the layers
+    after: tuple[str, ...]  # those called after them, the head included
+    bounds: tuple[tuple[int, int], ...]  # the first layer of each stage, and the one after its last
+    returns: str  # what a layer returns: "tensor", "list", or "tuple2" for a tuple of two
+    tied: tuple[str, ...]  # embeddings whose table is the head's, too
+    draws: bool  # whether training draws random numbers
+    routers: RouterColumns | None  # of routers' logits, where the loss needs the routers of all layers
 
     @property
     def stages(self) -> int:

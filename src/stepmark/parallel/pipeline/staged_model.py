@@ -41,25 +41,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sums over the parameters of a complete model, each counted once, over all shards.
-
-    Attributes:
-        elements: Their elements.
-        trained: Elements of those that require gradients.
-        nbytes: Their bytes, in their own dtypes.
-        multiplied: Elements of those that are used in matrix products: an embedding used only for lookup is excluded,
-            one tied to the head is included.
-        outside_embeddings: Elements of those that are not an embedding's, whatever else it is tied to.
-        active: Elements of all of them.
-
-    In the last three, experts count as far as a token goes through them, where the config tells.
-    """
+    """Sums over the parameters of a complete model, each counted once, over all shards: elements, and bytes. In the
+    last three, experts count as far as a token goes through them, where the config tells."""
 
     elements: int
-    trained: int
-    nbytes: int
-    multiplied: int
-    outside_embeddings: int
+    trained: int  # of those that require gradients
+    nbytes: int  # in their own dtypes
+    multiplied: int  # of those in matrix products: not an embedding that is only looked up, but one tied to the head
+    outside_embeddings: int  # of those that are not an embedding's, whatever else it is tied to
     active: int
 
     @classmethod

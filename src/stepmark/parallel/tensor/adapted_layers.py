@@ -30,19 +30,12 @@ class LoraAdapter:
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A layer with its adapters.
+    """A layer with its adapters."""
 
-    Attributes:
-        name: Its name in the model, that of `called`.
-        called: What the model calls: the LoRA layer around it, or the layer itself.
-        layer: The layer that has the weight.
-        adapters: Of a LoRA layer around a linear one.
-    """
-
-    name: str
-    called: nn.Module
-    layer: Any
-    adapters: tuple[LoraAdapter, ...] = ()
+    name: str  # in the model, of `called`
+    called: nn.Module  # what the model calls: the LoRA layer around it, or the layer itself
+    layer: Any  # which has the weight
+    adapters: tuple[LoraAdapter, ...] = ()  # of a LoRA layer around a linear one
 
     def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The weight and the bias, with full names."""

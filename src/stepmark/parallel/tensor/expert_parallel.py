@@ -67,11 +67,8 @@ def _check(name: str, module: Any) -> None:
 
 
 class ExpertParallelism:
-    """The experts of one model on a mesh: the constructor checks everything, the other methods change the model.
-
-    Attributes:
-        modules: The modules that are divided, by name.
-    """
+    """The experts of one model on a mesh, in `modules` by name: the constructor checks everything, the other methods
+    change the model."""
 
     def __init__(self, model: Any, mesh: Mesh, *, verified: bool) -> None:
         self.modules = expert_modules(model, verified=verified)

@@ -49,18 +49,12 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Block:
-    """A module of a layer that gets the complete sequence.
-
-    Attributes:
-        partial: Whether the gradient of its input is the sum of the ranks' parts, without further collectives.
-        scatters: Whether its layers that are sharded by rows scatter its output.
-        rows: The names of these layers.
-    """
+    """A module of a layer that gets the complete sequence."""
 
     name: str
     module: nn.Module
-    partial: bool = False
-    scatters: bool = False
+    partial: bool = False  # whether the gradient of its input is the sum of the ranks' parts, without collectives
+    scatters: bool = False  # whether its layers that are sharded by rows, `rows`, scatter its output
     rows: tuple[str, ...] = ()
 
 

@@ -92,12 +92,8 @@ class RoutedTokens:
 
 
 class _Route:
-    """Which tokens go to which ranks.
-
-    Attributes:
-        sent, received: How many rows go to each rank, and come from each.
-        pairs: How many pairs of a token and one of this rank's experts arrive.
-    """
+    """Which tokens go to which ranks: how many rows are `sent` to each rank, and `received` from each, and how many
+    `pairs` of a token and one of this rank's experts arrive."""
 
     def __init__(self, axis: GroupCollectives, index: Tensor, experts: int, holders: Sequence[int]) -> None:
         self._axis = axis

@@ -83,16 +83,11 @@ def shard_embedding(module: nn.Embedding, vocabulary: Vocabulary) -> None:
 
 
 class VocabParallelHead:
-    """The layer that computes logits, or several of which one is in use.
-
-    Attributes:
-        keep_sharded: Whether the current forward pass leaves the logits sharded, because only a loss is computed from
-            them.
-    """
+    """The layer that computes logits, or several of which one is in use."""
 
     def __init__(self, vocabulary: Vocabulary, input_gathered: bool) -> None:
         self.vocabulary = vocabulary
-        self.keep_sharded = False
+        self.keep_sharded = False  # in a forward pass of which only the loss is wanted
         self._input_gathered = input_gathered
 
     def attach(self, module: nn.Module) -> None:
