@@ -177,9 +177,7 @@ class LayerGradients(LayerParameters):
 
 def layer_of(parameter: Tensor) -> LayerGradients:
     """What reduces the gradient of a parameter that `shard_fully` has sharded."""
-    found = getattr(parameter, _ATTRIBUTE)
-    assert isinstance(found, LayerGradients)
-    return found
+    return getattr(parameter, _ATTRIBUTE)
 
 
 def is_fully_sharded(parameter: Tensor) -> bool:
@@ -195,9 +193,7 @@ def has_hooks(parameter: Tensor, own: int = 0) -> bool:
 
 def now(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter that has taken the place of one that was sharded; any other as it is."""
-    found = _replaced.get(parameter, parameter)
-    assert isinstance(found, nn.Parameter)
-    return found
+    return _replaced.get(parameter, parameter)
 
 
 def shard_fully(model: nn.Module, mesh: Mesh, sharding: FullSharding) -> None:

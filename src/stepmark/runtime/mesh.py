@@ -161,11 +161,9 @@ class Mesh:
         if replicas == 1:
             return everybody, DeviceMesh.from_group(everybody.process_group, device, mesh_dim_names=("shard",))
         ranks = torch.arange(everybody.size).view(replicas, -1)
-        far, near = (_of_own_group(GroupCollectives, self.context, each.tolist()) for each in (ranks.T, ranks))
-        assert far is not None
-        assert near is not None
-        groups, names = [far.process_group, near.process_group], ("replicate", "shard")
-        return near, DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
+        axes: list[Any] = [_of_own_group(GroupCollectives, self.context, each.tolist()) for each in (ranks.T, ranks)]
+        groups, names = [each.process_group for each in axes], ("replicate", "shard")
+        return axes[1], DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
 
     def replicas(self, count: int) -> Collectives:
         """Collectives among `count` neighbours, a divisor of the tensor parallel axis, that hold the same slice."""

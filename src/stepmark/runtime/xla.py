@@ -38,7 +38,6 @@ from torch_xla._internal import pjrt  # noqa: E402
 
 register_operations()
 
-
 Dispatch = Callable[[Sequence[int] | None], None]
 
 
@@ -254,21 +253,18 @@ Groups = list[list[int]] | None  # replica numbers of each group; None: one grou
 def all_reduce_in_graph(tensor: Tensor, op: str, groups: Groups) -> Tensor:
     """The sum ("sum") or maximum ("max") over the replicas of each group, as an operation of the graph."""
     kind = xm.REDUCE_SUM if op == "sum" else xm.REDUCE_MAX
-    reduced: Tensor = xm.all_reduce(kind, tensor, groups=groups, pin_layout=False)
-    return reduced
+    return xm.all_reduce(kind, tensor, groups=groups, pin_layout=False)
 
 
 def all_gather_in_graph(tensor: Tensor, dim: int, groups: Groups) -> Tensor:
     """The concatenation of the replicas' tensors along `dim`."""
-    gathered: Tensor = xm.all_gather(tensor, dim % tensor.dim(), groups=groups, pin_layout=False)
-    return gathered
+    return xm.all_gather(tensor, dim % tensor.dim(), groups=groups, pin_layout=False)
 
 
 def reduce_scatter_in_graph(tensor: Tensor, dim: int, size: int, groups: Groups) -> Tensor:
     """This replica's shard along `dim` of the sum; `size` is the size of a group."""
     where: dict[str, Any] = {"scatter_dim": dim % tensor.dim(), "shard_count": size, "groups": groups}
-    shard: Tensor = xm.reduce_scatter(xm.REDUCE_SUM, tensor, scale=1.0, pin_layout=False, **where)
-    return shard
+    return xm.reduce_scatter(xm.REDUCE_SUM, tensor, scale=1.0, pin_layout=False, **where)
 
 
 def graph_world() -> tuple[int, int]:

@@ -56,8 +56,7 @@ def local_of(tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     local: Any = tensor._local_tensor
-    waited: Tensor = local.wait() if hasattr(local, "wait") else local  # the result of a collective that may still run
-    return waited
+    return local.wait() if hasattr(local, "wait") else local  # the result of a collective that may still run
 
 
 def shard_of(tensor: DTensor) -> Shard:

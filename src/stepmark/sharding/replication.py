@@ -44,7 +44,4 @@ def replication_of(tensor: Tensor, axis_size: int) -> Replication:
     """What `annotate_replication` recorded. By default a sharded tensor has one replica, any other `axis_size`, each
     with the complete gradient."""
     replication = getattr(tensor, _ATTRIBUTE, None)
-    if replication is None:
-        return Replication(axis_size if layout_of(tensor) is None else 1)
-    assert isinstance(replication, Replication)
-    return replication
+    return replication or Replication(axis_size if layout_of(tensor) is None else 1)

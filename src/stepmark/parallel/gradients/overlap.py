@@ -70,8 +70,7 @@ class OverlappedReduction:
 
     def _other(self) -> OverlappedReduction | None:
         """Another one that sends on the same axis while a backward pass runs."""
-        reference = _overlapping.get(self._axis)
-        found = reference() if reference is not None else None
+        found = _overlapping.get(self._axis, lambda: None)()
         return found if found is not None and found is not self and found._running else None
 
     def _arrived(self, number: int, position: int) -> None:

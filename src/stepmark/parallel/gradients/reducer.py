@@ -80,8 +80,7 @@ class GradientReducer:
         if loads is not None:
             (loads,) = self._mesh.data_parallel.all_reduce([loads])
         if not isinstance(self.sums, FlatSums):
-            reduced: ReducedGradients = self._exchange.at_once(self.sums, loss, tokens, loads)
-            return reduced
+            return self._exchange.at_once(self.sums, loss, tokens, loads)
         if self._overlap is not None:
             self._overlap.check_unchanged()
         self._complete_partial(self.sums)
@@ -89,8 +88,7 @@ class GradientReducer:
             means = [self.sums.complete(number) for number in range(len(self.sums.buckets))]
         else:
             means = self._overlap.finish()
-        complete: ReducedGradients = self._exchange.reduced(self.sums, means, loss, tokens, loads)
-        return complete
+        return self._exchange.reduced(self.sums, means, loss, tokens, loads)
 
     def _complete_partial(self, sums: FlatSums) -> None:
         """Completes the gradients of which tensor parallel neighbours have a part each."""
@@ -103,8 +101,7 @@ class GradientReducer:
     def show(self, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
         """Makes `parameter.grad` what `reduce` has made of it on all ranks, for callbacks; calling the result returns
         it with what they have changed. Collective. On lazy devices ZeRO-1 shows nothing."""
-        take: Callable[[], ReducedGradients] = self._exchange.show(self.sums, reduced)
-        return take
+        return self._exchange.show(self.sums, reduced)
 
     @contextmanager
     def shown_so_far(self) -> Iterator[None]:

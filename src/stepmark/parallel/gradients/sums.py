@@ -39,8 +39,7 @@ class GradientHooks:
         method = weakref.WeakMethod(arrived)
         for index in sorted(self.hooked):
             parameter = parameters[index]
-            before = _holders.get(parameter)
-            holder = before() if before is not None else None
+            holder = _holders.get(parameter, lambda: None)()
             if holder is not None:
                 holder.close()
                 holder.taken = True
@@ -86,19 +85,15 @@ class FlatSums:
 
     Autograd makes the first gradient of a step in memory of its own, from where it is copied; where the bucket has the
     same dtype and order, `parameter.grad` is then a view of the bucket, to which autograd adds further ones. Nothing
-    has to be cleared between steps.
-
-    Attributes:
-        flat: The sums of each bucket, `bucket.padded` elements. Those of parameters without a gradient are undefined
-            until `complete`.
-        arrived: Called with the number of a bucket and the position of its member whenever a gradient is there.
+    has to be cleared between steps. The sums of parameters without a gradient are undefined until `complete`.
     """
 
     def __init__(self, buckets: Sequence[Bucket], runtime: Runtime) -> None:
         self.buckets = list(buckets)
+        # Called with the number of a bucket and the position of its member whenever a gradient is there.
         self.arrived: Callable[[int, int], object] = lambda number, position: None
         zeros = [torch.zeros(bucket.padded, dtype=torch.float32) for bucket in self.buckets]
-        self.flat: list[Tensor] = list(runtime.place(zeros))
+        self.flat: list[Tensor] = list(runtime.place(zeros))  # the sums of each bucket, `bucket.padded` elements
         ends = list(accumulate(len(bucket.members) for bucket in self.buckets))
         self._indices = [range(begin, end) for begin, end in pairwise([0, *ends])]  # of each bucket's parameters
         self._members = [

@@ -180,8 +180,7 @@ class DeferredInit(TorchDispatchMode):
         device = torch.device(keywords.get("device") or "cpu")
         dtype = keywords.get("dtype") or torch.get_default_dtype()
         if device.type != "cpu" or not self._to_defer(arguments[0], dtype):
-            made: Tensor = function(*arguments, **keywords)
-            return made
+            return function(*arguments, **keywords)
         value = _FILLED[function](arguments)
         return self._defer(arguments[0], dtype, None if value is None else lambda flat: flat.fill_(value))
 
@@ -245,8 +244,7 @@ class DeferredInit(TorchDispatchMode):
 
     def _real(self, tensor: Tensor) -> Tensor:
         """The values of a tensor as they are now."""
-        found: Tensor = self._frozen(tensor).value() if self._is_deferred(tensor) else tensor
-        return found
+        return self._frozen(tensor).value() if self._is_deferred(tensor) else tensor
 
     def _frozen(self, tensor: Tensor) -> _Later:
         """The values of a tensor as they are now, whatever is written to it later."""

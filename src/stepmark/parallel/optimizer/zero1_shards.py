@@ -88,8 +88,7 @@ class FlatShards(Distribution):
         if flat is not None and bucket.dtype == torch.float32:
             return flat[begin : begin + bucket.shard_size]
         shard = complete_on_host(bucket, self._runtime)[begin : begin + bucket.shard_size].clone()
-        placed: Tensor = self._runtime.place(shard)
-        return placed
+        return self._runtime.place(shard)
 
     def _hold(self, number: int) -> Iterator[_Piece]:
         bucket, shard = self.buckets[number], self._shards[number]

@@ -93,8 +93,7 @@ def collected_router_logits() -> list[Tensor]:
     from transformers.utils import output_capturing
 
     collected = output_capturing._active_collector.get() or {}
-    found: list[Tensor] = collected.get("router_logits", [])
-    return found
+    return collected.get("router_logits", [])
 
 
 def collect_router_logits(model: Any) -> None:
@@ -179,6 +178,4 @@ def skipped(module: nn.Module, like: nn.Parameter) -> nn.Module:
 
 
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    hidden = args[0] if args else kwargs["hidden_states"]
-    assert isinstance(hidden, Tensor)
-    return hidden
+    return args[0] if args else kwargs["hidden_states"]

@@ -132,8 +132,7 @@ def _check_layers_are_called(config: Any) -> None:
 def _causal_class(kind: str) -> str | None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    found: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    return found
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
 
 
 def layers_of(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:

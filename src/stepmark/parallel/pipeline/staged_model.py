@@ -80,19 +80,14 @@ def _numel(parameter: nn.Parameter) -> int:
 
 
 class StagedModel:
-    """One rank's stages of a model.
-
-    Attributes:
-        model: The model, of which this rank has a part; `plan`, `size` and `experts` are of the complete one.
-        own: The numbers of this rank's stages, in order.
-    """
+    """One rank's stages of a model, of which `plan`, `size` and `experts` are those of the complete one."""
 
     def __init__(self, model: nn.Module, plan: StagePlan, mesh: Mesh) -> None:
         self.model = model
         self.plan = plan
         self.size = ModelSize.of(model)
         self.experts = routed_experts(model)
-        self.own = list(range(mesh.pipeline.rank, plan.stages, mesh.pipeline.size))
+        self.own = list(range(mesh.pipeline.rank, plan.stages, mesh.pipeline.size))  # the numbers of its stages
         self._active = False
         self._asked = asked_of_all_layers(model)
         if plan.routers is not None:

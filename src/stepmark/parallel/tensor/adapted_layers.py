@@ -71,8 +71,7 @@ def adapted_layers(name: str, module: nn.Module) -> list[AdaptedLayer]:
 
 def base_of(module: nn.Module) -> nn.Module:
     """The layer inside peft's wrappers."""
-    layer: nn.Module = adapted_layers("", module)[0].layer
-    return layer
+    return adapted_layers("", module)[0].layer
 
 
 def is_adapted(module: nn.Module) -> bool:

@@ -75,8 +75,7 @@ def _all_gather(axis: Collectives, dim: int) -> Operation:
 
 def exchange(tensors: Sequence[Tensor], forward: Operations, backward: Operations) -> tuple[Tensor, ...]:
     """What `forward` makes of the tensors, one of each; gradients go through `backward`, all in one call."""
-    made: tuple[Tensor, ...] = _Collective.apply(forward, backward, *tensors)
-    return made
+    return _Collective.apply(forward, backward, *tensors)
 
 
 def _apply(tensor: Tensor, forward: Operation, backward: Operation) -> Tensor:
