@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from stepmark.errors import UsageError
 from stepmark.runtime.base import Runtime
-from stepmark.runtime.collectives import Collectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Box, Layout, Part, Shape, TensorSlice, layout_of
 from stepmark.sharding.replication import replication_of
@@ -128,8 +127,7 @@ class Bucket:
         self.group = group
         self.members = list(members)
         self.replication = replication_of(members[0].parameter, mesh.tensor_parallel.size)
-        self.axis: Collectives = mesh.same(self.replication.experts)
-        axis = self.axis
+        self.axis = axis = mesh.same(self.replication.experts)
         self.dtype = members[0].parameter.dtype
         self.numel = members[-1].end
         self.shard_size = -(-self.numel // axis.size)

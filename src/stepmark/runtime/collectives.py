@@ -210,15 +210,9 @@ class GroupCollectives:
         """Sends each rank its rows of each tensor, `sent` of them, in rank order; returns, in the same order, those
         that the ranks have sent to this one, `received` of them."""
         arrived = [tensor.new_empty(sum(received), *tensor.shape[1:]) for tensor in tensors]
+        group, rows = self._group.process_group, (list(received), list(sent))
         _wait(
-            dist.all_to_all_single(
-                _as_bytes(target),
-                _as_bytes(tensor.contiguous()),
-                list(received),
-                list(sent),
-                group=self._group.process_group,
-                async_op=True,
-            )
+            dist.all_to_all_single(_as_bytes(target), _as_bytes(tensor.contiguous()), *rows, group=group, async_op=True)
             for target, tensor in zip(arrived, tensors, strict=True)
         )
         return arrived

@@ -102,9 +102,8 @@ def copies_of(buckets: Sequence[Bucket]) -> list[int]:
 
 
 def squares(gradients: Sequence[Tensor], counts: Sequence[int], device: torch.device) -> Tensor:
-    """The sum of squares in float32, as a vector of one element on `device`, where the gradients are; a pipeline stage
-    may have none. A tensor is divided by its number of replicas (`counts`), so that the sum over the ranks counts it
-    once."""
+    """The sum of squares in float32, a vector of one element on `device`; a pipeline stage may have no gradients. Each
+    is divided by its number of replicas (`counts`), so that the sum over the ranks counts it once."""
     if not gradients:
         return torch.zeros(1, device=device)
     pairs = zip(norms(gradients, long=0), counts, strict=True)

@@ -42,12 +42,7 @@ class AllReduce:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        mesh: Mesh,
-        *,
-        reduce_dtype: torch.dtype = torch.float32,
-        bucket_elements: int | None = None,
+        self, parameters: Sequence[nn.Parameter], mesh: Mesh, *, reduce_dtype: torch.dtype, bucket_elements: int | None
     ) -> None:
         self._parameters = list(parameters)
         self._mesh = mesh

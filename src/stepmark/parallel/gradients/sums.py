@@ -187,12 +187,8 @@ class TensorSums:
     Without accumulation, fp32 gradients stay where autograd puts them. On a lazy device views of a bucket would be
     operations of the graph; persistent tensors make the graph of every micro-batch the same.
 
-    Args:
-        parameters: Whose gradients are summed, in the order of `tensors`.
-        runtime: The device.
-        accumulation: Micro-batches in a step.
-        on_arrival: Add each gradient as soon as autograd has made it.
-        watched: Note in `arrivals` when the gradient of each parameter has last arrived, in an order; -1: never.
+    `accumulation`: micro-batches in a step. `on_arrival`: add each gradient as soon as autograd has made it. `watched`:
+    note in `arrivals` when the gradient of each parameter has last arrived, in an order; -1: never.
     """
 
     def __init__(

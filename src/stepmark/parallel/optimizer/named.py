@@ -123,9 +123,7 @@ class NamedOptimizer:
             and those of one that training arguments describe keep the arguments' values.
 
     Attributes:
-        inner: The `torch.optim` optimizer that computes the update. Learning rate schedules and callbacks work on its
-            parameter groups.
-        divided_by: As in `Distribution`, or the axis of the mesh along which parameters differ.
+        inner: What computes the update. Learning rate schedules and callbacks work on its parameter groups.
         held_names: The names of the tensors that a user's optimizer updates, by identity: its state is saved as a
             `torch.optim` one's, and made by reading it. None where it has to be made first, or groups keep what
             arguments say.
@@ -143,7 +141,7 @@ class NamedOptimizer:
         tensors = [[held.tensor for held in self._held if held.group == number] for number in range(len(groups))]
         self.inner = make([{**group, "params": own} for group, own in zip(groups, tensors, strict=True)])
         self._made_with = plain_attributes(self.inner, NUMBERS)
-        self.divided_by = distribution.divided_by
+        self.divided_by = distribution.divided_by  # may also be an axis of the mesh along which parameters differ
         whole = distribution.separate and distribution.divided_by != "zero_1"
         own = given and whole and not any(held.master for held in self._held)
         self.held_names = {id(held.tensor): str(held.key) for held in self._held} if own else None
