@@ -34,7 +34,7 @@ class GradientHooks:
     def __init__(self, parameters: Sequence[nn.Parameter], arrived: Callable[[int], object]) -> None:
         self.taken = False  # whether another owner has the gradients now
         self._handles: list[RemovableHandle] = []
-        # Of those that are not frozen:
+        # The indices of those that are not frozen:
         self.hooked = frozenset(index for index, parameter in enumerate(parameters) if parameter.requires_grad)
         method = weakref.WeakMethod(arrived)
         for index in sorted(self.hooked):
@@ -238,14 +238,14 @@ class TensorSums:
     @torch.no_grad()
     def replace(self, sums: Sequence[Tensor | None]) -> None:
         """See `FlatSums`."""
-        for index, parameter in enumerate(self.parameters) if self._sums is not None else ():
-            total, given = self._sums[index], sums[index]
+        for index, total in enumerate(self._sums or ()):
+            given = sums[index]
             self._present[index] = given is not None
             if given is None:
                 total.zero_()
             elif given is not total:
                 total.copy_(given)
-            parameter.grad = None
+            self.parameters[index].grad = None
 
     @torch.no_grad()
     def reset(self) -> None:
