@@ -115,7 +115,8 @@ class Mesh:
         if (spread := spread_of_experts(expert_parallel_size, tensor_parallel_size)) > 1:
             with_tokens = _collectives(context, grid.groups(DATA, spread), use="experts")
             experts = with_tokens, _collectives(context, grid.groups(DATA, data // spread, spread))
-        ends, links = axes.get(PIPELINE), None
+        ends = axes.get(PIPELINE)
+        links = None
         if pipeline_parallel_size > 1:
             pipelines = grid.groups(PIPELINE)
             if pipeline_parallel_size > 2:

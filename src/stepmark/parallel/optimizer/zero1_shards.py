@@ -96,7 +96,8 @@ class FlatShards(Distribution):
         here = {id(member): layout for member, layout in bucket.local_layouts()}
         if not self.separate:
             members = tuple((m.name, here.get(id(m), Layout(tuple(m.parameter.shape), ()))) for m in bucket.members)
-            self._shards[number] = whole = nn.Parameter(shard)  # alone keeps memory, which an update gives up
+            # No other tensor keeps the memory that an update gives up.
+            self._shards[number] = whole = nn.Parameter(shard)
             held = Held(whole, bucket.group, members, master, key=number)
             yield _Piece(held, number, slice(None), bucket.members)
         for member in bucket.members if self.separate else ():

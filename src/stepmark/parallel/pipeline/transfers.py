@@ -107,7 +107,7 @@ class Transfers:
                     f"{known.dtype} and are {list(form.shape)} {form.dtype} for inputs of the same shapes, so the next "
                     "stage cannot know what comes; set it to 1"
                 )
-        unknown = [key for key in incoming if key not in self._forms]
+        unknown = [key for key in dict.fromkeys(incoming) if key not in self._forms]
         if told or unknown:
             headers = self._links.exchange_on_host(other, told, [ENCODED] * len(unknown))
             self._running.append((self._tick, headers))
