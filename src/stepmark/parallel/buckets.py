@@ -93,7 +93,7 @@ class Member:
     def write(self, tensor: Tensor, flat: Tensor) -> None:
         """Copies a tensor of the parameter's shape to the bucket's flat tensor, unless it is a view of its place."""
         for place, box in zip(self.places_in(flat), self.boxes_of(tensor), strict=True):
-            if not same_memory(place, box):
+            if not _same_memory(place, box):
                 place.copy_(box)
 
     def read(self, flat: Tensor) -> Tensor:
@@ -112,8 +112,7 @@ class Member:
             box.copy_(place)
 
 
-def same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have each element at the same place."""
+def _same_memory(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata and (
         (one.storage_offset(), one.stride()) == (other.storage_offset(), other.stride())
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
-from stepmark.parallel.buckets import Bucket, Member, complete_on_host, for_each_axis, make_buckets, same_memory
+from stepmark.parallel.buckets import Bucket, Member, complete_on_host, for_each_axis, make_buckets
 from stepmark.parallel.gradients.exchange import ReduceScatter
 from stepmark.parallel.gradients.reduced import Used
 from stepmark.parallel.gradients.reducer import GradientReducer
@@ -202,10 +202,13 @@ def _check_memory(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> N
 def _attach(bucket: Bucket, flat: Tensor) -> None:
     """Makes the parameters views of the bucket's flat tensor again where the script has given one other memory, such as
     by `parameter.data = …`."""
+    memory = flat.untyped_storage()._cdata
     for member in bucket.members:
-        place, *others = member.places_in(flat)
-        if others:
-            member.write(member.parameter, flat)  # it always has memory of its own
-        elif not same_memory(place, member.parameter):
-            place.copy_(member.parameter.detach().clone())  # it may be another view of the same memory
-            member.parameter.data = place
+        tensor, begin = member.parameter, flat.storage_offset() + member.begin
+        here = tensor.untyped_storage()._cdata == memory and tensor.storage_offset() == begin
+        if not member.in_order:
+            member.write(tensor, flat)  # it always has memory of its own
+        elif not here or not tensor.is_contiguous():
+            (place,) = member.places_in(flat)
+            place.copy_(tensor.detach().clone())  # it may be another view of the same memory
+            tensor.data = place
