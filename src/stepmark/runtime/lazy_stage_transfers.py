@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stepmark.runtime.collectives import GraphCollectives
-from stepmark.runtime.rank_grid import linked_groups, links_of_color
+from stepmark.runtime.rank_grid import group_of, linked_groups, links_of_color
 from stepmark.runtime.stage_transfers import Exchange, Form, HostLinks
 from stepmark.runtime.xla import XlaRuntime, all_gather_in_graph, all_reduce_in_graph
 
@@ -48,7 +48,7 @@ class GraphLinks:
         self._runtime = runtime
         self.exchange_on_host = on_host.exchange_on_host
         self._pipelines = pipelines
-        self._ranks = next(each for each in pipelines if rank in each)
+        self._ranks = group_of(rank, pipelines)
         self._stage = self._ranks.index(rank)
         self._placed: dict[object, Tensor] = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -87,7 +87,9 @@ def agree_on_tensors(
     """
     if all(len(group) == 1 for group in groups):
         return False
-    checksums, differ = host.all_gather([_checksum(value) for value in _on_host(tensors, runtime)]), False
+    # One at a time, so that the host never holds a complete model.
+    on_host = (each.detach() if each.device.type == "cpu" else runtime.to_host([each])[0] for each in tensors)
+    checksums, differ = host.all_gather([_checksum(each) for each in on_host]), False
     for group in groups:
         held = [checksums[rank] for rank in group]
         if any(len(each) != len(held[0]) for each in held):
@@ -100,12 +102,6 @@ def agree_on_tensors(
             if host.rank in group:
                 _assign(tensors[index], value.view(tensors[index].shape), runtime)
     return differ
-
-
-def _on_host(tensors: Iterable[Tensor], runtime: Runtime) -> Iterator[Tensor]:
-    """Yields tensors one at a time, so that the host never holds a complete model."""
-    for tensor in tensors:
-        yield tensor.detach() if tensor.device.type == "cpu" else runtime.to_host([tensor])[0]
 
 
 def _assign(tensor: Tensor, value: Tensor, runtime: Runtime) -> None:

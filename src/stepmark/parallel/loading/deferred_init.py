@@ -220,7 +220,7 @@ class DeferredInit(TorchDispatchMode):
 
     def _write(self, function: Any, target: Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
         """An operation that writes to a deferred tensor: its first argument, or `out=`."""
-        tape, place = self._tape(target), _place_of(target)
+        tape, place = self._tapes[_key(target)], _place_of(target)
         later = self._later(function, arguments, keywords, target)
         state = None
         if torch.Tag.nondeterministic_seeded in function.tags:
@@ -239,9 +239,6 @@ class DeferredInit(TorchDispatchMode):
     def _is_deferred(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.device.type == "meta" and _key(value) in self._tapes
 
-    def _tape(self, tensor: Tensor) -> _Tape:
-        return self._tapes[_key(tensor)]
-
     def _real(self, tensor: Tensor) -> Tensor:
         """The values of a tensor as they are now."""
         return self._frozen(tensor).value() if self._is_deferred(tensor) else tensor
@@ -251,7 +248,7 @@ class DeferredInit(TorchDispatchMode):
         if not self._is_deferred(tensor):
             copy = tensor.detach().clone()
             return _Later(lambda: copy)
-        now = self._tape(tensor)
+        now = self._tapes[_key(tensor)]
         tape, place = _Tape(now.numel, now.dtype, now.keeper, list(now.operations)), _place_of(tensor)
         return _Later(lambda: place(tape.play()))
 

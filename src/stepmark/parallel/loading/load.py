@@ -243,8 +243,5 @@ class _Patches:
 
 def _subclasses(parent: type) -> list[type]:
     """All classes below, each once."""
-    found: list[type] = []
     children: list[type] = parent.__subclasses__()
-    for child in children:
-        found += [each for each in (child, *_subclasses(child)) if each not in found]
-    return found
+    return list(dict.fromkeys(each for child in children for each in (child, *_subclasses(child))))

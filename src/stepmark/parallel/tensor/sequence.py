@@ -32,7 +32,7 @@ from stepmark.parallel import architectures
 from stepmark.parallel.tensor.adapted_layers import base_of
 from stepmark.parallel.tensor.autograd_collectives import gather, gather_partial, scatter
 from stepmark.parallel.tensor.dropout import RegionSeeds
-from stepmark.parallel.tensor.plans import COLUMN_STYLES, ROW_STYLES, Style, is_covered
+from stepmark.parallel.tensor.plans import COLUMN_STYLES, ROW_STYLES, Style, is_covered, model_type
 from stepmark.runtime.collectives import Collectives
 
 SEQUENCE_DIM = 1
@@ -76,7 +76,7 @@ class Stack:
 def sequence_stacks(model: Any, plan: Mapping[str, Style]) -> list[Stack]:
     """The layers that the plan shards. Raises UsageError for a model type that does not support sequence parallelism,
     with the reason."""
-    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    kind = model_type(model)
     if kind not in architectures.SEQUENCE_PARALLEL:
         why = REFUSED.get(kind, "it is not among the model types that were verified with it (docs/tables.md)")
         raise UsageError(f"sequence_parallel: {kind} is not supported: {why}; set it to false")
@@ -97,7 +97,7 @@ def _stack(model: nn.Module, name: str, layers: nn.ModuleList, plan: Mapping[str
     for number, layer in enumerate(layers):
         on_shards += layer.parameters(recurse=False)
         for own, module in _children(f"{name}.{number}", layer):
-            if own in plan and plan[own].kind in (*COLUMN_STYLES, *ROW_STYLES):
+            if own in plan and (plan[own].columns or plan[own].rows):
                 raise UsageError(f"sequence_parallel: {own} is sharded in no block of its layer; set it to false")
             if _treats_tokens_alone(module, width):
                 on_shards += module.parameters()
