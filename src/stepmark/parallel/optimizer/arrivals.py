@@ -133,7 +133,7 @@ class Arrivals:
         """From now on, what uses parameters waits for their values."""
         for number in list(self._pending):
             if all(type(each) is nn.Parameter for each in self._groups[number]):
-                _mark(self._groups[number], lambda _, number=number: self._wait(number))
+                _mark(self._groups[number], partial(self._use, number))
             else:  # of a class of the user's
                 self._wait(number)
         if self._pending and self._hook is None:
@@ -148,6 +148,9 @@ class Arrivals:
             if self._hook is not None:
                 self._hook.remove()
                 self._hook = None
+
+    def _use(self, number: int, _: Tensor) -> None:
+        self._wait(number)
 
     @torch.no_grad()
     def _wait(self, number: int) -> None:

@@ -285,7 +285,7 @@ class NamedOptimizer:
         """Restores the saved learning rates, without which a schedule would start over; of an optimizer that was given
         all values, as `load_state_dict` does: schedule-free ones keep counts and sums there."""
         for group, saved in zip(self.param_groups, groups, strict=True):
-            for key in saved if self.given else ("lr",):  # all others of a resumed run come from its own arguments
+            for key in list(saved) if self.given else ["lr"]:  # all others of a resumed run come from its own arguments
                 value, live = saved[key], group.get(key)
                 if isinstance(live, Tensor):
                     self._runtime.write(live, torch.tensor(value, dtype=live.dtype).reshape(live.shape))
