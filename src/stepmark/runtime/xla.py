@@ -253,7 +253,8 @@ Groups = list[list[int]] | None  # replica numbers of each group; None: one grou
 def all_reduce_in_graph(tensor: Tensor, op: str, groups: Groups) -> Tensor:
     """The sum ("sum") or maximum ("max") over the replicas of each group, as an operation of the graph."""
     kind = xm.REDUCE_SUM if op == "sum" else xm.REDUCE_MAX
-    return xm.all_reduce(kind, tensor, groups=groups, pin_layout=False)
+    reduced: Any = xm.all_reduce(kind, tensor, groups=groups, pin_layout=False)  # a list of them for several
+    return reduced
 
 
 def all_gather_in_graph(tensor: Tensor, dim: int, groups: Groups) -> Tensor:
