@@ -93,7 +93,7 @@ class World:
 class Everyone:
     """Stands for the meeting of all ranks: gives each rank what all have sent."""
 
-    rank = 0
+    rank = -1  # none of them: what they send is there already
 
     def __init__(self, sent: list[dict[tuple[str, str], bytes]]) -> None:
         self._sent = sent
