@@ -16,7 +16,7 @@ from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -30,7 +30,7 @@ from stepmark.checkpoint.format.checkpoint_folders import (
     resolve_link,
     temporary_path,
 )
-from stepmark.checkpoint.format.integrity import check_integrity
+from stepmark.checkpoint.format.integrity import what_is_wrong
 from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
 from stepmark.checkpoint.host_memory import StagingMemory, check_host_memory, free_host_memory
 from stepmark.checkpoint.operation import Operation, SaveHandle
@@ -54,12 +54,11 @@ from stepmark.checkpoint.save.snapshot import (
     begin_copies,
     extents_of,
     plan_copies,
-    staging_sizes,
 )
 from stepmark.checkpoint.save.write import SaveWriter
 from stepmark.checkpoint.sections import check_state, describe, runtime_of
 from stepmark.checkpoint.timestamps import TimestampSource
-from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
+from stepmark.errors import CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem.json_values import decode_plain
 from stepmark.filesystem.local_paths import local_path
 from stepmark.liveness.failure_report import describe_error
@@ -324,9 +323,9 @@ class Checkpointer:
     def _check_memory(self, plan: SavePlan, reports: Sequence[RankReport]) -> None:
         """Raises CheckpointError, on all ranks of this node, where their copies do not fit into its memory."""
         assert self._ownership is not None
-        nodes, sizes = self._ownership.nodes, staging_sizes(plan)
+        nodes = self._ownership.nodes
         ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self._group.rank]]
-        needs = [max(0, sizes[rank] - reports[rank].held) for rank in ranks]
+        needs = [max(0, extents_of(plan, rank)[1] - reports[rank].held) for rank in ranks]
         check_host_memory(needs, [reports[rank].free for rank in ranks])
 
     def check(self) -> None:
@@ -389,21 +388,15 @@ class Checkpointer:
     def _resolve(self, checkpoint: str | Path | int) -> Path:
         if isinstance(checkpoint, (str, Path)):
             path = resolve_link(local_path(checkpoint, "checkpoint"))
+        elif isinstance(checkpoint, SupportsIndex) and not isinstance(checkpoint, bool):
+            path = checkpoint_path(self.folder, operator.index(checkpoint))
         else:
-            path = self._path_of(checkpoint)
+            raise UsageError(f"checkpoint: {checkpoint!r} is neither a step nor a path")
         if not path.is_dir():
             raise CheckpointNotFound(f"there is no checkpoint {path}")
         if not (path / MANIFEST).exists() and (found := checkpoints(path)):
             raise CheckpointNotFound(f"{path} is a run's folder; name a checkpoint in it, such as {found[0].name}")
         return path
-
-    def _path_of(self, step: int) -> Path:
-        try:
-            if isinstance(step, bool):
-                raise TypeError
-            return checkpoint_path(self.folder, operator.index(step))
-        except TypeError:
-            raise UsageError(f"checkpoint: {step!r} is neither a step nor a path") from None
 
     def _lease_on(self, path: Path) -> AbstractContextManager[object]:
         """A lease on a checkpoint of another run, so that its run, if alive, does not delete it in the meantime."""
@@ -423,12 +416,10 @@ class Checkpointer:
 
     def _newest(self) -> Path | None:
         for path in checkpoints(self.folder):
-            try:
-                check_integrity(path, read_manifest(path))
-            except CheckpointDamaged as error:
-                logger.warning("%s is corrupted: %s", path, error)
-            else:
+            reason = what_is_wrong(path)
+            if reason is None:
                 return path
+            logger.warning("%s is corrupted: %s", path, reason)
         return None
 
     def manifest(self, checkpoint: str | Path | int) -> Manifest:

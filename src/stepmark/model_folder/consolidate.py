@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.leases import reading
-from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
+from stepmark.checkpoint.format.checkpoint_folders import find_checkpoints
 from stepmark.checkpoint.format.checksums import file_checksum
 from stepmark.checkpoint.format.integrity import check_integrity, check_size, read_values
 from stepmark.checkpoint.format.manifest import (
     ADAPTER,
-    MANIFEST,
     MODEL,
     VALUES,
     WRITTEN,
@@ -28,7 +27,7 @@ from stepmark.checkpoint.format.manifest import (
     read_manifest,
     save_of,
 )
-from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
 from stepmark.filesystem.json_values import decode_plain
 from stepmark.model_folder.adapted_model import Merge, merge_adapter
 from stepmark.model_folder.checkpoint_tensors import CheckpointTensors
@@ -93,11 +92,7 @@ def consolidate(
     """
     if merge is not None and form != "safetensors":
         raise UsageError("--merge-adapters: merged models are written as safetensors; leave -f out")
-    source = resolve_link(source)
-    candidates = [source] if (source / MANIFEST).exists() or step_of(source) is not None else []
-    candidates = candidates or checkpoints(source)
-    if not candidates or not source.is_dir():
-        raise CheckpointNotFound(f"{source} is neither a checkpoint (it has no {MANIFEST}) nor a run with checkpoints")
+    candidates = find_checkpoints(source)
     final = check_out(out, *candidates)
     write = partial(_consolidate_one, final=final, form=form, max_size=max_shard_size, listener=listener, merge=merge)
     problems: list[str] = []

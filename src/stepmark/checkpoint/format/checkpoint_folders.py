@@ -19,7 +19,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from stepmark.errors import CheckpointError
+from stepmark.errors import CheckpointError, CheckpointNotFound
 from stepmark.filesystem import files
 
 COORDINATION = ".stepmark"
@@ -67,6 +67,20 @@ def checkpoints(folder: Path) -> list[Path]:
         return []
     found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def find_checkpoints(path: Path) -> list[Path]:
+    """The checkpoint at a path, complete or not, or those of the run there, newest step first. Raises
+    CheckpointNotFound."""
+    path = resolve_link(path)
+    found = [path] if (path / MANIFEST).exists() else checkpoints(path)
+    if not found and path.is_dir() and step_of(path) is not None:
+        return [path]
+    if not found and (inside := sorted(each.parent.name for each in path.glob(f"*/{MANIFEST}"))):
+        raise CheckpointNotFound(f"{path} is a folder of checkpoints; name one of them: {', '.join(inside)}")
+    if not found:
+        raise CheckpointNotFound(f"{path} is neither a checkpoint (it has no {MANIFEST}) nor a run with checkpoints")
+    return found
 
 
 def sync_tree(folder: Path) -> None:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.checkpoint.format.block_io import read_past_cache, thread_memory
-from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link
 from stepmark.checkpoint.format.checksums import block_checksum
 from stepmark.checkpoint.format.integrity import check_file, check_name, foreign_model_files, read_header
 from stepmark.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, read_manifest, save_of
 from stepmark.checkpoint.format.tensor_file import Header
 from stepmark.checkpoint.format.verified_file import BLOCK
-from stepmark.errors import CheckpointDamaged, CheckpointNotFound
+from stepmark.errors import CheckpointDamaged
 
 _ChecksumBlock = tuple[int, int, str, str]  # first byte, last + 1, tensor, checksum
 
@@ -75,19 +74,6 @@ def _verify(folder: Path, threads: int) -> VerifyReport:
                 faults.append(Corruption(entry.name, _short(error, folder / entry.name)))
     faults += [Corruption(name, "does not belong to this checkpoint") for name in foreign_model_files(folder, manifest)]
     return VerifyReport(folder, manifest.step, sum(entry.size for entry in manifest.files), tuple(faults))
-
-
-def find(path: Path) -> list[Path]:
-    """The checkpoint at this path, or all checkpoints of the run there, oldest first. Raises CheckpointNotFound."""
-    if (path / MANIFEST).exists():
-        return [resolve_link(path)]
-    found = checkpoints(path)[::-1]
-    inside = sorted(each.parent.name for each in path.glob(f"*/{MANIFEST}"))
-    if not found and inside:
-        raise CheckpointNotFound(f"{path} is a folder of checkpoints; name one of them: {', '.join(inside)}")
-    if not found:
-        raise CheckpointNotFound(f"{path} is neither a checkpoint (it has no {MANIFEST}) nor a run with checkpoints")
-    return found
 
 
 def _check_tensors(folder: Path, manifest: Manifest, number: int, pool: ThreadPoolExecutor) -> Iterator[Corruption]:

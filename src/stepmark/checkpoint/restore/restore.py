@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepmark.checkpoint.format.checkpoint_folders import quarantine
-from stepmark.checkpoint.format.integrity import check_integrity, read_values
+from stepmark.checkpoint.format.integrity import check_integrity, read_values, what_is_wrong
 from stepmark.checkpoint.format.manifest import MASTER, Manifest, read_manifest
 from stepmark.checkpoint.format.read_errors import FileIncomplete
 from stepmark.checkpoint.operation import Operation
@@ -205,7 +205,7 @@ class Restorer:
         if rank == 0 or not all(outcome.incomplete for outcome in outcomes if outcome.damaged):
             return reason
         seen: str | None = self.group.ask_first(
-            lambda: _what_is_wrong(path), f"looking at {path.name} again", board=self.operation.board
+            lambda: what_is_wrong(path), f"looking at {path.name} again", board=self.operation.board
         )
         if seen is None:
             raise CheckpointError(
@@ -246,11 +246,3 @@ def _check_same(outcomes: Sequence[RestoreOutcome], path: Path) -> None:
                 f"ranks {seen[0][0]} and {rank} see different checkpoints as {path}, of saves {seen[0][1]} and {save}: "
                 "give every rank the same path, and mount the same file system there on every node"
             )
-
-
-def _what_is_wrong(path: Path) -> str | None:
-    try:
-        check_integrity(path, read_manifest(path))
-    except CheckpointDamaged as error:
-        return str(error)
-    return None

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -74,15 +73,6 @@ def extents_of(plan: SavePlan, rank: int) -> tuple[list[Extent], int]:
                 extents.append(Extent(index, share.begin, share.end, position))
                 position += (share.end - share.begin + PAGE - 1) // PAGE * PAGE
     return extents, position
-
-
-def staging_sizes(plan: SavePlan) -> Counter[int]:
-    """How much staging memory each rank needs."""
-    sizes: Counter[int] = Counter()
-    for file in plan.files:
-        for share in file.shares:
-            sizes[share.rank] += (share.end - share.begin + PAGE - 1) // PAGE * PAGE
-    return sizes
 
 
 @without_collection()
