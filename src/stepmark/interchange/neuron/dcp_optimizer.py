@@ -35,7 +35,12 @@ def add_optimizers(stages: list[Stage], folder: Path, found: ForeignCheckpoint) 
         if key == STEP:
             steps[name] = tensor
             continue
-        stage = _stage_of(stages, name, int(match["pp"] or 0), folder)
+        pp = int(match["pp"] or 0)
+        if pp >= len(stages) or name not in stages[pp].tensors:
+            raise CheckpointDamaged(
+                f"{folder / METADATA}: the model files have no tensor {name!r} in pipeline stage {pp}"
+            )
+        stage = stages[pp]
         ranks = stage.states.setdefault(name, {}).setdefault(key, [None] * len(stage.tensors[name]))
         rank = int(match["tp"] or 0)
         if rank >= len(ranks):
@@ -46,19 +51,7 @@ def add_optimizers(stages: list[Stage], folder: Path, found: ForeignCheckpoint) 
         _complete(stage, steps, some, groups, folder)
 
 
-def _stage_of(stages: list[Stage], name: str, pp: int, folder: Path) -> Stage:
-    if pp < len(stages) and name in stages[pp].tensors:
-        return stages[pp]
-    raise CheckpointDamaged(f"{folder / METADATA}: the model files have no tensor {name!r} in pipeline stage {pp}")
-
-
-def _complete(
-    stage: Stage,
-    steps: dict[str, Any],
-    some: Any,
-    groups: list[dict[str, Any]],
-    folder: Path,
-) -> None:
+def _complete(stage: Stage, steps: dict[str, Any], some: Any, groups: list[dict[str, Any]], folder: Path) -> None:
     for name, state in stage.states.items():
         for key, ranks in state.items():
             if any(rank is None for rank in ranks):

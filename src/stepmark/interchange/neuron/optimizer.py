@@ -50,10 +50,10 @@ def add_optimizer(
         Unrecoverable: With `only_first`, the states are a part only.
     """
     ranks = sorted({place.tp for place in files})
-    contents = {
-        place: _checked(path, read_rank_file(path, records) if given is None else given[place])
-        for place, path in files.items()
-    }
+    contents = {place: read_rank_file(path, records) for place, path in files.items()} if given is None else given
+    for place, value in contents.items():
+        if not isinstance(value, dict) or not isinstance(value.get("param_groups"), list):
+            raise CheckpointDamaged(f"{files[place]} is not the state of an optimizer: it has no param_groups")
     first_place = min(files, key=lambda place: (place.tp, place.dp))
     where = files[first_place]
     first = contents[first_place]
@@ -80,12 +80,6 @@ def add_optimizer(
     name_groups(groups, names)
     stage.states, stage.groups = states, groups
     return rule
-
-
-def _checked(path: Path, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or not isinstance(value.get("param_groups"), list):
-        raise CheckpointDamaged(f"{path} is not the state of an optimizer: it has no param_groups")
-    return value
 
 
 def _groups(value: dict[str, Any], where: Path) -> list[dict[str, Any]]:

@@ -74,7 +74,10 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     whole = dict(contents)
     if old:
         metadata = [_old_stage(contents[Place(pp, 0)]) for pp in range(found.mesh["pp"])]
-        contents = {place: _model_in(files[place], value) for place, value in contents.items()}
+        for place, value in contents.items():
+            if not isinstance(value.get("model"), dict):
+                raise CheckpointDamaged(f"{files[place]} holds no model")
+        contents = {place: value["model"] for place, value in contents.items()}
     else:
         metadata = read_metadata(shards, found.mesh["pp"])
     stages = nxd.stages_of(files, _own_parameters(contents, metadata, files), found)
@@ -102,12 +105,6 @@ def heads_config(
     said = next((described.heads for described in metadata if described.heads), {})
     given = {key: config[key] for key in said if config.get(key)} if options.config is not None else {}
     return {**config, **said, **given} or None
-
-
-def _model_in(path: Path, value: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(value.get("model"), dict):
-        raise CheckpointDamaged(f"{path} holds no model")
-    return dict(value["model"])
 
 
 def _own_parameters(
