@@ -61,9 +61,9 @@ def open_foreign(source: Path, options: ImportOptions) -> ForeignCheckpoint:
     source = _tagged(source, options.tag)
     found = format_of(source)
     if found is None:
-        raise CheckpointMismatch(
-            f"{source} is not a checkpoint of a known tool{_hint(source)}; see docs/interchange.md"
-        )
+        inner = sorted(path.name for pattern in _INNER for path in source.glob(pattern) if format_of(path))
+        hint = f"; it has {', '.join(inner[:3])}: name one of them" if inner else ""
+        raise CheckpointMismatch(f"{source} is not a checkpoint of a known tool{hint}; see docs/interchange.md")
     _check_options(source, found, options)
     try:
         return found.open_checkpoint(source, options)
@@ -93,16 +93,7 @@ def _tagged(source: Path, tag: str | None) -> Path:
     names = (tag, *(pattern.replace("*", tag) for pattern in _INNER))
     found = next((source / name for name in names if (source / name).exists()), None)
     if found is None:
-        raise CheckpointNotFound(f"{source} has no checkpoint {tag!r}; it has {_entries(source)}")
+        names = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
+        shown = ", ".join([*names[:5], *("…" for _ in names[5:6])]) or "nothing"
+        raise CheckpointNotFound(f"{source} has no checkpoint {tag!r}; it has {shown}")
     return found
-
-
-def _hint(source: Path) -> str:
-    """Names the checkpoints in a folder, where it has some."""
-    inner = sorted(path.name for pattern in _INNER for path in source.glob(pattern) if format_of(path))
-    return f"; it has {', '.join(inner[:3])}: name one of them" if inner else ""
-
-
-def _entries(source: Path) -> str:
-    names = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
-    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "") if names else "nothing"

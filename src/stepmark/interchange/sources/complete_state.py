@@ -93,9 +93,7 @@ def finish(found: ForeignCheckpoint, options: ImportOptions, outline: ModelOutli
         )
     if outline is not None and not found.adapter:
         fit_model(found, outline)
-    found.model = {
-        name: _exact(tensor, "F32" if tensor.dtype == "F64" else tensor.dtype) for name, tensor in found.model.items()
-    }
+    found.model = {name: _exact(each, "F32") if each.dtype == "F64" else each for name, each in found.model.items()}
     if found.optimizer is not None:
         _complete_optimizer(found, found.optimizer)
     return found

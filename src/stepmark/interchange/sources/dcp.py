@@ -164,7 +164,10 @@ def optimizer_of(
     for group in listed:
         group["params"] = [clean_name(str(key)) for key in group.get("params", [])]
     optimizer = whole_optimizer(states, listed, names, where)
-    _share_steps(optimizer.states)
+    known = next((state[STEP] for state in optimizer.states.values() if STEP in state), None)
+    for state in optimizer.states.values():  # parameters are stepped together, and a writer may keep the step of some
+        if known is not None and "exp_avg" in state:
+            state.setdefault(STEP, known)
     return optimizer
 
 
@@ -210,14 +213,6 @@ def _names(
     return {str(number): name for number, name in names.items()}
 
 
-def _share_steps(states: dict[str, dict[str, Any]]) -> None:
-    """Parameters are stepped together; where a writer has kept the step of some, the others have the same."""
-    known = next((state[STEP] for state in states.values() if STEP in state), None)
-    for state in states.values():
-        if known is not None and "exp_avg" in state:
-            state.setdefault(STEP, known)
-
-
 def _step_of(store: DcpStore) -> int | None:
     for name in _STEPS:
         value = store.values.get(name)
@@ -239,16 +234,13 @@ def _schedule(store: DcpStore) -> dict[str, Any] | None:
     for name, value in store.values.items():
         path = store.paths[name]
         if path[: len(outer)] == outer and len(path) > len(outer):
-            _put(state, path[len(outer) :], value)
+            target = state
+            for key in path[len(outer) : -1]:
+                target = target.setdefault(key, {})
+            target[path[-1]] = value
     if state.keys() - {"lr_lambdas"} <= _FUNCTION_OF_STEP:
         return {"last_epoch": state["last_epoch"], "lr_lambdas": []}
     return {key: _with_lists(value) for key, value in state.items()}
-
-
-def _put(state: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    for key in path[:-1]:
-        state = state.setdefault(key, {})
-    state[path[-1]] = value
 
 
 def _with_lists(value: Any) -> Any:

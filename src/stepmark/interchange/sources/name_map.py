@@ -55,7 +55,9 @@ def renamed(tensors: Mapping[str, Value], pairs: Sequence[tuple[str, str]]) -> d
             match = pattern.fullmatch(name)
             if match is not None:
                 used.add(old)
-                new_name = _filled(new, list(match.groups()))
+                for part in match.groups():
+                    new = new.replace("*", part, 1)
+                new_name = new
                 break
         if new_name in found:
             raise UsageError(f"--map: two tensors would have the name {new_name!r}, one of them {name!r}")
@@ -72,9 +74,3 @@ def renamed(tensors: Mapping[str, Value], pairs: Sequence[tuple[str, str]]) -> d
 def new_names(names: Iterable[str], pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Each name to the one that it gets; those that are left out are missing. Raises UsageError as `renamed`."""
     return {old: new for new, old in renamed({name: name for name in names}, pairs).items()}
-
-
-def _filled(name: str, parts: list[str]) -> str:
-    for part in parts:
-        name = name.replace("*", part, 1)
-    return name

@@ -65,7 +65,12 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     if not optimizers:
         found.lost.append("optimizer: the file has none")
     elif not options.model_only:
-        states, groups = split_state_dict(_only(optimizers, path), str(path))
+        if len(optimizers) > 1:
+            raise CheckpointMismatch(
+                f"{path} has {len(optimizers)} optimizers, {' and '.join(optimizers)}; import the model alone with "
+                "--model-only"
+            )
+        states, groups = split_state_dict(next(iter(optimizers.values())), str(path))
         shapes = {key: shape for key, one in states.items() if (shape := state_shape(one))}
         saved = {name: tensor.shape for name, tensor in found.model.items()}
         changed = new_names(tensors, options.names)
@@ -103,9 +108,8 @@ def _without_holder(
     if len(holders) > 1 and holder != "model.":
         raise CheckpointMismatch(f"the file has the model as {' and '.join(holders)}; leave one out with --map")
     others = [name for name in tensors if not name.startswith(holder)]
-    lost += (
-        [f"{others[0]}{f' and {len(others) - 1} more' if others[1:] else ''}: no part of {holder}"] if others else []
-    )
+    if others:
+        lost.append(f"{others[0]}{f' and {len(others) - 1} more' if others[1:] else ''}: no part of {holder}")
     return {name.removeprefix(holder): tensor for name, tensor in tensors.items() if name not in others}
 
 
@@ -138,15 +142,6 @@ def _optimizers_in(value: dict[str, Any]) -> dict[str, dict[str, Any]]:
         names = [str(key)] if len(listed) == 1 else [f"{key}[{number}]" for number in range(len(listed))]
         found |= {name: one for name, one in zip(names, listed, strict=True) if is_optimizer(one)}
     return found
-
-
-def _only(optimizers: dict[str, dict[str, Any]], path: Path) -> dict[str, Any]:
-    if len(optimizers) > 1:
-        raise CheckpointMismatch(
-            f"{path} has {len(optimizers)} optimizers, {' and '.join(optimizers)}; import the model alone with "
-            "--model-only"
-        )
-    return next(iter(optimizers.values()))
 
 
 def value_of(path: Path, found: ForeignCheckpoint) -> dict[str, Any]:

@@ -46,7 +46,12 @@ def convert(found: ForeignCheckpoint, outline: ModelOutline | None) -> None:
 
     Raises CheckpointMismatch where the number of heads is unknown, or a name is not Llama's.
     """
-    heads = _heads(found, outline)
+    if outline is None:
+        raise CheckpointMismatch(
+            f"{found.folder}: torchtitan's checkpoints do not state the number of heads, by which wq and wk are "
+            "reordered; give the model's Hugging Face config with --config"
+        )
+    heads = _heads(found, outline.config)
     found.kind = "torchtitan"
     found.model = {
         _renamed(found, name): _reordered(name, tensor, heads)
@@ -64,16 +69,7 @@ def convert(found: ForeignCheckpoint, outline: ModelOutline | None) -> None:
         group["params"] = [_renamed(found, name) for name in group["params"]]
 
 
-def _heads(found: ForeignCheckpoint, outline: ModelOutline | None) -> dict[str, int]:
-    if outline is None:
-        raise CheckpointMismatch(
-            f"{found.folder}: torchtitan's checkpoints do not state the number of heads, by which wq and wk are "
-            "reordered; give the model's Hugging Face config with --config"
-        )
-    return _head_counts(found, outline.config)
-
-
-def _head_counts(found: ForeignCheckpoint, config: dict[str, Any]) -> dict[str, int]:
+def _heads(found: ForeignCheckpoint, config: dict[str, Any]) -> dict[str, int]:
     heads = config.get("num_attention_heads")
     key_heads = config.get("num_key_value_heads") or heads
     if type(heads) is not int or type(key_heads) is not int or heads < 1 or key_heads < 1:
@@ -93,27 +89,20 @@ def _renamed(found: ForeignCheckpoint, name: str) -> str:
     )
 
 
-def _rows_of_head(name: str, value: Any, heads: dict[str, int]) -> int | None:
-    """The rows of a head in wq or wk, or in a state of theirs; None for anything else."""
+def _reordered(name: str, value: Any, heads: dict[str, int], *, back: bool = False) -> Any:
+    """Rows in Hugging Face's order, or `back` in Meta's, where the two halves of a rotation alternate; anything but wq
+    and wk, and states of theirs, as it is."""
     match = _LAYER.match(name)
     count = heads.get(match[2]) if match else None
     if count is None or not isinstance(value, GlobalTensor) or not value.shape:
-        return None
+        return value
     rows = value.shape[0]
     if rows % (2 * count):
         raise CheckpointMismatch(f"{value.where} has {rows} rows, which {count} heads of the config do not divide")
-    return rows // count
-
-
-def _reordered(name: str, value: Any, heads: dict[str, int], *, back: bool = False) -> Any:
-    """Rows in Hugging Face's order, or `back` in Meta's, where the two halves of a rotation alternate; anything but wq
-    and wk as it is."""
-    size = _rows_of_head(name, value, heads)
-    if size is None:
-        return value
+    size = rows // count
     inner = size // 2 if back else 2  # rows are [head, outer, inner], and become [head, inner, outer]
     row, *rest = row_major_strides((1, *value.shape[1:]))
-    lengths = (value.shape[0] // size, inner, size // inner, *value.shape[1:])
+    lengths = (count, inner, size // inner, *value.shape[1:])
     turned = strided(value, 0, lengths, (size * row, row, inner * row, *rest))
     return strided(turned, 0, value.shape, row_major_strides(value.shape))
 
@@ -138,7 +127,7 @@ def exported(found: ForeignCheckpoint) -> Titan:
     """
     if CONFIG not in found.files:
         raise CheckpointMismatch(f"{found.folder} has no {CONFIG}, which states the heads; give it with --config")
-    heads = _head_counts(found, read_config(found.files[CONFIG]))
+    heads = _heads(found, read_config(found.files[CONFIG]))
     names = {name: _titan_name(found, name) for name in found.model}
     states = found.optimizer.states if found.optimizer is not None else {}
     return Titan(
