@@ -95,8 +95,8 @@ class Manifest:
     mesh: Mapping[str, int]
     model_only: bool
     sections: Mapping[str, str]
-    files: tuple[FileEntry, ...]
-    tensors: Mapping[str, Mapping[str, TensorEntry]]
+    files: tuple[FileEntry, ...] = ()
+    tensors: Mapping[str, Mapping[str, TensorEntry]] = field(default_factory=dict)
     metadata: Any = field(default_factory=dict)
     metrics: Any = field(default_factory=dict)
 

@@ -56,8 +56,6 @@ class SaveRequest:
             mesh=mesh,
             model_only=self.model_only,
             sections=kinds,
-            files=(),
-            tensors={},
             metadata=self.metadata,
             metrics=self.metrics,
         )

@@ -57,7 +57,10 @@ def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
         found.files.append(torch_file("scheduler.pt", dict(source.schedule)))
     else:
         found.lost.append("scheduler.pt: the checkpoint has no schedule of a run; transformers begins its own anew")
-    found.files += [torch_file("rng_state.pth", _random_states(source)), _trainer_state(source)]
+    state = json.loads(trainer_state_bytes(source))  # transformers asks for that of its control when it saves next
+    state["stateful_callbacks"]["TrainerControl"] = {"args": dict.fromkeys(_CONTROL, False), "attributes": {}}
+    found.files.append(torch_file("rng_state.pth", _random_states(source)))
+    found.files.append(DataFile("trainer_state.json", (json.dumps(state, indent=2, sort_keys=True) + "\n").encode()))
     groups = len(optimizer_of(source).groups)
     if groups != 2:
         found.notes.append(
@@ -91,13 +94,6 @@ def _config(source: ForeignCheckpoint, masters: bool) -> OutputFile:
         if masters and key in config:
             config[key] = "float32"
     return DataFile(CONFIG, (json.dumps(config, indent=2) + "\n").encode())
-
-
-def _trainer_state(source: ForeignCheckpoint) -> OutputFile:
-    """trainer_state.json; transformers asks for the state of its control when it saves next."""
-    state = json.loads(trainer_state_bytes(source))
-    state["stateful_callbacks"]["TrainerControl"] = {"args": dict.fromkeys(_CONTROL, False), "attributes": {}}
-    return DataFile("trainer_state.json", (json.dumps(state, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _random_states(source: ForeignCheckpoint) -> dict[str, Any]:
