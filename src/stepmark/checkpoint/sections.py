@@ -263,7 +263,10 @@ def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> 
         _add_others(section, getattr(value, "divided_by", None))
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         section = Section(name, "object", f"{STATE}/{name}", value)
-        section.values = {"value": section.encode(_state_of_object(value), (name,))}
+        state = value.state_dict()
+        if isinstance(value, torch.optim.lr_scheduler.LRScheduler):  # the functions stay those of the live one
+            state = _without_functions(state)
+        section.values = {"value": section.encode(state, (name,))}
     else:
         section = Section(name, "nested", f"{STATE}/{name}", value)
         section.values = {"value": section.encode(value, (name,))}
@@ -298,12 +301,6 @@ def check_own_tensors(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], 
             f"{divided_by}: {type(optimizer).__name__} has tensors of its own ({found}) beside its states of "
             f"parameters, and each rank would have others; keep them in state[parameter], or leave {divided_by} out"
         )
-
-
-def _state_of_object(value: Any) -> Any:
-    """Its state dict; of a learning rate scheduler's without the functions, which stay those of the live one."""
-    state = value.state_dict()
-    return _without_functions(state) if isinstance(value, torch.optim.lr_scheduler.LRScheduler) else state
 
 
 def _without_functions(state: Any) -> Any:

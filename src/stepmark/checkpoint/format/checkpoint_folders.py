@@ -146,17 +146,14 @@ def _remove_or_leave(path: Path) -> bool:
         files.remove_tree(path)
     except OSError as error:
         logger.warning("%s cannot be deleted; the next run on this folder tries again: %s", path, error)
-        _never_bring_back(path)
-        return False
-    return True
-
-
-def _never_bring_back(path: Path) -> None:
+    else:
+        return True
     if path.name.startswith(_REPLACED):
         try:
             files.rename(path, path.with_name(_DELETED + path.name.removeprefix(_REPLACED)))
         except OSError as error:
             logger.warning("%s cannot be renamed either: %s", path, error)
+    return False
 
 
 def delete(path: Path, save: str, unless: Callable[[], bool]) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from stepmark.checkpoint.format.block_io import read_past_cache, thread_memory
 from stepmark.checkpoint.format.checksums import block_checksum
 from stepmark.checkpoint.format.integrity import check_file, check_name, foreign_model_files, read_header
-from stepmark.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, read_manifest, save_of
+from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, save_of
 from stepmark.checkpoint.format.tensor_file import Header
 from stepmark.checkpoint.format.verified_file import BLOCK
 from stepmark.errors import CheckpointDamaged
@@ -84,18 +84,15 @@ def _check_tensors(folder: Path, manifest: Manifest, number: int, pool: ThreadPo
     def check(run: list[_ChecksumBlock]) -> list[Corruption]:
         low, high = header.size + run[0][0], header.size + run[-1][1]
         data = read_past_cache(folder / entry.name, thread_memory("block", high - low), low, high)
-        origin = run[0][0]
-        bad = [block for block in run if block_checksum(data[block[0] - origin : block[1] - origin]) != block[3]]
-        return [_fault(entry, header, block) for block in bad]
+        origin, faults = run[0][0], []
+        for begin, end, tensor, digest in run:
+            if block_checksum(data[begin - origin : end - origin]) != digest:
+                problem = f"bytes {header.size + begin} to {header.size + end} do not match their checksum"
+                faults.append(Corruption(entry.name, problem, tensor, entry.writer_of(begin)))
+        return faults
 
     for found in pool.map(check, _blocks(header)):
         yield from found
-
-
-def _fault(entry: FileEntry, header: Header, block: _ChecksumBlock) -> Corruption:
-    begin, end, tensor, _ = block
-    problem = f"bytes {header.size + begin} to {header.size + end} do not match their checksum"
-    return Corruption(entry.name, problem, tensor, entry.writer_of(begin))
 
 
 def _blocks(header: Header) -> Iterator[list[_ChecksumBlock]]:

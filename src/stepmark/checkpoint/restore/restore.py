@@ -140,7 +140,10 @@ class Restorer:
         reader = TensorReader(path, manifest, threads=self.threads, alone=self.alone, headers=headers)
         files.enter_context(reader)
         values = read_values(path, manifest)
-        _check_types(values, state, path)
+        try:
+            check_types([values.get(name) for name in state])
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
         for value in state.values():
             if hasattr(value, "ensure_state"):  # an optimizer that would make its state in the first step
                 unused = [name for name, held in value.named_state().items() if held.keys() <= {MASTER}]
@@ -226,14 +229,6 @@ class Restorer:
                 quarantined.append((path, reason))
                 logger.error("quarantined the corrupted %s as %s; using %s instead", path.name, new_name, used.name)
         return quarantined
-
-
-def _check_types(values: Mapping[str, Any], state: Mapping[str, Any], path: Path) -> None:
-    """Raises CheckpointError where the state is to get a value whose type is unknown here."""
-    try:
-        check_types([values.get(name) for name in state])
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _check_same(outcomes: Sequence[RestoreOutcome], path: Path) -> None:

@@ -351,7 +351,7 @@ def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int
     runs: list[tuple[int, NDArray[np.uint8]]] = []
     for copy, source in found:
         if isinstance(copy.part.at, int) and source.device.type == "cpu" and is_row_major(source):
-            data = _run(copy, copy.part.at, source)
+            data = host_array(source.view(-1)[copy.part.at + copy.start : copy.part.at + copy.stop]).view(np.uint8)
             runs += [(copy.at + begin, data[begin : begin + _CHUNK]) for begin in range(0, len(data), _CHUNK)]
         else:
             _copy(copy, source, memory)
@@ -361,10 +361,6 @@ def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int
             np.copyto(target[at : at + len(data)], data)
 
     in_parallel(copy_chunk, in_groups(runs, [len(data) for _, data in runs], _CHUNK), threads)
-
-
-def _run(copy: Copy, at: int, source: Tensor) -> NDArray[np.uint8]:
-    return host_array(source.view(-1)[at + copy.start : at + copy.stop]).view(np.uint8)
 
 
 def _copy(copy: Copy, source: Tensor, memory: Tensor) -> None:
