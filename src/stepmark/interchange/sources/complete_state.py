@@ -20,6 +20,7 @@ from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.torch_optimizer import STEP, factored_shape, number_tensor, scalar
 from stepmark.sharding.layout import Shape
+from stepmark.tensor_files.conversion import FLOATS
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece
 
 _TAKEN = (
@@ -34,7 +35,6 @@ _KNOWN_STATES = (
 )
 _STATES = frozenset(_KNOWN_STATES.split())
 _RESERVED = "__metadata__"
-_FLOATS = ("F64", "F32", "BF16", "F16")
 _Join = Callable[[str, list[GlobalTensor]], GlobalTensor]
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias|embeddings\.position_ids)\Z")
 
@@ -227,7 +227,7 @@ def _complete_optimizer(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -
     downcast = any(tensor.dtype == "F64" for tensor in optimizer.tensors())
     for name, state in optimizer.states.items():
         for key, value in state.items():
-            if isinstance(value, GlobalTensor) and value.dtype in _FLOATS:
+            if isinstance(value, GlobalTensor) and value.dtype in FLOATS:
                 state[key] = _exact(value, "F32")
         parameter = found.model.get(name)
         if parameter is None:
@@ -242,7 +242,7 @@ def _complete_optimizer(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -
             found.model[name] = parameter = _exact(parameter, "BF16")
         if parameter.dtype == "F32":
             state.pop(MASTER, None)
-        elif MASTER not in state and parameter.dtype in _FLOATS:
+        elif MASTER not in state and parameter.dtype in FLOATS:
             state[MASTER] = _exact(parameter, "F32")
     _check_steps(found, optimizer)
 
