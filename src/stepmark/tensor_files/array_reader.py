@@ -141,7 +141,7 @@ class ArrayReader:
                         buffers.append(memory)
                         at = end
                     _read_exactly(path, file.fileno(), buffers, neighbours[0][0])
-            self.checks.check_runs(path, found)
+            self.checks.check(path, found)
 
     def _copy(self, array: StoredArray, target: Elements) -> None:
         """Reads an array whose elements may be in another order in the file than in memory: if most bytes in between
@@ -157,7 +157,7 @@ class ArrayReader:
             self._read({array.path: [(low, high, memory)]})
             target[...] = _strided(memory, begin - low, array)
         else:
-            self.checks.check(array.path, begin, end)
+            self.checks.check(array.path, [(begin, end, None)])
             low = begin - begin % mmap.ALLOCATIONGRANULARITY
             with _opened(array.path) as file:
                 if os.fstat(file.fileno()).st_size < end:

@@ -13,7 +13,7 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from struct import unpack
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -171,9 +171,6 @@ class _Machine(pickle._Unpickler):
             raise ValueError("an unknown persistent id")
         if len(identity) == 6 and identity[5] is not None:
             raise CheckpointError("it has views of storages as torch wrote them before version 0.4; save it again")
-        return self._storage(kind, key)
-
-    def _storage(self, kind: Any, key: str) -> StorageBytes:
         if self._locate is None:
             raise CheckpointError("its pickle refers to data outside itself; this is not a file of a known format")
         if type(kind) is not Global:
@@ -367,10 +364,6 @@ def _sizes(dtype: str, shape: Shape, strides: Shape) -> tuple[int, int, int]:
     return item_size(dtype), array.span(), array.numel * item_size(dtype)
 
 
-def _object(kind: str, *arguments: Any) -> PickledObject:
-    return PickledObject(kind, arguments)
-
-
 def _first(value: Any, *_: Any) -> Any:
     return value
 
@@ -382,7 +375,7 @@ def _encode(text: Any, encoding: Any = "latin1", /) -> bytes:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f"{module}.{name}": partial(_object, f"{module}.{name}")
+    f"{module}.{name}": lambda *arguments, kind=f"{module}.{name}": PickledObject(kind, arguments)
     for module, names in _OBJECTS.items()
     for name in names.split()
 } | {
