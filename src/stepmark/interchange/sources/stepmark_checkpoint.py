@@ -19,7 +19,7 @@ from stepmark.interchange.sources.complete_state import files_beside
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
 from stepmark.interchange.sources.torch_optimizer import scalar
 from stepmark.model_folder.adapted_model import ADAPTER_CONFIG
-from stepmark.model_folder.checkpoint_tensors import CheckpointTensors
+from stepmark.model_folder.checkpoint_tensors import CheckpointTensors, model_group
 from stepmark.model_folder.hints import import_hint
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.source_files import read_json
@@ -60,10 +60,7 @@ def open_stepmark(folder: Path) -> ForeignCheckpoint:
     """
     manifest = read_manifest(folder)
     check_integrity(folder, manifest)
-    group = next((group for group in (MODEL, ADAPTER) if manifest.tensors.get(group)), None)
-    if group is None:
-        held = ", ".join(manifest.sections) or "nothing"
-        raise CheckpointMismatch(f"{folder} has no section {MODEL!r} with tensors; it holds {held}")
+    group = model_group(folder, manifest)
     sections = read_values(folder, manifest)
     tensors = CheckpointTensors(folder, manifest)
     found = ForeignCheckpoint(KIND, folder, tensors.group(group), step=manifest.step, files=files_beside(folder))
