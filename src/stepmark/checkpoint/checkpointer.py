@@ -273,7 +273,8 @@ class Checkpointer:
             self._memory.release()  # the thread that still reads it keeps it
         memory = self._memory.take(size, pinned=can_pin(runtime.device))
         operation.enter("copying")
-        planned = plan_copies(plan, extents, request.entries())
+        entries = {(each.group, name): entry for each in request.sections for name, entry in each.entries.items()}
+        planned = plan_copies(plan, extents, entries)
         copies = begin_copies(planned, request.sections, memory, runtime, self._copies, threads=self._threads)
         if self._hook is None and not runtime.lazy:
             self._hook = register_optimizer_step_pre_hook(self._before_update)
@@ -351,7 +352,7 @@ class Checkpointer:
             with self._attempt("restore", f"nothing was restored from {self.folder}", board) as operation:
                 self._agree(operation, "restoring", 0, partial(check_state, state))
                 operation.enter("looking")
-                threads, alone = 2 * self._threads, ownership.alone_on_node()
+                threads, alone = 2 * self._threads, ownership.nodes.count(ownership.nodes[self._group.rank]) == 1
                 restorer = Restorer(
                     self._timed_group, operation, threads, alone, self._timestamps, self._runtime, accept
                 )

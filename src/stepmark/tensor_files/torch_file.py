@@ -191,11 +191,6 @@ def _bytes_of(file: BinaryIO, record: Record, limit: int) -> bytes:
     return file.read(record.size)
 
 
-def arrays_in(value: Any) -> Iterator[StoredArray]:
-    """All arrays in a nested value."""
-    return leaves(value, StoredArray)
-
-
 def leaves(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
     """All objects of a class in a nested value."""
     waiting = [value]

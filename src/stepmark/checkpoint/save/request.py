@@ -14,7 +14,7 @@ from stepmark.checkpoint.format.manifest import ADAPTER, MANIFEST, OPTIMIZER, ST
 from stepmark.checkpoint.save.commit import INDEX
 from stepmark.checkpoint.save.plan import SavePlan, plan_save
 from stepmark.checkpoint.save.table_exchange import RankTables, gather_rows, gather_values, tabulate
-from stepmark.checkpoint.sections import Entry, Section, describe
+from stepmark.checkpoint.sections import Section, describe
 from stepmark.errors import CheckpointError, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.json_values import encode_plain
@@ -40,10 +40,6 @@ class SaveRequest:
     metrics: Any
     model_only: bool
     extra: Sequence[str] = field(default_factory=tuple)
-
-    def entries(self) -> dict[tuple[str, str], Entry]:
-        """All live tensors by group and name."""
-        return {(s.group, name): entry for s in self.sections for name, entry in s.entries.items()}
 
     def manifest(self, world_size: int, mesh: Mapping[str, int], kinds: Mapping[str, str]) -> Manifest:
         """The manifest without files and tensors."""

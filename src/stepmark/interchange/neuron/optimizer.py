@@ -12,7 +12,7 @@ from stepmark.interchange.neuron.rank_files import Place
 from stepmark.interchange.neuron.stages import Stage
 from stepmark.interchange.neuron.unsharding import row_chunks
 from stepmark.interchange.sources.optimizer_names import numbered_names
-from stepmark.interchange.sources.torch_optimizer import as_tensor, name_groups, plain, shared_value, state_shape
+from stepmark.interchange.sources.torch_optimizer import as_tensor, name_groups, plain_groups, shared_value, state_shape
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.pickle_reader import natural
@@ -58,7 +58,7 @@ def add_optimizer(
     where = files[first_place]
     first = contents[first_place]
     zero = "base_state" in first
-    groups = _groups(first, where)
+    groups = plain_groups(first["param_groups"], str(where))
     shapes = _shapes(first, where, zero)
     if any(type(number) is not int for number in shapes):
         raise CheckpointDamaged(f"{where}: the optimizer's states are not numbered")
@@ -80,13 +80,6 @@ def add_optimizer(
     name_groups(groups, names)
     stage.states, stage.groups = states, groups
     return rule
-
-
-def _groups(value: dict[str, Any], where: Path) -> list[dict[str, Any]]:
-    groups = value["param_groups"]
-    if not all(isinstance(group, dict) for group in groups):
-        raise CheckpointDamaged(f"{where}: a group of the optimizer is malformed")
-    return [{str(key): plain(item, str(where)) for key, item in group.items()} for group in groups]
 
 
 def _state(value: dict[str, Any], key: str, where: Path) -> dict[Any, Any]:

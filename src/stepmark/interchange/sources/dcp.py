@@ -16,7 +16,7 @@ from stepmark.interchange.sources.complete_state import files_beside, finish, ou
 from stepmark.interchange.sources.dcp_store import METADATA, DcpStore, is_store, read_store
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.name_map import new_names
-from stepmark.interchange.sources.optimizer_names import agreed_names
+from stepmark.interchange.sources.optimizer_names import NONE_RENAMED, agreed_names
 from stepmark.interchange.sources.state_dict_files import clean_name, without_prefix
 from stepmark.interchange.sources.torch_optimizer import STEP, plain, scalar, state_shape, whole_optimizer
 from stepmark.tensor_files.global_tensor import GlobalTensor
@@ -29,7 +29,6 @@ _LAST = re.compile(r"(?:^|\.)last_epoch\Z")
 _FUNCTION_OF_STEP = frozenset(
     {"base_lrs", "last_epoch", "verbose", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial"}
 )
-_SAME: Mapping[str, str] = {}
 
 
 def recognize(folder: Path) -> bool:
@@ -129,7 +128,7 @@ def _model_key(groups: dict[str, dict[str, GlobalTensor]], outline: ModelOutline
 
 
 def optimizer_of(
-    store: DcpStore, found: ForeignCheckpoint, outline: ModelOutline | None, changed: Mapping[str, str] = _SAME
+    store: DcpStore, found: ForeignCheckpoint, outline: ModelOutline | None, changed: Mapping[str, str] = NONE_RENAMED
 ) -> ForeignOptimizer | None:
     """The optimizer by parameter names, None where there is none; `changed` are names of a --map by the store's."""
     states: dict[str, dict[str, Any]] = {}

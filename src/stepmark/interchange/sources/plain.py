@@ -19,7 +19,7 @@ from stepmark.interchange.sources.torch_optimizer import split_state_dict, state
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 from stepmark.tensor_files.pickle_reader import PickledObject
 from stepmark.tensor_files.source_files import read_safetensors
-from stepmark.tensor_files.torch_file import arrays_in, read_saved
+from stepmark.tensor_files.torch_file import leaves, read_saved
 
 MODELS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
 STEPS = ("step", "global_step", "iteration", "iter")
@@ -159,7 +159,9 @@ def model_in(value: dict[str, Any], path: Path, lost: list[str]) -> dict[str, Gl
     names are added to `lost`."""
     key = next((key for key in MODELS if isinstance(value.get(key), dict)), None)
     if key is not None:
-        others = [name for name, item in value.items() if name != key and next(arrays_in(item), None) is not None]
+        others = [
+            name for name, item in value.items() if name != key and next(leaves(item, StoredArray), None) is not None
+        ]
         lost += [
             f"{str(name)[:80]}: other tensors of the file" for name in others if not _optimizers_in({name: value[name]})
         ]
@@ -178,7 +180,7 @@ def _flat(
             inner = {name: item}
         elif isinstance(item, dict) and not is_optimizer(item) and depth < 16:
             inner = _flat(item, path, lost, f"{name}.", depth + 1)
-        elif not is_optimizer(item) and next(arrays_in(item), None) is not None:
+        elif not is_optimizer(item) and next(leaves(item, StoredArray), None) is not None:
             lost.append(f"{name[:80]}: tensors without names of their own")
         again = next(iter(found.keys() & inner.keys()), None)
         if again is not None:

@@ -26,9 +26,16 @@ def split_state_dict(value: Any, where: str) -> tuple[dict[Any, dict[str, Any]],
     groups = value.get("param_groups") if isinstance(value, dict) else None
     if not isinstance(state, dict) or not isinstance(groups, list) or not groups:
         raise CheckpointDamaged(f"{where} is not the state of an optimizer: it has no state and param_groups")
-    if not all(isinstance(item, dict) for item in (*state.values(), *groups)):
-        raise CheckpointDamaged(f"{where}: a state or group of the optimizer is malformed")
-    return state, [{str(key): plain(item, where) for key, item in group.items()} for group in groups]
+    if not all(isinstance(item, dict) for item in state.values()):
+        raise CheckpointDamaged(f"{where}: a state of the optimizer is malformed")
+    return state, plain_groups(groups, where)
+
+
+def plain_groups(groups: Sequence[Any], where: str) -> list[dict[str, Any]]:
+    """The groups of an optimizer's state dict, as plain values. Raises CheckpointDamaged where one is malformed."""
+    if not all(isinstance(group, dict) for group in groups):
+        raise CheckpointDamaged(f"{where}: a group of the optimizer is malformed")
+    return [{str(key): plain(item, where) for key, item in group.items()} for group in groups]
 
 
 def plain(value: Any, where: str) -> Any:

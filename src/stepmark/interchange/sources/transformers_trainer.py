@@ -69,9 +69,8 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         fit_model(found, outline)  # before the optimizer, whose message would say less
     if not options.model_only:
         found.optimizer = _optimizer(folder, found, outline)
-        found.schedule = _schedule_of_step(
-            found, next(filter(None, (read_dict(folder / name) for name in _SCHEDULERS)), None)
-        )
+        saved = next(filter(None, (read_dict(folder / name) for name in _SCHEDULERS)), None)
+        found.schedule = _schedule_of_step(found, saved)
     found.lost += left_behind(folder)
     return finish(found, options, outline)
 
