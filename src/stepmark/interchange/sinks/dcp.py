@@ -150,7 +150,7 @@ def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
         raise CheckpointMismatch(f"{source.folder} is of an adapter, which --to dcp does not write; use hf-trainer")
     optimizer = optimizer_of(source)
     writer = _Writer()
-    for path, value in _titan_values(source, torchtitan.exported(source)) if options.titan else _values(source):
+    for path, value in _titan_values(torchtitan.exported(source)) if options.titan else _values(source):
         writer.add(path, value)
     found = ExportPlan([*writer.files, writer.metadata(), *copied_files(source.files)])
     if any(MASTER in state for state in optimizer.states.values()):
@@ -181,19 +181,19 @@ def _values(source: ForeignCheckpoint) -> Iterator[tuple[Path, Any]]:
     yield ("step",), source.step or 0
 
 
-def _titan_values(source: ForeignCheckpoint, titan: torchtitan.Titan) -> Iterator[tuple[Path, Any]]:
+def _titan_values(source: ForeignCheckpoint) -> Iterator[tuple[Path, Any]]:
     """The same, as torchtitan's trainer has it."""
     optimizer = optimizer_of(source)
-    for name in source.model:
-        yield (titan.names[name],), titan.model[name]
-    for name, state in titan.states.items():
+    for name, tensor in source.model.items():
+        yield (name,), tensor
+    for name, state in optimizer.states.items():
         for key, value in state.items():
-            yield ("optimizer", f"state.{titan.names[name]}.{key}"), value
+            yield ("optimizer", f"state.{name}.{key}"), value
     for group in optimizer.groups:
         for name in group["params"]:
             for key, value in group.items():
                 if key != "params":
-                    yield ("optimizer", f"param_groups.{titan.names[name]}.{key}"), value
+                    yield ("optimizer", f"param_groups.{name}.{key}"), value
     for key, value in (source.schedule or {}).items():
         yield ("lr_scheduler", key), value
     yield ("train_state", "step"), source.step or 0

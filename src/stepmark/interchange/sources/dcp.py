@@ -57,7 +57,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
             found.lost.append("optimizer: the store has none")
     found.lost += _others(store)
     if torchtitan.recognize(found) and not options.names:
-        torchtitan.convert(found, outline)
+        found = torchtitan.converted(found, outline)
     found.schedule = _schedule(store)
     return finish(found, options, outline)
 
