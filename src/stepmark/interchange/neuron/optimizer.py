@@ -12,10 +12,16 @@ from stepmark.interchange.neuron.rank_files import Place
 from stepmark.interchange.neuron.stages import Stage
 from stepmark.interchange.neuron.unsharding import row_chunks
 from stepmark.interchange.sources.optimizer_names import numbered_names
-from stepmark.interchange.sources.torch_optimizer import as_tensor, name_groups, plain_groups, shared_value, state_shape
+from stepmark.interchange.sources.torch_optimizer import (
+    as_tensor,
+    name_groups,
+    plain_groups,
+    shapes_of,
+    shared_value,
+    state_shape,
+)
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor
-from stepmark.tensor_files.pickle_reader import natural
 from stepmark.tensor_files.records import Record
 from stepmark.tensor_files.torch_file import Missing, read_rank_file
 
@@ -92,10 +98,7 @@ def _state(value: dict[str, Any], key: str, where: Path) -> dict[Any, Any]:
 def _shapes(value: dict[str, Any], where: Path, zero: bool) -> dict[Any, Shape]:
     """The shapes of a rank's parameters, by number."""
     if zero:
-        try:
-            return {number: natural(shape) for number, shape in _state(value, "shape_info", where).items()}
-        except (TypeError, ValueError) as error:
-            raise CheckpointDamaged(f"{where}: its shape_info is malformed") from error
+        return shapes_of(_state(value, "shape_info", where), str(where))
     states = _state(value, "state", where)
     if not all(isinstance(state, dict) for state in states.values()):
         raise CheckpointDamaged(f"{where}: a state of the optimizer is malformed")

@@ -15,6 +15,7 @@ from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.array_reader import ArrayReader
 from stepmark.tensor_files.conversion import number
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
+from stepmark.tensor_files.pickle_reader import natural
 
 STEP = "step"
 _FACTORS = (("exp_avg_sq_row", "exp_avg_sq_col"), ("row_var", "col_var"))  # of transformers; of torch, of size 1 there
@@ -29,6 +30,14 @@ def split_state_dict(value: Any, where: str) -> tuple[dict[Any, dict[str, Any]],
     if not all(isinstance(item, dict) for item in state.values()):
         raise CheckpointDamaged(f"{where}: a state of the optimizer is malformed")
     return state, plain_groups(groups, where)
+
+
+def shapes_of(value: Any, where: str) -> dict[Any, Shape]:
+    """Shapes of parameters, by number or name. Raises CheckpointDamaged where they are malformed."""
+    try:
+        return {key: natural(shape) for key, shape in value.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(f"{where}: its shapes of parameters are malformed") from error
 
 
 def plain_groups(groups: Sequence[Any], where: str) -> list[dict[str, Any]]:
