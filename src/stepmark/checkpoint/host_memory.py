@@ -62,7 +62,6 @@ class StagingMemory:
         return self._memory
 
     def release(self) -> None:
-        """Gives the memory back."""
         self._memory = None
 
 

@@ -53,8 +53,6 @@ class OutputFile(Protocol):
 
 @dataclass(frozen=True)
 class DataFile:
-    """A small file."""
-
     name: str
     data: bytes
     size = 0
@@ -106,8 +104,6 @@ class ArchivesFile:
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """A file of tensors."""
-
     name: str
     tensors: Mapping[str, GlobalTensor]
 

@@ -33,8 +33,6 @@ _STORAGES = {dtype: f"{kind}Storage" for kind, dtype in STORAGES.items()}  # of 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a function returns."""
-
     function: Global
     arguments: tuple[Any, ...]
 
@@ -198,7 +196,6 @@ class TorchArchive:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of its tensors."""
         return sum(record.size for record in self._records if record.tensor is not None)
 
     def places(self, base: int = 0) -> list[Place]:

@@ -49,7 +49,6 @@ class Lease:
         return None
 
     def release(self) -> None:
-        """Ends the lease."""
         self._heartbeat.stop()
         try:
             files.remove_file(self.path)

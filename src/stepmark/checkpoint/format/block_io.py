@@ -138,7 +138,6 @@ class FileOutput:
         files.sync(self._descriptor)
 
     def close(self) -> None:
-        """Closes it."""
         if self._direct is not None:
             files.close(self._direct)
         files.close(self._descriptor)

@@ -70,7 +70,6 @@ class ReadTarget:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read."""
         return sum([part.slice.numel for part in self.layout.parts]) * item_size(self.dtype)
 
     def new(self) -> Tensor:
@@ -135,7 +134,6 @@ class TensorReader:
         self.close()
 
     def close(self) -> None:
-        """Stops the threads and closes the files."""
         self._pool.shutdown(cancel_futures=True)
         for file in self._files.values():
             file.close()

@@ -124,7 +124,6 @@ class PendingCopies:
 
     @torch.no_grad()
     def run(self, memory: memoryview, threads: int) -> None:
-        """Makes them."""
         try:
             with ExitStack() as aside:
                 for stream in self._streams:

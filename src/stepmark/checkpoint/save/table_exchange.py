@@ -39,7 +39,6 @@ class RankTables:
 
 @without_collection()
 def tabulate(sections: Sequence[Section], *, first: bool = False) -> RankTables:
-    """The tables of this rank's sections."""
     rows = {}
     for section in sections:
         listed = [

@@ -22,7 +22,6 @@ _GROUP = re.compile(r"param_groups\.(?P<group>\d+)\.(?P<key>.+)\Z")
 
 
 def add_optimizers(stages: list[Stage], folder: Path, found: ForeignCheckpoint) -> None:
-    """Adds the states in the store to the stages."""
     store = read_store(folder, listed=False)
     found.records += store.records
     groups = _groups(store)

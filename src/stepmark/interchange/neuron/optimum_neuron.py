@@ -59,7 +59,6 @@ def metadata_files(folder: Path) -> dict[int, Path]:
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """What the folder holds."""
     folder = _checkpoint(folder)
     found = ForeignCheckpoint("optimum-neuron", folder, {}, files=files_beside(folder))
     old = not (folder / SHARDS).is_dir()
@@ -110,7 +109,6 @@ def heads_config(
 def _own_parameters(
     contents: Mapping[Place, dict[str, Any]], metadata: list[StageMetadata], files: Mapping[Place, Path]
 ) -> dict[Place, dict[str, Any]]:
-    """Only what is the stage's own."""
     found = {}
     for place, value in contents.items():
         names = metadata[place.pp].parameters

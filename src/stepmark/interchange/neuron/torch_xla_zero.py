@@ -54,7 +54,6 @@ def _is_sharded(path: Path) -> bool:
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """What the folder holds."""
     files = _rank_files(folder)
     missing = next((rank for rank in range(len(files)) if rank not in files), None)
     if missing is not None:
@@ -82,7 +81,6 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
 
 
 def _optimizer_in(value: Any, path: Path) -> dict[str, Any]:
-    """The optimizer's state dict in a rank's file."""
     inner = [value, *(value.get(key) for key in _OPTIMIZERS)] if isinstance(value, dict) else []
     found = next((item for item in inner if isinstance(item, dict) and "base_state" in item), None)
     if found is None:
@@ -113,7 +111,6 @@ def _assembled(
     found: ForeignCheckpoint,
     saved: Mapping[str, Shape] | None,
 ) -> ForeignOptimizer:
-    """The optimizer of all ranks by names."""
     _, groups = split_state_dict(contents[0], str(path))
     shapes = shapes_of(contents[0].get("shape_info"), str(path))
     names = agreed_names(found, groups, shapes, path, outline, saved)

@@ -145,7 +145,6 @@ def _chunks(tensor: GlobalTensor) -> Iterator[tuple[int, int, GlobalTensor]]:
 
 
 def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
-    """The files of the folder."""
     if source.adapter:
         raise CheckpointMismatch(f"{source.folder} is of an adapter, which --to dcp does not write; use hf-trainer")
     optimizer = optimizer_of(source)

@@ -61,7 +61,6 @@ def metrics_of(source: ForeignCheckpoint) -> dict[str, float]:
 
 
 def trainer_state_bytes(source: ForeignCheckpoint) -> bytes:
-    """The contents of trainer_state.json."""
     found = source.trainer_state or {}
     state = {name: found[name] for name in _STATE_FIELDS.split() if found.get(name) is not None}
     state["global_step"] = source.step or 0

@@ -32,12 +32,10 @@ _FUNCTION_OF_STEP = frozenset(
 
 
 def recognize(folder: Path) -> bool:
-    """Whether the folder has a .metadata file."""
     return is_store(folder)
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """What the store holds."""
     store = read_store(folder)
     files = files_beside(folder)
     outline = outline_for(files, options, len(store.tensors))

@@ -38,7 +38,6 @@ class DcpStore:
 
 
 def is_store(folder: Path) -> bool:
-    """Whether the folder is a store."""
     return (folder / METADATA).is_file()
 
 

@@ -64,7 +64,6 @@ def _step_folder(folder: Path) -> Path | None:
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """What the folder holds."""
     step = _step_folder(folder)
     assert step is not None
     root = folder.parent if step == folder and (folder.parent / LATEST).is_file() else folder

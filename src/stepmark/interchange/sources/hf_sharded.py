@@ -23,7 +23,6 @@ def recognize(folder: Path) -> bool:
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """What the folder holds."""
     found = ForeignCheckpoint("Hugging Face model folder", folder, {}, files=files_beside(folder))
     if has_weights(folder):
         found.model = without_prefix(read_weights(folder, found.records))

@@ -44,7 +44,6 @@ def _file_of(source: Path) -> Path | None:
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """What the file holds."""
     path = _file_of(folder)
     assert path is not None
     found = ForeignCheckpoint("plain state dict", folder, {}, files=files_beside(path.parent))

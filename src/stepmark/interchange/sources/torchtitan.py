@@ -37,7 +37,6 @@ _IN_LAYER = {
 
 
 def recognize(found: ForeignCheckpoint) -> bool:
-    """Whether the model has Meta's names."""
     return EMBEDDING in found.model
 
 

@@ -53,7 +53,6 @@ def recognize(folder: Path) -> bool:
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """What the folder holds."""
     tool = TRAINER if (folder / STATE).is_file() else "accelerate"
     kind = f"{tool} with FSDP" if any((folder / name).exists() for name in _FSDP_MODELS) else tool
     found = ForeignCheckpoint(kind, folder, {}, files=files_beside(folder))
