@@ -166,20 +166,18 @@ def _to_host(state: Any, *, copy: bool) -> Any:
         if not copy:
             return tensors
         on_device = [tensor for tensor in tensors if tensor.device.type != "cpu"]
-        copies = _tied(on_device, dict(_copies(on_device, runtime)))
+        copies: dict[int, Tensor] = {}
+        for group in in_groups(on_device, [tensor.nbytes for tensor in on_device], GROUP_BYTES):
+            copies.update(zip(map(id, group), runtime.to_host(group), strict=True))
+        _tie(on_device, copies)
         return [_like(tensor, copies[id(tensor)]) if id(tensor) in copies else tensor for tensor in tensors]
 
     return _map_tensors(state, to_host)
 
 
-def _copies(tensors: list[Tensor], runtime: Runtime) -> Iterator[tuple[int, Tensor]]:
-    for group in in_groups(tensors, [tensor.nbytes for tensor in tensors], GROUP_BYTES):
-        yield from zip(map(id, group), runtime.to_host(group), strict=True)
-
-
-def _tied(tensors: list[Tensor], copies: dict[int, Tensor]) -> dict[int, Tensor]:
-    """The copies, where tensors that share device memory share one copy: it is written once, and they are tied again
-    when loaded."""
+def _tie(tensors: list[Tensor], copies: dict[int, Tensor]) -> None:
+    """Lets tensors that share device memory share one of the copies: it is written once, and they are tied again when
+    loaded."""
     found: dict[tuple[Any, ...], Tensor] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
@@ -189,7 +187,6 @@ def _tied(tensors: list[Tensor], copies: dict[int, Tensor]) -> dict[int, Tensor]
         same = found.setdefault((storage._cdata, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())), copy)
         if _bytes(same).equal(_bytes(copy)):  # not where one is a transposed view
             copies[id(tensor)] = same.detach()
-    return copies
 
 
 def _bytes(tensor: Tensor) -> Tensor:

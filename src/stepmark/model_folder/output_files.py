@@ -75,30 +75,27 @@ class CopiedFile:
 
 @dataclass
 class ArchivesFile:
-    """Archives of torch.save, one after the other; `offsets` are where they begin."""
+    """Archives of torch.save, one after the other, each with where it begins."""
 
     name: str
-    archives: list[TorchArchive] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
+    archives: list[tuple[TorchArchive, int]] = field(default_factory=list)
     length: int = 0
 
     def add(self, archive: TorchArchive) -> int:
         """Appends an archive; returns where it begins."""
-        self.archives.append(archive)
-        self.offsets.append(self.length)
+        begin = self.length
+        self.archives.append((archive, begin))
         self.length += archive.size
-        return self.offsets[-1]
+        return begin
 
     @property
     def size(self) -> int:
-        return sum(archive.tensor_bytes for archive in self.archives)
+        return sum(archive.tensor_bytes for archive, _ in self.archives)
 
     def write(self, path: Path, write_tensors: WriteTensors) -> None:
         with FileOutput(path, self.length) as output:
-            placed = list(zip(self.archives, self.offsets, strict=True))
-            places = [place for archive, at in placed for place in archive.places(at)]
-            write_tensors(places, output, 0)
-            for archive, at in placed:
+            write_tensors([place for archive, at in self.archives for place in archive.places(at)], output, 0)
+            for archive, at in self.archives:
                 archive.finish(output, at)
 
 

@@ -73,7 +73,7 @@ class ArrayReader:
                 continue
             begin = array.offset + start * item_size(tensor.dtype)
             runs[array.path].append((begin, begin + len(memory), memory))
-        sizes = {id(part): _stored_size(part) for part in others if part.tensor.converts}
+        sizes = {id(p): (p.stop - p.start) * item_size(p.tensor.source_dtype) for p in others if p.tensor.converts}
         scratch = thread_memory("source", sum(sizes.values()))
         for part in others:
             stored = part.memory
@@ -164,10 +164,6 @@ class ArrayReader:
                     raise _truncated(array.path, end)
                 mapped = mmap.mmap(file.fileno(), end - low, mmap.MAP_SHARED, mmap.PROT_READ, offset=low)
             target[...] = _strided(mapped, begin - low, array)
-
-
-def _stored_size(part: Part) -> int:
-    return (part.stop - part.start) * item_size(part.tensor.source_dtype)
 
 
 def _convert(part: Part, stored: memoryview) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepmark.checkpoint.format.dtypes import item_size
+from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 
 Elements = NDArray[Any]
 
@@ -61,13 +61,8 @@ def number(data: bytes, dtype: str) -> int | float | bool | None:
     """The value of one element; None where its type has no number in Python."""
     if dtype == "BF16":
         return float(_widened(data, dtype)[0])
-    if dtype == "BOOL":
-        return bool(data[0])
-    kind = _NUMPY.get(dtype)
-    if kind is None and dtype[0] in "IU":
-        kind = f"<{dtype[0].lower()}{item_size(dtype)}"
-    if kind is None:
+    try:
+        found = np.frombuffer(data, dtype=DTYPES[dtype][1])[0].item()
+    except TypeError:  # numpy has no such type
         return None
-    found = np.frombuffer(data, dtype=kind)[0].item()
-    assert isinstance(found, int | float)
-    return found
+    return found if isinstance(found, int | float) else None

@@ -119,7 +119,8 @@ class FileOutput:
         no other write is to any of them."""
         head = -offset % PAGE
         middle = (len(data) - head) // PAGE * PAGE
-        if self._direct is None or not alone or middle < _DIRECT or (_address(data) + head) % PAGE:
+        address = np.frombuffer(data, dtype=np.uint8).ctypes.data
+        if self._direct is None or not alone or middle < _DIRECT or (address + head) % PAGE:
             files.write_at(self._descriptor, data, offset)
             return
         try:
@@ -141,7 +142,3 @@ class FileOutput:
         if self._direct is not None:
             files.close(self._direct)
         files.close(self._descriptor)
-
-
-def _address(data: memoryview) -> int:
-    return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)

@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 from stepmark.errors import CheckpointError, CheckpointNotFound
@@ -175,12 +176,8 @@ def delete(path: Path, save: str, unless: Callable[[], bool]) -> bool:
 
 def quarantine(path: Path) -> Path:
     """Renames a corrupted checkpoint so that it is not used again; returns the new path."""
-    number = 0
-    while True:
-        target = path.with_name(f"damaged-{path.name}" + (f".{number}" if number else ""))
-        if not os.path.lexists(target):
-            break
-        number += 1
+    names = (f"damaged-{path.name}" + (f".{number}" if number else "") for number in count())
+    target = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
     files.rename(path, target)
     files.sync_folder(path.parent)
     return target
