@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
@@ -266,7 +267,7 @@ class Checkpointer:
         check_host_memory(needs, [reports[rank].free for rank in ranks])
         if self._group.rank == 0:
             self._background.tidy()
-            self._background.make_room(self.folder, disk_need(plan), request.save)
+            self._background.make_room(self.folder, disk_need(plan), request.manifest.save)
             check_disk(self.folder, plan)
         runtime = self._runtime or runtime_of(request.sections)
         if self._background.reads_memory:
@@ -284,8 +285,8 @@ class Checkpointer:
         writer = SaveWriter(
             operation=operation,
             rank=self._group.rank,
-            step=request.step,
-            save=request.save,
+            step=request.manifest.step,
+            save=request.manifest.save,
             temporary=request.temporary,
             plan=plan,
             extents=extents,
@@ -294,7 +295,7 @@ class Checkpointer:
             commit=Commit(
                 values=values_to_bytes(values) if self._group.rank == 0 else b"",
                 extra=request.extra,
-                manifest=request.manifest(self._group.size, self._mesh, kinds),
+                manifest=replace(request.manifest, world_size=self._group.size, mesh=self._mesh, sections=kinds),
                 lost=ownership.lost,
                 clock=self._timestamps,
             ),
