@@ -285,8 +285,6 @@ class Checkpointer:
         writer = SaveWriter(
             operation=operation,
             rank=self._group.rank,
-            step=request.manifest.step,
-            save=request.manifest.save,
             temporary=request.temporary,
             plan=plan,
             extents=extents,
