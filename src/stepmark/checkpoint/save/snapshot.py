@@ -154,6 +154,9 @@ class PendingCopies:
             self._copies.clear()
 
 
+_side_stream = functools.cache(torch.Stream)  # by device
+
+
 class SideStream:
     """Where a device copies to the host beside its other work, behind what its current stream has been given so far."""
 
@@ -185,11 +188,6 @@ class SideStream:
         """Waits until the copies are made."""
         for event in self._copied:
             event.synchronize()
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.Stream:
-    return torch.Stream(device)
 
 
 def begin_copies(

@@ -189,12 +189,11 @@ def _add_optimizers(
     if (sizes["tp"], sizes["pp"]) != (found.mesh["tp"], found.mesh["pp"]):
         raise CheckpointDamaged(f"{shards}: the optimizer's files are of another mesh than the model's")
     found.mesh["dp"] = sizes["dp"] if sizes["dp"] > 1 else 0
-    inner = "optimizer_state_dict" if old else None
     try:
         rule = ""
         for pp, stage in enumerate(stages):
             own = {place: path for place, path in files.items() if place.pp == pp}
-            given = {place: whole[place].get(inner) for place in own} if inner else None
+            given = {place: whole[place].get("optimizer_state_dict") for place in own} if old else None
             rule = add_optimizer(stage, own, found.records, found.lost, only_first=True, given=given)
         found.assumed.append(f"the optimizer numbers its parameters; their names follow from the metadata ({rule})")
     except Unrecoverable:
