@@ -39,19 +39,11 @@ def format_of(source: Path) -> CheckpointFormat | None:
 
 
 def open_foreign(source: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """Opens a checkpoint of another tool.
+    """What a checkpoint of another tool holds; nothing of its tensors has been read. `source` is its folder or file, or
+    a folder of several with `options.tag`.
 
-    Args:
-        source: Its folder or file, or a folder of several with `options.tag`.
-        options: What the user says about it.
-
-    Returns:
-        What it holds; nothing of its tensors has been read.
-
-    Raises:
-        CheckpointNotFound: There is nothing.
-        CheckpointMismatch: It is of no known tool, or needs what the options do not have.
-        CheckpointDamaged: It is incomplete or malformed.
+    Raises CheckpointNotFound where there is nothing, CheckpointMismatch where it is of no known tool, or needs what the
+    options do not have, and CheckpointDamaged where it is incomplete or malformed.
     """
     source = resolve_link(source)
     if not source.exists():

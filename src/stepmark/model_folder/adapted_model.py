@@ -133,18 +133,8 @@ class Merge:
 
 
 def merge_adapter(folder: Path, merge: Merge, manifest: Manifest, max_shard_size: int) -> None:
-    """Replaces the adapter in `folder`, as peft saves it, by the complete model in safetensors.
-
-    Args:
-        folder: The adapter, with its configuration.
-        merge: The base model.
-        manifest: That of the checkpoint, which knows the digest of the base.
-        max_shard_size: Bytes of tensors in one file.
-
-    Raises:
-        UsageError: The base model cannot be loaded, or the adapter not applied to it.
-        CheckpointMismatch: It is not the one that the adapter was trained on.
-    """
+    """Replaces the adapter in `folder`, as peft saves it, by the complete model in safetensors files of at most
+    `max_shard_size` bytes of tensors. Raises as `load_adapted`."""
     try:
         adapted = load_adapted(folder, manifest, merge.base)
     except (UsageError, CheckpointMismatch) as error:

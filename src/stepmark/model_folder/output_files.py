@@ -158,22 +158,12 @@ def write_folder(
     listener: WritingListener,
     finish: Callable[[Path], None] | None = None,
 ) -> int:
-    """Writes the files into a new folder, and verifies the records of what they are made from.
+    """Writes the files into a new folder, and verifies the records of what they are made from; returns the bytes of
+    tensors. Nothing is left after an error.
 
-    Args:
-        planned: The files.
-        records: What has checksums.
-        final: The folder, as `check_out` returns it.
-        out: The same, for messages.
-        listener: Progress callbacks.
-        finish: Called with the folder when all files are there, before it gets its name.
-
-    Returns:
-        The bytes of tensors.
-
-    Raises:
-        CheckpointDamaged: A source is corrupted.
-        CheckpointError: `out` cannot be written. Nothing is left there after an error.
+    `final` is what `check_out` returns for `out`. `finish` is called with the folder when all files are there, before
+    it gets its name. Raises CheckpointDamaged where a source is corrupted, and CheckpointError where `out` cannot be
+    written.
     """
     total = sum(file.size for file in planned)
     check_room(final.parent, total)

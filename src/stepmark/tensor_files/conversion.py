@@ -17,17 +17,8 @@ _WIDER = {("F32", "F64"), ("F16", "F64"), ("BF16", "F64"), ("F16", "F32"), ("BF1
 
 
 def convert(stored: memoryview, source: str, target: str, memory: memoryview) -> bool:
-    """Converts elements from one type of FLOATS to another, rounding to the nearest, ties to even.
-
-    Args:
-        stored: The bytes of the elements.
-        source: Their type, a name of safetensors.
-        target: The type to convert to.
-        memory: Gets the bytes in the new type.
-
-    Returns:
-        Whether every value is the same as before; a NaN stays one.
-    """
+    """Converts elements from one type of FLOATS to another, rounding to the nearest, ties to even. `memory` gets the
+    bytes. Returns whether every value is the same as before; a NaN stays one."""
     with np.errstate(all="ignore"):  # infinities and NaNs are values like others here
         wide = _widened(stored, source)
         found = np.frombuffer(memory, f"<u{item_size(target)}")

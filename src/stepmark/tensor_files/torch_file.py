@@ -45,20 +45,11 @@ _TAIL = (1 << 16) + END.size + LOCATOR.size
 
 
 def read_torch_file(path: Path, records: list[Record], begin: int = 0, size: int | None = None) -> Any:
-    """Reads what `torch.save` wrote.
+    """What `torch.save` wrote, with StoredArrays in place of tensors; adds the records of the archive.
 
-    Args:
-        path: The file.
-        records: Those of the archive are added.
-        begin: The byte at which the archive begins, default 0.
-        size: Bytes of the archive; default None: up to the end of the file.
-
-    Returns:
-        The value, with StoredArrays in place of tensors.
-
-    Raises:
-        CheckpointDamaged: It is missing, truncated or malformed; the message names the file.
-        CheckpointError: It contains a class that no known format has, or cannot be read at the moment.
+    The archive has `size` bytes from byte `begin` of the file on, or with None all up to its end. Raises
+    CheckpointDamaged, naming the file, where it is missing, truncated or malformed, and CheckpointError where it
+    contains a class that no known format has, or cannot be read at the moment.
     """
     with naming(path, "it is corrupted"), open_file(path) as file:
         end = file.seek(0, io.SEEK_END)

@@ -43,17 +43,11 @@ def add_optimizer(
 ) -> str:
     """Adds the states in a stage's optimizer files to it; returns the rule by which they got names.
 
-    Args:
-        stage: Its tensors are there already.
-        files: Those of the stage.
-        records: Those of zip archives are added.
-        lost: What cannot be recovered is added.
-        only_first: Whether the tool writes the file of the first data parallel rank only.
-        given: The files' contents, where they were read before.
+    `lost` gets what cannot be recovered. `only_first`: the tool writes the file of the first data parallel rank only.
+    `given`: the files' contents, where they were read before.
 
-    Raises:
-        CheckpointDamaged: A file is missing or malformed.
-        Unrecoverable: With `only_first`, the states are a part only.
+    Raises CheckpointDamaged where a file is missing or malformed, and Unrecoverable where the states of `only_first`
+    are a part.
     """
     ranks = sorted({place.tp for place in files})
     contents = {place: read_rank_file(path, records) for place, path in files.items()} if given is None else given

@@ -39,17 +39,10 @@ TRAINER_STATE = "trainer_state.json"
 
 
 def write_checkpoint(source: ForeignCheckpoint, out: Path, listener: WritingListener) -> int:
-    """Writes the checkpoint; returns the bytes of its files.
+    """Writes the checkpoint as the folder `out`; returns the bytes of its files. Nothing is left after an error.
 
-    Args:
-        source: What was found.
-        out: The folder to create. It must not exist, or be empty.
-        listener: Progress callbacks.
-
-    Raises:
-        UsageError: `out` is in use, or has the name of another step's checkpoint.
-        CheckpointDamaged: The source is incomplete or corrupted.
-        CheckpointError: `out` cannot be written. Nothing is left there after an error.
+    Raises UsageError where `out` is in use, or has the name of another step's checkpoint, CheckpointDamaged where the
+    source is incomplete or corrupted, and CheckpointError where `out` cannot be written.
     """
     final = check_out(out, source.folder)
     step = source.step or 0

@@ -67,18 +67,9 @@ def config_path(found_files: dict[str, Path], options: ImportOptions) -> Path | 
 
 
 def finish(found: ForeignCheckpoint, options: ImportOptions, outline: ModelOutline | None) -> ForeignCheckpoint:
-    """Completes a checkpoint.
+    """Gives what a format found the names and types that a Stepmark run has, in place; `outline` is the config's model.
 
-    Args:
-        found: As the format gives it.
-        options: The user's.
-        outline: The model of the config, if there is one.
-
-    Returns:
-        The same object, with names and types as a Stepmark run has them.
-
-    Raises:
-        CheckpointMismatch: The config is of another model, or a tensor has a wrong shape.
+    Raises CheckpointMismatch where the config is of another model, or a tensor has a wrong shape.
     """
     beside = found.folder if found.folder.is_dir() else found.folder.parent
     left = [name for name in TAKEN if name not in found.files and (beside / name).is_symlink()]

@@ -46,17 +46,10 @@ def find_checkpoint(source: Path) -> Path:
 
 
 def open_stepmark(folder: Path) -> ForeignCheckpoint:
-    """What a checkpoint of ours holds.
+    """What a checkpoint of ours holds; nothing of the tensors has been read.
 
-    Args:
-        folder: The checkpoint.
-
-    Returns:
-        Its model, and its optimizer if it has one; nothing of the tensors has been read.
-
-    Raises:
-        CheckpointDamaged: A file is missing or corrupted, as far as headers and sizes show.
-        CheckpointMismatch: It has no model, or several optimizers.
+    Raises CheckpointDamaged where a file is missing or corrupted, as far as headers and sizes show, and
+    CheckpointMismatch where it has no model, or several optimizers.
     """
     manifest = read_manifest(folder)
     check_integrity(folder, manifest)
