@@ -79,9 +79,6 @@ def consolidate(
         listener: Progress callbacks.
         merge: Merge an adapter into its base model, all of which is in memory then; the files are safetensors.
 
-    Returns:
-        What was written.
-
     Raises:
         UsageError: `out` is in use, an adapter is larger than `max_shard_size`, or cannot be merged.
         CheckpointNotFound: `source` is not a checkpoint and has none.

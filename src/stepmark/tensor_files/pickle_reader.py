@@ -98,18 +98,11 @@ Locate = Callable[[str, str | None], StorageBytes]
 
 
 def read_pickle(data: bytes, locate: Locate | None = None) -> Any:
-    """The value of a pickle.
+    """The value of a pickle: plain values, `PickledObject`s, and `StoredArray`s in place of tensors.
 
-    Args:
-        data: The pickle.
-        locate: Where the storage of a key is, with the type that is given; default: a pickle with one is refused.
-
-    Returns:
-        Plain values, `PickledObject`s, and `StoredArray`s in place of tensors.
-
-    Raises:
-        CheckpointDamaged: It is malformed.
-        CheckpointError: It contains a class or function that no known format has.
+    `locate` says where the storage of a key is, with the type that is given; without it a pickle with one is refused.
+    Raises CheckpointDamaged where it is malformed, and CheckpointError where it contains a class or function that no
+    known format has.
     """
     try:
         return _Machine(data, locate).run()

@@ -44,13 +44,9 @@ def is_store(folder: Path) -> bool:
 def read_store(folder: Path, *, listed: bool = True) -> DcpStore:
     """Reads the metadata and the header of every record.
 
-    Args:
-        folder: The store.
-        listed: Whether the metadata's list of names is that of the records, as all writers have it but one: its list
-            may lack names, and have names of which there are no records.
-
-    Raises:
-        CheckpointDamaged: A file, which the message names, is missing, truncated or malformed.
+    `listed`: the metadata's list of names is that of the records, as all writers have it but one, whose list may lack
+    names, and have names of which there are no records. Raises CheckpointDamaged, naming the file, where one is
+    missing, truncated or malformed.
     """
     path = folder / METADATA
     with naming(path, "it is malformed"):

@@ -18,10 +18,7 @@ def read_map(path: Path) -> list[tuple[str, str]]:
     """Patterns and what they become, in the file's order.
 
     A line is `old.name: new.name`. In a pattern, `*` stands for one part of a name, and for the same part in the new
-    name; `null` as the new name leaves the tensor out.
-
-    Raises:
-        UsageError: The file is not such a map.
+    name; `null` as the new name leaves the tensor out. Raises UsageError where the file is not such a map.
     """
     try:
         with open_file(path) as file:
