@@ -14,7 +14,7 @@ from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.neuron.stages import Stage
 from stepmark.interchange.sources.dcp_store import METADATA, DcpStore, read_store
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
-from stepmark.interchange.sources.torch_optimizer import STEP, plain
+from stepmark.interchange.sources.torch_optimizer import STEP, group_settings
 
 _STATE = re.compile(r"base_state\.(?P<name>.+)\.(?P<key>[^.|]+)(?:\|pp-(?P<pp>\d+))?(?:\|tp-(?P<tp>\d+))?\Z")
 _MASTER = re.compile(r"sharded_master_weights\.(?P<name>[^|]+)(?:\|pp-(?P<pp>\d+))?(?:\|tp-(?P<tp>\d+))?\Z")
@@ -68,5 +68,5 @@ def _groups(store: DcpStore) -> list[dict[str, Any]]:
     for name, value in store.values.items():
         match = _GROUP.match(name)
         if match is not None and match["key"] != "params":
-            groups.setdefault(int(match["group"]), {})[match["key"]] = plain(value, str(store.folder))
-    return [groups[number] for number in sorted(groups)]
+            groups.setdefault(int(match["group"]), {})[match["key"]] = value
+    return group_settings([groups[number] for number in sorted(groups)], str(store.folder))

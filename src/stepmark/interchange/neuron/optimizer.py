@@ -14,8 +14,8 @@ from stepmark.interchange.neuron.unsharding import row_chunks
 from stepmark.interchange.sources.optimizer_names import numbered_names
 from stepmark.interchange.sources.torch_optimizer import (
     as_tensor,
+    group_settings,
     name_groups,
-    plain_groups,
     shapes_of,
     shared_value,
     state_shape,
@@ -58,7 +58,7 @@ def add_optimizer(
     where = files[first_place]
     first = contents[first_place]
     zero = "base_state" in first
-    groups = plain_groups(first["param_groups"], str(where))
+    groups = group_settings(first["param_groups"], str(where))
     shapes = _shapes(first, where, zero)
     if any(type(number) is not int for number in shapes):
         raise CheckpointDamaged(f"{where}: the optimizer's states are not numbered")

@@ -18,7 +18,14 @@ from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptim
 from stepmark.interchange.sources.name_map import new_names
 from stepmark.interchange.sources.optimizer_names import NONE_RENAMED, agreed_names
 from stepmark.interchange.sources.state_dict_files import clean_name, without_prefix
-from stepmark.interchange.sources.torch_optimizer import STEP, plain, scalar, state_shape, whole_optimizer
+from stepmark.interchange.sources.torch_optimizer import (
+    STEP,
+    group_settings,
+    scalar,
+    state_shape,
+    to_python,
+    whole_optimizer,
+)
 from stepmark.tensor_files.global_tensor import GlobalTensor
 
 _STATE = re.compile(r"(?P<key>[^.]+(?:\.[^.]+)??)\.state\.(?P<name>.+)\.(?P<item>[^.]+)\Z")
@@ -178,13 +185,10 @@ def _listed_groups(groups: dict[str, dict[str, Any]], where: Path) -> list[dict[
     store may have both forms: numbered groups are the saving program's own."""
     numbered = [key for key in groups if key.isdigit()]
     if len(numbered) == len(groups) or any("params" in groups[key] for key in numbered):
-        return [
-            {key: plain(value, str(where)) for key, value in groups[number].items()}
-            for number in sorted(numbered, key=int)
-        ]
+        return group_settings([groups[number] for number in sorted(numbered, key=int)], str(where))
     together: dict[str, dict[str, Any]] = {}
     for name, settings in groups.items():
-        values = {key: plain(value, str(where)) for key, value in settings.items() if key != "params"}
+        values = {key: to_python(value, str(where)) for key, value in settings.items() if key != "params"}
         together.setdefault(repr(sorted(values.items())), {**values, "params": []})["params"].append(name)
     return list(together.values())
 

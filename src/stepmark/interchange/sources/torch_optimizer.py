@@ -29,7 +29,7 @@ def split_state_dict(value: Any, where: str) -> tuple[dict[Any, dict[str, Any]],
         raise CheckpointDamaged(f"{where} is not the state of an optimizer: it has no state and param_groups")
     if not all(isinstance(item, dict) for item in state.values()):
         raise CheckpointDamaged(f"{where}: a state of the optimizer is malformed")
-    return state, plain_groups(groups, where)
+    return state, group_settings(groups, where)
 
 
 def shapes_of(value: Any, where: str) -> dict[Any, Shape]:
@@ -40,21 +40,21 @@ def shapes_of(value: Any, where: str) -> dict[Any, Shape]:
         raise CheckpointDamaged(f"{where}: its shapes of parameters are malformed") from error
 
 
-def plain_groups(groups: Sequence[Any], where: str) -> list[dict[str, Any]]:
+def group_settings(groups: Sequence[Any], where: str) -> list[dict[str, Any]]:
     """The groups of an optimizer's state dict, as plain values. Raises CheckpointDamaged where one is malformed."""
     if not all(isinstance(group, dict) for group in groups):
         raise CheckpointDamaged(f"{where}: a group of the optimizer is malformed")
-    return [{str(key): plain(item, where) for key, item in group.items()} for group in groups]
+    return [{str(key): to_python(item, where) for key, item in group.items()} for group in groups]
 
 
-def plain(value: Any, where: str) -> Any:
+def to_python(value: Any, where: str) -> Any:
     """A hyperparameter as plain values: tensors of one element become numbers."""
     if isinstance(value, StoredArray):
         return scalar(value, where)
     if isinstance(value, dict):
-        return {key: plain(item, where) for key, item in value.items()}
+        return {key: to_python(item, where) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item, where) for item in value]
+        return [to_python(item, where) for item in value]
     if isinstance(value, GlobalTensor):
         return scalar(value.pieces[0].array, where)
     if value is None or isinstance(value, bool | int | float | str):
