@@ -122,6 +122,15 @@ def test_a_corrupted_manifest_is_a_fault(saved: Path, tmp_path: Path) -> None:
         call(inspect_command, str(folder))
 
 
+def test_a_checkpoint_without_its_manifest_is_corrupted(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-10"
+    folder.mkdir()
+    assert find_checkpoints(folder) == [folder]
+    assert verify(folder).faults == (
+        Corruption("manifest.json", "is missing; the folder is not a complete checkpoint"),
+    )
+
+
 def test_a_path_that_is_not_a_checkpoint(tmp_path: Path) -> None:
     for command in (verify_command, inspect_command):
         with pytest.raises(CheckpointNotFound):
