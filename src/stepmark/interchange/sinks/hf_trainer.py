@@ -27,7 +27,6 @@ from stepmark.model_folder.adapted_model import ADAPTER_WEIGHTS
 from stepmark.model_folder.output_files import (
     MAX_SHARD,
     DataFile,
-    OutputFile,
     copied_files,
     model_files,
     tensor_file,
@@ -51,7 +50,10 @@ def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
     files = [tensor_file(ADAPTER_WEIGHTS, weights)] if source.adapter else model_files(weights, MAX_SHARD)
     found = ExportPlan(files, notes=[_MASTERS] if masters else [])
     found.files += copied_files(source.files, without=(CONFIG,))
-    found.files += [] if source.adapter else [_config(source, masters)]
+    if not source.adapter:
+        config = read_config(source.files[CONFIG])
+        config |= {key: "float32" for key in ("dtype", "torch_dtype") if masters and key in config}
+        found.files.append(DataFile(CONFIG, (json.dumps(config, indent=2) + "\n").encode()))
     found.files.append(torch_file("optimizer.pt", numbered(source, outline)))
     if source.schedule is not None:
         found.files.append(torch_file("scheduler.pt", dict(source.schedule)))
@@ -85,15 +87,6 @@ def numbered(source: ForeignCheckpoint, outline: ModelOutline) -> dict[str, Any]
                 state[number] = {key: value for key, value in optimizer.states[name].items() if key != MASTER}
             number += 1
     return {"state": state, "param_groups": groups}
-
-
-def _config(source: ForeignCheckpoint, masters: bool) -> OutputFile:
-    """The config; with the weights' type, where that has changed."""
-    config = read_config(source.files[CONFIG])
-    for key in ("dtype", "torch_dtype"):
-        if masters and key in config:
-            config[key] = "float32"
-    return DataFile(CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
 
 def _random_states(source: ForeignCheckpoint) -> dict[str, Any]:
