@@ -167,12 +167,13 @@ def _describe_module(name: str, module: nn.Module) -> Section:
         key: value for key, value in state.items() if isinstance(value, Tensor | Shard) and not is_extra_state(key)
     }
     kept = kept_names(module, tensors)
-    parameters, buffers = _Owned(module.parameters()), _Owned(module.buffers())
+    parameters = {key for each in module.parameters() for key in _keys(each)}
+    buffers = {key for each in module.buffers() for key in _keys(each)}
     for key, value in tensors.items():
         if kept[key] == key:
-            trained = isinstance(value, Shard) or parameters.has(value)
+            trained = isinstance(value, Shard) or not parameters.isdisjoint(_keys(value))
             section.add(key, value, first=not trained)
-            if isinstance(value, Shard) or trained or buffers.has(value):
+            if trained or not buffers.isdisjoint(_keys(value)):
                 if overlaps_itself(section.entries[key].tensor):
                     raise _unwritable(f"{name}: tensor {key!r}")
             else:
@@ -204,24 +205,13 @@ def is_extra_state(name: str) -> bool:
     return name == "_extra_state" or name.endswith("._extra_state")
 
 
-class _Owned:
-    """Tensors of a module, by identity; on devices that expose addresses, by their memory as well."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        found = list(tensors)
-        self._identities = {id(tensor) for tensor in found}
-        self._memory = {address for tensor in found if (address := _memory_of(tensor)) is not None}
-
-    def has(self, tensor: Tensor) -> bool:
-        """Whether it is one of them, or has their memory."""
-        return id(tensor) in self._identities or _memory_of(tensor) in self._memory
-
-
-def _memory_of(tensor: Tensor) -> int | None:
-    tensor = local_of(tensor)
-    if not has_addresses(tensor.device) or tensor.layout != torch.strided or not tensor.numel():
-        return None
-    return tensor.untyped_storage().data_ptr() or None
+def _keys(tensor: Tensor) -> set[tuple[str, int]]:
+    """A tensor's identity, and on devices that expose addresses its memory, which a view of it has too."""
+    keys, local = {("tensor", id(tensor))}, local_of(tensor)
+    if has_addresses(local.device) and local.layout == torch.strided and local.numel():
+        address = local.untyped_storage().data_ptr()
+        keys |= {("memory", address)} if address else set()
+    return keys
 
 
 def kept_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
