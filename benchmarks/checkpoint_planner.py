@@ -93,7 +93,7 @@ class World:
 class Everyone:
     """Stands for the meeting of all ranks: gives each rank what all have sent."""
 
-    rank = 0
+    rank = -1  # none of them: what they send is there already
 
     def __init__(self, sent: list[dict[tuple[str, str], bytes]]) -> None:
         self._sent = sent
@@ -117,7 +117,7 @@ def packed_tables(world: World) -> tuple[list[dict[str, str]], list[dict[tuple[s
 def plan_of(world: World, checksums: list[dict[str, str]], sent: list[dict[tuple[str, str], bytes]]) -> SavePlan:
     """What one rank does before it copies."""
     tables = RankTables({}, b"{}")
-    draft = SaveRequest(1, SAVE, Path(), [], tables, {}, {}, False)
+    draft = SaveRequest(Path(), [], tables, Manifest(1, SAVE, 0.0, {}, world.ranks, {}, False, {}))
     meeting: Any = Everyone(sent)
     nodes = [rank // RANKS_PER_NODE for rank in range(world.ranks)]
     answers = [RankReport(1, None, {**own, "": bytes_checksum(tables.values)}) for own in checksums]

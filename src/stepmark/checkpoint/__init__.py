@@ -15,15 +15,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "Checkpointer": "checkpointer",
     "SaveHandle": "operation",
-    "Manifest": "format.manifest",
-    "read_manifest": "format.manifest",
-    "KeepBest": "retention_policies",
-    "KeepEachInterval": "retention_policies",
-    "KeepEvery": "retention_policies",
-    "KeepLast": "retention_policies",
-    "Retention": "retention_policies",
-    "Saved": "retention_policies",
     "dcp": "dcp",
+    **dict.fromkeys(("Manifest", "read_manifest"), "format.manifest"),
+    **dict.fromkeys(("KeepBest", "KeepEachInterval", "KeepEvery", "KeepLast"), "retention_policies"),
+    **dict.fromkeys(("Retention", "Saved"), "retention_policies"),
 }
 
 __all__ = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import math
 import operator
@@ -11,12 +10,13 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, SupportsIndex
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -30,7 +30,7 @@ from stepmark.checkpoint.format.checkpoint_folders import (
     resolve_link,
     temporary_path,
 )
-from stepmark.checkpoint.format.integrity import check_integrity
+from stepmark.checkpoint.format.integrity import what_is_wrong
 from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
 from stepmark.checkpoint.host_memory import StagingMemory, check_host_memory, free_host_memory
 from stepmark.checkpoint.operation import Operation, SaveHandle
@@ -39,7 +39,6 @@ from stepmark.checkpoint.retention_policies import KeepLast, Retention
 from stepmark.checkpoint.save.background import Background
 from stepmark.checkpoint.save.commit import Commit, values_to_bytes
 from stepmark.checkpoint.save.delete_old_checkpoints import CheckpointCleaner
-from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.save.request import (
     RankReport,
     SavePlanner,
@@ -54,12 +53,11 @@ from stepmark.checkpoint.save.snapshot import (
     begin_copies,
     extents_of,
     plan_copies,
-    staging_sizes,
 )
 from stepmark.checkpoint.save.write import SaveWriter
 from stepmark.checkpoint.sections import check_state, describe, runtime_of
 from stepmark.checkpoint.timestamps import TimestampSource
-from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
+from stepmark.errors import CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem.json_values import decode_plain
 from stepmark.filesystem.local_paths import local_path
 from stepmark.liveness.failure_report import describe_error
@@ -77,21 +75,6 @@ logger = logging.getLogger("stepmark")
 MAX_FILE_SIZE = 5_000_000_000  # bytes, as in transformers
 APART = 1800.0  # seconds between the first and the last rank at the first collective, as in torch
 MARGIN = 60.0  # seconds by which torch's deadline is later than that of TimedGroup, which names the late ranks
-
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def _one_at_a_time(method: Callable[Concatenate[Checkpointer, _P], _R]) -> Callable[Concatenate[Checkpointer, _P], _R]:
-    """Runs a method as one of its object's calls."""
-
-    @functools.wraps(method)
-    def called(self: Checkpointer, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with self._one_call():
-            return method(self, *args, **kwargs)
-
-    return called
 
 
 class Checkpointer:
@@ -149,14 +132,14 @@ class Checkpointer:
         self._async = async_save
         self._timeout = save_timeout
         self._mesh = _checked_mesh(mesh or {"dp": self._group.size})
-        self._max_file_size = max_file_size
         self._threads = threads
         policies = [*([KeepLast(keep_last)] if keep_last is not None else []), *keep]
         cleaner = CheckpointCleaner(self.folder, policies)
         self._background = Background(self._group.rank, self._group.size, save_timeout, cleaner)
         self._memory = StagingMemory()
         self._ownership: RunOwnership | None = None
-        self._planner: SavePlanner | None = None
+        self._max_file_size = max_file_size
+        self._planner: SavePlanner  # of the claim
         self._lock = threading.RLock()
         self._process = 0  # the only one that may call, once it has claimed the folder
         self._timestamps = TimestampSource()
@@ -167,7 +150,6 @@ class Checkpointer:
 
     # Saving
 
-    @_one_at_a_time
     def save(
         self,
         step: int,
@@ -199,31 +181,32 @@ class Checkpointer:
             CheckpointBusy: Another live run owns the folder.
             CheckpointError: This save, or the one before, has failed on any rank.
         """
-        if extracting_graphs():
-            runtime = self._runtime or runtime_of(describe(state))
-            runtime.step_boundary(wait=True)  # so that the graphs are those of a real run
-            warn_not_saved(f"step {step}")
-            skipped = SaveHandle(step)
-            skipped.succeed(checkpoint_path(self.folder, step))
-            return skipped
-        ownership = self._join()
-        name = self._next_name(ownership)
-        temporary = temporary_path(self.folder, step, name)
-        handle = SaveHandle(step)
-        write_files = files if self._group.rank == 0 else None
-        prepare = partial(
-            prepare_save, step, name, temporary, state, write_files, metadata, metrics, model_only=model_only
-        )
-        what, failure = f"save of step {step}", f"step {step} was not saved"
-        with self._attempt(what, failure, ownership.board(name), handle, temporary) as operation:
-            request, reports = self._agree(operation, "agreeing on a save", step, prepare)
-            writer, memory = self._copy(operation, request, reports)
-            operation.goes_on = True
-        self._copies = writer.copies
-        self._background.begin(writer, memory)
-        if block if block is not None else not self._async:
-            self.wait()
-        return handle
+        with self._one_call():
+            if extracting_graphs():
+                runtime = self._runtime or runtime_of(describe(state))
+                runtime.step_boundary(wait=True)  # so that the graphs are those of a real run
+                warn_not_saved(f"step {step}")
+                skipped = SaveHandle(step)
+                skipped.succeed(checkpoint_path(self.folder, step))
+                return skipped
+            ownership = self._join()
+            name = self._next_name(ownership)
+            temporary = temporary_path(self.folder, step, name)
+            handle = SaveHandle(step)
+            write_files = files if self._group.rank == 0 else None
+            prepare = partial(
+                prepare_save, step, name, temporary, state, write_files, metadata, metrics, model_only=model_only
+            )
+            what, failure = f"save of step {step}", f"step {step} was not saved"
+            with self._attempt(what, failure, ownership.board(name), handle, temporary) as operation:
+                request, reports = self._agree(operation, "agreeing on a save", step, prepare)
+                writer, memory = self._copy(operation, ownership, request, reports)
+                operation.goes_on = True
+            self._copies = writer.copies
+            self._background.begin(writer, memory)
+            if block if block is not None else not self._async:
+                self.wait()
+            return handle
 
     def _next_name(self, ownership: RunOwnership) -> str:
         self._count += 1
@@ -271,25 +254,28 @@ class Checkpointer:
         return prepared, agree(self._timed_group, operation.board, what, report, problem)
 
     def _copy(
-        self, operation: Operation, request: SaveRequest, reports: list[RankReport]
+        self, operation: Operation, ownership: RunOwnership, request: SaveRequest, reports: list[RankReport]
     ) -> tuple[SaveWriter, memoryview]:
-        """Plans what this rank writes, and copies it."""
-        assert self._planner is not None
-        assert self._ownership is not None
+        """Plans what this rank writes, and copies it. Raises CheckpointError, on all ranks of this node, where their
+        copies do not fit into its memory."""
         operation.enter("planning")
+        nodes = ownership.nodes
         plan, values = self._planner.plan(request, reports, operation.board)
         extents, size = extents_of(plan, self._group.rank)
-        self._check_memory(plan, reports)
+        ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self._group.rank]]
+        needs = [max(0, extents_of(plan, rank)[1] - reports[rank].held) for rank in ranks]
+        check_host_memory(needs, [reports[rank].free for rank in ranks])
         if self._group.rank == 0:
             self._background.tidy()
-            self._background.make_room(self.folder, disk_need(plan), request.save)
+            self._background.make_room(self.folder, disk_need(plan), request.manifest.save)
             check_disk(self.folder, plan)
         runtime = self._runtime or runtime_of(request.sections)
         if self._background.reads_memory:
             self._memory.release()  # the thread that still reads it keeps it
         memory = self._memory.take(size, pinned=can_pin(runtime.device))
         operation.enter("copying")
-        planned = plan_copies(plan, extents, request.entries())
+        entries = {(each.group, name): entry for each in request.sections for name, entry in each.entries.items()}
+        planned = plan_copies(plan, extents, entries)
         copies = begin_copies(planned, request.sections, memory, runtime, self._copies, threads=self._threads)
         if self._hook is None and not runtime.lazy:
             self._hook = register_optimizer_step_pre_hook(self._before_update)
@@ -299,8 +285,6 @@ class Checkpointer:
         writer = SaveWriter(
             operation=operation,
             rank=self._group.rank,
-            step=request.step,
-            save=request.save,
             temporary=request.temporary,
             plan=plan,
             extents=extents,
@@ -309,8 +293,8 @@ class Checkpointer:
             commit=Commit(
                 values=values_to_bytes(values) if self._group.rank == 0 else b"",
                 extra=request.extra,
-                manifest=request.manifest(self._group.size, self._mesh, kinds),
-                lost=self._ownership.lost,
+                manifest=replace(request.manifest, world_size=self._group.size, mesh=self._mesh, sections=kinds),
+                lost=ownership.lost,
                 clock=self._timestamps,
             ),
         )
@@ -321,22 +305,14 @@ class Checkpointer:
         if self._copies is not None and not torch.compiler.is_compiling() and not self._is_forked:
             self._copies.wait()
 
-    def _check_memory(self, plan: SavePlan, reports: Sequence[RankReport]) -> None:
-        """Raises CheckpointError, on all ranks of this node, where their copies do not fit into its memory."""
-        assert self._ownership is not None
-        nodes, sizes = self._ownership.nodes, staging_sizes(plan)
-        ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self._group.rank]]
-        needs = [max(0, sizes[rank] - reports[rank].held) for rank in ranks]
-        check_host_memory(needs, [reports[rank].free for rank in ranks])
-
     def check(self) -> None:
         """Raises the error of a save that has failed since the last call. It is cheap, and does not wait."""
         self._background.check()
 
-    @_one_at_a_time
     def wait(self) -> None:
         """Waits until no save is in progress. Raises the error of one that has failed."""
-        self._background.wait()
+        with self._one_call():
+            self._background.wait()
 
     # Restoring
 
@@ -365,70 +341,64 @@ class Checkpointer:
         restored = self.restore_from(state, checkpoint, accept=accept)
         return None if restored is None else restored.step
 
-    @_one_at_a_time
     def restore_from(
         self, state: Mapping[str, Any], checkpoint: str | Path | int | None = None, *, accept: Accept | None = None
     ) -> Restored | None:
         """As `restore`; returns the checkpoint, and which others were quarantined because they are corrupted."""
-        ownership = self._join()
-        board = ownership.board(self._next_name(ownership))
-        with self._attempt("restore", f"nothing was restored from {self.folder}", board) as operation:
-            self._agree(operation, "restoring", 0, partial(check_state, state))
-            operation.enter("looking")
-            threads, alone = 2 * self._threads, ownership.alone_on_node()
-            restorer = Restorer(self._timed_group, operation, threads, alone, self._timestamps, self._runtime, accept)
-            if checkpoint is None:
-                found = self._timed_group.ask_first(
-                    partial(checkpoints, self.folder), "looking for checkpoints", board=board
+        with self._one_call():
+            ownership = self._join()
+            board = ownership.board(self._next_name(ownership))
+            with self._attempt("restore", f"nothing was restored from {self.folder}", board) as operation:
+                self._agree(operation, "restoring", 0, partial(check_state, state))
+                operation.enter("looking")
+                threads, alone = 2 * self._threads, ownership.nodes.count(ownership.nodes[self._group.rank]) == 1
+                restorer = Restorer(
+                    self._timed_group, operation, threads, alone, self._timestamps, self._runtime, accept
                 )
-                return restorer.newest(found, state)
-            path = self._resolve(checkpoint)
-            with self._lease_on(path):
-                return restorer.named(path, state)
+                if checkpoint is None:
+                    found = self._timed_group.ask_first(
+                        partial(checkpoints, self.folder), "looking for checkpoints", board=board
+                    )
+                    return restorer.newest(found, state)
+                path = self._resolve(checkpoint)
+                with self._lease_on(path):
+                    return restorer.named(path, state)
 
     def _resolve(self, checkpoint: str | Path | int) -> Path:
         if isinstance(checkpoint, (str, Path)):
             path = resolve_link(local_path(checkpoint, "checkpoint"))
+        elif isinstance(checkpoint, SupportsIndex) and not isinstance(checkpoint, bool):
+            path = checkpoint_path(self.folder, operator.index(checkpoint))
         else:
-            path = self._path_of(checkpoint)
+            raise UsageError(f"checkpoint: {checkpoint!r} is neither a step nor a path")
         if not path.is_dir():
             raise CheckpointNotFound(f"there is no checkpoint {path}")
         if not (path / MANIFEST).exists() and (found := checkpoints(path)):
             raise CheckpointNotFound(f"{path} is a run's folder; name a checkpoint in it, such as {found[0].name}")
         return path
 
-    def _path_of(self, step: int) -> Path:
-        try:
-            if isinstance(step, bool):
-                raise TypeError
-            return checkpoint_path(self.folder, operator.index(step))
-        except TypeError:
-            raise UsageError(f"checkpoint: {step!r} is neither a step nor a path") from None
-
     def _lease_on(self, path: Path) -> AbstractContextManager[object]:
         """A lease on a checkpoint of another run, so that its run, if alive, does not delete it in the meantime."""
         own = path.resolve().parent == self.folder.resolve()
         return nullcontext() if own or self._group.rank != 0 else reading(path, "restore")
 
-    @_one_at_a_time
     def latest(self) -> Path | None:
         """Finds the newest complete checkpoint, without reading tensors; collective.
 
         Returns:
             Its path; None where there is none.
         """
-        found = self._timed_group.ask_first(self._newest, "looking for checkpoints")
-        assert found is None or isinstance(found, Path)
-        return found
+        with self._one_call():
+            found = self._timed_group.ask_first(self._newest, "looking for checkpoints")
+            assert found is None or isinstance(found, Path)
+            return found
 
     def _newest(self) -> Path | None:
         for path in checkpoints(self.folder):
-            try:
-                check_integrity(path, read_manifest(path))
-            except CheckpointDamaged as error:
-                logger.warning("%s is corrupted: %s", path, error)
-            else:
+            reason = what_is_wrong(path)
+            if reason is None:
                 return path
+            logger.warning("%s is corrupted: %s", path, reason)
         return None
 
     def manifest(self, checkpoint: str | Path | int) -> Manifest:
@@ -452,7 +422,6 @@ class Checkpointer:
 
     # Claiming and releasing the folder
 
-    @_one_at_a_time
     def claim(self) -> None:
         """Claims the folder for this run, as `save` and `restore` do; collective.
 
@@ -462,7 +431,8 @@ class Checkpointer:
             CheckpointBusy: Another live run owns the folder.
             CheckpointError: The folder cannot be written to.
         """
-        self._join()
+        with self._one_call():
+            self._join()
 
     @property
     def _is_forked(self) -> bool:

@@ -62,7 +62,6 @@ class StagingMemory:
         return self._memory
 
     def release(self) -> None:
-        """Gives the memory back."""
         self._memory = None
 
 
@@ -143,22 +142,14 @@ def free_host_memory() -> dict[str, int]:
     """Bytes that can be allocated before each limit of this process is reached: under the key MACHINE, and under a key
     for each control group, which is the same for all of its processes and unique to it."""
     memory = machine_memory()
-    return _cgroups_left() | ({} if memory is None else {MACHINE: memory[1]})
-
-
-def _cgroups_left() -> dict[str, int]:
-    """Bytes left below the limits of this process's control groups, such as a container's or a batch job's.
-
-    Control groups are identified by inode: each container may see its own as the root, so paths are ambiguous.
-    """
-    left = {}
+    left = {} if memory is None else {MACHINE: memory[1]}
     for root, own in _cgroups():
         folder = root / own.lstrip("/")
         while folder.is_relative_to(root):
             bytes_left = _left_in(folder)
             if bytes_left is not None:
                 with contextlib.suppress(OSError):
-                    status = os.stat(folder)
+                    status = os.stat(folder)  # each container may see its own as the root, so paths are ambiguous
                     left[f"control group {status.st_dev}:{status.st_ino}"] = bytes_left
             folder = folder.parent
     return left

@@ -167,12 +167,13 @@ def _describe_module(name: str, module: nn.Module) -> Section:
         key: value for key, value in state.items() if isinstance(value, Tensor | Shard) and not is_extra_state(key)
     }
     kept = kept_names(module, tensors)
-    parameters, buffers = _Owned(module.parameters()), _Owned(module.buffers())
+    parameters = {key for each in module.parameters() for key in _keys(each)}
+    buffers = {key for each in module.buffers() for key in _keys(each)}
     for key, value in tensors.items():
         if kept[key] == key:
-            trained = isinstance(value, Shard) or parameters.has(value)
+            trained = isinstance(value, Shard) or not parameters.isdisjoint(_keys(value))
             section.add(key, value, first=not trained)
-            if isinstance(value, Shard) or trained or buffers.has(value):
+            if trained or not buffers.isdisjoint(_keys(value)):
                 if overlaps_itself(section.entries[key].tensor):
                     raise _unwritable(f"{name}: tensor {key!r}")
             else:
@@ -204,24 +205,13 @@ def is_extra_state(name: str) -> bool:
     return name == "_extra_state" or name.endswith("._extra_state")
 
 
-class _Owned:
-    """Tensors of a module, by identity; on devices that expose addresses, by their memory as well."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        found = list(tensors)
-        self._identities = {id(tensor) for tensor in found}
-        self._memory = {address for tensor in found if (address := _memory_of(tensor)) is not None}
-
-    def has(self, tensor: Tensor) -> bool:
-        """Whether it is one of them, or has their memory."""
-        return id(tensor) in self._identities or _memory_of(tensor) in self._memory
-
-
-def _memory_of(tensor: Tensor) -> int | None:
-    tensor = local_of(tensor)
-    if not has_addresses(tensor.device) or tensor.layout != torch.strided or not tensor.numel():
-        return None
-    return tensor.untyped_storage().data_ptr() or None
+def _keys(tensor: Tensor) -> set[tuple[str, int]]:
+    """A tensor's identity, and on devices that expose addresses its memory, which a view of it has too."""
+    keys, local = {("tensor", id(tensor))}, local_of(tensor)
+    if has_addresses(local.device) and local.layout == torch.strided and local.numel():
+        address = local.untyped_storage().data_ptr()
+        keys |= {("memory", address)} if address else set()
+    return keys
 
 
 def kept_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
@@ -263,7 +253,10 @@ def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> 
         _add_others(section, getattr(value, "divided_by", None))
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         section = Section(name, "object", f"{STATE}/{name}", value)
-        section.values = {"value": section.encode(_state_of_object(value), (name,))}
+        state = value.state_dict()
+        if isinstance(value, torch.optim.lr_scheduler.LRScheduler):  # the functions stay those of the live one
+            state = _without_functions(state)
+        section.values = {"value": section.encode(state, (name,))}
     else:
         section = Section(name, "nested", f"{STATE}/{name}", value)
         section.values = {"value": section.encode(value, (name,))}
@@ -298,12 +291,6 @@ def check_own_tensors(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], 
             f"{divided_by}: {type(optimizer).__name__} has tensors of its own ({found}) beside its states of "
             f"parameters, and each rank would have others; keep them in state[parameter], or leave {divided_by} out"
         )
-
-
-def _state_of_object(value: Any) -> Any:
-    """Its state dict; of a learning rate scheduler's without the functions, which stay those of the live one."""
-    state = value.state_dict()
-    return _without_functions(state) if isinstance(value, torch.optim.lr_scheduler.LRScheduler) else state
 
 
 def _without_functions(state: Any) -> Any:

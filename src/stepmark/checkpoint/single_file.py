@@ -166,20 +166,18 @@ def _to_host(state: Any, *, copy: bool) -> Any:
         if not copy:
             return tensors
         on_device = [tensor for tensor in tensors if tensor.device.type != "cpu"]
-        copies = _tied(on_device, dict(_copies(on_device, runtime)))
+        copies: dict[int, Tensor] = {}
+        for group in in_groups(on_device, [tensor.nbytes for tensor in on_device], GROUP_BYTES):
+            copies.update(zip(map(id, group), runtime.to_host(group), strict=True))
+        _tie(on_device, copies)
         return [_like(tensor, copies[id(tensor)]) if id(tensor) in copies else tensor for tensor in tensors]
 
     return _map_tensors(state, to_host)
 
 
-def _copies(tensors: list[Tensor], runtime: Runtime) -> Iterator[tuple[int, Tensor]]:
-    for group in in_groups(tensors, [tensor.nbytes for tensor in tensors], GROUP_BYTES):
-        yield from zip(map(id, group), runtime.to_host(group), strict=True)
-
-
-def _tied(tensors: list[Tensor], copies: dict[int, Tensor]) -> dict[int, Tensor]:
-    """The copies, where tensors that share device memory share one copy: it is written once, and they are tied again
-    when loaded."""
+def _tie(tensors: list[Tensor], copies: dict[int, Tensor]) -> None:
+    """Lets tensors that share device memory share one of the copies: it is written once, and they are tied again when
+    loaded."""
     found: dict[tuple[Any, ...], Tensor] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
@@ -189,7 +187,6 @@ def _tied(tensors: list[Tensor], copies: dict[int, Tensor]) -> dict[int, Tensor]
         same = found.setdefault((storage._cdata, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())), copy)
         if _bytes(same).equal(_bytes(copy)):  # not where one is a transposed view
             copies[id(tensor)] = same.detach()
-    return copies
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -254,20 +251,15 @@ def _refused(path: Path) -> Iterator[None]:
 
 def _write(state: Any, path: Path) -> None:
     try:
-        _check_replaceable(path)
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder; give the path of a file in it")
+        if path.exists() and not path.is_file():  # which the rename would replace
+            raise UsageError(
+                f"{path} is not a regular file, and stepmark.save replaces the file; use torch.save to write to it"
+            )
         _replace(resolve_link(path), state, path)
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError for some errors of the file system
         raise CheckpointError(f"{path} was not saved: {describe_error(error)}") from error
-
-
-def _check_replaceable(path: Path) -> None:
-    """Raises UsageError where `path` exists and is not a regular file: the rename would replace it."""
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder; give the path of a file in it")
-    if path.exists() and not path.is_file():
-        raise UsageError(
-            f"{path} is not a regular file, and stepmark.save replaces the file; use torch.save to write to it"
-        )
 
 
 def _replace(target: Path, state: Any, path: Path) -> None:
@@ -301,7 +293,9 @@ def _check(path: Path) -> bool:
                 if record.external_attr & _DIRECTORY and not record.is_dir():
                     raise zipfile.BadZipFile(f"{record.filename} is marked as a folder, which torch would not read")
                 if record.CRC:  # 0: torch was configured to write no checksum, or to leave the data out
-                    _read_through(archive, record)
+                    with archive.open(record) as file:
+                        while file.read(1 << 20):  # which raises BadZipFile at the end, where the checksum is another
+                            pass
             return all(record.CRC or not record.file_size for record in records)
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -323,10 +317,3 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
     if error.errno == errno.EINVAL:  # the file names an impossible offset
         return CheckpointDamaged(f"{path} is corrupted: {error}")
     return cannot_read(path, error)
-
-
-def _read_through(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
-    """Raises BadZipFile where the record's bytes differ from its checksum."""
-    with archive.open(record) as file:
-        while file.read(1 << 20):
-            pass

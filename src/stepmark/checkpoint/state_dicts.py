@@ -25,7 +25,6 @@ from stepmark.checkpoint.save.plan import ANY_ONE
 from stepmark.checkpoint.sections import SECTION_NAME, Entry, Section, add_optimizer, overlaps_itself
 from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.filesystem.json_values import decode
-from stepmark.runtime.base import Runtime
 from stepmark.sharding.dtensor import is_dtensor, local_of
 from stepmark.sharding.layout import Shard
 
@@ -228,11 +227,8 @@ def _want_tensor(plan: ReadPlan, name: str, leaf: Leaf, entry: Entry | None, sto
         plan.want(stored.group, stored.name, entry.tensor, entry.layout, entry.dtype)
         return
     target = plan.want_new(stored.group, stored.name, entry.layout, tuple(entry.tensor.shape))
-    plan.actions.append(Load(partial(_convert, plan.runtime, entry.tensor), stored, {stored: target}, _replaced))
-
-
-def _convert(runtime: Runtime, live: Tensor, value: Tensor) -> None:
-    runtime.write(live, value.to(live.dtype))
+    live, write = entry.tensor, plan.runtime.write
+    plan.actions.append(Load(lambda value: write(live, value.to(live.dtype)), stored, {stored: target}, _replaced))
 
 
 def _stored_values(plan: ReadPlan) -> dict[str, Any]:

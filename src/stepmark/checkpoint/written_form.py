@@ -87,7 +87,6 @@ class _Moves(TorchFunctionMode):
         self._made: dict[int, tuple[Tensor, Any]] = {}  # by storage, which lives as long as the tensor
 
     def source(self, name: str, shape: Shape) -> Tensor:
-        """A tensor of this name."""
         return self._keep(torch.empty(shape, device="meta"), name)
 
     def _keep(self, tensor: Tensor, made: Any) -> Tensor:

@@ -33,9 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Prints the checkpoint or the run; returns 0. Raises CheckpointNotFound or CheckpointDamaged. Of
     another tool's checkpoint it shows what can be told without its model's config."""
-    from stepmark.checkpoint.format.checkpoint_folders import checkpoints
+    from stepmark.checkpoint.format.checkpoint_folders import checkpoints, find_checkpoints
     from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
-    from stepmark.checkpoint.format.verify import find
     from stepmark.cli.foreign_checkpoints import is_foreign, show_foreign
     from stepmark.errors import CheckpointNotFound
 
@@ -47,7 +46,7 @@ def run(parsed: argparse.Namespace) -> int:
     if is_run and not (parsed.checkpoint / MANIFEST).exists():
         print_run(parsed.checkpoint, as_json=parsed.json)
         return 0
-    manifest = read_manifest(*find(parsed.checkpoint))
+    manifest = read_manifest(find_checkpoints(parsed.checkpoint)[0])
     written = _written(parsed.checkpoint, manifest)
     if parsed.json:
         print(json.dumps(_to_json(manifest) | {"written": written}, indent=2))

@@ -25,13 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Returns 0 where every checkpoint is intact, else 1."""
     from stepmark.checkpoint.coordination.leases import reading
-    from stepmark.checkpoint.format.verify import find, verify
+    from stepmark.checkpoint.format.checkpoint_folders import find_checkpoints
+    from stepmark.checkpoint.format.verify import verify
     from stepmark.cli.foreign_checkpoints import is_foreign, verify_foreign
 
     if is_foreign(parsed.path):
         return verify_foreign(parsed.path, parsed.config, parsed.json)
     reports = []
-    for path in find(parsed.path):
+    for path in reversed(find_checkpoints(parsed.path)):
         with reading(path, "verify") as there:
             if not there and path != parsed.path:  # the run has deleted it since
                 continue

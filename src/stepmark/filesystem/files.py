@@ -35,7 +35,6 @@ _open: set[int] = set()
 
 
 def _opened(descriptor: int) -> int:
-    """Notes an open descriptor; returns it."""
     _open.add(descriptor)
     return descriptor
 

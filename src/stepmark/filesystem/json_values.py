@@ -14,8 +14,9 @@ import io
 import math
 import struct
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import date, datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,7 @@ from stepmark.errors import CheckpointDamaged, CheckpointError, UsageError
 
 TAG = "$"
 KeyPath = tuple[str, ...]
-OnTensor = Callable[
-    [Any, KeyPath], str
-]  # takes a tensor or a shard out of the value; returns the name it is stored under
+OnTensor = Callable[[Any, KeyPath], str]  # takes a tensor or a shard out of the value; returns its name in the files
 _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 # What is written as its parts: the name of the type, the parts of a value, and a value of them.
 _PARTS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -37,7 +36,13 @@ _PARTS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     deque: ("deque", lambda value: [list(value), value.maxlen], lambda parts: deque(*parts)),
     range: ("range", lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
     slice: ("slice", lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts)),
+    bytes: ("bytes", lambda value: base64.b64encode(value).decode(), partial(base64.b64decode, validate=True)),
     bytearray: ("bytearray", bytes, bytearray),
+    complex: (
+        "complex",
+        lambda value: struct.pack(">dd", value.real, value.imag).hex(),
+        lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
+    ),
     io.BytesIO: ("bytesio", lambda value: [value.getvalue(), value.tell()], lambda parts: _file(*parts)),
     type(Path()): ("path", str, Path),
     date: ("date", date.isoformat, date.fromisoformat),
@@ -86,20 +91,17 @@ class ValueEncoder:
         if kind in _DICTS:
             return self._encode_dict(value, path)
         if kind is list:
-            return self._encode_items(value, path)
+            return [self._encode(item, (*path, str(index))) for index, item in enumerate(value)]
         if kind in _PARTS and type(getattr(value, "tzinfo", None)) in (type(None), timezone):
             name, parts, _ = _PARTS[kind]
             return {TAG: name, "v": self._encode(parts(value), path)}
-        tagged = _encode_scalar(value)
+        tagged = _encode_foreign(value)
         if tagged is None:
             raise UsageError(
                 f"{show(path)} is a {kind.__module__}.{kind.__qualname__}, neither a tensor nor a plain value; "
                 "save its parts as numbers, strings, lists and dicts"
             )
         return tagged
-
-    def _encode_items(self, values: Iterable[Any], path: KeyPath) -> list[Any]:
-        return [self._encode(value, (*path, str(index))) for index, value in enumerate(values)]
 
     def _encode_dict(self, value: dict[Any, Any], path: KeyPath) -> Any:
         if type(value) is dict and TAG not in value and all(type(key) is str for key in value):
@@ -110,34 +112,22 @@ class ValueEncoder:
         return {TAG: _DICTS[type(value)], "v": pairs}
 
 
-def _encode_scalar(value: Any) -> dict[str, Any] | None:
+def _encode_foreign(value: Any) -> dict[str, Any] | None:
+    """A value of numpy's or torch's; None for any other."""
     kind = type(value)
-    if kind is bytes:
-        return {TAG: "bytes", "v": base64.b64encode(value).decode()}
-    if kind is complex:
-        return {TAG: "complex", "v": struct.pack(">dd", value.real, value.imag).hex()}
-    if (
-        (kind in (np.ndarray, np.memmap) or isinstance(value, np.generic))
-        and not value.dtype.hasobject
-        and value.dtype.names is None
-    ):
-        tag = "array" if isinstance(value, np.ndarray) else "scalar"
-        found = np.asarray(value)
-        if not found.dtype.itemsize:  # texts of length 0, of which numpy cannot read an array back
-            found = found.astype(np.dtype((found.dtype.type, 1)))
-        data = base64.b64encode(found.tobytes()).decode()
-        return {TAG: tag, "dtype": found.dtype.str, "shape": list(found.shape), "v": data}
-    return _encode_torch(value)
-
-
-def _encode_torch(value: Any) -> dict[str, Any] | None:
-    # Compared by name, so that reading a checkpoint's values does not import torch.
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    name = f"{kind.__module__}.{kind.__qualname__}"  # so that reading a checkpoint's values does not import torch
     if name == "torch.Size":
         return {TAG: "size", "v": list(value)}
     if name in ("torch.dtype", "torch.device"):
         return {TAG: name.removeprefix("torch."), "v": str(value).removeprefix("torch.")}
-    return None
+    is_array = kind in (np.ndarray, np.memmap)
+    if not (is_array or isinstance(value, np.generic)) or value.dtype.hasobject or value.dtype.names is not None:
+        return None
+    found = np.asarray(value)
+    if not found.dtype.itemsize:  # texts of length 0, of which numpy cannot read an array back
+        found = found.astype(np.dtype((found.dtype.type, 1)))
+    data = base64.b64encode(found.tobytes()).decode()
+    return {TAG: "array" if is_array else "scalar", "dtype": found.dtype.str, "shape": list(found.shape), "v": data}
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
@@ -168,30 +158,22 @@ def _decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     for name, _, made in _PARTS.values():
         if tag == name:
             return made(_decode(inner, tensor))
-    return _decode_scalar(tag, inner, value)
-
-
-def _decode_scalar(tag: str, inner: Any, value: dict[str, Any]) -> Any:
     if tag == "float":
         return struct.unpack(">d", bytes.fromhex(inner))[0]
     if tag == "int":
         return int(inner, 16)
-    if tag == "bytes":
-        return base64.b64decode(inner, validate=True)
-    if tag == "complex":
-        return complex(*struct.unpack(">dd", bytes.fromhex(inner)))
+    return _decode_foreign(tag, inner, value)
+
+
+def _decode_foreign(tag: str, inner: Any, value: dict[str, Any]) -> Any:
     if tag in ("array", "scalar"):
         array = np.frombuffer(base64.b64decode(inner, validate=True), dtype=_numpy_dtype(value["dtype"]))
         shaped = array.reshape(tuple(value["shape"])).copy()
         return shaped if tag == "array" else shaped[()]
     if tag == "dtype":
         return _torch_dtype(inner)
-    if tag in ("size", "device"):
-        return _decode_torch(tag, inner)
-    raise ValueError(f"unknown type {tag!r}")
-
-
-def _decode_torch(tag: str, inner: Any) -> Any:
+    if tag not in ("size", "device"):
+        raise ValueError(f"unknown type {tag!r}")
     import torch
 
     return torch.Size(inner) if tag == "size" else torch.device(inner)
@@ -229,7 +211,10 @@ def check_types(encoded: Any) -> None:
     """Raises CheckpointError where `decode` would for an element type, before anything is decoded."""
     for item in dicts_in(encoded):
         with contextlib.suppress(LookupError, TypeError, ValueError):  # what makes no sense is for `decode` to say
-            _check_type(item)
+            if item.get(TAG) in ("array", "scalar"):
+                _numpy_dtype(item["dtype"])
+            elif item.get(TAG) == "dtype":
+                _torch_dtype(item["v"])
 
 
 def dicts_in(encoded: Any) -> Iterator[dict[str, Any]]:
@@ -242,13 +227,6 @@ def dicts_in(encoded: Any) -> Iterator[dict[str, Any]]:
         elif isinstance(item, dict):
             yield item
             waiting.extend(item.values())
-
-
-def _check_type(item: dict[str, Any]) -> None:
-    if item.get(TAG) in ("array", "scalar"):
-        _numpy_dtype(item["dtype"])
-    elif item.get(TAG) == "dtype":
-        _torch_dtype(item["v"])
 
 
 def encode_plain(value: Any, name: str) -> Any:

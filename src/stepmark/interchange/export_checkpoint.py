@@ -37,24 +37,15 @@ class Exported:
 def export_checkpoint(
     source: Path, out: Path, form: str, options: ExportOptions, listener: WritingListener = SILENT
 ) -> Exported:
-    """Writes a checkpoint in another tool's format.
-
-    Args:
-        source: A checkpoint, or a run: its newest checkpoint is used.
-        out: The folder to create. It must not exist, or be empty.
-        form: A name of FORMATS, or "hf" for a model folder, as `consolidate` writes it.
-        options: What the user asks for.
-        listener: Progress callbacks.
-
-    Returns:
-        What was written.
+    """Writes a checkpoint, or the newest of a run, as the folder `out` in another tool's format: `form` is a name of
+    FORMATS, or "hf" for a model folder, as `consolidate` writes it. Nothing is left after an error.
 
     Raises:
         UsageError: `out` is in use, or an option does not fit the format or the model.
         CheckpointNotFound: There is no checkpoint.
         CheckpointMismatch: The format cannot hold what the checkpoint has.
         CheckpointDamaged: The checkpoint is corrupted.
-        CheckpointError: `out` cannot be written. Nothing is left there after an error.
+        CheckpointError: `out` cannot be written.
     """
     if form == "hf":
         model = consolidate(source, out, "safetensors", MAX_SHARD, listener)

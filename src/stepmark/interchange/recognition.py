@@ -39,19 +39,11 @@ def format_of(source: Path) -> CheckpointFormat | None:
 
 
 def open_foreign(source: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """Opens a checkpoint of another tool.
+    """What a checkpoint of another tool holds; nothing of its tensors has been read. `source` is its folder or file, or
+    a folder of several with `options.tag`.
 
-    Args:
-        source: Its folder or file, or a folder of several with `options.tag`.
-        options: What the user says about it.
-
-    Returns:
-        What it holds; nothing of its tensors has been read.
-
-    Raises:
-        CheckpointNotFound: There is nothing.
-        CheckpointMismatch: It is of no known tool, or needs what the options do not have.
-        CheckpointDamaged: It is incomplete or malformed.
+    Raises CheckpointNotFound where there is nothing, CheckpointMismatch where it is of no known tool, or needs what the
+    options do not have, and CheckpointDamaged where it is incomplete or malformed.
     """
     source = resolve_link(source)
     if not source.exists():
@@ -61,9 +53,9 @@ def open_foreign(source: Path, options: ImportOptions) -> ForeignCheckpoint:
     source = _tagged(source, options.tag)
     found = format_of(source)
     if found is None:
-        raise CheckpointMismatch(
-            f"{source} is not a checkpoint of a known tool{_hint(source)}; see docs/interchange.md"
-        )
+        inner = sorted(path.name for pattern in _INNER for path in source.glob(pattern) if format_of(path))
+        hint = f"; it has {', '.join(inner[:3])}: name one of them" if inner else ""
+        raise CheckpointMismatch(f"{source} is not a checkpoint of a known tool{hint}; see docs/interchange.md")
     _check_options(source, found, options)
     try:
         return found.open_checkpoint(source, options)
@@ -93,16 +85,7 @@ def _tagged(source: Path, tag: str | None) -> Path:
     names = (tag, *(pattern.replace("*", tag) for pattern in _INNER))
     found = next((source / name for name in names if (source / name).exists()), None)
     if found is None:
-        raise CheckpointNotFound(f"{source} has no checkpoint {tag!r}; it has {_entries(source)}")
+        names = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
+        shown = ", ".join([*names[:5], *("…" for _ in names[5:6])]) or "nothing"
+        raise CheckpointNotFound(f"{source} has no checkpoint {tag!r}; it has {shown}")
     return found
-
-
-def _hint(source: Path) -> str:
-    """Names the checkpoints in a folder, where it has some."""
-    inner = sorted(path.name for pattern in _INNER for path in source.glob(pattern) if format_of(path))
-    return f"; it has {', '.join(inner[:3])}: name one of them" if inner else ""
-
-
-def _entries(source: Path) -> str:
-    names = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
-    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "") if names else "nothing"

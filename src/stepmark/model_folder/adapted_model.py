@@ -78,7 +78,9 @@ def _apply(folder: Path, config: Mapping[str, Any], name: str, dtype: str, trust
 
     files.check_files(folder)
     try:
-        base = _model_class(config, name, trust).from_pretrained(name, dtype=dtype, trust_remote_code=trust)
+        own = next(iter(load_config(name, trust).architectures or ["AutoModel"]))
+        kind = model_class(class_of_task(config) or own, Path(name))  # the class that the adapter was trained with
+        base = kind.from_pretrained(name, dtype=dtype, trust_remote_code=trust)
         with warnings.catch_warnings():  # peft's own use of what transformers has renamed
             warnings.simplefilter("ignore")
             made = peft.PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=_is_float32(folder))
@@ -109,12 +111,6 @@ def _is_float32(folder: Path) -> bool:
         return all(file.get_slice(name).get_dtype() == "F32" for name in [*file.keys()])  # a file is no dict
 
 
-def _model_class(config: Mapping[str, Any], base: str, trust: bool) -> Any:
-    """The class of transformers that the adapter was trained with."""
-    base_config = load_config(base, trust)
-    return model_class(class_of_task(config) or next(iter(base_config.architectures or ["AutoModel"])), Path(base))
-
-
 def class_of_task(config: Mapping[str, Any]) -> str | None:
     """The class of transformers that an adapter's configuration names, if it names one."""
     mapping = config.get("auto_mapping") or {}
@@ -137,18 +133,8 @@ class Merge:
 
 
 def merge_adapter(folder: Path, merge: Merge, manifest: Manifest, max_shard_size: int) -> None:
-    """Replaces the adapter in `folder`, as peft saves it, by the complete model in safetensors.
-
-    Args:
-        folder: The adapter, with its configuration.
-        merge: The base model.
-        manifest: That of the checkpoint, which knows the digest of the base.
-        max_shard_size: Bytes of tensors in one file.
-
-    Raises:
-        UsageError: The base model cannot be loaded, or the adapter not applied to it.
-        CheckpointMismatch: It is not the one that the adapter was trained on.
-    """
+    """Replaces the adapter in `folder`, as peft saves it, by the complete model in safetensors files of at most
+    `max_shard_size` bytes of tensors. Raises as `load_adapted`."""
     try:
         adapted = load_adapted(folder, manifest, merge.base)
     except (UsageError, CheckpointMismatch) as error:

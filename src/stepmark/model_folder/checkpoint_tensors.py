@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.checkpoint.format.dtypes import item_size
-from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
+from stepmark.checkpoint.format.manifest import ADAPTER, MODEL, Manifest, TensorEntry
 from stepmark.checkpoint.format.tensor_file import StoredTensor
 from stepmark.checkpoint.format.verified_file import VerifiedFile
-from stepmark.errors import CheckpointDamaged
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
 from stepmark.tensor_files.records import Record
 
@@ -32,6 +32,15 @@ class ChecksumBlock(Record):
             begin = self.begin - self.file.header.size
             self.file.read(self.stored, begin, begin + self.size)
         return self.size
+
+
+def model_group(folder: Path, manifest: Manifest) -> str:
+    """The group of a checkpoint's model, or of an adapter. Raises CheckpointMismatch where there is neither."""
+    for group in (MODEL, ADAPTER):
+        if manifest.tensors.get(group):
+            return group
+    held = ", ".join(manifest.sections) or "nothing"
+    raise CheckpointMismatch(f"{folder} has no section {MODEL!r} with tensors; it holds {held}")
 
 
 class CheckpointTensors:

@@ -14,24 +14,22 @@ from functools import partial
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.leases import reading
-from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
+from stepmark.checkpoint.format.checkpoint_folders import find_checkpoints
 from stepmark.checkpoint.format.checksums import file_checksum
 from stepmark.checkpoint.format.integrity import check_integrity, check_size, read_values
 from stepmark.checkpoint.format.manifest import (
     ADAPTER,
-    MANIFEST,
     MODEL,
     VALUES,
     WRITTEN,
     FileEntry,
-    Manifest,
     read_manifest,
     save_of,
 )
-from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
 from stepmark.filesystem.json_values import decode_plain
 from stepmark.model_folder.adapted_model import Merge, merge_adapter
-from stepmark.model_folder.checkpoint_tensors import CheckpointTensors
+from stepmark.model_folder.checkpoint_tensors import CheckpointTensors, model_group
 from stepmark.model_folder.model_files import FORMATS
 from stepmark.model_folder.new_folder import WritingListener, check_out
 from stepmark.model_folder.output_files import (
@@ -81,9 +79,6 @@ def consolidate(
         listener: Progress callbacks.
         merge: Merge an adapter into its base model, all of which is in memory then; the files are safetensors.
 
-    Returns:
-        What was written.
-
     Raises:
         UsageError: `out` is in use, an adapter is larger than `max_shard_size`, or cannot be merged.
         CheckpointNotFound: `source` is not a checkpoint and has none.
@@ -93,11 +88,7 @@ def consolidate(
     """
     if merge is not None and form != "safetensors":
         raise UsageError("--merge-adapters: merged models are written as safetensors; leave -f out")
-    source = resolve_link(source)
-    candidates = [source] if (source / MANIFEST).exists() or step_of(source) is not None else []
-    candidates = candidates or checkpoints(source)
-    if not candidates or not source.is_dir():
-        raise CheckpointNotFound(f"{source} is neither a checkpoint (it has no {MANIFEST}) nor a run with checkpoints")
+    candidates = find_checkpoints(source)
     final = check_out(out, *candidates)
     write = partial(_consolidate_one, final=final, form=form, max_size=max_shard_size, listener=listener, merge=merge)
     problems: list[str] = []
@@ -137,15 +128,20 @@ def _consolidate_one(
     merge: Merge | None,
 ) -> Consolidated:
     manifest = read_manifest(checkpoint)
-    group = _group(checkpoint, manifest)
+    group = model_group(checkpoint, manifest)
     if merge is not None and group != ADAPTER:
         raise CheckpointMismatch(f"--merge-adapters: {checkpoint} holds a complete model and no adapter; leave it out")
     source = CheckpointTensors(checkpoint, manifest)
     tensors = source.group(group)
     check_integrity(checkpoint, manifest)
-    tensors = _as_transformers_writes(checkpoint, manifest, tensors)
+    values = read_values(checkpoint, manifest).get(MODEL)
+    tensors = as_written(tensors, values.get(WRITTEN) if isinstance(values, dict) else None)
+    for tensor in tensors.values():
+        tensor.check()
     model = weight_files(tensors, group, form, max_size if merge is None else UNLIMITED)
-    others = [entry for entry in manifest.files if _belongs_to_model(entry)]
+    # Config, generation config, tokenizer: no tensors, and not about the run or the old shards.
+    named = [entry for entry in manifest.files if entry.header is None and entry.name not in _OF_A_RUN]
+    others = [entry for entry in named if not entry.name.endswith(".index.json")]
     config, reader = ("adapter_config.json", "peft") if group == ADAPTER else ("config.json", "transformers")
     if not any(entry.name == config for entry in others):
         listener.warn(f"{checkpoint} has no {config}; {reader} needs one beside the weights")
@@ -158,17 +154,6 @@ def _consolidate_one(
     if merge is not None:
         size = sum(path.stat().st_size for path in written)
     return Consolidated(checkpoint, final, tuple(path.name for path in written), size)
-
-
-def _as_transformers_writes(
-    checkpoint: Path, manifest: Manifest, tensors: Mapping[str, GlobalTensor]
-) -> dict[str, GlobalTensor]:
-    """The tensors as `save_pretrained` of the saved model would have written them."""
-    values = read_values(checkpoint, manifest).get(MODEL)
-    written = as_written(tensors, values.get(WRITTEN) if isinstance(values, dict) else None)
-    for tensor in written.values():
-        tensor.check()
-    return written
 
 
 def weight_files(tensors: Mapping[str, GlobalTensor], group: str, form: str, max_size: int) -> list[OutputFile]:
@@ -185,20 +170,6 @@ def weight_files(tensors: Mapping[str, GlobalTensor], group: str, form: str, max
     if group == ADAPTER:
         return [tensor_file(f"{ADAPTER}.{FORMATS[form][1]}", tensors)]
     return model_files(tensors, max_size, form)
-
-
-def _group(checkpoint: Path, manifest: Manifest) -> str:
-    """The group of tensors to write. Raises CheckpointMismatch where there is none."""
-    for group in (MODEL, ADAPTER):
-        if manifest.tensors.get(group):
-            return group
-    held = ", ".join(manifest.sections) or "nothing"
-    raise CheckpointMismatch(f"{checkpoint} has no section {MODEL!r} with tensors to consolidate; it holds {held}")
-
-
-def _belongs_to_model(entry: FileEntry) -> bool:
-    """Config, generation config, tokenizer: files without tensors that are not about the run or the old shards."""
-    return entry.header is None and entry.name not in _OF_A_RUN and not entry.name.endswith(".index.json")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from stepmark.checkpoint.format.manifest import MANIFEST
@@ -19,19 +18,13 @@ def import_hint(path: Path, out: str) -> str | None:
     Names and a few bytes are read, never a pickle: `stepmark import` finds out which tool it is of.
     """
     try:
-        looks = not (path / MANIFEST).is_file() and any(map(_has_tensors, _files(path)))
+        found = [path] if path.is_file() else (each for pattern in _PLACES.split() for each in path.glob(pattern))
+        looks = not (path / MANIFEST).is_file() and any(_has_tensors(each) for each in found if each.is_file())
     except OSError:
         return None
     if not looks:
         return None
     return f"it is a checkpoint of another tool: run `stepmark import {path} {out}`, and name what that writes"
-
-
-def _files(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-    for pattern in _PLACES.split() if path.is_dir() else ():
-        yield from (found for found in path.glob(pattern) if found.is_file())
 
 
 def _has_tensors(path: Path) -> bool:

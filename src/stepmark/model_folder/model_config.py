@@ -90,9 +90,7 @@ def check_fits(make: Callable[[], Any], folder: Path) -> None:
         with torch.random.fork_rng(devices=[], enabled=draws), torch.device("meta"), few_modules():
             state = make().state_dict()
     except Exception as error:  # the constructors of models raise anything
-        if isinstance(error, RuntimeError) and "meta" in str(
-            error
-        ):  # torch's, of a class that reads values while it is made
+        if isinstance(error, RuntimeError) and "meta" in str(error):  # of a class that reads values while it is made
             return
         line = " ".join(describe_error(error).split())[:200]
         raise CheckpointMismatch(f"{where} describes no model that can be made: {line}") from error

@@ -12,11 +12,8 @@ from stepmark.tensor_files.global_tensor import GlobalTensor
 
 Tensors = Mapping[str, GlobalTensor]
 
-# format -> (stem, suffix, suffix of the index), as transformers looks for them
-FORMATS = {
-    "safetensors": ("model", "safetensors", "safetensors.index.json"),
-    "pytorch": ("pytorch_model", "bin", "bin.index.json"),
-}
+# format -> (stem, suffix), as transformers looks for them
+FORMATS = {"safetensors": ("model", "safetensors"), "pytorch": ("pytorch_model", "bin")}
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 INDEXES = tuple(f"{name}.index.json" for name in SINGLE)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -44,7 +41,7 @@ def split_into_files(tensors: Tensors, form: str, max_shard_size: int) -> dict[s
             filled = 0
         parts[-1][name] = tensor
         filled += size
-    stem, suffix, _ = FORMATS[form]
+    stem, suffix = FORMATS[form]
     if len(parts) == 1:
         return {f"{stem}.{suffix}": parts[0]}
     return {f"{stem}-{n:05d}-of-{len(parts):05d}.{suffix}": part for n, part in enumerate(parts, start=1)}
@@ -52,10 +49,10 @@ def split_into_files(tensors: Tensors, form: str, max_shard_size: int) -> dict[s
 
 def index_of(shards: Mapping[str, Tensors], form: str) -> tuple[str, bytes]:
     """Name and contents of the index from tensors to files."""
-    stem, _, suffix = FORMATS[form]
+    stem, suffix = FORMATS[form]
     size = sum(tensor.nbytes for part in shards.values() for tensor in part.values())
     weight_map = {name: file for file, part in shards.items() for name in sorted(part)}
-    return f"{stem}.{suffix}", weight_index(size, weight_map) + b"\n"
+    return f"{stem}.{suffix}.index.json", weight_index(size, weight_map) + b"\n"
 
 
 def has_weights(folder: Path) -> bool:

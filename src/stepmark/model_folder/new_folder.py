@@ -16,17 +16,13 @@ from stepmark.filesystem import files
 from stepmark.filesystem.sizes import distinct_sizes
 
 
-def _ignore(value: object) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class WritingListener:
     """Progress callbacks: `begin` gets the bytes to write, `advance` the bytes written since, `warn` a warning."""
 
-    begin: Callable[[int], None] = _ignore
-    advance: Callable[[int], None] = _ignore
-    warn: Callable[[str], None] = _ignore
+    begin: Callable[[int], None] = lambda _: None
+    advance: Callable[[int], None] = lambda _: None
+    warn: Callable[[str], None] = lambda _: None
 
 
 def check_out(out: Path, *sources: Path) -> Path:

@@ -53,8 +53,6 @@ class OutputFile(Protocol):
 
 @dataclass(frozen=True)
 class DataFile:
-    """A small file."""
-
     name: str
     data: bytes
     size = 0
@@ -77,37 +75,32 @@ class CopiedFile:
 
 @dataclass
 class ArchivesFile:
-    """Archives of torch.save, one after the other; `offsets` are where they begin."""
+    """Archives of torch.save, one after the other, each with where it begins."""
 
     name: str
-    archives: list[TorchArchive] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
+    archives: list[tuple[TorchArchive, int]] = field(default_factory=list)
     length: int = 0
 
     def add(self, archive: TorchArchive) -> int:
         """Appends an archive; returns where it begins."""
-        self.archives.append(archive)
-        self.offsets.append(self.length)
+        begin = self.length
+        self.archives.append((archive, begin))
         self.length += archive.size
-        return self.offsets[-1]
+        return begin
 
     @property
     def size(self) -> int:
-        return sum(archive.tensor_bytes for archive in self.archives)
+        return sum(archive.tensor_bytes for archive, _ in self.archives)
 
     def write(self, path: Path, write_tensors: WriteTensors) -> None:
         with FileOutput(path, self.length) as output:
-            placed = list(zip(self.archives, self.offsets, strict=True))
-            places = [place for archive, at in placed for place in archive.places(at)]
-            write_tensors(places, output, 0)
-            for archive, at in placed:
+            write_tensors([place for archive, at in self.archives for place in archive.places(at)], output, 0)
+            for archive, at in self.archives:
                 archive.finish(output, at)
 
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """A file of tensors."""
-
     name: str
     tensors: Mapping[str, GlobalTensor]
 
@@ -165,22 +158,12 @@ def write_folder(
     listener: WritingListener,
     finish: Callable[[Path], None] | None = None,
 ) -> int:
-    """Writes the files into a new folder, and verifies the records of what they are made from.
+    """Writes the files into a new folder, and verifies the records of what they are made from; returns the bytes of
+    tensors. Nothing is left after an error.
 
-    Args:
-        planned: The files.
-        records: What has checksums.
-        final: The folder, as `check_out` returns it.
-        out: The same, for messages.
-        listener: Progress callbacks.
-        finish: Called with the folder when all files are there, before it gets its name.
-
-    Returns:
-        The bytes of tensors.
-
-    Raises:
-        CheckpointDamaged: A source is corrupted.
-        CheckpointError: `out` cannot be written. Nothing is left there after an error.
+    `final` is what `check_out` returns for `out`. `finish` is called with the folder when all files are there, before
+    it gets its name. Raises CheckpointDamaged where a source is corrupted, and CheckpointError where `out` cannot be
+    written.
     """
     total = sum(file.size for file in planned)
     check_room(final.parent, total)

@@ -73,7 +73,7 @@ class ArrayReader:
                 continue
             begin = array.offset + start * item_size(tensor.dtype)
             runs[array.path].append((begin, begin + len(memory), memory))
-        sizes = {id(part): _stored_size(part) for part in others if part.tensor.converts}
+        sizes = {id(p): (p.stop - p.start) * item_size(p.tensor.source_dtype) for p in others if p.tensor.converts}
         scratch = thread_memory("source", sum(sizes.values()))
         for part in others:
             stored = part.memory
@@ -141,7 +141,7 @@ class ArrayReader:
                         buffers.append(memory)
                         at = end
                     _read_exactly(path, file.fileno(), buffers, neighbours[0][0])
-            self.checks.check_runs(path, found)
+            self.checks.check(path, found)
 
     def _copy(self, array: StoredArray, target: Elements) -> None:
         """Reads an array whose elements may be in another order in the file than in memory: if most bytes in between
@@ -157,17 +157,13 @@ class ArrayReader:
             self._read({array.path: [(low, high, memory)]})
             target[...] = _strided(memory, begin - low, array)
         else:
-            self.checks.check(array.path, begin, end)
+            self.checks.check(array.path, [(begin, end, None)])
             low = begin - begin % mmap.ALLOCATIONGRANULARITY
             with _opened(array.path) as file:
                 if os.fstat(file.fileno()).st_size < end:
                     raise _truncated(array.path, end)
                 mapped = mmap.mmap(file.fileno(), end - low, mmap.MAP_SHARED, mmap.PROT_READ, offset=low)
             target[...] = _strided(mapped, begin - low, array)
-
-
-def _stored_size(part: Part) -> int:
-    return (part.stop - part.start) * item_size(part.tensor.source_dtype)
 
 
 def _convert(part: Part, stored: memoryview) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepmark.checkpoint.format.dtypes import item_size
+from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 
 Elements = NDArray[Any]
 
@@ -17,17 +17,8 @@ _WIDER = {("F32", "F64"), ("F16", "F64"), ("BF16", "F64"), ("F16", "F32"), ("BF1
 
 
 def convert(stored: memoryview, source: str, target: str, memory: memoryview) -> bool:
-    """Converts elements from one type of FLOATS to another, rounding to the nearest, ties to even.
-
-    Args:
-        stored: The bytes of the elements.
-        source: Their type, a name of safetensors.
-        target: The type to convert to.
-        memory: Gets the bytes in the new type.
-
-    Returns:
-        Whether every value is the same as before; a NaN stays one.
-    """
+    """Converts elements from one type of FLOATS to another, rounding to the nearest, ties to even. `memory` gets the
+    bytes. Returns whether every value is the same as before; a NaN stays one."""
     with np.errstate(all="ignore"):  # infinities and NaNs are values like others here
         wide = _widened(stored, source)
         found = np.frombuffer(memory, f"<u{item_size(target)}")
@@ -61,13 +52,8 @@ def number(data: bytes, dtype: str) -> int | float | bool | None:
     """The value of one element; None where its type has no number in Python."""
     if dtype == "BF16":
         return float(_widened(data, dtype)[0])
-    if dtype == "BOOL":
-        return bool(data[0])
-    kind = _NUMPY.get(dtype)
-    if kind is None and dtype[0] in "IU":
-        kind = f"<{dtype[0].lower()}{item_size(dtype)}"
-    if kind is None:
+    try:
+        found = np.frombuffer(data, dtype=DTYPES[dtype][1])[0].item()
+    except TypeError:  # numpy has no such type
         return None
-    found = np.frombuffer(data, dtype=kind)[0].item()
-    assert isinstance(found, int | float)
-    return found
+    return found if isinstance(found, int | float) else None

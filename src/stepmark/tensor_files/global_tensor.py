@@ -41,14 +41,11 @@ class StoredArray:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def narrow(self, dim: int, start: int, length: int, step: int = 1) -> StoredArray:
-        """Every `step`-th of the elements from `start` on along a dim, `length` of them."""
-        assert start >= 0
-        assert start + (length - 1) * step < max(self.shape[dim], 1)
+    def narrow(self, dim: int, start: int, length: int) -> StoredArray:
+        """Elements [start, start + length) along a dim."""
+        assert 0 <= start <= start + length <= self.shape[dim]
         offset = self.offset + start * self.strides[dim] * item_size(self.dtype)
-        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
-        strides = (*self.strides[:dim], self.strides[dim] * step, *self.strides[dim + 1 :])
-        return replace(self, offset=offset, shape=shape, strides=strides)
+        return replace(self, offset=offset, shape=(*self.shape[:dim], length, *self.shape[dim + 1 :]))
 
     def span(self) -> int:
         """Bytes from the first element to the end of the last."""

@@ -13,7 +13,7 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from struct import unpack
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -98,18 +98,11 @@ Locate = Callable[[str, str | None], StorageBytes]
 
 
 def read_pickle(data: bytes, locate: Locate | None = None) -> Any:
-    """The value of a pickle.
+    """The value of a pickle: plain values, `PickledObject`s, and `StoredArray`s in place of tensors.
 
-    Args:
-        data: The pickle.
-        locate: Where the storage of a key is, with the type that is given; default: a pickle with one is refused.
-
-    Returns:
-        Plain values, `PickledObject`s, and `StoredArray`s in place of tensors.
-
-    Raises:
-        CheckpointDamaged: It is malformed.
-        CheckpointError: It contains a class or function that no known format has.
+    `locate` says where the storage of a key is, with the type that is given; without it a pickle with one is refused.
+    Raises CheckpointDamaged where it is malformed, and CheckpointError where it contains a class or function that no
+    known format has.
     """
     try:
         return _Machine(data, locate).run()
@@ -171,9 +164,6 @@ class _Machine(pickle._Unpickler):
             raise ValueError("an unknown persistent id")
         if len(identity) == 6 and identity[5] is not None:
             raise CheckpointError("it has views of storages as torch wrote them before version 0.4; save it again")
-        return self._storage(kind, key)
-
-    def _storage(self, kind: Any, key: str) -> StorageBytes:
         if self._locate is None:
             raise CheckpointError("its pickle refers to data outside itself; this is not a file of a known format")
         if type(kind) is not Global:
@@ -367,10 +357,6 @@ def _sizes(dtype: str, shape: Shape, strides: Shape) -> tuple[int, int, int]:
     return item_size(dtype), array.span(), array.numel * item_size(dtype)
 
 
-def _object(kind: str, *arguments: Any) -> PickledObject:
-    return PickledObject(kind, arguments)
-
-
 def _first(value: Any, *_: Any) -> Any:
     return value
 
@@ -382,7 +368,7 @@ def _encode(text: Any, encoding: Any = "latin1", /) -> bytes:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f"{module}.{name}": partial(_object, f"{module}.{name}")
+    f"{module}.{name}": lambda *arguments, kind=f"{module}.{name}": PickledObject(kind, arguments)
     for module, names in _OBJECTS.items()
     for name in names.split()
 } | {

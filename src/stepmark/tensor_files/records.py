@@ -60,21 +60,16 @@ class RecordChecks:
         }
         self._locks = [threading.Lock() for _ in range(64)]
 
-    def check(self, path: Path, begin: int, end: int, data: memoryview | None = None) -> None:
-        """Verifies the records that bytes [begin, end) of a file are in; `data` are these bytes, if they were read.
+    def check(self, path: Path, runs: Iterable[tuple[int, int, memoryview | None]]) -> None:
+        """Verifies the records that runs of a file are in: (begin, end, bytes if they were read).
 
         Raises CheckpointDamaged where one does not match its checksum.
         """
-        for number in self._numbers(path, begin, end):
-            self._check_once(self._left[path], number, begin, data)
-
-    def check_runs(self, path: Path, runs: Iterable[tuple[int, int, memoryview]]) -> None:
-        """Verifies the records that runs of a file, (begin, end, bytes), are in, as `check` does."""
         left = self._left.get(path, [])
         for begin, end, data in runs if left else ():
             for number in self._numbers(path, begin, end):
                 record = left[number]
-                if record is not None and record.begin == begin and record.size == end - begin:
+                if record is not None and data is not None and (record.begin, record.size) == (begin, end - begin):
                     record.check(data)
                     left[number] = None
                 elif record is not None:

@@ -11,6 +11,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -44,20 +45,11 @@ _TAIL = (1 << 16) + END.size + LOCATOR.size
 
 
 def read_torch_file(path: Path, records: list[Record], begin: int = 0, size: int | None = None) -> Any:
-    """Reads what `torch.save` wrote.
+    """What `torch.save` wrote, with StoredArrays in place of tensors; adds the records of the archive.
 
-    Args:
-        path: The file.
-        records: Those of the archive are added.
-        begin: The byte at which the archive begins, default 0.
-        size: Bytes of the archive; default None: up to the end of the file.
-
-    Returns:
-        The value, with StoredArrays in place of tensors.
-
-    Raises:
-        CheckpointDamaged: It is missing, truncated or malformed; the message names the file.
-        CheckpointError: It contains a class that no known format has, or cannot be read at the moment.
+    The archive has `size` bytes from byte `begin` of the file on, or with None all up to its end. Raises
+    CheckpointDamaged, naming the file, where it is missing, truncated or malformed, and CheckpointError where it
+    contains a class that no known format has, or cannot be read at the moment.
     """
     with naming(path, "it is corrupted"), open_file(path) as file:
         end = file.seek(0, io.SEEK_END)
@@ -191,11 +183,6 @@ def _bytes_of(file: BinaryIO, record: Record, limit: int) -> bytes:
     return file.read(record.size)
 
 
-def arrays_in(value: Any) -> Iterator[StoredArray]:
-    """All arrays in a nested value."""
-    return leaves(value, StoredArray)
-
-
 def leaves(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
     """All objects of a class in a nested value."""
     waiting = [value]
@@ -226,8 +213,20 @@ def read_rank_file(path: Path, records: list[Record], other: Path | None = None)
 
     `other` is the file of the first expert parallel rank, which has the tensors that are no experts.
     """
-    value = read_torch_file(path, records)
-    return _References(path, records, other).resolve(value)
+    described = cache(partial(read_dict, path.with_name(f"{path.name}.info.pt")))
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, PickledObject) and value.kind in _REFERENCES:
+            number = value.get("tid")
+            found = _referred(path, number, [path] if other is None else [path, other], records)
+            return found or _missing(path, number, (described() or {}).get(number))
+        if isinstance(value, dict):
+            return {key: resolved(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [resolved(item) for item in value]
+        return value
+
+    return resolved(read_torch_file(path, records))
 
 
 def read_dict(path: Path) -> dict[Any, Any] | None:
@@ -248,43 +247,23 @@ def read_saved(path: Path, records: list[Record]) -> Any:
     return found
 
 
-class _References:
-    def __init__(self, path: Path, records: list[Record], other: Path | None) -> None:
-        self._path = path
-        self._records = records
-        self._other = other
-        self._info: dict[Any, Any] | None = None
+def _referred(path: Path, number: Any, files: Iterable[Path], records: list[Record]) -> StoredArray | None:
+    """The tensor of a number that `path` refers to, beside the first of the files that has it; None where none has."""
+    if type(number) is not int or number < 0:
+        raise CheckpointDamaged(f"{path} refers to a tensor without a number")
+    for file in files:
+        place = inside(file.parent, f"{file.name}.tensors/tensor_{number}.pt", path)
+        if place.is_file():
+            found = read_torch_file(place, records)
+            if not isinstance(found, StoredArray):
+                raise CheckpointDamaged(f"{place} does not hold a tensor")
+            return found
+    return None
 
-    def resolve(self, value: Any) -> Any:
-        if isinstance(value, PickledObject) and value.kind in _REFERENCES:
-            return self._tensor(value.get("tid"))
-        if isinstance(value, dict):
-            return {key: self.resolve(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.resolve(item) for item in value]
-        return value
 
-    def _tensor(self, number: Any) -> StoredArray | Missing:
-        if type(number) is not int or number < 0:
-            raise CheckpointDamaged(f"{self._path} refers to a tensor without a number")
-        for file in (self._path, self._other):
-            if file is None:
-                continue
-            path = inside(file.parent, f"{file.name}.tensors/tensor_{number}.pt", self._path)
-            if path.is_file():
-                found = read_torch_file(path, self._records)
-                if not isinstance(found, StoredArray):
-                    raise CheckpointDamaged(f"{path} does not hold a tensor")
-                return found
-        path = self._path.with_name(f"{self._path.name}.tensors") / f"tensor_{number}.pt"
-        return Missing(path, *self._described(number))
-
-    def _described(self, number: int) -> tuple[str | None, Shape | None]:
-        """The type and shape of a tensor that is not there."""
-        if self._info is None:
-            path = self._path.with_name(f"{self._path.name}.info.pt")
-            self._info = read_dict(path) or {}
-        entry = self._info.get(number)
-        dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
-        sizes = tuple(shape) if isinstance(shape, list | tuple) and all(type(size) is int for size in shape) else None
-        return dtype_of(dtype.name) if isinstance(dtype, Global) else None, sizes
+def _missing(path: Path, number: int, entry: Any) -> Missing:
+    """A tensor that is not there, by its entry in the file of types and shapes."""
+    dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
+    sizes = tuple(shape) if isinstance(shape, list | tuple) and all(type(size) is int for size in shape) else None
+    place = path.with_name(f"{path.name}.tensors") / f"tensor_{number}.pt"
+    return Missing(place, dtype_of(dtype.name) if isinstance(dtype, Global) else None, sizes)

@@ -21,7 +21,7 @@ from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.errors import CheckpointMismatch
 from stepmark.tensor_files.global_tensor import GlobalTensor, row_major_strides
-from stepmark.tensor_files.pickle_reader import STORAGES
+from stepmark.tensor_files.pickle_reader import STORAGES, Global
 from stepmark.tensor_files.streaming import Place
 from stepmark.tensor_files.torch_file import CENTRAL, ELSEWHERE, END, LARGE_END, LOCAL, LOCATOR
 
@@ -31,18 +31,8 @@ _MANY = 0xFFFF
 _STORAGES = {dtype: f"{kind}Storage" for kind, dtype in STORAGES.items()}  # of other types: a storage of bytes
 
 
-@dataclass(frozen=True)
-class Global:
-    """A class or function, by its module and name."""
-
-    module: str
-    name: str
-
-
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a function returns."""
-
     function: Global
     arguments: tuple[Any, ...]
 
@@ -98,7 +88,8 @@ class _Pickler(pickle._Pickler):
         if kind in (Global, Call, Instance) and id(obj) in self.memo:
             self.write(self.get(self.memo[id(obj)][0]))
         elif kind is Global:
-            self.write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())
+            module, _, name = obj.name.rpartition(".")
+            self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
             self.memoize(obj)
         elif kind is Call:
             self.save(obj.function)
@@ -120,10 +111,10 @@ class _Pickler(pickle._Pickler):
         self.tensors.append(tensor)
         view: tuple[Any, ...] = (0, tuple(tensor.shape), row_major_strides(tensor.shape), False, OrderedDict())
         if tensor.dtype in _STORAGES:
-            storage = _Storage(Global("torch", _STORAGES[tensor.dtype]), key, numel)
-            return Call(Global("torch._utils", "_rebuild_tensor_v2"), (storage, *view))
-        storage = _Storage(Global("torch.storage", "UntypedStorage"), key, numel * size)
-        return Call(Global("torch._utils", "_rebuild_tensor_v3"), (storage, *view, Global("torch", name)))
+            storage = _Storage(Global(f"torch.{_STORAGES[tensor.dtype]}"), key, numel)
+            return Call(Global("torch._utils._rebuild_tensor_v2"), (storage, *view))
+        storage = _Storage(Global("torch.storage.UntypedStorage"), key, numel * size)
+        return Call(Global("torch._utils._rebuild_tensor_v3"), (storage, *view, Global(f"torch.{name}")))
 
 
 def dumps(value: Any) -> bytes:
@@ -205,7 +196,6 @@ class TorchArchive:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of its tensors."""
         return sum(record.size for record in self._records if record.tensor is not None)
 
     def places(self, base: int = 0) -> list[Place]:

@@ -16,8 +16,8 @@ import torch
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format import verify as module
-from stepmark.checkpoint.format.checkpoint_folders import point_best
-from stepmark.checkpoint.format.verify import Corruption, find, verify
+from stepmark.checkpoint.format.checkpoint_folders import find_checkpoints, point_best
+from stepmark.checkpoint.format.verify import Corruption, verify
 from stepmark.cli import inspect as inspect_command
 from stepmark.cli import verify as verify_command
 from stepmark.errors import CheckpointDamaged, CheckpointNotFound
@@ -46,7 +46,7 @@ def call(command: ModuleType, *arguments: str) -> int:
 
 
 def test_a_good_checkpoint_is_good(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [path.name for path in find(saved)] == ["checkpoint-9", "checkpoint-10"]
+    assert [path.name for path in find_checkpoints(saved)] == ["checkpoint-10", "checkpoint-9"]
     report = verify(saved / "checkpoint-10")
     assert (report.step, report.faults) == (10, ())
     assert report.size > 2_400_000
@@ -57,7 +57,7 @@ def test_a_good_checkpoint_is_good(saved: Path, capsys: pytest.CaptureFixture[st
 def test_a_link_that_is_moved_in_the_meantime(saved: Path) -> None:
     """`best` of a live run: one checkpoint is verified, and not a part of each of two."""
     point_best(saved, 9)
-    (found,) = find(saved / "best")
+    (found,) = find_checkpoints(saved / "best")
     point_best(saved, 10)
     report = verify(found)
     assert (report.path, report.step, report.faults) == (saved / "checkpoint-9", 9, ())
@@ -120,6 +120,15 @@ def test_a_corrupted_manifest_is_a_fault(saved: Path, tmp_path: Path) -> None:
     assert verify(folder).faults == (Corruption("manifest.json", "it does not match its checksum"),)
     with pytest.raises(CheckpointDamaged, match="does not match its checksum"):
         call(inspect_command, str(folder))
+
+
+def test_a_checkpoint_without_its_manifest_is_corrupted(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-10"
+    folder.mkdir()
+    assert find_checkpoints(folder) == [folder]
+    assert verify(folder).faults == (
+        Corruption("manifest.json", "is missing; the folder is not a complete checkpoint"),
+    )
 
 
 def test_a_path_that_is_not_a_checkpoint(tmp_path: Path) -> None:

@@ -49,7 +49,6 @@ class Lease:
         return None
 
     def release(self) -> None:
-        """Ends the lease."""
         self._heartbeat.stop()
         try:
             files.remove_file(self.path)
@@ -77,13 +76,6 @@ def reading(checkpoint: Path, label: str) -> Iterator[bool]:
             lease.release()
 
 
-def _remove(path: Path) -> None:
-    try:
-        files.remove_file(path)
-    except OSError as error:  # it has expired, and the next look tries again
-        logger.warning("cannot remove %s, which a dead reader has left: %s", path, error.strerror)
-
-
 class Leases:
     """The leases on a run's checkpoints, as one process sees them."""
 
@@ -102,8 +94,11 @@ class Leases:
                 continue
             if self.alive(path):
                 found = True
-            else:
-                _remove(path)
+                continue
+            try:
+                files.remove_file(path)
+            except OSError as error:  # it has expired, and the next look tries again
+                logger.warning("cannot remove %s, which a dead reader has left: %s", path, error.strerror)
         return found
 
     def alive(self, path: Path) -> bool:

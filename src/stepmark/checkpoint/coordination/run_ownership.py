@@ -18,10 +18,12 @@ CLAIMING = 3 * STALE  # seconds for rank 0 to find out whether another run is al
 
 
 class RunOwnership:
-    """One rank's view of the claim. `nodes[rank]` is the node that a rank is on, `identity` the run's random name."""
+    """One rank's view of the claim. `nodes[rank]` is the node that a rank is on, `identity` the run's random name, and
+    `lost` says whether another run has taken the folder over."""
 
     def __init__(self, owner: FolderClaim, meeting: TimedGroup, nodes: list[int]) -> None:
         self.identity = owner.identity
+        self.lost = owner.lost
         self.nodes = nodes
         self._owner = owner
         self._meeting = meeting
@@ -50,14 +52,6 @@ class RunOwnership:
     def board(self, name: str) -> StatusStore:
         """A new status store for these ranks; open it."""
         return StatusStore(self._owner.folder / name, self._meeting.rank, self._meeting.group)
-
-    def alone_on_node(self) -> bool:
-        """Whether this rank is the only one on its node."""
-        return self.nodes.count(self.nodes[self._meeting.rank]) == 1
-
-    def lost(self) -> bool:
-        """Whether another run has taken the folder over."""
-        return self._owner.lost()
 
     def release(self) -> None:
         """Releases this rank's share of the claim, on rank 0 the whole claim. The next owner removes any remains."""

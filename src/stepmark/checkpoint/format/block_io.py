@@ -119,7 +119,8 @@ class FileOutput:
         no other write is to any of them."""
         head = -offset % PAGE
         middle = (len(data) - head) // PAGE * PAGE
-        if self._direct is None or not alone or middle < _DIRECT or (_address(data) + head) % PAGE:
+        address = np.frombuffer(data, dtype=np.uint8).ctypes.data
+        if self._direct is None or not alone or middle < _DIRECT or (address + head) % PAGE:
             files.write_at(self._descriptor, data, offset)
             return
         try:
@@ -138,11 +139,6 @@ class FileOutput:
         files.sync(self._descriptor)
 
     def close(self) -> None:
-        """Closes it."""
         if self._direct is not None:
             files.close(self._direct)
         files.close(self._descriptor)
-
-
-def _address(data: memoryview) -> int:
-    return int(np.frombuffer(data, dtype=np.uint8).ctypes.data)

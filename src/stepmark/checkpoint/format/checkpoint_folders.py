@@ -17,9 +17,10 @@ import os
 import re
 import secrets
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
-from stepmark.errors import CheckpointError
+from stepmark.errors import CheckpointError, CheckpointNotFound
 from stepmark.filesystem import files
 
 COORDINATION = ".stepmark"
@@ -67,6 +68,20 @@ def checkpoints(folder: Path) -> list[Path]:
         return []
     found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def find_checkpoints(path: Path) -> list[Path]:
+    """The checkpoint at a path, complete or not, or those of the run there, newest step first. Raises
+    CheckpointNotFound."""
+    path = resolve_link(path)
+    found = [path] if (path / MANIFEST).exists() else checkpoints(path)
+    if not found and path.is_dir() and step_of(path) is not None:
+        return [path]
+    if not found and (inside := sorted(each.parent.name for each in path.glob(f"*/{MANIFEST}"))):
+        raise CheckpointNotFound(f"{path} is a folder of checkpoints; name one of them: {', '.join(inside)}")
+    if not found:
+        raise CheckpointNotFound(f"{path} is neither a checkpoint (it has no {MANIFEST}) nor a run with checkpoints")
+    return found
 
 
 def sync_tree(folder: Path) -> None:
@@ -132,17 +147,14 @@ def _remove_or_leave(path: Path) -> bool:
         files.remove_tree(path)
     except OSError as error:
         logger.warning("%s cannot be deleted; the next run on this folder tries again: %s", path, error)
-        _never_bring_back(path)
-        return False
-    return True
-
-
-def _never_bring_back(path: Path) -> None:
+    else:
+        return True
     if path.name.startswith(_REPLACED):
         try:
             files.rename(path, path.with_name(_DELETED + path.name.removeprefix(_REPLACED)))
         except OSError as error:
             logger.warning("%s cannot be renamed either: %s", path, error)
+    return False
 
 
 def delete(path: Path, save: str, unless: Callable[[], bool]) -> bool:
@@ -164,12 +176,8 @@ def delete(path: Path, save: str, unless: Callable[[], bool]) -> bool:
 
 def quarantine(path: Path) -> Path:
     """Renames a corrupted checkpoint so that it is not used again; returns the new path."""
-    number = 0
-    while True:
-        target = path.with_name(f"damaged-{path.name}" + (f".{number}" if number else ""))
-        if not os.path.lexists(target):
-            break
-        number += 1
+    names = (f"damaged-{path.name}" + (f".{number}" if number else "") for number in count())
+    target = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
     files.rename(path, target)
     files.sync_folder(path.parent)
     return target

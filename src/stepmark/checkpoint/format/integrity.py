@@ -13,7 +13,7 @@ from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.checkpoint.format.checksums import bytes_checksum, file_checksum
-from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, FileEntry, Manifest
+from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, FileEntry, Manifest, read_manifest
 from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
 from stepmark.checkpoint.format.tensor_file import Header, parse_header
 from stepmark.errors import CheckpointDamaged
@@ -39,6 +39,15 @@ def check_integrity(folder: Path, manifest: Manifest) -> dict[str, Header]:
     for name in foreign_model_files(folder, manifest):
         raise CheckpointDamaged(f"{folder / name} does not belong to this checkpoint; move it away")
     return headers
+
+
+def what_is_wrong(folder: Path) -> str | None:
+    """Why `check_integrity` finds a checkpoint corrupted; None where it does not."""
+    try:
+        check_integrity(folder, read_manifest(folder))
+    except CheckpointDamaged as error:
+        return str(error)
+    return None
 
 
 def check_name(folder: Path, manifest: Manifest) -> None:

@@ -95,8 +95,8 @@ class Manifest:
     mesh: Mapping[str, int]
     model_only: bool
     sections: Mapping[str, str]
-    files: tuple[FileEntry, ...]
-    tensors: Mapping[str, Mapping[str, TensorEntry]]
+    files: tuple[FileEntry, ...] = ()
+    tensors: Mapping[str, Mapping[str, TensorEntry]] = field(default_factory=dict)
     metadata: Any = field(default_factory=dict)
     metrics: Any = field(default_factory=dict)
 
@@ -302,16 +302,12 @@ def _tensor_from_json(entry: list[Any], files: tuple[FileEntry, ...]) -> TensorE
     slices = []
     for raw in place:
         (index,) = natural_numbers(raw[:1])
-        tensor_slice = _slice_from_json(raw)
+        box = Box(natural_numbers(raw[1]), natural_numbers(raw[2]))
+        start, stop = natural_numbers(raw[3:]) if len(raw) > 3 else (0, box.numel)
+        tensor_slice = TensorSlice(box, start, stop)
         if not tensor_slice.within(shape) or tensor_slice.numel * item_size(dtype) > files[index].size:
             raise ValueError("a shard does not fit its tensor or its file")
         slices.append((index, tensor_slice))
     if sum([tensor_slice.numel for _, tensor_slice in slices]) != math.prod(shape):
         raise ValueError("the shards do not cover their tensor")
     return TensorEntry(dtype, shape, tuple(slices))
-
-
-def _slice_from_json(raw: list[Any]) -> TensorSlice:
-    box = Box(natural_numbers(raw[1]), natural_numbers(raw[2]))
-    start, stop = natural_numbers(raw[3:]) if len(raw) > 3 else (0, box.numel)
-    return TensorSlice(box, start, stop)

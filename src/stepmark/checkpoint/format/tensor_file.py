@@ -11,11 +11,12 @@ first. In the header's `__metadata__`:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
@@ -117,25 +118,39 @@ def _numbers(shape: Shape) -> str:
 
 
 def _slice_to_json(tensor: StoredTensor) -> dict[str, Any]:
-    tensor_slice = tensor.slice
-    entry = {
-        "shape": list(tensor.shape),
-        "offsets": list(tensor_slice.box.offsets),
-        "lengths": list(tensor_slice.box.lengths),
-    }
-    return entry if tensor_slice.is_box else {**entry, "range": [tensor_slice.start, tensor_slice.stop]}
+    (offsets, lengths), start, stop = tensor.slice
+    entry = {"shape": tensor.shape, "offsets": offsets, "lengths": lengths}
+    return entry if tensor.slice.is_box else {**entry, "range": [start, stop]}
 
 
 @without_collection()  # very many objects that stay, without cycles
 def parse_header(data: bytes, file_size: int) -> Header:
     """The header in the file's first bytes. `data` begins at the file's start and holds at least the header.
 
-    Raises CheckpointDamaged for a malformed header, or one that does not fit the file's size.
+    Raises CheckpointDamaged for a malformed header, or one that does not fit the file's size, and CheckpointError for
+    an unknown type.
     """
+    with _well_formed():
+        size = header_length(data[:8], file_size)
+        placed, metadata = _placed(data, file_size)
+        own = parse_json(metadata["stepmark"].encode())
+        if own["version"] != 1 or own["cell"] != CHECKSUM_BLOCK:
+            raise ValueError(
+                f"version {own['version']!r} with checksum blocks of {own['cell']!r} bytes is unknown to this reader"
+            )
+        tensors = tuple(_stored(each, own["pieces"].get(each.name), each.begin - size) for each in placed)
+        counts = {tensor.name: len(tensor.checksum_blocks()) for tensor in tensors}
+        digests = {name: _split_digests(own["digests"][name], count) for name, count in counts.items()}
+        return Header(size, int(own["step"]), str(own["save"]), tensors, digests)
+
+
+@contextlib.contextmanager
+def _well_formed() -> Iterator[None]:
+    """Raises CheckpointDamaged where values are not those of a header."""
     try:
-        return _parse(data, file_size)
+        yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, struct.error) as error:
-        raise CheckpointDamaged(f"its header is malformed: {error}") from error
+        raise CheckpointDamaged(f"its header is malformed: {str(error)[:200]}") from error
 
 
 def header_length(prefix: bytes, file_size: int) -> int:
@@ -164,85 +179,46 @@ def read_tensors(file: BinaryIO) -> tuple[list[PlacedTensor], dict[str, Any]]:
     CheckpointError for an unknown type.
     """
     file_size = os.fstat(file.fileno()).st_size
-    try:
+    with _well_formed():
         prefix = file.read(8)
-        at, entries = _read_entries(prefix + file.read(header_length(prefix, file_size) - 8), file_size)
-        metadata = entries.pop("__metadata__", {})
-        placed = [(*natural_numbers(entry["data_offsets"]), name, entry) for name, entry in entries.items()]
-        found, origin = [], at
-        for begin, end, name, entry in sorted(placed, key=lambda item: item[:2]):
-            dtype, shape = entry["dtype"], natural_numbers(entry["shape"])
-            if dtype not in DTYPES:
-                raise CheckpointError(f"tensor {name[:80]!r} has the unknown type {str(dtype)[:40]!r}")
-            if end - begin != math.prod(shape) * item_size(dtype):
-                raise ValueError(
-                    f"tensor {name[:80]!r} has {end - begin} bytes, which do not fit {dtype} {list(shape)}"
-                )
-            if origin + begin != at:
-                raise ValueError(f"tensor {name[:80]!r} begins at byte {origin + begin} instead of {at}")
-            found.append(PlacedTensor(name, dtype, shape, at))
-            at = origin + end
-            if at > file_size:
-                raise CheckpointDamaged(f"it is truncated: it ends at byte {file_size}, inside tensor {name[:80]!r}")
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, struct.error) as error:
-        raise CheckpointDamaged(f"its header is malformed: {str(error)[:200]}") from error
+        return _placed(prefix + file.read(header_length(prefix, file_size) - 8), file_size)
+
+
+def _placed(data: bytes, file_size: int) -> tuple[list[PlacedTensor], dict[str, Any]]:
+    origin = at = header_length(data[:8], file_size)
+    entries = parse_json(data[8:at])
+    if not isinstance(entries, dict) or not all(map(str.isprintable, entries)):
+        raise ValueError("the header is not a dict, or has names that cannot be shown")
+    metadata = entries.pop("__metadata__", {})
+    placed = [(*natural_numbers(entry["data_offsets"]), name, entry) for name, entry in entries.items()]
+    found = []
+    for begin, end, name, entry in sorted(placed, key=lambda item: item[:2]):
+        dtype, shape = entry["dtype"], natural_numbers(entry["shape"])
+        if dtype not in DTYPES:
+            raise CheckpointError(f"tensor {name[:80]!r} has the unknown type {str(dtype)[:40]!r}")
+        if end - begin != math.prod(shape) * item_size(dtype):
+            raise ValueError(f"tensor {name[:80]!r} has {end - begin} bytes, which do not fit {dtype} {list(shape)}")
+        if origin + begin != at:
+            raise ValueError(f"tensor {name[:80]!r} begins at byte {origin + begin} instead of {at}")
+        found.append(PlacedTensor(name, dtype, shape, at))
+        at = origin + end
+        if at > file_size:
+            raise CheckpointDamaged(f"it is truncated: it ends at byte {file_size}, inside tensor {name[:80]!r}")
     if at != file_size:
         raise CheckpointDamaged(f"it has {file_size} bytes, and its header describes {at}")
     return found, metadata
 
 
-def _read_entries(data: bytes, file_size: int) -> tuple[int, dict[str, Any]]:
-    size = header_length(data[:8], file_size)
-    entries = parse_json(data[8:size])
-    if not isinstance(entries, dict) or not all(map(str.isprintable, entries)):
-        raise ValueError("the header is not a dict, or has names that cannot be shown")
-    return size, entries
-
-
-def _parse(data: bytes, file_size: int) -> Header:
-    size, raw = _read_entries(data, file_size)
-    own = parse_json(raw.pop("__metadata__")["stepmark"].encode())
-    if own["version"] != 1 or own["cell"] != CHECKSUM_BLOCK:
-        raise ValueError(
-            f"version {own['version']!r} with checksum blocks of {own['cell']!r} bytes is unknown to this reader"
-        )
-    tensors = []
-    for name, entry in raw.items():
-        tensors.append(_parse_tensor(name, entry, own["pieces"].get(name)))
-    tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
-    position, digests = 0, {}
-    for tensor in tensors:
-        if tensor.begin != position:
-            raise ValueError(f"tensor {tensor.name!r} begins at byte {tensor.begin} of the data instead of {position}")
-        position = tensor.end
-        if size + position > file_size:
-            raise ValueError(f"tensor {tensor.name!r} ends beyond the file's end")
-        digests[tensor.name] = _split_digests(own["digests"][tensor.name], len(checksum_blocks(tensor.begin, position)))
-    if size + position != file_size:
-        raise CheckpointDamaged(f"it has {file_size} bytes, and its header describes {size + position}")
-    return Header(size, int(own["step"]), str(own["save"]), tuple(tensors), digests)
-
-
-def _parse_tensor(name: str, entry: dict[str, Any], slice_entry: dict[str, Any] | None) -> StoredTensor:
-    dtype, stored_shape = entry["dtype"], natural_numbers(entry["shape"])
-    begin, end = natural_numbers(entry["data_offsets"])
-    if dtype not in DTYPES:
-        raise ValueError(f"tensor {name!r} has the unknown type {dtype!r}")
-    if slice_entry is None:
-        shape, tensor_slice = stored_shape, TensorSlice.full(stored_shape)
-    else:
-        shape = natural_numbers(slice_entry["shape"])
-        tensor_slice = TensorSlice.of_box(
-            natural_numbers(slice_entry["offsets"]), natural_numbers(slice_entry["lengths"])
-        )
-        if "range" in slice_entry:
-            tensor_slice = TensorSlice(tensor_slice.box, *natural_numbers(slice_entry["range"]))
-        if not tensor_slice.within(shape) or tensor_slice.shape != stored_shape:
-            raise ValueError(f"tensor {name!r} has a shard that does not fit its shape")
-    tensor = StoredTensor(name, dtype, shape, tensor_slice, begin)
-    if tensor.end != end:
-        raise ValueError(f"tensor {name!r} has {end - begin} bytes, and its shape needs {tensor.end - begin}")
-    return tensor
+def _stored(tensor: PlacedTensor, shard: dict[str, Any] | None, begin: int) -> StoredTensor:
+    if shard is None:
+        return StoredTensor(tensor.name, tensor.dtype, tensor.shape, TensorSlice.full(tensor.shape), begin)
+    shape = natural_numbers(shard["shape"])
+    tensor_slice = TensorSlice.of_box(natural_numbers(shard["offsets"]), natural_numbers(shard["lengths"]))
+    if "range" in shard:
+        tensor_slice = TensorSlice(tensor_slice.box, *natural_numbers(shard["range"]))
+    if not tensor_slice.within(shape) or tensor_slice.shape != tensor.shape:
+        raise ValueError(f"tensor {tensor.name!r} has a shard that does not fit its shape")
+    return StoredTensor(tensor.name, tensor.dtype, shape, tensor_slice, begin)
 
 
 def natural_numbers(value: Any) -> Shape:

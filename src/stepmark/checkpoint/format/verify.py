@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.checkpoint.format.block_io import read_past_cache, thread_memory
-from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link
 from stepmark.checkpoint.format.checksums import block_checksum
 from stepmark.checkpoint.format.integrity import check_file, check_name, foreign_model_files, read_header
-from stepmark.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, read_manifest, save_of
+from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, save_of
 from stepmark.checkpoint.format.tensor_file import Header
 from stepmark.checkpoint.format.verified_file import BLOCK
-from stepmark.errors import CheckpointDamaged, CheckpointNotFound
+from stepmark.errors import CheckpointDamaged
 
 _ChecksumBlock = tuple[int, int, str, str]  # first byte, last + 1, tensor, checksum
 
@@ -77,19 +76,6 @@ def _verify(folder: Path, threads: int) -> VerifyReport:
     return VerifyReport(folder, manifest.step, sum(entry.size for entry in manifest.files), tuple(faults))
 
 
-def find(path: Path) -> list[Path]:
-    """The checkpoint at this path, or all checkpoints of the run there, oldest first. Raises CheckpointNotFound."""
-    if (path / MANIFEST).exists():
-        return [resolve_link(path)]
-    found = checkpoints(path)[::-1]
-    inside = sorted(each.parent.name for each in path.glob(f"*/{MANIFEST}"))
-    if not found and inside:
-        raise CheckpointNotFound(f"{path} is a folder of checkpoints; name one of them: {', '.join(inside)}")
-    if not found:
-        raise CheckpointNotFound(f"{path} is neither a checkpoint (it has no {MANIFEST}) nor a run with checkpoints")
-    return found
-
-
 def _check_tensors(folder: Path, manifest: Manifest, number: int, pool: ThreadPoolExecutor) -> Iterator[Corruption]:
     entry = manifest.files[number]
     header = read_header(folder, manifest, entry)
@@ -98,18 +84,15 @@ def _check_tensors(folder: Path, manifest: Manifest, number: int, pool: ThreadPo
     def check(run: list[_ChecksumBlock]) -> list[Corruption]:
         low, high = header.size + run[0][0], header.size + run[-1][1]
         data = read_past_cache(folder / entry.name, thread_memory("block", high - low), low, high)
-        origin = run[0][0]
-        bad = [block for block in run if block_checksum(data[block[0] - origin : block[1] - origin]) != block[3]]
-        return [_fault(entry, header, block) for block in bad]
+        origin, faults = run[0][0], []
+        for begin, end, tensor, digest in run:
+            if block_checksum(data[begin - origin : end - origin]) != digest:
+                problem = f"bytes {header.size + begin} to {header.size + end} do not match their checksum"
+                faults.append(Corruption(entry.name, problem, tensor, entry.writer_of(begin)))
+        return faults
 
     for found in pool.map(check, _blocks(header)):
         yield from found
-
-
-def _fault(entry: FileEntry, header: Header, block: _ChecksumBlock) -> Corruption:
-    begin, end, tensor, _ = block
-    problem = f"bytes {header.size + begin} to {header.size + end} do not match their checksum"
-    return Corruption(entry.name, problem, tensor, entry.writer_of(begin))
 
 
 def _blocks(header: Header) -> Iterator[list[_ChecksumBlock]]:

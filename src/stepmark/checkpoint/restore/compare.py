@@ -189,7 +189,11 @@ class _OptimizerComparison:
             state, groups = section.value.named_state(), section.value.named_groups()
         stored = tensors_by_parameter(plan.stored(section.group), state)
         live = tensors_by_parameter(section.entries, state)
-        self._check_class()
+        was, now = saved.get("class"), section.values.get("class")
+        if was is not None and now is not None and was != now and not section.entries:
+            raise CheckpointMismatch(
+                f"section {section.name!r} was saved from {was} in {plan.where}, but is {now} here"
+            )
         if live and not stored:
             self._check_hyperparameters(groups)
         for name in state:
@@ -205,13 +209,6 @@ class _OptimizerComparison:
         self._compare_groups(groups)
         if section.optimizer is not None:
             self._compare_others(section.optimizer)
-
-    def _check_class(self) -> None:
-        was, now = self._saved.get("class"), self._section.values.get("class")
-        if was is not None and now is not None and was != now and not self._section.entries:
-            raise CheckpointMismatch(
-                f"section {self._section.name!r} was saved from {was} in {self._plan.where}, but is {now} here"
-            )
 
     def _check_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
         """No parameter has state in the checkpoint: it was saved before the first step, or by another optimizer."""

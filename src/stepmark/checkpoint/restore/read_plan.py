@@ -67,7 +67,6 @@ class ReadPlan:
         return stored - self.expected
 
     def stored(self, group: str) -> Mapping[str, TensorEntry]:
-        """The checkpoint's tensors in a group."""
         return self.manifest.tensors.get(group, {})
 
     def want(self, group: str, name: str, live: Tensor | None, layout: Layout, dtype: str) -> ReadTarget:

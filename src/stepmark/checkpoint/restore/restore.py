@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepmark.checkpoint.format.checkpoint_folders import quarantine
-from stepmark.checkpoint.format.integrity import check_integrity, read_values
+from stepmark.checkpoint.format.integrity import check_integrity, read_values, what_is_wrong
 from stepmark.checkpoint.format.manifest import MASTER, Manifest, read_manifest
 from stepmark.checkpoint.format.read_errors import FileIncomplete
 from stepmark.checkpoint.operation import Operation
@@ -140,7 +140,10 @@ class Restorer:
         reader = TensorReader(path, manifest, threads=self.threads, alone=self.alone, headers=headers)
         files.enter_context(reader)
         values = read_values(path, manifest)
-        _check_types(values, state, path)
+        try:
+            check_types([values.get(name) for name in state])
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
         for value in state.values():
             if hasattr(value, "ensure_state"):  # an optimizer that would make its state in the first step
                 unused = [name for name, held in value.named_state().items() if held.keys() <= {MASTER}]
@@ -205,7 +208,7 @@ class Restorer:
         if rank == 0 or not all(outcome.incomplete for outcome in outcomes if outcome.damaged):
             return reason
         seen: str | None = self.group.ask_first(
-            lambda: _what_is_wrong(path), f"looking at {path.name} again", board=self.operation.board
+            lambda: what_is_wrong(path), f"looking at {path.name} again", board=self.operation.board
         )
         if seen is None:
             raise CheckpointError(
@@ -228,14 +231,6 @@ class Restorer:
         return quarantined
 
 
-def _check_types(values: Mapping[str, Any], state: Mapping[str, Any], path: Path) -> None:
-    """Raises CheckpointError where the state is to get a value whose type is unknown here."""
-    try:
-        check_types([values.get(name) for name in state])
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-
-
 def _check_same(outcomes: Sequence[RestoreOutcome], path: Path) -> None:
     """Raises CheckpointError, on all ranks, where they have read different manifests: then the result of one rank says
     nothing about the others."""
@@ -246,11 +241,3 @@ def _check_same(outcomes: Sequence[RestoreOutcome], path: Path) -> None:
                 f"ranks {seen[0][0]} and {rank} see different checkpoints as {path}, of saves {seen[0][1]} and {save}: "
                 "give every rank the same path, and mount the same file system there on every node"
             )
-
-
-def _what_is_wrong(path: Path) -> str | None:
-    try:
-        check_integrity(path, read_manifest(path))
-    except CheckpointDamaged as error:
-        return str(error)
-    return None

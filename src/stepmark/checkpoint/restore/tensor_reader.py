@@ -27,7 +27,7 @@ from stepmark.checkpoint.format.verified_file import BLOCK, VerifiedFile
 from stepmark.checkpoint.host_memory import BufferPool, in_groups
 from stepmark.errors import CheckpointDamaged
 from stepmark.runtime.base import Runtime
-from stepmark.sharding.layout import Block, Box, Layout, Part, Shape, Shard, TensorSlice
+from stepmark.sharding.layout import Box, Layout, Part, Shape, Shard, TensorSlice
 from stepmark.sharding.overlap import Overlap, disjoint, overlaps
 from stepmark.sharding.views import block_views, host_array, is_row_major
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Bytes = NDArray[np.uint8]
-Elements = NDArray[Any]  # unsigned integers of the elements' size: numpy lacks some element types
-View = tuple[Block, Elements]  # a block of the wanted slice and its memory, in the shape of the block's box
 LARGE = 4 << 20  # bytes from which a tensor's host memory is a separate mapping
 IN_FLIGHT = 256 << 20  # bytes held on the host for tensors that are not read straight into place
 
@@ -72,7 +70,6 @@ class ReadTarget:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read."""
         return sum([part.slice.numel for part in self.layout.parts]) * item_size(self.dtype)
 
     def new(self) -> Tensor:
@@ -137,7 +134,6 @@ class TensorReader:
         self.close()
 
     def close(self) -> None:
-        """Stops the threads and closes the files."""
         self._pool.shutdown(cancel_futures=True)
         for file in self._files.values():
             file.close()
@@ -168,7 +164,10 @@ class TensorReader:
         elif live is not None:
             parts = {(part.at, part.slice) for target in group for part in target.layout.parts}
             covered = sum(tensor_slice.numel for _, tensor_slice in parts)
-            host = _like_on_host(live, memory) if covered == live.numel() else _copy_on_host(live, runtime)
+            if covered == live.numel():
+                host = _like_on_host(live, memory)
+            else:  # a copy to read into, with its elements in row-major order, whatever their order is in `live`
+                host = runtime.to_host([live])[0].resolve_conj().resolve_neg().contiguous()
             size = host.nbytes
         else:
             host = group[0].new()
@@ -191,7 +190,8 @@ class TensorReader:
         assert isinstance(part.at, int)
         size, position = item_size(entry.dtype), part.slice.start
         flat = host_array(target.host.view(-1), write=True).view(np.uint8)
-        in_use = _in_use(target)
+        live = target.live
+        in_use = live is not None and live.device.type == "cpu" and live.data_ptr() == target.host.data_ptr()
         for index, stored in sorted(entry.slices, key=lambda tensor_slice: tensor_slice[1].start):
             start, stop = max(stored.start, part.slice.start), min(stored.stop, part.slice.stop)
             if start >= stop:
@@ -217,8 +217,9 @@ class TensorReader:
                 found += [pair.box for pair in pairs]
                 file = self._file(index)
                 tensor = file.tensor(target.name, entry.dtype, stored)
-                for start, stop in element_blocks(tensor, pairs):
-                    yield partial(_copy_boxes, file, tensor, start, stop, target, part)
+                size, (first, last) = item_size(entry.dtype), _span(pairs)
+                for begin, end in byte_blocks(tensor.begin + first * size, tensor.begin + last * size):
+                    yield partial(_copy_boxes, file, tensor, begin, end, target, part)
         if sum(box.numel for box in found) != part.slice.numel or not disjoint(found):
             raise self._incomplete(target)
 
@@ -282,18 +283,6 @@ def _like_on_host(live: Tensor, memory: BufferPool) -> Tensor:
     return memory.take(live.nbytes).view(live.dtype).view(live.shape)
 
 
-def _copy_on_host(live: Tensor, runtime: Runtime) -> Tensor:
-    """A copy to read into, with its elements in row-major order, whatever their order is in `live`."""
-    return runtime.to_host([live])[0].resolve_conj().resolve_neg().contiguous()
-
-
-def _in_use(target: ReadTarget) -> bool:
-    """Whether the memory that is filled is the live tensor's: only verified bytes may be written there."""
-    assert target.host is not None
-    live = target.live
-    return live is not None and live.device.type == "cpu" and live.data_ptr() == target.host.data_ptr()
-
-
 def _read_runs(runs: Sequence[_Run]) -> None:
     file, tensor, begin, end, where, in_use = runs[0]
     if len(runs) == 1 and not in_use:
@@ -305,14 +294,26 @@ def _read_runs(runs: Sequence[_Run]) -> None:
         np.copyto(run.where, read[run.begin - begin : run.end - begin])
 
 
-def _copy_boxes(
-    file: VerifiedFile, tensor: StoredTensor, start: int, stop: int, target: ReadTarget, part: Part
-) -> None:
-    """Copies what elements [start, stop) of a stored shard, at most one block, and a part of the target share."""
+def _copy_boxes(file: VerifiedFile, stored: StoredTensor, begin: int, end: int, target: ReadTarget, part: Part) -> None:
+    """Copies what bytes [begin, end) of a file's data, all of one shard and at most one block, and a part of the target
+    have in common. Raises CheckpointDamaged for bytes that differ from their checksum."""
     assert target.host is not None
+    size = item_size(stored.dtype)
+    start, stop = ((at - stored.begin) // size + stored.slice.start for at in (begin, end))
+    pairs = overlaps(TensorSlice(stored.slice.box, start, stop), part.slice)
+    if not pairs:
+        return
+    first, last = _span(pairs)
+    read = np.frombuffer(file.read(stored, begin + first * size, begin + last * size), dtype=f"u{size}")
     views = block_views(target.host, part, 0, part.slice.numel)
-    arrays = [(block, host_array(view, write=True)) for block, view in views]
-    copy_block(file, tensor, start, stop, part.slice, arrays)
+    arrays = [(block.box, host_array(view, write=True)) for block, view in views]
+    for pair in pairs:
+        strides = tuple(stride * size for stride in pair.strides())
+        source = np.lib.stride_tricks.as_strided(read[pair.first - first :], pair.box.lengths, strides, writeable=False)
+        for box, memory in arrays:
+            common = box.intersect(pair.box)
+            if common is not None:
+                memory[common.index_in(box)] = source[common.index_in(pair.box)]
 
 
 def byte_blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -321,37 +322,6 @@ def byte_blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
         stop = min(end, (begin // BLOCK + 1) * BLOCK)
         yield begin, stop
         begin = stop
-
-
-def element_blocks(stored: StoredTensor, pairs: Sequence[Overlap]) -> Iterator[tuple[int, int]]:
-    """Splits the elements of a stored shard from the first to the last of the overlaps as `byte_blocks` does."""
-    size = item_size(stored.dtype)
-    first, last = _span(pairs)
-    for begin, end in byte_blocks(stored.begin + first * size, stored.begin + last * size):
-        yield (begin - stored.begin) // size, (end - stored.begin) // size
-
-
-def copy_block(
-    file: VerifiedFile, stored: StoredTensor, start: int, stop: int, wanted: TensorSlice, views: Sequence[View]
-) -> None:
-    """Copies what elements [start, stop) of a stored shard, at most one block, and the wanted slice have in common.
-
-    `views` are the blocks of `wanted`. Raises CheckpointDamaged for bytes that differ from their checksum.
-    """
-    pairs = overlaps(TensorSlice(stored.slice.box, stored.slice.start + start, stored.slice.start + stop), wanted)
-    if not pairs:
-        return
-    size = item_size(stored.dtype)
-    first, last = _span(pairs)
-    begin = stored.begin + start * size
-    read = np.frombuffer(file.read(stored, begin + first * size, begin + last * size), dtype=f"u{size}")
-    for pair in pairs:
-        strides = tuple(stride * size for stride in pair.strides())
-        source = np.lib.stride_tricks.as_strided(read[pair.first - first :], pair.box.lengths, strides, writeable=False)
-        for block, memory in views:
-            common = block.box.intersect(pair.box)
-            if common is not None:
-                memory[common.index_in(block.box)] = source[common.index_in(pair.box)]
 
 
 def _span(pairs: Sequence[Overlap]) -> tuple[int, int]:

@@ -135,13 +135,14 @@ class Background:
 
     def _retain(self, newest: Path, writer: SaveWriter) -> None:
         """Deletes what no policy keeps, now that `newest` is committed; an error is raised by the next call."""
-        handle = SaveHandle(writer.step)
+        step, save = writer.commit.manifest.step, writer.commit.manifest.save
+        handle = SaveHandle(step)
         self._aftermaths.append(handle)
-        what = f"deleting old checkpoints after step {writer.step}"
+        what = f"deleting old checkpoints after step {step}"
         operation = Operation(what, f"{what} has failed", writer.operation.board, self._timeout, handle)
         try:
             operation.enter("deleting")
-            self._cleaner.after(newest, writer.save)
+            self._cleaner.after(newest, save)
             operation.leave()
             handle.succeed(newest)
         except OSError as error:

@@ -62,7 +62,15 @@ class Commit:
         for number, file in enumerate(plan.files):
             writers = tuple((share.rank, share.end) for share in file.shares)
             entries.append(FileEntry(file.name, file.size, headers[number], file.header_size, writers))
-        for name in self._write_other_files(temporary, plan):
+        files.make_folder(temporary)
+        made = {VALUES: self.values}
+        if (index := model_index(plan)) is not None:
+            made[INDEX] = index
+        for name, data in made.items():
+            files.write_file(temporary / name, data)
+        for name in self.extra:
+            files.sync_file(temporary / name)
+        for name in (*made, *self.extra):
             size, checksum = file_checksum(temporary / name)
             entries.append(FileEntry(name, size, checksum))
         complete = replace(self.manifest, files=tuple(entries), tensors=tensor_entries(plan), time=self.clock.now())
@@ -71,17 +79,6 @@ class Commit:
         parse_manifest(data, size)  # nothing is committed that a restore would refuse
         files.write_file(temporary / MANIFEST, data)
         return size + len(data)
-
-    def _write_other_files(self, temporary: Path, plan: SavePlan) -> list[str]:
-        """Their names; all of them are synced."""
-        files.make_folder(temporary)
-        files.write_file(temporary / VALUES, self.values)
-        index = model_index(plan)
-        if index is not None:
-            files.write_file(temporary / INDEX, index)
-        for name in self.extra:
-            files.sync_file(temporary / name)
-        return [VALUES, *([INDEX] if index is not None else []), *self.extra]
 
 
 def model_index(plan: SavePlan) -> bytes | None:

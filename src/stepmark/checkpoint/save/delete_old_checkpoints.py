@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.leases import Leases
@@ -24,8 +22,7 @@ from stepmark.checkpoint.format.integrity import check_name
 from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.checkpoint.retention_policies import Retention, Saved, steps_to_delete
 from stepmark.errors import CheckpointError
-from stepmark.filesystem import files
-from stepmark.filesystem.json_files import read_lines
+from stepmark.filesystem.json_files import append_line, read_lines
 from stepmark.filesystem.json_values import decode_plain
 from stepmark.liveness.failure_report import describe_error
 
@@ -85,7 +82,8 @@ class CheckpointCleaner:
             return
         saved, name = self._known[path]
         try:
-            _note(self._folder, DeletedCheckpoint(saved.step, name, time.time()))
+            deleted = DeletedCheckpoint(saved.step, name, time.time())
+            append_line(self._folder / COORDINATION / DELETED, asdict(deleted))
         except OSError as error:
             logger.warning("that %s was deleted could not be noted: %s", path, describe_error(error))
 
@@ -101,16 +99,6 @@ def _saved(path: Path) -> tuple[Saved, str]:
     check_name(path, manifest)
     saved = Saved(manifest.step, manifest.time, decode_plain(manifest.metrics), resumable=not manifest.model_only)
     return saved, manifest.save
-
-
-def _note(folder: Path, deleted: DeletedCheckpoint) -> None:
-    """Adds a line, which begins with its line break, so that half a line of a killed run does not corrupt the next."""
-    line = json.dumps({"step": deleted.step, "save": deleted.save, "time": deleted.time})
-    descriptor = files.open_for_writing(folder / COORDINATION / DELETED)
-    try:
-        files.write_at(descriptor, memoryview(f"\n{line}".encode()), os.fstat(descriptor).st_size)
-    finally:
-        files.close(descriptor)
 
 
 def read_deleted(folder: Path) -> list[DeletedCheckpoint]:

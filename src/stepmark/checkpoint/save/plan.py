@@ -86,7 +86,6 @@ class PlannedFile:
 
     @property
     def finalizer(self) -> int:
-        """The rank that writes the header."""
         return self.shares[0].rank
 
 

@@ -14,7 +14,7 @@ from stepmark.checkpoint.format.manifest import ADAPTER, MANIFEST, OPTIMIZER, ST
 from stepmark.checkpoint.save.commit import INDEX
 from stepmark.checkpoint.save.plan import SavePlan, plan_save
 from stepmark.checkpoint.save.table_exchange import RankTables, gather_rows, gather_values, tabulate
-from stepmark.checkpoint.sections import Entry, Section, describe
+from stepmark.checkpoint.sections import Section, describe
 from stepmark.errors import CheckpointError, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.json_values import encode_plain
@@ -29,38 +29,13 @@ _SLACK = 16 << 20  # bytes of free disk beyond the tensors: values, manifest, th
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What this rank contributes to a save."""
+    """What this rank contributes to a save. The manifest does not say yet what all ranks save together."""
 
-    step: int
-    save: str
     temporary: Path
     sections: list[Section]
     tables: RankTables
-    metadata: Any
-    metrics: Any
-    model_only: bool
-    extra: Sequence[str] = field(default_factory=tuple)
-
-    def entries(self) -> dict[tuple[str, str], Entry]:
-        """All live tensors by group and name."""
-        return {(s.group, name): entry for s in self.sections for name, entry in s.entries.items()}
-
-    def manifest(self, world_size: int, mesh: Mapping[str, int], kinds: Mapping[str, str]) -> Manifest:
-        """The manifest without files and tensors."""
-        return Manifest(
-            step=self.step,
-            save=self.save,
-            time=0.0,
-            software={**software_versions(), "torch": torch.__version__},
-            world_size=world_size,
-            mesh=mesh,
-            model_only=self.model_only,
-            sections=kinds,
-            files=(),
-            tensors={},
-            metadata=self.metadata,
-            metrics=self.metrics,
-        )
+    manifest: Manifest
+    extra: Sequence[str] = ()
 
 
 def prepare_save(
@@ -93,17 +68,19 @@ def prepare_save(
             tensors &= name != f"{ADAPTER}.safetensors" or any(section.group == ADAPTER for section in sections)
             if tensors or name in (MANIFEST, VALUES, INDEX):
                 raise UsageError(f"files: {name} is a name that the checkpoint itself uses; choose another")
-    return SaveRequest(
-        step,
-        save,
-        temporary,
-        sections,
-        tabulate(sections, first=hasattr(state, "sections")),
-        encode_plain(dict(metadata or {}), "metadata"),
-        encode_plain({name: float(value) for name, value in (metrics or {}).items()}, "metrics"),
-        model_only,
-        extra,
+    manifest = Manifest(
+        step=step,
+        save=save,
+        time=0.0,
+        software={**software_versions(), "torch": torch.__version__},
+        world_size=1,
+        mesh={},
+        model_only=model_only,
+        sections={},
+        metadata=encode_plain(dict(metadata or {}), "metadata"),
+        metrics=encode_plain({name: float(value) for name, value in (metrics or {}).items()}, "metrics"),
     )
+    return SaveRequest(temporary, sections, tabulate(sections, first=hasattr(state, "sections")), manifest, extra)
 
 
 def _check_extra(folder: Path, name: str) -> None:
@@ -172,7 +149,7 @@ class SavePlanner:
         if self._last is None or self._last[0] != key:
             with without_collection():  # hundreds of thousands of objects that stay, without cycles
                 holdings = gather_rows(request.tables, checksums, self._meeting, board)
-                plan = plan_save(holdings, self._nodes, request.save, max_file_size=self._max_file_size)
+                plan = plan_save(holdings, self._nodes, request.manifest.save, max_file_size=self._max_file_size)
             self._last = (key, plan)
         return self._last[1], values
 

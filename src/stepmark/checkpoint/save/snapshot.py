@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -76,15 +75,6 @@ def extents_of(plan: SavePlan, rank: int) -> tuple[list[Extent], int]:
     return extents, position
 
 
-def staging_sizes(plan: SavePlan) -> Counter[int]:
-    """How much staging memory each rank needs."""
-    sizes: Counter[int] = Counter()
-    for file in plan.files:
-        for share in file.shares:
-            sizes[share.rank] += (share.end - share.begin + PAGE - 1) // PAGE * PAGE
-    return sizes
-
-
 @without_collection()
 def plan_copies(plan: SavePlan, extents: Sequence[Extent], entries: Mapping[tuple[str, str], Entry]) -> list[Copy]:
     """The copies that fill the extents, those from the same tensor together. `entries` is by group and name."""
@@ -134,7 +124,6 @@ class PendingCopies:
 
     @torch.no_grad()
     def run(self, memory: memoryview, threads: int) -> None:
-        """Makes them."""
         try:
             with ExitStack() as aside:
                 for stream in self._streams:
@@ -163,6 +152,9 @@ class PendingCopies:
             stream.hold_back()
         with self._clearing:  # who writes gets the same memory once nobody keeps it
             self._copies.clear()
+
+
+_side_stream = functools.cache(torch.Stream)  # by device
 
 
 class SideStream:
@@ -196,11 +188,6 @@ class SideStream:
         """Waits until the copies are made."""
         for event in self._copied:
             event.synchronize()
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.Stream:
-    return torch.Stream(device)
 
 
 def begin_copies(
@@ -361,7 +348,7 @@ def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int
     runs: list[tuple[int, NDArray[np.uint8]]] = []
     for copy, source in found:
         if isinstance(copy.part.at, int) and source.device.type == "cpu" and is_row_major(source):
-            data = _run(copy, copy.part.at, source)
+            data = host_array(source.view(-1)[copy.part.at + copy.start : copy.part.at + copy.stop]).view(np.uint8)
             runs += [(copy.at + begin, data[begin : begin + _CHUNK]) for begin in range(0, len(data), _CHUNK)]
         else:
             _copy(copy, source, memory)
@@ -371,10 +358,6 @@ def _copy_all(found: Sequence[tuple[Copy, Tensor]], memory: Tensor, threads: int
             np.copyto(target[at : at + len(data)], data)
 
     in_parallel(copy_chunk, in_groups(runs, [len(data) for _, data in runs], _CHUNK), threads)
-
-
-def _run(copy: Copy, at: int, source: Tensor) -> NDArray[np.uint8]:
-    return host_array(source.view(-1)[at + copy.start : at + copy.stop]).view(np.uint8)
 
 
 def _copy(copy: Copy, source: Tensor, memory: Tensor) -> None:

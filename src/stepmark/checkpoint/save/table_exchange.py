@@ -39,7 +39,6 @@ class RankTables:
 
 @without_collection()
 def tabulate(sections: Sequence[Section], *, first: bool = False) -> RankTables:
-    """The tables of this rank's sections."""
     rows = {}
     for section in sections:
         listed = [
@@ -54,18 +53,10 @@ def tabulate(sections: Sequence[Section], *, first: bool = False) -> RankTables:
 
 
 def encode_rows(rows: Sequence[Row]) -> bytes:
-    """A table of rows of one group in portable form."""
-    return json.dumps([_row_to_json(row) for row in rows]).encode()
-
-
-def _row_to_json(row: Row) -> list[Any]:
-    tensor_slice = row.slice
-    place = (
-        None
-        if tensor_slice.is_full(row.shape)
-        else [tensor_slice.box.offsets, tensor_slice.box.lengths, tensor_slice.start, tensor_slice.stop]
-    )
-    return [row.name, row.dtype, row.shape, place, row.first]
+    """A table of rows of one group in portable form; complete tensors have null as their slice."""
+    slices = (None if row.slice.is_full(row.shape) else row.slice for row in rows)
+    table = [[row.name, row.dtype, row.shape, each, row.first] for row, each in zip(rows, slices, strict=True)]
+    return json.dumps(table).encode()
 
 
 def _rows_from_json(group: str, data: bytes) -> tuple[Row, ...]:
@@ -77,14 +68,13 @@ def _rows_from_json(group: str, data: bytes) -> tuple[Row, ...]:
     for name, dtype, raw_shape, place, first in json.loads(data):
         if (raw_shape, place) != last:
             last, shape = (raw_shape, place), tuple(raw_shape)
-            tensor_slice = TensorSlice.full(shape) if place is None else _slice_from_json(place)
+            if place is None:
+                tensor_slice = TensorSlice.full(shape)
+            else:
+                (offsets, lengths), start, stop = place
+                tensor_slice = TensorSlice(Box(tuple(offsets), tuple(lengths)), start, stop)
         rows.append(Row(group, name, dtype, shape, tensor_slice, first))
     return tuple(rows)
-
-
-def _slice_from_json(place: list[Any]) -> TensorSlice:
-    offsets, lengths, start, stop = place
-    return TensorSlice(Box(tuple(offsets), tuple(lengths)), start, stop)
 
 
 TableChecksums = Sequence[dict[str, str]]  # each rank's `RankTables.checksums()`
@@ -94,9 +84,8 @@ def gather_rows(
     tables: RankTables, checksums_of_all: TableChecksums, meeting: TimedGroup, board: StatusStore | None = None
 ) -> list[Holding]:
     """All distinct tables, each with the ranks that hold it; collective."""
-    holders = _holders(checksums_of_all)
-    mine = {name: tables.rows[name] for name, checksum in tables.checksums().items() if name}
-    sent = _exchange(mine, {key: ranks for key, ranks in holders.items() if key[0]}, tables, meeting, board)
+    holders = {key: ranks for key, ranks in _holders(checksums_of_all).items() if key[0]}
+    sent = _exchange(tables.rows, holders, meeting, board, "planning a save")
     return [
         Holding(_rows_from_json(name, data), tuple(holders[name, checksum])) for (name, checksum), data in sent.items()
     ]
@@ -113,7 +102,7 @@ def gather_values(
     if len(holders) == 1:
         return dict(json.loads(tables.values))
     values: dict[str, Any] = {}
-    for key, data in _exchange({"": tables.values}, holders, tables, meeting, board, "merging plain values").items():
+    for key, data in _exchange({"": tables.values}, holders, meeting, board, "merging plain values").items():
         values = _merge(values, json.loads(data), (), holders[key][0], tables.first)
     return values
 
@@ -130,18 +119,12 @@ def _holders(checksums_of_all: TableChecksums) -> dict[tuple[str, str], list[int
 def _exchange(
     mine: dict[str, bytes],
     holders: dict[tuple[str, str], list[int]],
-    tables: RankTables,
     meeting: TimedGroup,
     board: StatusStore | None,
-    what: str = "planning a save",
+    what: str,
 ) -> dict[tuple[str, str], bytes]:
     """Each distinct table, from the first rank that holds it, in the order of `holders`."""
-    own = tables.checksums()
-    packed = {
-        (name, checksum): zlib.compress(mine[name], 1)
-        for (name, checksum), ranks in holders.items()
-        if ranks[0] == meeting.rank and own.get(name) == checksum
-    }
+    packed = {key: zlib.compress(mine[key[0]], 1) for key, ranks in holders.items() if ranks[0] == meeting.rank}
     sent: dict[tuple[str, str], bytes] = {}
     for part in meeting.all_gather(packed, what, board):
         sent.update(part)

@@ -34,12 +34,10 @@ Checksums = dict[int, dict[str, dict[int, str]]]
 
 @dataclass(frozen=True)
 class SaveWriter:
-    """What one rank has to write in a save of `step`, whose random name is `save`. Only rank 0 uses `commit`."""
+    """What one rank has to write. Rank 0 commits it; the others need of `commit` which save it is."""
 
     operation: Operation
     rank: int
-    step: int
-    save: str
     temporary: Path
     plan: SavePlan
     extents: Sequence[Extent]
@@ -81,7 +79,8 @@ class SaveWriter:
             for post in posts.values():
                 for name, found in post.get(str(index), {}).items():
                     merged.setdefault(name, {}).update({int(number): checksum for number, checksum in found.items()})
-            header = write_header(self.temporary, self.plan.files[index], self.step, self.save, merged)
+            manifest = self.commit.manifest
+            header = write_header(self.temporary, self.plan.files[index], manifest.step, manifest.save, merged)
             headers[index] = bytes_checksum(header)
         self.operation.board.post("finalized", headers)
 

@@ -83,9 +83,7 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> Parameters:
 
 
 def _llama(config: Mapping[str, Any], kind: str) -> Parameters:
-    hidden, inner, heads = (
-        _size(config, f"{key}") for key in ("hidden_size", "intermediate_size", "num_attention_heads")
-    )
+    hidden, inner, heads = (_size(config, key) for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
     size = hidden // heads
     if config.get("head_dim") is not None or kind == "qwen3":
         if kind in ("qwen2", "granite"):  # a field that these models may or may not heed

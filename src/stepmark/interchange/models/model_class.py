@@ -27,18 +27,10 @@ _SECONDS = 600  # after which that process is taken to hang
 
 
 def outline_of(path: Path, tensors: int, adapter: Path | None = None) -> ModelOutline:
-    """The model that a config.json describes, or the adapter over it.
+    """The model that a config.json describes, or PEFT's adapter in the folder `adapter` over it.
 
-    Args:
-        path: The file.
-        tensors: How many tensors the checkpoint has: a config of many more layers is refused before it is built.
-        adapter: The folder of PEFT's adapter. Default: none.
-
-    Returns:
-        Its outline.
-
-    Raises:
-        CheckpointMismatch: It is not the config of a model that transformers knows, or not of this checkpoint.
+    A config of many more layers than the checkpoint has `tensors` is refused before it is built. Raises
+    CheckpointMismatch where it is not the config of a model that transformers knows, or not of this checkpoint.
     """
     config = read_config(path)
     check_counts(path, config, tensors)

@@ -71,7 +71,6 @@ class ModelOutline:
 
     @classmethod
     def from_json(cls, text: str) -> ModelOutline:
-        """What `to_json` wrote."""
         found = json.loads(text)
         for key in ("parameters", "state"):
             found[key] = {name: tuple(shape) for name, shape in found[key].items()}

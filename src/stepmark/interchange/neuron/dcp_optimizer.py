@@ -14,7 +14,7 @@ from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.neuron.stages import Stage
 from stepmark.interchange.sources.dcp_store import METADATA, DcpStore, read_store
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
-from stepmark.interchange.sources.torch_optimizer import STEP, plain
+from stepmark.interchange.sources.torch_optimizer import STEP, group_settings
 
 _STATE = re.compile(r"base_state\.(?P<name>.+)\.(?P<key>[^.|]+)(?:\|pp-(?P<pp>\d+))?(?:\|tp-(?P<tp>\d+))?\Z")
 _MASTER = re.compile(r"sharded_master_weights\.(?P<name>[^|]+)(?:\|pp-(?P<pp>\d+))?(?:\|tp-(?P<tp>\d+))?\Z")
@@ -22,7 +22,6 @@ _GROUP = re.compile(r"param_groups\.(?P<group>\d+)\.(?P<key>.+)\Z")
 
 
 def add_optimizers(stages: list[Stage], folder: Path, found: ForeignCheckpoint) -> None:
-    """Adds the states in the store to the stages."""
     store = read_store(folder, listed=False)
     found.records += store.records
     groups = _groups(store)
@@ -35,7 +34,12 @@ def add_optimizers(stages: list[Stage], folder: Path, found: ForeignCheckpoint) 
         if key == STEP:
             steps[name] = tensor
             continue
-        stage = _stage_of(stages, name, int(match["pp"] or 0), folder)
+        pp = int(match["pp"] or 0)
+        if pp >= len(stages) or name not in stages[pp].tensors:
+            raise CheckpointDamaged(
+                f"{folder / METADATA}: the model files have no tensor {name!r} in pipeline stage {pp}"
+            )
+        stage = stages[pp]
         ranks = stage.states.setdefault(name, {}).setdefault(key, [None] * len(stage.tensors[name]))
         rank = int(match["tp"] or 0)
         if rank >= len(ranks):
@@ -46,19 +50,7 @@ def add_optimizers(stages: list[Stage], folder: Path, found: ForeignCheckpoint) 
         _complete(stage, steps, some, groups, folder)
 
 
-def _stage_of(stages: list[Stage], name: str, pp: int, folder: Path) -> Stage:
-    if pp < len(stages) and name in stages[pp].tensors:
-        return stages[pp]
-    raise CheckpointDamaged(f"{folder / METADATA}: the model files have no tensor {name!r} in pipeline stage {pp}")
-
-
-def _complete(
-    stage: Stage,
-    steps: dict[str, Any],
-    some: Any,
-    groups: list[dict[str, Any]],
-    folder: Path,
-) -> None:
+def _complete(stage: Stage, steps: dict[str, Any], some: Any, groups: list[dict[str, Any]], folder: Path) -> None:
     for name, state in stage.states.items():
         for key, ranks in state.items():
             if any(rank is None for rank in ranks):
@@ -76,5 +68,5 @@ def _groups(store: DcpStore) -> list[dict[str, Any]]:
     for name, value in store.values.items():
         match = _GROUP.match(name)
         if match is not None and match["key"] != "params":
-            groups.setdefault(int(match["group"]), {})[match["key"]] = plain(value, str(store.folder))
-    return [groups[number] for number in sorted(groups)]
+            groups.setdefault(int(match["group"]), {})[match["key"]] = value
+    return group_settings([groups[number] for number in sorted(groups)], str(store.folder))

@@ -55,17 +55,10 @@ def joined_experts(name: str, arrays: list[GlobalTensor]) -> GlobalTensor:
 def add_expert_optimizer(
     stage: Stage, files: Mapping[Place, Path], experts: int, records: list[Record], lost: list[str]
 ) -> str | None:
-    """Adds a stage's states, where the files have all of them; returns the rule by which they got names.
+    """Adds the states of a stage, whose tensors are those of all `experts` ranks; returns the rule by which they got
+    names, or None where the files do not have all of them, which is added to `lost`.
 
-    Args:
-        stage: Its tensors are those of all experts.
-        files: Those of the stage.
-        experts: The expert parallel size.
-        records: Those of zip archives are added.
-        lost: What cannot be recovered is added; then the result is None.
-
-    Raises:
-        CheckpointDamaged: A file is malformed, or missing.
+    Raises CheckpointDamaged where a file is malformed, or missing.
     """
     fill_from_masters(stage)  # which there are none of: so this says which weights are missing
     if any(place.dp < 0 for place in files):

@@ -72,16 +72,11 @@ class Move:
 def moves_of(
     name: str, shapes: Sequence[Shape], heads: HeadLayout | None, dim: int | str | None = "name"
 ) -> list[Move]:
-    """Where the parts of the ranks' tensors of a name belong.
+    """Where the parts of the tensor parallel ranks' tensors of these shapes, stored under a name, belong.
 
-    Args:
-        name: As it is stored.
-        shapes: Of each tensor parallel rank's tensor.
-        heads: None where the checkpoint has no attention heads that are cut.
-        dim: Along which it is cut, None if every rank has all of it; default: what its name says.
-
-    Raises:
-        CheckpointMismatch: The shapes do not fit the name.
+    `heads` is None where the checkpoint has no attention heads that are cut. `dim` is that along which the tensor is
+    cut, None if every rank has all of it; by default what the name says. Raises CheckpointMismatch where the shapes do
+    not fit the name.
     """
     match = _NAME.match(name)
     if match is None:

@@ -55,7 +55,10 @@ def finish_adapter(
     """Completes an adapter. Raises CheckpointMismatch where parts of it are in no file."""
     _reshard(stages, heads_config(options, found), heads, found)
     found.kind += " LoRA adapter"
-    found.model = {_peft_name(name): tensor for name, tensor in model_of(stages, heads).items()}
+    found.model = {  # of adapters, PEFT's names; of the base model, Hugging Face's
+        f"{PREFIX}{name}" if ".lora_" in name else name.replace(".base_layer.", "."): tensor
+        for name, tensor in model_of(stages, heads).items()
+    }
     if not all(name.startswith(PREFIX) for name in found.model):
         found.assumed.append("the base model was saved with the adapter; it is written beside it, as model.safetensors")
     found.adapter = True
@@ -74,16 +77,15 @@ def _reshard(
     """
     sizes = _whole_sizes(config)
     for stage in stages:
-        cut = {
-            name: dim for name in stage.shapes() if len(stage.tensors[name]) > 1 and (dim := _cut_dim(name)) is not None
-        }
+        shapes = stage.shapes()
+        cut = {name: dim for name in shapes if len(stage.tensors[name]) > 1 and (dim := _cut_dim(name)) is not None}
         unknown = next((name for name in cut if _module(name) not in sizes), None)
         if unknown is not None and not any(_module(name) in sizes for name in cut):
             raise CheckpointMismatch(
                 f"{found_path(stage, unknown)}: whether the adapter was gathered when it was saved "
                 "(merge_sharded_lora), the sizes in the model's config tell; give it with --config"
             )
-        sample = next((name for name in cut if _is_whole(stage, name, cut, sizes)), None)
+        sample = next((name for name, dim in cut.items() if shapes[name][dim] == sizes.get(_module(name))), None)
         if sample is None:
             continue
         if heads is not None and heads.copies > 1:
@@ -111,23 +113,20 @@ def _cut_dim(name: str) -> int | None:
 
 def _whole_sizes(config: Mapping[str, Any] | None) -> dict[str, int]:
     """The size of a module's cut dim in the whole model, as far as the config says it."""
-    width, inner = _attention_width(config), (config or {}).get("intermediate_size")
-    heads, keys = ((config or {}).get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
+    fields = "num_attention_heads num_key_value_heads head_dim hidden_size intermediate_size vocab_size"
+    heads, keys, size, hidden, inner, vocabulary = ((config or {}).get(field) for field in fields.split())
+    width = heads * size if type(heads) is int and type(size) is int else hidden
     found = {"o_proj": width, "q_proj": width, "down_proj": inner, "gate_proj": inner, "up_proj": inner}
+    found["lm_head"] = vocabulary
     if type(heads) is int and type(keys or heads) is int and type(width) is int and heads:
         found["k_proj"] = found["v_proj"] = width // heads * (keys or heads)
-    found["lm_head"] = (config or {}).get("vocab_size")
     if type(inner) is int:
         found["gate_up_proj"] = 2 * inner
     return {module: size for module, size in found.items() if type(size) is int}
 
 
-def _is_whole(stage: Stage, name: str, cut: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
-    """Whether a rank's tensor is as large as the whole one; weight_q of a fused module is that of q_proj."""
-    return stage.shapes()[name][cut[name]] == sizes.get(_module(name))
-
-
 def _module(name: str) -> str:
+    """The module of an adapter's tensor; weight_q of a fused module is that of q_proj."""
     match = _ADAPTER.search(name)
     assert match is not None
     return "q_proj" if name.endswith("weight_q") else match["module"]
@@ -146,24 +145,10 @@ def _part(stage: Stage, name: str, dim: int, rank: int) -> GlobalTensor:
     return replace(part, replicas=again.pieces if rank else ())
 
 
-def _peft_name(name: str) -> str:
-    """PEFT's name of an adapter's tensor, Hugging Face's of one of the base model."""
-    return f"{PREFIX}{name}" if ".lora_" in name else name.replace(".base_layer.", ".")
-
-
 def found_path(stage: Stage, name: str) -> str:
     """File and tensor, for messages."""
     first = stage.tensors[name][0]
     return first.where if isinstance(first, GlobalTensor) else str(first.path)
-
-
-def _attention_width(config: Mapping[str, Any] | None) -> int | None:
-    heads = (config or {}).get("num_attention_heads")
-    size = (config or {}).get("head_dim")
-    if type(heads) is int and type(size) is int:
-        return heads * size
-    hidden = (config or {}).get("hidden_size")
-    return hidden if type(hidden) is int else None
 
 
 def _peft_config(config: Mapping[str, Any]) -> dict[str, Any]:

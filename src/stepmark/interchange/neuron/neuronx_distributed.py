@@ -179,7 +179,6 @@ def _experts(name: str, values: list[Any], paths: list[Path]) -> GlobalTensor:
 
 
 def add_optimizers(stages: list[Stage], files: dict[Place, Path], found: ForeignCheckpoint, tag: Path) -> None:
-    """Adds the optimizer's states to all stages."""
     experts = found.mesh["ep"]
     if experts == 1 and any(place.ep for place in files):
         raise CheckpointDamaged(f"{tag}: the optimizer is of several expert parallel ranks, and the model of one")

@@ -12,10 +12,16 @@ from stepmark.interchange.neuron.rank_files import Place
 from stepmark.interchange.neuron.stages import Stage
 from stepmark.interchange.neuron.unsharding import row_chunks
 from stepmark.interchange.sources.optimizer_names import numbered_names
-from stepmark.interchange.sources.torch_optimizer import as_tensor, name_groups, plain, shared_value, state_shape
+from stepmark.interchange.sources.torch_optimizer import (
+    as_tensor,
+    group_settings,
+    name_groups,
+    shapes_of,
+    shared_value,
+    state_shape,
+)
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor
-from stepmark.tensor_files.pickle_reader import natural
 from stepmark.tensor_files.records import Record
 from stepmark.tensor_files.torch_file import Missing, read_rank_file
 
@@ -37,28 +43,22 @@ def add_optimizer(
 ) -> str:
     """Adds the states in a stage's optimizer files to it; returns the rule by which they got names.
 
-    Args:
-        stage: Its tensors are there already.
-        files: Those of the stage.
-        records: Those of zip archives are added.
-        lost: What cannot be recovered is added.
-        only_first: Whether the tool writes the file of the first data parallel rank only.
-        given: The files' contents, where they were read before.
+    `lost` gets what cannot be recovered. `only_first`: the tool writes the file of the first data parallel rank only.
+    `given`: the files' contents, where they were read before.
 
-    Raises:
-        CheckpointDamaged: A file is missing or malformed.
-        Unrecoverable: With `only_first`, the states are a part only.
+    Raises CheckpointDamaged where a file is missing or malformed, and Unrecoverable where the states of `only_first`
+    are a part.
     """
     ranks = sorted({place.tp for place in files})
-    contents = {
-        place: _checked(path, read_rank_file(path, records) if given is None else given[place])
-        for place, path in files.items()
-    }
+    contents = {place: read_rank_file(path, records) for place, path in files.items()} if given is None else given
+    for place, value in contents.items():
+        if not isinstance(value, dict) or not isinstance(value.get("param_groups"), list):
+            raise CheckpointDamaged(f"{files[place]} is not the state of an optimizer: it has no param_groups")
     first_place = min(files, key=lambda place: (place.tp, place.dp))
     where = files[first_place]
     first = contents[first_place]
     zero = "base_state" in first
-    groups = _groups(first, where)
+    groups = group_settings(first["param_groups"], str(where))
     shapes = _shapes(first, where, zero)
     if any(type(number) is not int for number in shapes):
         raise CheckpointDamaged(f"{where}: the optimizer's states are not numbered")
@@ -82,19 +82,6 @@ def add_optimizer(
     return rule
 
 
-def _checked(path: Path, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or not isinstance(value.get("param_groups"), list):
-        raise CheckpointDamaged(f"{path} is not the state of an optimizer: it has no param_groups")
-    return value
-
-
-def _groups(value: dict[str, Any], where: Path) -> list[dict[str, Any]]:
-    groups = value["param_groups"]
-    if not all(isinstance(group, dict) for group in groups):
-        raise CheckpointDamaged(f"{where}: a group of the optimizer is malformed")
-    return [{str(key): plain(item, str(where)) for key, item in group.items()} for group in groups]
-
-
 def _state(value: dict[str, Any], key: str, where: Path) -> dict[Any, Any]:
     found = value.get(key) or {}
     if not isinstance(found, dict):
@@ -105,10 +92,7 @@ def _state(value: dict[str, Any], key: str, where: Path) -> dict[Any, Any]:
 def _shapes(value: dict[str, Any], where: Path, zero: bool) -> dict[Any, Shape]:
     """The shapes of a rank's parameters, by number."""
     if zero:
-        try:
-            return {number: natural(shape) for number, shape in _state(value, "shape_info", where).items()}
-        except (TypeError, ValueError) as error:
-            raise CheckpointDamaged(f"{where}: its shape_info is malformed") from error
+        return shapes_of(_state(value, "shape_info", where), str(where))
     states = _state(value, "state", where)
     if not all(isinstance(state, dict) for state in states.values()):
         raise CheckpointDamaged(f"{where}: a state of the optimizer is malformed")

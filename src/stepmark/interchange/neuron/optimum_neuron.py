@@ -59,7 +59,6 @@ def metadata_files(folder: Path) -> dict[int, Path]:
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """What the folder holds."""
     folder = _checkpoint(folder)
     found = ForeignCheckpoint("optimum-neuron", folder, {}, files=files_beside(folder))
     old = not (folder / SHARDS).is_dir()
@@ -74,7 +73,10 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     whole = dict(contents)
     if old:
         metadata = [_old_stage(contents[Place(pp, 0)]) for pp in range(found.mesh["pp"])]
-        contents = {place: _model_in(files[place], value) for place, value in contents.items()}
+        for place, value in contents.items():
+            if not isinstance(value.get("model"), dict):
+                raise CheckpointDamaged(f"{files[place]} holds no model")
+        contents = {place: value["model"] for place, value in contents.items()}
     else:
         metadata = read_metadata(shards, found.mesh["pp"])
     stages = nxd.stages_of(files, _own_parameters(contents, metadata, files), found)
@@ -104,16 +106,9 @@ def heads_config(
     return {**config, **said, **given} or None
 
 
-def _model_in(path: Path, value: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(value.get("model"), dict):
-        raise CheckpointDamaged(f"{path} holds no model")
-    return dict(value["model"])
-
-
 def _own_parameters(
     contents: Mapping[Place, dict[str, Any]], metadata: list[StageMetadata], files: Mapping[Place, Path]
 ) -> dict[Place, dict[str, Any]]:
-    """Only what is the stage's own."""
     found = {}
     for place, value in contents.items():
         names = metadata[place.pp].parameters
@@ -194,12 +189,11 @@ def _add_optimizers(
     if (sizes["tp"], sizes["pp"]) != (found.mesh["tp"], found.mesh["pp"]):
         raise CheckpointDamaged(f"{shards}: the optimizer's files are of another mesh than the model's")
     found.mesh["dp"] = sizes["dp"] if sizes["dp"] > 1 else 0
-    inner = "optimizer_state_dict" if old else None
     try:
         rule = ""
         for pp, stage in enumerate(stages):
             own = {place: path for place, path in files.items() if place.pp == pp}
-            given = {place: whole[place].get(inner) for place in own} if inner else None
+            given = {place: whole[place].get("optimizer_state_dict") for place in own} if old else None
             rule = add_optimizer(stage, own, found.records, found.lost, only_first=True, given=given)
         found.assumed.append(f"the optimizer numbers its parameters; their names follow from the metadata ({rule})")
     except Unrecoverable:

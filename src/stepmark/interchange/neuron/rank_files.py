@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product, starmap
 from pathlib import Path
 
 from stepmark.errors import CheckpointDamaged
@@ -60,21 +60,12 @@ def check_grid(files: dict[Place, Path], where: Path) -> dict[str, int]:
     sizes = {axis: max(getattr(place, axis) for place in files) + 1 for axis in ("pp", "tp", "dp", "ep")}
     count = max(sizes["dp"], 1) * sizes["pp"] * sizes["tp"] * sizes["ep"]
     if count > _LARGEST_RANK or len(files) != count:
-        place = next(place for place in _grid(sizes) if place not in files)
+        dps = range(sizes["dp"]) if sizes["dp"] else (-1,)
+        grid = product(range(sizes["pp"]), range(sizes["tp"]), dps, range(sizes["ep"]))
+        place = next(place for place in starmap(Place, grid) if place not in files)
         raise CheckpointDamaged(
             f"{where}: the file of pipeline rank {place.pp}, tensor rank {place.tp}, data rank {max(place.dp, 0)}"
             f"{f', expert rank {place.ep}' if sizes['ep'] > 1 else ''} is missing; the mesh is pp {sizes['pp']}, tp "
             f"{sizes['tp']}, dp {max(sizes['dp'], 1)}"
         )
     return sizes
-
-
-def _grid(sizes: dict[str, int]) -> Iterator[Place]:
-    dps = range(sizes["dp"]) if sizes["dp"] else (-1,)
-    return (
-        Place(pp, tp, dp, ep)
-        for pp in range(sizes["pp"])
-        for tp in range(sizes["tp"])
-        for dp in dps
-        for ep in range(sizes["ep"])
-    )

@@ -3,10 +3,13 @@ model and optimizer that all stages make up."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.manifest import MASTER
@@ -228,10 +231,6 @@ def _arranged(stage: Stage, prefix: str, heads: HeadLayout, arrangement: str) ->
 
 def _head_bytes(tensor: GlobalTensor, heads: HeadLayout) -> list[int]:
     """A checksum of each stored head."""
-    import math
-
-    import xxhash
-
     elements = heads.size * math.prod(tensor.shape[1:])
     count = math.prod(tensor.shape) // elements
     reader, found = ArrayReader(), []

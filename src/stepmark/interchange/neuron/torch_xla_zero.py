@@ -20,11 +20,10 @@ from stepmark.interchange.sources.complete_state import files_beside, finish, fi
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.optimizer_names import agreed_names
 from stepmark.interchange.sources.state_dict_files import read_weights, without_prefix
-from stepmark.interchange.sources.torch_optimizer import name_groups, split_state_dict
+from stepmark.interchange.sources.torch_optimizer import name_groups, shapes_of, split_state_dict
 from stepmark.model_folder.model_files import has_weights
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor
-from stepmark.tensor_files.pickle_reader import natural
 from stepmark.tensor_files.source_files import matching
 from stepmark.tensor_files.torch_file import read_saved
 
@@ -55,7 +54,6 @@ def _is_sharded(path: Path) -> bool:
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """What the folder holds."""
     files = _rank_files(folder)
     missing = next((rank for rank in range(len(files)) if rank not in files), None)
     if missing is not None:
@@ -83,7 +81,6 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
 
 
 def _optimizer_in(value: Any, path: Path) -> dict[str, Any]:
-    """The optimizer's state dict in a rank's file."""
     inner = [value, *(value.get(key) for key in _OPTIMIZERS)] if isinstance(value, dict) else []
     found = next((item for item in inner if isinstance(item, dict) and "base_state" in item), None)
     if found is None:
@@ -114,12 +111,8 @@ def _assembled(
     found: ForeignCheckpoint,
     saved: Mapping[str, Shape] | None,
 ) -> ForeignOptimizer:
-    """The optimizer of all ranks by names."""
     _, groups = split_state_dict(contents[0], str(path))
-    try:
-        shapes = {int(number): natural(shape) for number, shape in contents[0]["shape_info"].items()}
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointDamaged(f"{path}: its shape_info is malformed") from error
+    shapes = shapes_of(contents[0].get("shape_info"), str(path))
     names = agreed_names(found, groups, shapes, path, outline, saved)
     states = zero_states(contents, names, path, False, False, found.lost)
     name_groups(groups, names)

@@ -22,7 +22,8 @@ from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.model_folder.output_files import ArchivesFile, DataFile, OutputFile, copied_files
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor
-from stepmark.tensor_files.torch_writer import Call, Global, Instance, TorchArchive, dumps
+from stepmark.tensor_files.pickle_reader import Global
+from stepmark.tensor_files.torch_writer import Call, Instance, TorchArchive, dumps
 
 CHUNK = 64 << 20  # bytes of a tensor in one record, unless a row has more
 FILE = 2 << 30  # bytes of a file, at most about so many
@@ -32,35 +33,24 @@ _MASTERS = (
 )
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_BYTES = Instance(Global(_METADATA, "BytesStorageMetadata"), {})
+_BYTES = Instance(Global(f"{_METADATA}.BytesStorageMetadata"), {})
+_STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem._StorageInfo")
 
 Path = tuple[str | int, ...]
-
-
 _Index = tuple[str, Shape | None, int | None]  # of a record: name, where it begins in the tensor, and its number
 _Place = tuple[str, int, int]  # file, first byte and size
 
 
 def _size(shape: Shape) -> Call:
-    return Call(Global("torch", "Size"), (tuple(shape),))
-
-
-def _index(name: str, offset: Shape | None, number: int | None) -> Instance:
-    begin = None if offset is None else _size(offset)
-    return Instance(Global(_METADATA, "MetadataIndex"), {"fqn": name, "index": number, "offset": begin})
-
-
-def _place(file: str, offset: int, length: int) -> Instance:
-    kind = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    return Instance(kind, {"relative_path": file, "offset": offset, "length": length})
+    return Call(Global("torch.Size"), (tuple(shape),))
 
 
 def _properties(dtype: str) -> Instance:
     """torch's TensorProperties: of a strided tensor that needs no gradient and is not pinned."""
-    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    memory_format = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
-    state = (Global("torch", DTYPES[dtype][1]), layout, False, memory_format, False)
-    return Instance(Global(_METADATA, "TensorProperties"), state)
+    layout = Call(Global("torch.serialization._get_layout"), ("torch.strided",))
+    memory_format = Call(Global(f"{_METADATA}._MEM_FORMAT_ENCODING"), (0,))
+    state = (Global(f"torch.{DTYPES[dtype][1]}"), layout, False, memory_format, False)
+    return Instance(Global(f"{_METADATA}.TensorProperties"), state)
 
 
 def _is_value(value: Any) -> bool:
@@ -112,12 +102,12 @@ class _Writer:
             sizes = (rows, *shape[1:]) if shape else ()
             offsets = (start, *(0 for _ in shape[1:])) if shape else ()
             described = {"offsets": _size(offsets), "sizes": _size(sizes)}
-            chunks.append(Instance(Global(_METADATA, "ChunkStorageMetadata"), described))
+            chunks.append(Instance(Global(f"{_METADATA}.ChunkStorageMetadata"), described))
             records.append((name, offsets, number))
             self._place(records[-1], TorchArchive(part))
         self._known[id(value)] = value, name, records  # an id is that of no other tensor while it is kept
         tensor_state = {"properties": _properties(value.dtype), "size": _size(shape), "chunks": chunks}
-        self.described[name] = Instance(Global(_METADATA, "TensorStorageMetadata"), tensor_state)
+        self.described[name] = Instance(Global(f"{_METADATA}.TensorStorageMetadata"), tensor_state)
 
     def _place(self, index: _Index, archive: TorchArchive) -> None:
         if self.files[-1].length and self.files[-1].length + archive.size > FILE:
@@ -127,14 +117,19 @@ class _Writer:
 
     def metadata(self) -> OutputFile:
         """The file that says what there is."""
+        records: dict[Instance, Instance] = {}
+        for (name, offset, number), (file, begin, length) in self.places.items():
+            index = {"fqn": name, "index": number, "offset": None if offset is None else _size(offset)}
+            place = {"relative_path": file, "offset": begin, "length": length}
+            records[Instance(Global(f"{_METADATA}.MetadataIndex"), index)] = Instance(_STORAGE_INFO, place)
         state = {
             "state_dict_metadata": self.described,
             "planner_data": self.paths,
-            "storage_data": {_index(*index): _place(*place) for index, place in self.places.items()},
+            "storage_data": records,
             "storage_meta": None,
             "version": None,
         }
-        return DataFile(METADATA, dumps(Instance(Global(_METADATA, "Metadata"), state)))
+        return DataFile(METADATA, dumps(Instance(Global(f"{_METADATA}.Metadata"), state)))
 
 
 def _chunks(tensor: GlobalTensor) -> Iterator[tuple[int, int, GlobalTensor]]:
@@ -150,12 +145,11 @@ def _chunks(tensor: GlobalTensor) -> Iterator[tuple[int, int, GlobalTensor]]:
 
 
 def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
-    """The files of the folder."""
     if source.adapter:
         raise CheckpointMismatch(f"{source.folder} is of an adapter, which --to dcp does not write; use hf-trainer")
     optimizer = optimizer_of(source)
     writer = _Writer()
-    for path, value in _titan_values(source, torchtitan.exported(source)) if options.titan else _values(source):
+    for path, value in _titan_values(torchtitan.exported(source)) if options.titan else _values(source):
         writer.add(path, value)
     found = ExportPlan([*writer.files, writer.metadata(), *copied_files(source.files)])
     if any(MASTER in state for state in optimizer.states.values()):
@@ -186,19 +180,19 @@ def _values(source: ForeignCheckpoint) -> Iterator[tuple[Path, Any]]:
     yield ("step",), source.step or 0
 
 
-def _titan_values(source: ForeignCheckpoint, titan: torchtitan.Titan) -> Iterator[tuple[Path, Any]]:
+def _titan_values(source: ForeignCheckpoint) -> Iterator[tuple[Path, Any]]:
     """The same, as torchtitan's trainer has it."""
     optimizer = optimizer_of(source)
-    for name in source.model:
-        yield (titan.names[name],), titan.model[name]
-    for name, state in titan.states.items():
+    for name, tensor in source.model.items():
+        yield (name,), tensor
+    for name, state in optimizer.states.items():
         for key, value in state.items():
-            yield ("optimizer", f"state.{titan.names[name]}.{key}"), value
+            yield ("optimizer", f"state.{name}.{key}"), value
     for group in optimizer.groups:
         for name in group["params"]:
             for key, value in group.items():
                 if key != "params":
-                    yield ("optimizer", f"param_groups.{titan.names[name]}.{key}"), value
+                    yield ("optimizer", f"param_groups.{name}.{key}"), value
     for key, value in (source.schedule or {}).items():
         yield ("lr_scheduler", key), value
     yield ("train_state", "step"), source.step or 0

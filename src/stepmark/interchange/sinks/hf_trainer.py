@@ -27,7 +27,6 @@ from stepmark.model_folder.adapted_model import ADAPTER_WEIGHTS
 from stepmark.model_folder.output_files import (
     MAX_SHARD,
     DataFile,
-    OutputFile,
     copied_files,
     model_files,
     tensor_file,
@@ -51,13 +50,19 @@ def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
     files = [tensor_file(ADAPTER_WEIGHTS, weights)] if source.adapter else model_files(weights, MAX_SHARD)
     found = ExportPlan(files, notes=[_MASTERS] if masters else [])
     found.files += copied_files(source.files, without=(CONFIG,))
-    found.files += [] if source.adapter else [_config(source, masters)]
+    if not source.adapter:
+        config = read_config(source.files[CONFIG])
+        config |= {key: "float32" for key in ("dtype", "torch_dtype") if masters and key in config}
+        found.files.append(DataFile(CONFIG, (json.dumps(config, indent=2) + "\n").encode()))
     found.files.append(torch_file("optimizer.pt", numbered(source, outline)))
     if source.schedule is not None:
         found.files.append(torch_file("scheduler.pt", dict(source.schedule)))
     else:
         found.lost.append("scheduler.pt: the checkpoint has no schedule of a run; transformers begins its own anew")
-    found.files += [torch_file("rng_state.pth", _random_states(source)), _trainer_state(source)]
+    state = json.loads(trainer_state_bytes(source))  # transformers asks for that of its control when it saves next
+    state["stateful_callbacks"]["TrainerControl"] = {"args": dict.fromkeys(_CONTROL, False), "attributes": {}}
+    found.files.append(torch_file("rng_state.pth", _random_states(source)))
+    found.files.append(DataFile("trainer_state.json", (json.dumps(state, indent=2, sort_keys=True) + "\n").encode()))
     groups = len(optimizer_of(source).groups)
     if groups != 2:
         found.notes.append(
@@ -82,22 +87,6 @@ def numbered(source: ForeignCheckpoint, outline: ModelOutline) -> dict[str, Any]
                 state[number] = {key: value for key, value in optimizer.states[name].items() if key != MASTER}
             number += 1
     return {"state": state, "param_groups": groups}
-
-
-def _config(source: ForeignCheckpoint, masters: bool) -> OutputFile:
-    """The config; with the weights' type, where that has changed."""
-    config = read_config(source.files[CONFIG])
-    for key in ("dtype", "torch_dtype"):
-        if masters and key in config:
-            config[key] = "float32"
-    return DataFile(CONFIG, (json.dumps(config, indent=2) + "\n").encode())
-
-
-def _trainer_state(source: ForeignCheckpoint) -> OutputFile:
-    """trainer_state.json; transformers asks for the state of its control when it saves next."""
-    state = json.loads(trainer_state_bytes(source))
-    state["stateful_callbacks"]["TrainerControl"] = {"args": dict.fromkeys(_CONTROL, False), "attributes": {}}
-    return DataFile("trainer_state.json", (json.dumps(state, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _random_states(source: ForeignCheckpoint) -> dict[str, Any]:

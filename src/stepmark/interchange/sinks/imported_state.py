@@ -16,11 +16,9 @@ _STATE_FIELDS = (
 )
 
 
-def run_values(source: ForeignCheckpoint) -> dict[str, Any]:
+def run_values(source: ForeignCheckpoint, optimizer: ForeignOptimizer) -> dict[str, Any]:
     """The values of the section "run". The position in the data is that after `step` steps, wherever that is in the
     data of the run that continues: `loader` says only that it was imported."""
-    optimizer = source.optimizer
-    assert optimizer is not None
     step = source.step or 0
     epoch = float((source.trainer_state or {}).get("epoch") or 0.0)
     none: dict[str, Any] = {"loss": 0.0, "tokens": 0}
@@ -50,11 +48,8 @@ def _rates(source: ForeignCheckpoint, optimizer: ForeignOptimizer) -> list[float
     last = (source.schedule or {}).get("_last_lr")
     if isinstance(last, list) and len(last) == len(optimizer.groups) and all(type(rate) is float for rate in last):
         return last
-    return [_number(group.get("lr", 0.0)) for group in optimizer.groups]
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    rates = [group.get("lr") for group in optimizer.groups]
+    return [float(rate) if isinstance(rate, int | float) else 0.0 for rate in rates]
 
 
 def metrics_of(source: ForeignCheckpoint) -> dict[str, float]:
@@ -66,7 +61,6 @@ def metrics_of(source: ForeignCheckpoint) -> dict[str, float]:
 
 
 def trainer_state_bytes(source: ForeignCheckpoint) -> bytes:
-    """The contents of trainer_state.json."""
     found = source.trainer_state or {}
     state = {name: found[name] for name in _STATE_FIELDS.split() if found.get(name) is not None}
     state["global_step"] = source.step or 0

@@ -25,7 +25,7 @@ from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import UsageError
 from stepmark.filesystem.json_values import encode_plain
 from stepmark.interchange.sinks.imported_state import metrics_of, run_values, trainer_state_bytes
-from stepmark.interchange.sources.foreign import ForeignCheckpoint
+from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
 from stepmark.model_folder.new_folder import WritingListener, check_out
 from stepmark.model_folder.output_files import THREADS, DataFile, WriteTensors, copied_files, write_folder
 from stepmark.runtime.versions import software_versions
@@ -39,17 +39,10 @@ TRAINER_STATE = "trainer_state.json"
 
 
 def write_checkpoint(source: ForeignCheckpoint, out: Path, listener: WritingListener) -> int:
-    """Writes the checkpoint; returns the bytes of its files.
+    """Writes the checkpoint as the folder `out`; returns the bytes of its files. Nothing is left after an error.
 
-    Args:
-        source: What was found.
-        out: The folder to create. It must not exist, or be empty.
-        listener: Progress callbacks.
-
-    Raises:
-        UsageError: `out` is in use, or has the name of another step's checkpoint.
-        CheckpointDamaged: The source is incomplete or corrupted.
-        CheckpointError: `out` cannot be written. Nothing is left there after an error.
+    Raises UsageError where `out` is in use, or has the name of another step's checkpoint, CheckpointDamaged where the
+    source is incomplete or corrupted, and CheckpointError where `out` cannot be written.
     """
     final = check_out(out, source.folder)
     step = source.step or 0
@@ -137,16 +130,14 @@ def _values(source: ForeignCheckpoint) -> bytes:
     model = {"kind": "module", "class": source.architecture or "Module", "tied": dict(source.tied), "extra": {}}
     sections: dict[str, Any] = {MODEL: model | ({WRITTEN: source.written} if source.written else {})}
     if source.optimizer is not None:
-        sections[SECTION] = {"kind": "named", **_optimizer_values(source)}
-        sections["run"] = {"kind": "object", "value": encode_plain(run_values(source), "run")}
+        sections[SECTION] = {"kind": "named", **_optimizer_values(source, source.optimizer)}
+        sections["run"] = {"kind": "object", "value": encode_plain(run_values(source, source.optimizer), "run")}
     for name in source.prefixes.keys() & sections.keys():
         sections[name]["prefix"] = source.prefixes[name]
     return values_to_bytes(sections)
 
 
-def _optimizer_values(source: ForeignCheckpoint) -> dict[str, Any]:
-    optimizer = source.optimizer
-    assert optimizer is not None
+def _optimizer_values(source: ForeignCheckpoint, optimizer: ForeignOptimizer) -> dict[str, Any]:
     groups, members = {}, {}
     for index, group in enumerate(optimizer.groups):
         plain = {key: value for key, value in group.items() if key != "params"}
@@ -177,8 +168,6 @@ def _manifest(source: ForeignCheckpoint, save: str) -> Manifest:
         mesh={"dp": 1},
         model_only=model_only,
         sections=sections,
-        files=(),
-        tensors={},
         metrics=encode_plain(metrics_of(source), "metrics"),
         metadata=encode_plain(said, "metadata"),
     )

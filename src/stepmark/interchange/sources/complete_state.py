@@ -20,6 +20,7 @@ from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.torch_optimizer import STEP, factored_shape, number_tensor, scalar
 from stepmark.sharding.layout import Shape
+from stepmark.tensor_files.conversion import FLOATS
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece
 
 _TAKEN = (
@@ -34,7 +35,6 @@ _KNOWN_STATES = (
 )
 _STATES = frozenset(_KNOWN_STATES.split())
 _RESERVED = "__metadata__"
-_FLOATS = ("F64", "F32", "BF16", "F16")
 _Join = Callable[[str, list[GlobalTensor]], GlobalTensor]
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias|embeddings\.position_ids)\Z")
 
@@ -67,18 +67,9 @@ def config_path(found_files: dict[str, Path], options: ImportOptions) -> Path | 
 
 
 def finish(found: ForeignCheckpoint, options: ImportOptions, outline: ModelOutline | None) -> ForeignCheckpoint:
-    """Completes a checkpoint.
+    """Gives what a format found the names and types that a Stepmark run has, in place; `outline` is the config's model.
 
-    Args:
-        found: As the format gives it.
-        options: The user's.
-        outline: The model of the config, if there is one.
-
-    Returns:
-        The same object, with names and types as a Stepmark run has them.
-
-    Raises:
-        CheckpointMismatch: The config is of another model, or a tensor has a wrong shape.
+    Raises CheckpointMismatch where the config is of another model, or a tensor has a wrong shape.
     """
     beside = found.folder if found.folder.is_dir() else found.folder.parent
     left = [name for name in TAKEN if name not in found.files and (beside / name).is_symlink()]
@@ -93,9 +84,7 @@ def finish(found: ForeignCheckpoint, options: ImportOptions, outline: ModelOutli
         )
     if outline is not None and not found.adapter:
         fit_model(found, outline)
-    found.model = {
-        name: _exact(tensor, "F32" if tensor.dtype == "F64" else tensor.dtype) for name, tensor in found.model.items()
-    }
+    found.model = {name: _exact(each, "F32") if each.dtype == "F64" else each for name, each in found.model.items()}
     if found.optimizer is not None:
         _complete_optimizer(found, found.optimizer)
     return found
@@ -229,7 +218,7 @@ def _complete_optimizer(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -
     downcast = any(tensor.dtype == "F64" for tensor in optimizer.tensors())
     for name, state in optimizer.states.items():
         for key, value in state.items():
-            if isinstance(value, GlobalTensor) and value.dtype in _FLOATS:
+            if isinstance(value, GlobalTensor) and value.dtype in FLOATS:
                 state[key] = _exact(value, "F32")
         parameter = found.model.get(name)
         if parameter is None:
@@ -244,7 +233,7 @@ def _complete_optimizer(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -
             found.model[name] = parameter = _exact(parameter, "BF16")
         if parameter.dtype == "F32":
             state.pop(MASTER, None)
-        elif MASTER not in state and parameter.dtype in _FLOATS:
+        elif MASTER not in state and parameter.dtype in FLOATS:
             state[MASTER] = _exact(parameter, "F32")
     _check_steps(found, optimizer)
 

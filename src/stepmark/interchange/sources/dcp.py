@@ -16,9 +16,16 @@ from stepmark.interchange.sources.complete_state import files_beside, finish, ou
 from stepmark.interchange.sources.dcp_store import METADATA, DcpStore, is_store, read_store
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
 from stepmark.interchange.sources.name_map import new_names
-from stepmark.interchange.sources.optimizer_names import agreed_names
+from stepmark.interchange.sources.optimizer_names import NONE_RENAMED, agreed_names
 from stepmark.interchange.sources.state_dict_files import clean_name, without_prefix
-from stepmark.interchange.sources.torch_optimizer import STEP, plain, scalar, state_shape, whole_optimizer
+from stepmark.interchange.sources.torch_optimizer import (
+    STEP,
+    group_settings,
+    scalar,
+    state_shape,
+    to_python,
+    whole_optimizer,
+)
 from stepmark.tensor_files.global_tensor import GlobalTensor
 
 _STATE = re.compile(r"(?P<key>[^.]+(?:\.[^.]+)??)\.state\.(?P<name>.+)\.(?P<item>[^.]+)\Z")
@@ -29,16 +36,13 @@ _LAST = re.compile(r"(?:^|\.)last_epoch\Z")
 _FUNCTION_OF_STEP = frozenset(
     {"base_lrs", "last_epoch", "verbose", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial"}
 )
-_SAME: Mapping[str, str] = {}
 
 
 def recognize(folder: Path) -> bool:
-    """Whether the folder has a .metadata file."""
     return is_store(folder)
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """What the store holds."""
     store = read_store(folder)
     files = files_beside(folder)
     outline = outline_for(files, options, len(store.tensors))
@@ -58,7 +62,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
             found.lost.append("optimizer: the store has none")
     found.lost += _others(store)
     if torchtitan.recognize(found) and not options.names:
-        torchtitan.convert(found, outline)
+        found = torchtitan.converted(found, outline)
     found.schedule = _schedule(store)
     return finish(found, options, outline)
 
@@ -129,7 +133,7 @@ def _model_key(groups: dict[str, dict[str, GlobalTensor]], outline: ModelOutline
 
 
 def optimizer_of(
-    store: DcpStore, found: ForeignCheckpoint, outline: ModelOutline | None, changed: Mapping[str, str] = _SAME
+    store: DcpStore, found: ForeignCheckpoint, outline: ModelOutline | None, changed: Mapping[str, str] = NONE_RENAMED
 ) -> ForeignOptimizer | None:
     """The optimizer by parameter names, None where there is none; `changed` are names of a --map by the store's."""
     states: dict[str, dict[str, Any]] = {}
@@ -164,7 +168,10 @@ def optimizer_of(
     for group in listed:
         group["params"] = [clean_name(str(key)) for key in group.get("params", [])]
     optimizer = whole_optimizer(states, listed, names, where)
-    _share_steps(optimizer.states)
+    known = next((state[STEP] for state in optimizer.states.values() if STEP in state), None)
+    for state in optimizer.states.values():  # parameters are stepped together, and a writer may keep the step of some
+        if known is not None and "exp_avg" in state:
+            state.setdefault(STEP, known)
     return optimizer
 
 
@@ -178,13 +185,10 @@ def _listed_groups(groups: dict[str, dict[str, Any]], where: Path) -> list[dict[
     store may have both forms: numbered groups are the saving program's own."""
     numbered = [key for key in groups if key.isdigit()]
     if len(numbered) == len(groups) or any("params" in groups[key] for key in numbered):
-        return [
-            {key: plain(value, str(where)) for key, value in groups[number].items()}
-            for number in sorted(numbered, key=int)
-        ]
+        return group_settings([groups[number] for number in sorted(numbered, key=int)], str(where))
     together: dict[str, dict[str, Any]] = {}
     for name, settings in groups.items():
-        values = {key: plain(value, str(where)) for key, value in settings.items() if key != "params"}
+        values = {key: to_python(value, str(where)) for key, value in settings.items() if key != "params"}
         together.setdefault(repr(sorted(values.items())), {**values, "params": []})["params"].append(name)
     return list(together.values())
 
@@ -210,14 +214,6 @@ def _names(
     return {str(number): name for number, name in names.items()}
 
 
-def _share_steps(states: dict[str, dict[str, Any]]) -> None:
-    """Parameters are stepped together; where a writer has kept the step of some, the others have the same."""
-    known = next((state[STEP] for state in states.values() if STEP in state), None)
-    for state in states.values():
-        if known is not None and "exp_avg" in state:
-            state.setdefault(STEP, known)
-
-
 def _step_of(store: DcpStore) -> int | None:
     for name in _STEPS:
         value = store.values.get(name)
@@ -239,16 +235,13 @@ def _schedule(store: DcpStore) -> dict[str, Any] | None:
     for name, value in store.values.items():
         path = store.paths[name]
         if path[: len(outer)] == outer and len(path) > len(outer):
-            _put(state, path[len(outer) :], value)
+            target = state
+            for key in path[len(outer) : -1]:
+                target = target.setdefault(key, {})
+            target[path[-1]] = value
     if state.keys() - {"lr_lambdas"} <= _FUNCTION_OF_STEP:
         return {"last_epoch": state["last_epoch"], "lr_lambdas": []}
     return {key: _with_lists(value) for key, value in state.items()}
-
-
-def _put(state: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    for key in path[:-1]:
-        state = state.setdefault(key, {})
-    state[path[-1]] = value
 
 
 def _with_lists(value: Any) -> Any:

@@ -38,23 +38,21 @@ class DcpStore:
 
 
 def is_store(folder: Path) -> bool:
-    """Whether the folder is a store."""
     return (folder / METADATA).is_file()
 
 
 def read_store(folder: Path, *, listed: bool = True) -> DcpStore:
     """Reads the metadata and the header of every record.
 
-    Args:
-        folder: The store.
-        listed: Whether the metadata's list of names is that of the records, as all writers have it but one: its list
-            may lack names, and have names of which there are no records.
-
-    Raises:
-        CheckpointDamaged: A file, which the message names, is missing, truncated or malformed.
+    `listed`: the metadata's list of names is that of the records, as all writers have it but one, whose list may lack
+    names, and have names of which there are no records. Raises CheckpointDamaged, naming the file, where one is
+    missing, truncated or malformed.
     """
     path = folder / METADATA
-    metadata = _metadata(path)
+    with naming(path, "it is malformed"):
+        metadata = read_pickle(read_file(path, follow=True))
+        if not isinstance(metadata, PickledObject) or not metadata.kind.endswith(".Metadata"):
+            raise CheckpointDamaged("it is not the metadata of torch.distributed.checkpoint")
     store = DcpStore(folder)
     pieces: dict[str, list[Piece]] = {}
     shapes = _shapes(path, metadata)
@@ -74,14 +72,6 @@ def read_store(folder: Path, *, listed: bool = True) -> DcpStore:
     planned = metadata.attributes.get("planner_data")
     _set_paths(store, planned if isinstance(planned, dict) else {})
     return store
-
-
-def _metadata(path: Path) -> PickledObject:
-    with naming(path, "it is malformed"):
-        found = read_pickle(read_file(path, follow=True))
-        if not isinstance(found, PickledObject) or not found.kind.endswith(".Metadata"):
-            raise CheckpointDamaged("it is not the metadata of torch.distributed.checkpoint")
-    return found
 
 
 def _shapes(path: Path, metadata: PickledObject) -> dict[str, Shape | None]:

@@ -21,11 +21,11 @@ from stepmark.filesystem.files import read_file
 from stepmark.interchange.sources import transformers_trainer
 from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
-from stepmark.interchange.sources.torch_optimizer import STEP, as_tensor, shared_value, split_state_dict
+from stepmark.interchange.sources.torch_optimizer import STEP, as_tensor, shapes_of, shared_value, split_state_dict
 from stepmark.model_folder.adapted_model import ADAPTER_CONFIG
 from stepmark.sharding.layout import Shape, TensorSlice
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
-from stepmark.tensor_files.pickle_reader import PickledObject, natural
+from stepmark.tensor_files.pickle_reader import PickledObject
 from stepmark.tensor_files.torch_file import read_dict, read_torch_file
 
 LATEST = "latest"
@@ -64,7 +64,6 @@ def _step_folder(folder: Path) -> Path | None:
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """What the folder holds."""
     step = _step_folder(folder)
     assert step is not None
     root = folder.parent if step == folder and (folder.parent / LATEST).is_file() else folder
@@ -137,7 +136,7 @@ def _units(
     states, listed = zip(*(split_state_dict(one.get(inner), where) for one in ranks), strict=True)
     groups: list[dict[str, Any]] = listed[0]
     numbers = [each for group in groups for each in group["params"]]
-    shapes = [_shapes(one, where) for one in first.get("param_shapes") or ()]
+    shapes = [shapes_of(one, where) for one in first.get("param_shapes") or ()]
     flat: list[Any] = [one.get(weights) for one in ranks]
     if any(not isinstance(one, list) or len(one) != len(numbers) for one in flat):
         raise CheckpointDamaged(f"{where}: the groups of fp32 weights are not those of the optimizer")
@@ -156,13 +155,6 @@ def _units(
         raise CheckpointDamaged(f"{where}: the weights of {len(names)} of the parameters in param_shapes are there")
     members = dict(zip(numbers, units, strict=True))
     return units, [{**one, "params": [name for n in one["params"] for name in members[n].shapes]} for one in groups]
-
-
-def _shapes(value: Any, where: str) -> dict[str, Shape]:
-    try:
-        return {str(name): natural(shape) for name, shape in value.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointDamaged(f"{where}: its shapes of parameters are malformed") from error
 
 
 def _length(array: Any, where: str) -> int:
@@ -249,7 +241,7 @@ def _model(
 ) -> dict[str, GlobalTensor]:
     """The model's tensors: of what is trained the fp32 weights, rounded where the module is bf16."""
     first, fragments = models[0], [one.get("frozen_param_fragments") or {} for one in models]
-    frozen, shared = _shapes(first.get("frozen_param_shapes") or {}, where), first.get("shared_params") or {}
+    frozen, shared = shapes_of(first.get("frozen_param_shapes") or {}, where), first.get("shared_params") or {}
     model: dict[str, GlobalTensor] = {}
     for name, item in first["module"].items():
         source = shared.get(name, name)

@@ -23,16 +23,20 @@ def recognize(folder: Path) -> bool:
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """What the folder holds."""
     found = ForeignCheckpoint("Hugging Face model folder", folder, {}, files=files_beside(folder))
     if has_weights(folder):
         found.model = without_prefix(read_weights(folder, found.records))
     else:
         shards = _shards(folder) or _shards(folder / "sharded")
-        _check_shards(shards)
+        check_parts(shards)
+        numbers = set(shards.values())
+        missing = next((number for number in range(1, max(numbers) + 1) if number not in numbers), None)
+        if missing is not None:
+            where = next(iter(shards)).parent
+            raise CheckpointDamaged(f"{where}: the files of rank {missing} (shard-{missing:05d}-…) are missing")
         found.kind = "torch.distributed.checkpoint, Hugging Face shards"
         found.model = without_prefix(read_files(shards, found.records))
-        found.mesh = {"ranks": len(set(shards.values()))}
+        found.mesh = {"ranks": len(numbers)}
     found.lost.append("optimizer: the folder has none")
     found.model = renamed(found.model, options.names)
     outline = outline_for(found.files, options, len(found.model))
@@ -44,13 +48,3 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
 def _shards(folder: Path) -> dict[Path, int]:
     """The files, and the number of the rank that has written each."""
     return {path: int(match[1]) for match, path in matching(folder, _SHARD)}
-
-
-def _check_shards(shards: dict[Path, int]) -> None:
-    """Raises CheckpointDamaged where a rank's file, or one of its files, is missing."""
-    check_parts(shards)
-    numbers = set(shards.values())
-    missing = next((number for number in range(1, max(numbers) + 1) if number not in numbers), None)
-    if missing is not None:
-        folder = next(iter(shards)).parent
-        raise CheckpointDamaged(f"{folder}: the files of rank {missing} (shard-{missing:05d}-…) are missing")

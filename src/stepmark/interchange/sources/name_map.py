@@ -18,10 +18,7 @@ def read_map(path: Path) -> list[tuple[str, str]]:
     """Patterns and what they become, in the file's order.
 
     A line is `old.name: new.name`. In a pattern, `*` stands for one part of a name, and for the same part in the new
-    name; `null` as the new name leaves the tensor out.
-
-    Raises:
-        UsageError: The file is not such a map.
+    name; `null` as the new name leaves the tensor out. Raises UsageError where the file is not such a map.
     """
     try:
         with open_file(path) as file:
@@ -55,7 +52,9 @@ def renamed(tensors: Mapping[str, Value], pairs: Sequence[tuple[str, str]]) -> d
             match = pattern.fullmatch(name)
             if match is not None:
                 used.add(old)
-                new_name = _filled(new, list(match.groups()))
+                for part in match.groups():
+                    new = new.replace("*", part, 1)
+                new_name = new
                 break
         if new_name in found:
             raise UsageError(f"--map: two tensors would have the name {new_name!r}, one of them {name!r}")
@@ -72,9 +71,3 @@ def renamed(tensors: Mapping[str, Value], pairs: Sequence[tuple[str, str]]) -> d
 def new_names(names: Iterable[str], pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Each name to the one that it gets; those that are left out are missing. Raises UsageError as `renamed`."""
     return {old: new for new, old in renamed({name: name for name in names}, pairs).items()}
-
-
-def _filled(name: str, parts: list[str]) -> str:
-    for part in parts:
-        name = name.replace("*", part, 1)
-    return name

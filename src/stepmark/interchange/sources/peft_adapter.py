@@ -18,15 +18,10 @@ def adapter_file(folder: Path) -> Path | None:
 
 
 def adapter_outline(folder: Path, config: Path | None, tensors: int) -> ModelOutline:
-    """The adapter's tensors, and the order of those that are trained.
+    """The tensors of the adapter in a folder, which has so many, and the order of those that are trained.
 
-    Args:
-        folder: Has its adapter_config.json.
-        config: The base model's config.json. Default: that of the model which the adapter names, on this machine.
-        tensors: How many the adapter has.
-
-    Raises:
-        CheckpointMismatch: The base model's config is not here, or the installed peft makes another adapter.
+    `config` is the base model's config.json, by default that of the model which the adapter names, on this machine.
+    Raises CheckpointMismatch where it is not here, or the installed peft makes another adapter.
     """
     base = str(read_adapter_config(folder).get("base_model_name_or_path") or "")
     path = config or _config_of(base)

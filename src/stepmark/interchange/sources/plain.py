@@ -19,7 +19,7 @@ from stepmark.interchange.sources.torch_optimizer import split_state_dict, state
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 from stepmark.tensor_files.pickle_reader import PickledObject
 from stepmark.tensor_files.source_files import read_safetensors
-from stepmark.tensor_files.torch_file import arrays_in, read_saved
+from stepmark.tensor_files.torch_file import leaves, read_saved
 
 MODELS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
 STEPS = ("step", "global_step", "iteration", "iter")
@@ -44,7 +44,6 @@ def _file_of(source: Path) -> Path | None:
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """What the file holds."""
     path = _file_of(folder)
     assert path is not None
     found = ForeignCheckpoint("plain state dict", folder, {}, files=files_beside(path.parent))
@@ -65,7 +64,12 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     if not optimizers:
         found.lost.append("optimizer: the file has none")
     elif not options.model_only:
-        states, groups = split_state_dict(_only(optimizers, path), str(path))
+        if len(optimizers) > 1:
+            raise CheckpointMismatch(
+                f"{path} has {len(optimizers)} optimizers, {' and '.join(optimizers)}; import the model alone with "
+                "--model-only"
+            )
+        states, groups = split_state_dict(next(iter(optimizers.values())), str(path))
         shapes = {key: shape for key, one in states.items() if (shape := state_shape(one))}
         saved = {name: tensor.shape for name, tensor in found.model.items()}
         changed = new_names(tensors, options.names)
@@ -103,9 +107,8 @@ def _without_holder(
     if len(holders) > 1 and holder != "model.":
         raise CheckpointMismatch(f"the file has the model as {' and '.join(holders)}; leave one out with --map")
     others = [name for name in tensors if not name.startswith(holder)]
-    lost += (
-        [f"{others[0]}{f' and {len(others) - 1} more' if others[1:] else ''}: no part of {holder}"] if others else []
-    )
+    if others:
+        lost.append(f"{others[0]}{f' and {len(others) - 1} more' if others[1:] else ''}: no part of {holder}")
     return {name.removeprefix(holder): tensor for name, tensor in tensors.items() if name not in others}
 
 
@@ -140,15 +143,6 @@ def _optimizers_in(value: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _only(optimizers: dict[str, dict[str, Any]], path: Path) -> dict[str, Any]:
-    if len(optimizers) > 1:
-        raise CheckpointMismatch(
-            f"{path} has {len(optimizers)} optimizers, {' and '.join(optimizers)}; import the model alone with "
-            "--model-only"
-        )
-    return next(iter(optimizers.values()))
-
-
 def value_of(path: Path, found: ForeignCheckpoint) -> dict[str, Any]:
     """The dict in a file, which may be nested; adds the file's records."""
     if path.suffix == ".safetensors":
@@ -164,7 +158,9 @@ def model_in(value: dict[str, Any], path: Path, lost: list[str]) -> dict[str, Gl
     names are added to `lost`."""
     key = next((key for key in MODELS if isinstance(value.get(key), dict)), None)
     if key is not None:
-        others = [name for name, item in value.items() if name != key and next(arrays_in(item), None) is not None]
+        others = [
+            name for name, item in value.items() if name != key and next(leaves(item, StoredArray), None) is not None
+        ]
         lost += [
             f"{str(name)[:80]}: other tensors of the file" for name in others if not _optimizers_in({name: value[name]})
         ]
@@ -183,7 +179,7 @@ def _flat(
             inner = {name: item}
         elif isinstance(item, dict) and not is_optimizer(item) and depth < 16:
             inner = _flat(item, path, lost, f"{name}.", depth + 1)
-        elif not is_optimizer(item) and next(arrays_in(item), None) is not None:
+        elif not is_optimizer(item) and next(leaves(item, StoredArray), None) is not None:
             lost.append(f"{name[:80]}: tensors without names of their own")
         again = next(iter(found.keys() & inner.keys()), None)
         if again is not None:

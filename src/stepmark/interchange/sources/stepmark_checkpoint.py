@@ -10,16 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
+from stepmark.checkpoint.format.checkpoint_folders import find_checkpoints
 from stepmark.checkpoint.format.integrity import check_integrity, read_values
-from stepmark.checkpoint.format.manifest import ADAPTER, MANIFEST, MODEL, OPTIMIZER, Manifest, read_manifest
+from stepmark.checkpoint.format.manifest import ADAPTER, MODEL, OPTIMIZER, Manifest, read_manifest
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.filesystem.json_values import decode, decode_plain
 from stepmark.interchange.sources.complete_state import files_beside
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
 from stepmark.interchange.sources.torch_optimizer import scalar
 from stepmark.model_folder.adapted_model import ADAPTER_CONFIG
-from stepmark.model_folder.checkpoint_tensors import CheckpointTensors
+from stepmark.model_folder.checkpoint_tensors import CheckpointTensors, model_group
+from stepmark.model_folder.hints import import_hint
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.source_files import read_json
 
@@ -36,39 +37,23 @@ def find_checkpoint(source: Path) -> Path:
 
     Raises CheckpointNotFound where there is none, and UsageError for another tool's.
     """
-    source = resolve_link(source)
-    if (source / MANIFEST).is_file() or step_of(source) is not None:
-        return source
-    found = checkpoints(source) if source.is_dir() else []
-    if found:
-        return found[0]
-    from stepmark.model_folder.hints import import_hint
-
-    hint = import_hint(source, "OUT")
-    if hint is not None:
-        raise UsageError(f"{source} is not a Stepmark checkpoint: {hint}")
-    raise CheckpointNotFound(f"{source} is neither a checkpoint (it has no {MANIFEST}) nor a run with checkpoints")
+    try:
+        return find_checkpoints(source)[0]
+    except CheckpointNotFound:
+        if hint := import_hint(source, "OUT"):
+            raise UsageError(f"{source} is not a Stepmark checkpoint: {hint}") from None
+        raise
 
 
 def open_stepmark(folder: Path) -> ForeignCheckpoint:
-    """What a checkpoint of ours holds.
+    """What a checkpoint of ours holds; nothing of the tensors has been read.
 
-    Args:
-        folder: The checkpoint.
-
-    Returns:
-        Its model, and its optimizer if it has one; nothing of the tensors has been read.
-
-    Raises:
-        CheckpointDamaged: A file is missing or corrupted, as far as headers and sizes show.
-        CheckpointMismatch: It has no model, or several optimizers.
+    Raises CheckpointDamaged where a file is missing or corrupted, as far as headers and sizes show, and
+    CheckpointMismatch where it has no model, or several optimizers.
     """
     manifest = read_manifest(folder)
     check_integrity(folder, manifest)
-    group = next((group for group in (MODEL, ADAPTER) if manifest.tensors.get(group)), None)
-    if group is None:
-        held = ", ".join(manifest.sections) or "nothing"
-        raise CheckpointMismatch(f"{folder} has no section {MODEL!r} with tensors; it holds {held}")
+    group = model_group(folder, manifest)
     sections = read_values(folder, manifest)
     tensors = CheckpointTensors(folder, manifest)
     found = ForeignCheckpoint(KIND, folder, tensors.group(group), step=manifest.step, files=files_beside(folder))

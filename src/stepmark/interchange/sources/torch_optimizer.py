@@ -15,6 +15,7 @@ from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.array_reader import ArrayReader
 from stepmark.tensor_files.conversion import number
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
+from stepmark.tensor_files.pickle_reader import natural
 
 STEP = "step"
 _FACTORS = (("exp_avg_sq_row", "exp_avg_sq_col"), ("row_var", "col_var"))  # of transformers; of torch, of size 1 there
@@ -26,19 +27,34 @@ def split_state_dict(value: Any, where: str) -> tuple[dict[Any, dict[str, Any]],
     groups = value.get("param_groups") if isinstance(value, dict) else None
     if not isinstance(state, dict) or not isinstance(groups, list) or not groups:
         raise CheckpointDamaged(f"{where} is not the state of an optimizer: it has no state and param_groups")
-    if not all(isinstance(item, dict) for item in (*state.values(), *groups)):
-        raise CheckpointDamaged(f"{where}: a state or group of the optimizer is malformed")
-    return state, [{str(key): plain(item, where) for key, item in group.items()} for group in groups]
+    if not all(isinstance(item, dict) for item in state.values()):
+        raise CheckpointDamaged(f"{where}: a state of the optimizer is malformed")
+    return state, group_settings(groups, where)
 
 
-def plain(value: Any, where: str) -> Any:
+def shapes_of(value: Any, where: str) -> dict[Any, Shape]:
+    """Shapes of parameters, by number or name. Raises CheckpointDamaged where they are malformed."""
+    try:
+        return {key: natural(shape) for key, shape in value.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(f"{where}: its shapes of parameters are malformed") from error
+
+
+def group_settings(groups: Sequence[Any], where: str) -> list[dict[str, Any]]:
+    """The groups of an optimizer's state dict, as plain values. Raises CheckpointDamaged where one is malformed."""
+    if not all(isinstance(group, dict) for group in groups):
+        raise CheckpointDamaged(f"{where}: a group of the optimizer is malformed")
+    return [{str(key): to_python(item, where) for key, item in group.items()} for group in groups]
+
+
+def to_python(value: Any, where: str) -> Any:
     """A hyperparameter as plain values: tensors of one element become numbers."""
     if isinstance(value, StoredArray):
         return scalar(value, where)
     if isinstance(value, dict):
-        return {key: plain(item, where) for key, item in value.items()}
+        return {key: to_python(item, where) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item, where) for item in value]
+        return [to_python(item, where) for item in value]
     if isinstance(value, GlobalTensor):
         return scalar(value.pieces[0].array, where)
     if value is None or isinstance(value, bool | int | float | str):

@@ -7,12 +7,12 @@ a rotation alternate. Hugging Face has all first halves of a head before all sec
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models.model_outline import CONFIG, ModelOutline, read_config
-from stepmark.interchange.sources.foreign import ForeignCheckpoint
+from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
 from stepmark.tensor_files.global_tensor import GlobalTensor, row_major_strides
 from stepmark.tensor_files.strided import strided
 
@@ -37,43 +37,55 @@ _IN_LAYER = {
 
 
 def recognize(found: ForeignCheckpoint) -> bool:
-    """Whether the model has Meta's names."""
     return EMBEDDING in found.model
 
 
-def convert(found: ForeignCheckpoint, outline: ModelOutline | None) -> None:
-    """Renames everything, and reorders the rotary rows.
+def converted(found: ForeignCheckpoint, outline: ModelOutline | None) -> ForeignCheckpoint:
+    """The checkpoint with Hugging Face's names and rotary rows.
 
     Raises CheckpointMismatch where the number of heads is unknown, or a name is not Llama's.
     """
-    heads = _heads(found, outline)
-    found.kind = "torchtitan"
-    found.model = {
-        _renamed(found, name): _reordered(name, tensor, heads)
-        for name, tensor in found.model.items()
-        if name != "freqs_cis"
-    }
-    optimizer = found.optimizer
-    if optimizer is None:
-        return
-    optimizer.states = {
-        _renamed(found, name): {key: _reordered(name, value, heads) for key, value in state.items()}
-        for name, state in optimizer.states.items()
-    }
-    for group in optimizer.groups:
-        group["params"] = [_renamed(found, name) for name in group["params"]]
-
-
-def _heads(found: ForeignCheckpoint, outline: ModelOutline | None) -> dict[str, int]:
     if outline is None:
         raise CheckpointMismatch(
             f"{found.folder}: torchtitan's checkpoints do not state the number of heads, by which wq and wk are "
             "reordered; give the model's Hugging Face config with --config"
         )
-    return _head_counts(found, outline.config)
+    found.model.pop("freqs_cis", None)
+    return replace(_translated(found, _heads(found, outline.config), back=False), kind="torchtitan")
 
 
-def _head_counts(found: ForeignCheckpoint, config: dict[str, Any]) -> dict[str, int]:
+def exported(found: ForeignCheckpoint) -> ForeignCheckpoint:
+    """A Llama of ours as torchtitan has it.
+
+    Raises CheckpointMismatch where it is another model, or its config is missing.
+    """
+    if CONFIG not in found.files:
+        raise CheckpointMismatch(f"{found.folder} has no {CONFIG}, which states the heads; give it with --config")
+    return _translated(found, _heads(found, read_config(found.files[CONFIG])), back=True)
+
+
+def _translated(found: ForeignCheckpoint, heads: dict[str, int], *, back: bool) -> ForeignCheckpoint:
+    """The checkpoint with Hugging Face's names and order of rows in place of torchtitan's, or `back`."""
+
+    def renamed(name: str) -> str:
+        return _titan_name(found, name) if back else _renamed(found, name)
+
+    def reordered(name: str, value: Any) -> Any:
+        return _reordered(renamed(name) if back else name, value, heads, back=back)
+
+    optimizer = found.optimizer
+    if optimizer is not None:
+        states = {
+            renamed(name): {key: reordered(name, value) for key, value in state.items()}
+            for name, state in optimizer.states.items()
+        }
+        groups = [{**group, "params": [renamed(name) for name in group["params"]]} for group in optimizer.groups]
+        optimizer = ForeignOptimizer(groups, states)
+    model = {renamed(name): reordered(name, tensor) for name, tensor in found.model.items()}
+    return replace(found, model=model, optimizer=optimizer)
+
+
+def _heads(found: ForeignCheckpoint, config: dict[str, Any]) -> dict[str, int]:
     heads = config.get("num_attention_heads")
     key_heads = config.get("num_key_value_heads") or heads
     if type(heads) is not int or type(key_heads) is not int or heads < 1 or key_heads < 1:
@@ -93,62 +105,22 @@ def _renamed(found: ForeignCheckpoint, name: str) -> str:
     )
 
 
-def _rows_of_head(name: str, value: Any, heads: dict[str, int]) -> int | None:
-    """The rows of a head in wq or wk, or in a state of theirs; None for anything else."""
+def _reordered(name: str, value: Any, heads: dict[str, int], *, back: bool = False) -> Any:
+    """Rows in Hugging Face's order, or `back` in Meta's, where the two halves of a rotation alternate; anything but wq
+    and wk, and states of theirs, as it is."""
     match = _LAYER.match(name)
     count = heads.get(match[2]) if match else None
     if count is None or not isinstance(value, GlobalTensor) or not value.shape:
-        return None
+        return value
     rows = value.shape[0]
     if rows % (2 * count):
         raise CheckpointMismatch(f"{value.where} has {rows} rows, which {count} heads of the config do not divide")
-    return rows // count
-
-
-def _reordered(name: str, value: Any, heads: dict[str, int], *, back: bool = False) -> Any:
-    """Rows in Hugging Face's order, or `back` in Meta's, where the two halves of a rotation alternate; anything but wq
-    and wk as it is."""
-    size = _rows_of_head(name, value, heads)
-    if size is None:
-        return value
+    size = rows // count
     inner = size // 2 if back else 2  # rows are [head, outer, inner], and become [head, inner, outer]
     row, *rest = row_major_strides((1, *value.shape[1:]))
-    lengths = (value.shape[0] // size, inner, size // inner, *value.shape[1:])
+    lengths = (count, inner, size // inner, *value.shape[1:])
     turned = strided(value, 0, lengths, (size * row, row, inner * row, *rest))
     return strided(turned, 0, value.shape, row_major_strides(value.shape))
-
-
-# The other way round
-
-
-@dataclass(frozen=True)
-class Titan:
-    """A model and its optimizer's states by Hugging Face's names, with rows in torchtitan's order; `names` are
-    torchtitan's."""
-
-    names: dict[str, str]
-    model: dict[str, GlobalTensor]
-    states: dict[str, dict[str, Any]]
-
-
-def exported(found: ForeignCheckpoint) -> Titan:
-    """A Llama of ours as torchtitan has it.
-
-    Raises CheckpointMismatch where it is another model, or its config is missing.
-    """
-    if CONFIG not in found.files:
-        raise CheckpointMismatch(f"{found.folder} has no {CONFIG}, which states the heads; give it with --config")
-    heads = _head_counts(found, read_config(found.files[CONFIG]))
-    names = {name: _titan_name(found, name) for name in found.model}
-    states = found.optimizer.states if found.optimizer is not None else {}
-    return Titan(
-        names,
-        {name: _reordered(names[name], tensor, heads, back=True) for name, tensor in found.model.items()},
-        {
-            name: {key: _reordered(names[name], value, heads, back=True) for key, value in state.items()}
-            for name, state in states.items()
-        },
-    )
 
 
 def _titan_name(found: ForeignCheckpoint, name: str) -> str:

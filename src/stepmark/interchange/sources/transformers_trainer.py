@@ -34,6 +34,15 @@ _SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 _FSDP_MODELS = ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_0")
 _FSDP_PARTS = "pytorch_model_fsdp*_rank*.bin"
 _FSDP_OPTIMIZER = "optimizer_0"
+_LEFT_BEHIND = {  # by what is said of files
+    "random numbers: Stepmark draws them from the seed and the step, not from a saved generator": (
+        "rng_state*.pth",
+        "random_states_*.pkl",
+    ),
+    "training_args.bin: it is a pickle of the tool's own classes; give the arguments again": ("training_args.bin",),
+    "scaler.pt: the loss scale; a run with fp16 begins with its own": ("scaler.pt", "scaler.bin"),
+    "custom_checkpoint_*.pkl: objects of the saving program": ("custom_checkpoint_*.pkl",),
+}
 
 
 def recognize(folder: Path) -> bool:
@@ -44,8 +53,9 @@ def recognize(folder: Path) -> bool:
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """What the folder holds."""
-    found = ForeignCheckpoint(_kind(folder), folder, {}, files=files_beside(folder))
+    tool = TRAINER if (folder / STATE).is_file() else "accelerate"
+    kind = f"{tool} with FSDP" if any((folder / name).exists() for name in _FSDP_MODELS) else tool
+    found = ForeignCheckpoint(kind, folder, {}, files=files_beside(folder))
     found.model = _weights(folder, found)
     read_trainer_state(found)
     if found.adapter:
@@ -58,16 +68,10 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         fit_model(found, outline)  # before the optimizer, whose message would say less
     if not options.model_only:
         found.optimizer = _optimizer(folder, found, outline)
-        found.schedule = _schedule_of_step(
-            found, next(filter(None, (read_dict(folder / name) for name in _SCHEDULERS)), None)
-        )
+        saved = next(filter(None, (read_dict(folder / name) for name in _SCHEDULERS)), None)
+        found.schedule = _schedule_of_step(found, saved)
     found.lost += left_behind(folder)
     return finish(found, options, outline)
-
-
-def _kind(folder: Path) -> str:
-    tool = TRAINER if (folder / STATE).is_file() else "accelerate"
-    return f"{tool} with FSDP" if any((folder / name).exists() for name in _FSDP_MODELS) else tool
 
 
 def _weights(folder: Path, found: ForeignCheckpoint) -> dict[str, GlobalTensor]:
@@ -176,13 +180,4 @@ def _schedule_of_step(found: ForeignCheckpoint, schedule: dict[str, Any] | None)
 
 def left_behind(folder: Path) -> list[str]:
     """What is never taken along, as far as it is there."""
-    lost = []
-    if any(folder.glob("rng_state*.pth")) or any(folder.glob("random_states_*.pkl")):
-        lost.append("random numbers: Stepmark draws them from the seed and the step, not from a saved generator")
-    if (folder / "training_args.bin").exists():
-        lost.append("training_args.bin: it is a pickle of the tool's own classes; give the arguments again")
-    if any((folder / name).exists() for name in ("scaler.pt", "scaler.bin")):
-        lost.append("scaler.pt: the loss scale; a run with fp16 begins with its own")
-    if any(folder.glob("custom_checkpoint_*.pkl")):
-        lost.append("custom_checkpoint_*.pkl: objects of the saving program")
-    return lost
+    return [reason for reason, patterns in _LEFT_BEHIND.items() if any(any(folder.glob(each)) for each in patterns)]
