@@ -86,7 +86,7 @@ def _of_one(request: Request, mesh: Any) -> int:
     elif leads:
         samples = {name or "": len(each.blocks) for name, each in setup.sets.items()}
         content = {"path": str(path), "step": step_of(path), "samples": samples, **finite(metrics)}
-        print(json.dumps(content) if request.as_json else _table_of_model(path, samples, metrics))
+        print(json.dumps(content) if request.json else _table_of_model(path, samples, metrics))
     return 0
 
 
@@ -105,7 +105,7 @@ def _recipe_of_run(run: Path, trusts_code: bool) -> Recipe | None:
 def _origin(request: Request, recipe: Path | None, path: Path, options: RunOptions | None) -> str:
     """Where the block size of an evaluation comes from, and warnings where it may differ from those of the run.
     `options`: what the checkpoint says, where it says how its run evaluated."""
-    given = request.data.block_size is not None
+    given = request.block_size is not None
     if recipe is not None:
         return "block_size as given" if given else f"block_size from {recipe}"
     default = "" if given else " is the most that the model takes, up to 1024, and"
@@ -141,12 +141,12 @@ def _of_run(request: Request, mesh: Any) -> int:
                 _say(f"{request.path / 'best'} stays as it is: --data is not the data of the run; see --update_best")
         return setup
 
-    stream = request.as_json and request.watch
+    stream = request.json and request.watch
 
     def show(line: dict[str, Any], best: bool) -> None:
         if stream:
             print(json.dumps(line), flush=True)
-        elif not request.as_json:
+        elif not request.json:
             print(_line_of(line, best), flush=True)
 
     say = _say if leads else lambda text: None
@@ -155,7 +155,7 @@ def _of_run(request: Request, mesh: Any) -> int:
     if watcher.recorder is not None and not stream:
         lines, best = watcher.recorder.records.sorted(), watcher.recorder.best
         content = {"path": str(request.path), "best": best, "evaluations": lines}
-        print(json.dumps(content) if request.as_json else _table_of_run(request.path, lines, best))
+        print(json.dumps(content) if request.json else _table_of_run(request.path, lines, best))
     return 1 if failures else 0
 
 
