@@ -27,6 +27,7 @@ from stepmark.trainer.run_folder.run_identity import SPECIAL
 from stepmark.training.model_options import check_attention, use_attention
 
 REWARD = "reward"  # the task whose models have one score
+UNLIMITED = 2**62  # tokens, where no tokenizer says how many
 
 
 def build_tokenizer(config: ModelArguments) -> Any:
@@ -99,7 +100,8 @@ def check_device_has_attention(recipe: Recipe, device: str) -> None:
 
 
 def config_of(recipe: Recipe, tokenizer: Any) -> Any:
-    """The configuration of the recipe's model, which is made once in a run, before data are tokenized for it.
+    """The configuration of the recipe's model, which is made once in a run, before data are tokenized for it. Without a
+    tokenizer (None) its own vocabulary applies, and blocks may have any length that it takes.
 
     Raises UsageError where the fields do not describe one, or the saved model has none that can be read, and DataError
     where blocks are longer than the model takes.
@@ -110,18 +112,14 @@ def config_of(recipe: Recipe, tokenizer: Any) -> Any:
     else:
         with _explained(name, "loaded"):
             made = load_config(name, recipe.model.trust_remote_code)
-    check_block_size(made, choose_block_size(recipe.data.block_size, tokenizer.model_max_length))
-    return made
-
-
-def check_block_size(config: Any, length: int) -> None:
-    """Raises DataError where blocks of `length` tokens are longer than the model that `config` describes takes."""
-    longest = getattr(config, "max_position_embeddings", None)
+    length = choose_block_size(recipe.data.block_size, getattr(tokenizer, "model_max_length", UNLIMITED))
+    longest = getattr(made, "max_position_embeddings", None)
     if isinstance(longest, (int, float)) and length > longest:
         raise DataError(
             f"block_size: {length} tokens are more than the model's {longest} positions; lower block_size, or raise "
             "the positions in config_overrides"
         )
+    return made
 
 
 def build_model(

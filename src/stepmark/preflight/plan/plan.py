@@ -17,9 +17,7 @@ from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.order import BatchLayout, Epoch
 from stepmark.data.prepared_data import choose_block_size, prepare
-from stepmark.data.tokenize.tokenizer import check_own_code
-from stepmark.errors import DataError, StepmarkError, UsageError
-from stepmark.model_folder.model_config import load_config
+from stepmark.errors import DataError, UsageError
 from stepmark.parallel.pipeline.balance import active_experts
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.parallel.pipeline.staged_model import ModelSize
@@ -29,7 +27,7 @@ from stepmark.preflight.plan.stages import StageTrace, trace_deep, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_trace import StepTrace, meta_model
 from stepmark.recipe.early_checks import check_names
-from stepmark.recipe.model import build_config, build_tokenizer, check_block_size, check_device_has_attention
+from stepmark.recipe.model import UNLIMITED, build_tokenizer, check_device_has_attention, config_of
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.mesh import check_sizes
 from stepmark.trainer.run_folder.adapters import adapter_of
@@ -158,8 +156,11 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     check_sizes(ranks, *sizes, begin="plan for")
     notes: list[str] = []
     tokenizer = _tokenizer(recipe, notes)
-    config = _config(recipe, tokenizer)
-    block_size = choose_block_size(recipe.data.block_size, getattr(tokenizer, "model_max_length", 2**62))
+    try:
+        config = config_of(recipe, tokenizer)
+    except DataError as error:
+        raise UsageError(str(error)) from error
+    block_size = choose_block_size(recipe.data.block_size, getattr(tokenizer, "model_max_length", UNLIMITED))
     replicas = ranks // (args.tensor_parallel_size * args.pipeline_parallel_size)
     batch = BatchLayout(args.per_device_train_batch_size, replicas, args.gradient_accumulation_steps).global_batch
     steps = args.max_steps if args.max_steps > 0 else None
@@ -167,10 +168,6 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
         say = partial(print, file=sys.stderr, flush=True)
         epoch = Epoch(len(prepare(recipe.data, tokenizer, progress=say).train), batch, args.dataloader_drop_last)
         steps = math.ceil(args.num_train_epochs * epoch.steps())
-    try:
-        check_block_size(config, block_size)
-    except DataError as error:
-        raise UsageError(str(error)) from error
     if active_experts(config) != 1.0:
         notes.append("Experts are planned as on a lazy device, in padded blocks of tokens: an upper bound.")
     device_name = _device(recipe, notes)
@@ -212,21 +209,6 @@ def _tokenizer(recipe: Recipe, notes: list[str]) -> Any | None:
     except UsageError as error:
         notes.append(f"Planned with the configuration's own vocabulary: {error}")
         return None
-
-
-def _config(recipe: Recipe, tokenizer: Any | None) -> Any:
-    name = recipe.model.model_name_or_path
-    if name is None:
-        return build_config(recipe.model, tokenizer)
-    try:
-        return load_config(name, recipe.model.trust_remote_code)
-    except StepmarkError:
-        raise
-    except (OSError, ValueError) as error:
-        check_own_code(error, "model_name_or_path", name)
-        raise UsageError(
-            f"model_name_or_path: {name} has no readable config.json; a plan needs it, but no weights"
-        ) from error
 
 
 def _device(recipe: Recipe, notes: list[str]) -> str:
