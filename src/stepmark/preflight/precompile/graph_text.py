@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepmark.trainer.telemetry.progress import aligned
@@ -47,12 +47,9 @@ class GraphText:
     def read(cls, text: str) -> GraphText:
         names = _OPERATION.findall(text)
         main = next((line for line in text.splitlines() if "func.func @main" in line), "")
-        return cls(
-            sum(name not in _NO_OPERATIONS for name in names),
-            len(_ARGUMENT.findall(main)),
-            (*_problems(text, names), *rejected(text, names)),
-            unlisted(names),
-        )
+        operations, parameters = sum(name not in _NO_OPERATIONS for name in names), len(_ARGUMENT.findall(main))
+        unlisted = tuple(sorted(set(names) - LISTED - REJECTED))
+        return cls(operations, parameters, tuple(_problems(text, names)), unlisted)
 
 
 def _problems(text: str, names: list[str]) -> list[str]:
@@ -67,7 +64,9 @@ def _problems(text: str, names: list[str]) -> list[str]:
     callbacks = sorted({name for name in _CUSTOM_CALL.findall(text) if _CALLBACK.search(name)})
     found += [f"a call to the host ({name})" for name in callbacks]
     found += [f"a constant of {size / 2**20:.1f} MB (tensor<{kind}>)" for kind, size in _large_constants(text)]
-    return found
+    found += [f"an operation that Neuron's compiler rejects ({name})" for name in sorted(REJECTED.intersection(names))]
+    rejected = [kind.rstrip("<") for kind in REJECTED_TYPES if kind in text]
+    return found + [f"a type that Neuron's compiler rejects ({kind})" for kind in rejected]
 
 
 def _large_constants(text: str) -> list[tuple[str, int]]:
@@ -94,21 +93,8 @@ reduce reshape return reverse rng rng_bit_generator rsqrt scatter select select_
 sine slice sqrt subtract tanh transpose tuple
 """
 LISTED = frozenset(_TABLE.split())  # by their names in StableHLO
-REJECTED = frozenset({"triangular_solve"})
+REJECTED = frozenset({"triangular_solve"})  # as its compiler is known to do
 REJECTED_TYPES = ("complex<", "f8E4M3FNUZ", "f8E4M3B11FNUZ", "f8E5M2FNUZ")
-
-
-def unlisted(operations: Iterable[str]) -> tuple[str, ...]:
-    """The operations that the published table lacks."""
-    return tuple(sorted(set(operations) - LISTED - REJECTED))
-
-
-def rejected(text: str, operations: Iterable[str]) -> list[str]:
-    """The parts of a graph that Neuron's compiler is known to reject, in words."""
-    named = [f"an operation that Neuron's compiler rejects ({name})" for name in sorted(REJECTED & set(operations))]
-    types = [kind.rstrip("<") for kind in REJECTED_TYPES if kind in text]
-    return named + [f"a type that Neuron's compiler rejects ({kind})" for kind in types]
-
 
 NEW, CACHED, EXTRACTED, UNKNOWN = "new", "in the cache", "extracted", "compiled"
 
@@ -167,21 +153,16 @@ def describe(
         lines += [f"warning: {graph.part}: has {problem}" for graph in graphs for problem in graph.content.problems]
         lines += _differences(by_rank, range(stage * size, (stage + 1) * size))
     if for_neuron:
-        lines += _unlisted(by_rank)
+        unknown = sorted({name for graphs in by_rank for graph in graphs for name in graph.content.unlisted})
+        if unknown:
+            listed = f"`{ASK}` shows the compiler's own"
+            lines.append(f"note: Neuron's published list of operators lacks {', '.join(unknown)}; {listed}")
     if not reads_back:
         lines.append(
             "note: XLA's CPU client cannot read compiled graphs back, so a run on it compiles them again; set "
             "compile_cache to see in its metrics that it asks for no others"
         )
     return "\n".join(lines)
-
-
-def _unlisted(by_rank: Sequence[Sequence[Graph]]) -> list[str]:
-    """The operations of all graphs that Neuron's published list lacks."""
-    names = sorted({name for graphs in by_rank for graph in graphs for name in graph.content.unlisted})
-    if not names:
-        return []
-    return [f"note: Neuron's published list of operators lacks {', '.join(names)}; `{ASK}` shows the compiler's own"]
 
 
 def _sizes(graph: Graph) -> tuple[str, str]:

@@ -34,7 +34,6 @@ from stepmark.runtime.xla_environment import extracting_graphs
 if TYPE_CHECKING:
     from stepmark.data.loader.batch import StepBatch
     from stepmark.preflight.precompile.graph_recorder import GraphRecorder
-    from stepmark.runtime.base import Runtime
     from stepmark.runtime.context import Context
     from stepmark.trainer.components import TrainingComponents
 
@@ -54,7 +53,9 @@ def precompile(recipe: Recipe) -> None:
     recorder, context = graphs_of(recipe)
     if recorder is None:
         if context.host.rank == 0:
-            print(_made(context.runtime, recipe.training.torch_compile_backend), flush=True)
+            backend = recipe.training.torch_compile_backend
+            kept = f"kept in {os.environ[INDUCTOR_FOLDER]}" if backend == "inductor" else f"{backend} keeps none"
+            print(f"{context.runtime.requested_graphs()} graphs of torch.compile; {kept}", flush=True)
         context.host.barrier()
         return
     told = context.host.all_gather(list(map(dataclasses.asdict, recorder.graphs)))
@@ -65,12 +66,6 @@ def precompile(recipe: Recipe) -> None:
         text = describe(graphs, kept_in(), reads_back=not on_host, stages=stages, for_neuron=for_neuron)
         print(text, flush=True)
     context.host.barrier()
-
-
-def _made(runtime: Runtime, backend: str | None) -> str:
-    """What torch.compile has made."""
-    kept = f"kept in {os.environ[INDUCTOR_FOLDER]}" if backend == "inductor" else f"{backend} keeps none"
-    return f"{runtime.requested_graphs()} graphs of torch.compile; {kept}"
 
 
 def graphs_of(recipe: Recipe) -> tuple[GraphRecorder | None, Context]:
