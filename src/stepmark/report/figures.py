@@ -228,9 +228,8 @@ def line_of(
     """The values of `key` in lines that have it, times `scale`, thinned; `origin` is when the run began."""
     kept = [line for line in lines if key in line]
     values = [None if (value := _finite(line[key])) is None else value * scale for line in kept]
-    indices = thin(values, points)
+    indices, mean = thin(values, points)
     x, times = [float(kept[i]["step"]) for i in indices], [_since(kept[i], origin) for i in indices]
-    mean = means(values, indices, points)
     return Series(name, kind, run, x, [values[i] for i in indices], times, mean=mean)
 
 
@@ -324,36 +323,21 @@ def total_seconds(history: History) -> dict[str, float]:
     return {**found, "again": again} if again else found
 
 
-def thin(values: Values, most: int) -> list[int]:
-    """Indices of at most about `most` values: the minimum, the maximum and any gap of each run of neighbours."""
+def thin(values: Values, most: int) -> tuple[list[int], list[float | None] | None]:
+    """Indices of at most about `most` values: the minimum, the maximum and any gap of each run of neighbours; and for
+    each the mean of its run, since minimum and maximum alone would give a wrong one. Means are None if all values are
+    kept."""
     if len(values) <= most:
-        return list(range(len(values)))
+        return list(range(len(values))), None
+    size = math.ceil(2 * len(values) / most)
     kept: set[int] = {0, len(values) - 1}
-    for run in _runs(len(values), most):
-        kept |= {i for i in run if values[i] is None and (i == run[0] or values[i - 1] is not None)}
+    means: list[float | None] = []
+    for start in range(0, len(values), size):
+        run = range(start, min(start + size, len(values)))
+        kept |= {i for i in run if values[i] is None and (i == start or values[i - 1] is not None)}
         drawn = [(value, i) for i in run if (value := values[i]) is not None]
         if drawn:
             kept |= {min(drawn)[1], max(drawn)[1]}
-    return sorted(kept)
-
-
-def means(values: Values, indices: Sequence[int], most: int) -> list[float | None] | None:
-    """For each index from `thin`, the mean of its run of neighbours; None if all values were kept. Minimum and maximum
-    alone would give a wrong mean."""
-    if len(values) <= most:
-        return None
-    found: list[float | None] = []
-    for run in _runs(len(values), most):
-        drawn = [value for i in run if (value := values[i]) is not None]
-        found.append(sum(drawn) / len(drawn) if drawn else None)
-    size = _size(len(values), most)
-    return [None if values[i] is None else found[i // size] for i in indices]
-
-
-def _size(count: int, most: int) -> int:
-    return math.ceil(2 * count / most)
-
-
-def _runs(count: int, most: int) -> list[range]:
-    size = _size(count, most)
-    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+        means.append(sum(value for value, _ in drawn) / len(drawn) if drawn else None)
+    indices = sorted(kept)
+    return indices, [None if values[i] is None else means[i // size] for i in indices]
