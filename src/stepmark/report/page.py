@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import stepmark
 from stepmark.errors import StepmarkError
@@ -70,6 +69,7 @@ def make_page(histories: Sequence[History], folders: Sequence[Path]) -> str:
     runs, checkpoints = names(histories), [read_checkpoints(history) for history in histories]
     several, short, place = len(histories) > 1, short_names(histories), _places(histories)
     where = Path(os.path.commonpath([history.folder.resolve() for history in histories]))
+    curves = max((len(figure.series) for figure in drawn), default=1)
     written = f"Written by stepmark {stepmark.__version__}, {text.moment(time.time())}, from {escape(str(where))}."
     top = [_top_of_one(histories[0], checkpoints[0])]
     if several:
@@ -87,7 +87,7 @@ def make_page(histories: Sequence[History], folders: Sequence[Path]) -> str:
         "runs": short,
         "names": runs,
         "command": shlex.join(["stepmark", "report", *(str(folder.absolute()) for folder in folders)]),
-        "colors": [color(index) for index in place] if several else [color(index) for index in range(_most(drawn))],
+        "colors": [color(index) for index in (place if several else range(curves))],
         "figures": [asdict(figure) for figure in drawn],
         "marks": [asdict(mark) for mark in events],
         "axes": [axes(history) for history in histories],
@@ -98,7 +98,8 @@ def make_page(histories: Sequence[History], folders: Sequence[Path]) -> str:
         title=escape(where.name),
         style=asset("uplot.min.css") + asset("page.css"),
         body="\n".join(part for part in body if part),
-        data=_embedded(data),
+        # Without a "<" it cannot close the script element around it.
+        data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         script=_script(),
     )
 
@@ -135,16 +136,6 @@ def _script() -> str:
     """uPlot with its license, and the page's own scripts."""
     library = f"/*\n{asset('uplot.LICENSE.txt')}*/\n{asset('uplot.min.js')}"
     return "\n".join((library, *(asset(name) for name in ("format.js", "chart.js", "save.js", "page.js"))))
-
-
-def _embedded(data: Any) -> str:
-    """JSON that cannot close the script element around it."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _most(figures: Sequence[Figure]) -> int:
-    """How many colors a figure of a single run may need: one per curve."""
-    return max((len(figure.series) for figure in figures), default=1)
 
 
 def _curves(figures: Sequence[Figure], marks: Sequence[Mark], runs: Sequence[str]) -> str:

@@ -36,17 +36,16 @@ def header_of_all(name: str, histories: Sequence[History]) -> str:
 
 def header(history: History, level: str = "h1") -> str:
     """The run's name, state, progress and devices."""
-    step, total = history.last_step, history.started.get("total_steps")
+    step, started, state = history.last_step, history.started, history.state
+    total = started.get("total_steps")
     notes = ["no step logged yet" if step is None else f"step {step:,}" + (f" of {total:,}" if total else "")]
-    started = history.started
     if started.get("device"):
         device = started.get("device_model") or started["device"]
         notes.append(f"{text.plural(started.get('ranks', 1), 'rank')} on {device}")
     if history.last_update is not None:
         notes.append(f"last update {text.moment(history.last_update)}")
-    reason = history.status.get("reason") if history.state != "failed" else None  # a failure stands under Trouble
+    reason = history.status.get("reason") if state != "failed" else None  # a failure stands under Trouble
     note = f'<p class="soft">{escape(str(reason))}</p>' if reason else ""
-    state = history.state
     line = f'<span class="pill {STATES.get(state, "plain")}" id="state">{escape(state)}</span>' + "".join(
         f'<span class="soft">{escape(part)}</span>' for part in notes
     )
