@@ -232,7 +232,10 @@ class _Ranks:
         blocked = [signal.SIGINT] if self.unblocks_sigint else []  # which ranks inherit
         before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
-            self._start_all()
+            for rank in range(self.nproc):
+                descriptors = (self.listener.fileno(),) if rank == 0 else ()
+                options: dict[str, Any] = {"pass_fds": descriptors, "start_new_session": True}
+                self._processes.append(subprocess.Popen(self.command, env=self._environment(rank), **options))
         except OSError:
             self.send(signal.SIGKILL)
             for process in self._processes:
@@ -243,12 +246,6 @@ class _Ranks:
         self._started = True
         for number in self._waiting:
             self.send(number)
-
-    def _start_all(self) -> None:
-        for rank in range(self.nproc):
-            descriptors = (self.listener.fileno(),) if rank == 0 else ()
-            options: dict[str, Any] = {"pass_fds": descriptors, "start_new_session": True}
-            self._processes.append(subprocess.Popen(self.command, env=self._environment(rank), **options))
 
     def _environment(self, rank: int) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // self.nproc)
@@ -303,8 +300,7 @@ class _Ranks:
 
     def ended_at_once(self) -> bool:
         """Whether a second SIGINT has ended a rank that was still running."""
-        codes = {process.returncode for process in self._processes}
-        return self._at_once is not None and bool(codes & {-signal.SIGINT, -signal.SIGKILL})
+        return self._at_once is not None and bool(self.exit_codes & {-signal.SIGINT, -signal.SIGKILL})
 
     def expect_end(self) -> None:
         """A signal was sent to the ranks: limits the time in which they may exit."""
