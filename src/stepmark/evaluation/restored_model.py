@@ -105,7 +105,10 @@ class ModelReader:
                 place_module(model, self._runtime)
                 self._cached = key, model
             else:
-                _load_adapter(self._cached[1], complete)
+                from peft import set_peft_model_state_dict
+                from peft.utils import load_peft_weights
+
+                set_peft_model_state_dict(self._cached[1], load_peft_weights(str(complete), device="cpu"))
         return self._cached[1]
 
     def _pretrained(self, folder: Path) -> nn.Module:
@@ -123,16 +126,15 @@ class ModelReader:
             owner = model_class(config.architectures[0], folder / CONFIG)
         if not own:
             check_fits(lambda: getattr(owner, "from_config", owner)(copy.deepcopy(config)), folder)
-        load: Any = owner.from_pretrained
-        options = {"dtype": "auto", "trust_remote_code": self._trust}
         try:
-            model, report = load(str(folder), output_loading_info=True, **options)
+            model, report = owner.from_pretrained(
+                str(folder), output_loading_info=True, dtype="auto", trust_remote_code=self._trust
+            )
         except Exception as error:  # transformers, safetensors and parsers raise many kinds
             line = str(error).strip().split("\n")[0]
             raise CheckpointDamaged(f"no model can be loaded from {folder}: {line}") from error
         if report["missing_keys"]:
             raise CheckpointDamaged(f"{folder} lacks weights of its model: {sorted(report['missing_keys'])[0]}")
-        assert isinstance(model, nn.Module)
         place_module(model, self._runtime)
         return model
 
@@ -140,14 +142,6 @@ class ModelReader:
 def is_adapter(folder: Path) -> bool:
     """Whether a folder has an adapter alone."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file()
-
-
-def _load_adapter(model: nn.Module, folder: Path) -> None:
-    """Gives a PeftModel the weights of another adapter of the same form."""
-    from peft import set_peft_model_state_dict
-    from peft.utils import load_peft_weights
-
-    set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
 
 
 def fill_from(folder: Path, manifest: Manifest, model: nn.Module, runtime: Runtime) -> None:
@@ -233,15 +227,12 @@ def _construct(folder: Path, manifest: Manifest, config: PreTrainedConfig, trust
     if own is None:
         check_fits(lambda: make(copy.deepcopy(config)), folder)
     with torch.random.fork_rng(devices=[]):
-        model = make(config)
-    assert isinstance(model, nn.Module)
+        model: nn.Module = make(config)
     return model
 
 
 def _set_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
     """Casts every parameter and buffer to the dtype it was saved in."""
-    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    for name, tensor in tensors.items():
-        dtype = dtypes.get(name)
-        if dtype is not None and isinstance(tensor, Tensor) and tensor.dtype != dtype:
-            tensor.data = tensor.data.to(dtype)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in dtypes and isinstance(tensor, Tensor):
+            tensor.data = tensor.data.to(dtypes[name])

@@ -63,8 +63,7 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
     overrides = parse_options("config_overrides", wanted) if isinstance(wanted, str) else dict(wanted)
     by_type = name in CONFIG_MAPPING and not Path(name).exists()
     try:
-        trust = config.trust_remote_code
-        made = CONFIG_MAPPING[name]() if by_type else load_config(name, trust)
+        made = CONFIG_MAPPING[name]() if by_type else load_config(name, config.trust_remote_code)
     except StepmarkError:
         raise
     except (OSError, ValueError) as error:
@@ -176,17 +175,16 @@ def _from_config(made: Any, config: ModelArguments, **options: Any) -> torch.nn.
     kind, head = _kind_of(config)
     for name, value in head.items():
         setattr(made, name, value)
-    model: torch.nn.Module = kind.from_config(made, trust_remote_code=config.trust_remote_code, **options)
-    return model
+    return kind.from_config(made, trust_remote_code=config.trust_remote_code, **options)
 
 
 def _kind_of(config: ModelArguments) -> tuple[Any, dict[str, Any]]:
     """The class of the task's models, and what it asks of their configuration."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    return (
-        (AutoModelForSequenceClassification, {"num_labels": 1}) if config.task == REWARD else (AutoModelForCausalLM, {})
-    )
+    if config.task == REWARD:
+        return AutoModelForSequenceClassification, {"num_labels": 1}
+    return AutoModelForCausalLM, {}
 
 
 def check_sharding(config: ModelArguments, made: Any, factory: ModelFactory) -> None:
@@ -217,7 +215,6 @@ def _load(name: str, made: Any, dtype: torch.dtype, config: ModelArguments, whol
             f"model_name_or_path: {name} lacks weights of {type(model).__name__}: {missing[0]}{more}; name a folder "
             "with a complete model"
         )
-    assert isinstance(model, torch.nn.Module)
     return model
 
 
@@ -268,5 +265,4 @@ def configured(model: nn.Module, config: ModelArguments) -> nn.Module:
         adapted: Any = get_peft_model(model, lora)
     except (ValueError, TypeError) as error:  # as peft rejects modules and values
         raise UsageError(f"lora_target_modules: {' '.join(str(error).split())}") from error
-    made: nn.Module = adapted
-    return made
+    return adapted
