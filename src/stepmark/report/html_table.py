@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import functools
+import io
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
@@ -40,6 +43,13 @@ def sorted_by(value: float | None, cell: str) -> str:
 def asset(name: str) -> str:
     """The text of a file of the page."""
     return resources.files("stepmark.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def words(table: str) -> dict[str, tuple[str, str]]:
+    """The color and the word by which the page shows each state or kind of `words.csv`."""
+    rows = csv.DictReader(io.StringIO(asset("words.csv")))
+    return {row["name"]: (row["color"], row["word"]) for row in rows if row["table"] == table}
 
 
 def _cell(kind: str, name: str, cell: str, sortable: bool) -> str:

@@ -35,7 +35,7 @@ from stepmark.report.figures import (
     total_seconds,
 )
 from stepmark.report.history import History, best_of, find_runs, names, of_another_tool, read_history, short_names
-from stepmark.report.html_table import asset, color
+from stepmark.report.html_table import asset, color, words
 from stepmark.report.summary import commands, header, header_of_all, printed, tiles, trouble, trouble_of_all
 from stepmark.report.system_figures import system_figures
 from stepmark.report.tables import (
@@ -47,20 +47,6 @@ from stepmark.report.tables import (
     run_table,
     sample_table,
 )
-
-KEYS = {
-    "resumed": ("var(--c2)", "resumed"),
-    "lost": ("var(--bad)", "trained again"),
-    "compilation": ("var(--warn)", "recompiled"),
-    "trouble": ("var(--bad)", "trouble"),
-}
-PARTS = {
-    "step": ("c0", "steps"),
-    "data": ("c1", "waiting for data"),
-    "save": ("c2", "saving"),
-    "evaluation": ("c3", "evaluation"),
-    "again": ("c4", "steps trained again"),
-}
 
 
 def make_page(histories: Sequence[History], folders: Sequence[Path]) -> str:
@@ -150,9 +136,11 @@ def _curves(figures: Sequence[Figure], marks: Sequence[Mark], runs: Sequence[str
 
 
 def _keys(marks: Sequence[Mark]) -> str:
-    present = [kind for kind in KEYS if any(mark.kind == kind for mark in marks)]
+    present = {mark.kind for mark in marks}
     keys = "".join(
-        f'<span><i class="{kind}" style="background: {KEYS[kind][0]}"></i>{KEYS[kind][1]}</span>' for kind in present
+        f'<span><i class="{kind}" style="background: var(--{shade})"></i>{word}</span>'
+        for kind, (shade, word) in words("mark").items()
+        if kind in present
     )
     return f'<div class="keys">{keys}</div>' if keys else ""
 
@@ -170,15 +158,15 @@ def _figure(figure: Figure, runs: Sequence[str], *, wide: bool) -> str:
 
 def _time(history: History) -> str:
     spent = {part: seconds for part, seconds in total_seconds(history).items() if seconds}
-    total = sum(spent.values())
+    total, parts = sum(spent.values()), words("time")
     if not total:
         return ""
     bar = "".join(
-        f'<span style="flex: {seconds / total:.5f}; background: var(--{PARTS[part][0]})"></span>'
+        f'<span style="flex: {seconds / total:.5f}; background: var(--{parts[part][0]})"></span>'
         for part, seconds in spent.items()
     )
     keys = "".join(
-        f'<span><i style="background: var(--{PARTS[part][0]})"></i>{PARTS[part][1]} '
+        f'<span><i style="background: var(--{parts[part][0]})"></i>{parts[part][1]} '
         f"{escape(text.seconds(seconds))}, {seconds / total:.1%}</span>"
         for part, seconds in spent.items()
     )
