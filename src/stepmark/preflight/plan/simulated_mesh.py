@@ -16,13 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from stepmark.launch.world import World
 from stepmark.liveness.host_group import HostGroup
 from stepmark.preflight.plan.allocations import COMMUNICATION, AllocationTracker
-from stepmark.runtime.collectives import (
-    Collectives,
-    GroupCollectives,
-    NoCollectives,
-    Reduction,
-    SpareBuffers,
-)
+from stepmark.runtime.collectives import Collectives, GroupCollectives, NoCollectives, Reduction, SpareBuffers
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.mesh import DATA, PIPELINE, TENSOR, Mesh, spread_of_experts
@@ -180,10 +174,11 @@ class SimulatedLinks:
     def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
         sent = [tensor.detach().contiguous() for tensor in outgoing]
         if self._device.lazy:
-            forms = [*map(Form.of, sent), *incoming]
-            for shape, dtype in [(form.shape, form.dtype) for form in forms]:
+            for form in [*map(Form.of, sent), *incoming]:
                 with self._tracker.within(COMMUNICATION):
-                    torch.empty((2, *shape), dtype=dtype)  # an all-gather of the pair, of which one half is taken
+                    torch.empty(
+                        (2, *form.shape), dtype=form.dtype
+                    )  # an all-gather of the pair, of which one half is taken
         return self.exchange_on_host(other, sent, incoming)
 
     def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
