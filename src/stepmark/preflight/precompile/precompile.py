@@ -86,11 +86,9 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder | None, Context]:
             f"device: {runtime.name} runs operations as they come and compiles no graphs; precompile is for lazy "
             "devices (device: xla) and for torch_compile"
         )
-    from stepmark.recipe.model import build_model
-
     ranks = max(context.world.size // (training.tensor_parallel_size * training.pipeline_parallel_size), 1)
     prepare = partial(stand_in_data, recipe, data_parallel_size=ranks, steps=STEPS)
-    trainer = build_trainer(recipe, run, prepare=prepare, build=partial(build_model, reads_weights=False))
+    trainer = build_trainer(recipe, run, prepare=prepare, reads_weights=False)
     if not runtime.lazy:
         _train(trainer.make_parts(), SimpleNamespace())
         return None, context
