@@ -74,10 +74,9 @@ def _on_one_machine(*peers: Peer) -> bool:
 
 def _own_address(own: Peer, others: list[Peer]) -> str | None:
     """The address at which other nodes reach this rank: its own on the route to a node whose address is known."""
-    if own.address is not None and own.server is not None and not is_loopback(own.address):
-        first = next((peer for peer in others if peer.rank == 0), None)
-        if first is not None:
-            return own.address
+    to_server = own.address is not None and own.server is not None and not is_loopback(own.address)
+    if to_server and any(peer.rank == 0 for peer in others):
+        return own.address
     known = (peer.address for peer in others if peer.address is not None and not is_loopback(peer.address))
     towards = next(known, None)
     return None if towards is None else address_towards(towards)

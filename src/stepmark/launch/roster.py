@@ -134,9 +134,8 @@ class Meeting:
                 if roster is not None:
                     self._store.set("roster", pack([roster.token, roster.peers]))  # type: ignore[arg-type]
             if roster is not None:
-                for rank in range(1, self._world.size):
-                    if rank not in ready and self._store.check([f"ready/{roster.token}/{rank}"]):
-                        ready.add(rank)
+                absent = set(range(1, self._world.size)) - ready
+                ready |= {rank for rank in absent if self._store.check([f"ready/{roster.token}/{rank}"])}
                 if len(ready) == self._world.size - 1:
                     self._store.set(f"go/{roster.token}", "")
                     return roster
@@ -146,9 +145,7 @@ class Meeting:
     def _current_roster(self) -> Roster | None:
         """The roster according to the current hellos; None while one is missing."""
         ranks = range(self._world.size)
-        for rank in ranks:
-            if rank not in self._hellos and self._store.check([f"hello/{rank}"]):
-                self._hellos.add(rank)
+        self._hellos |= {rank for rank in ranks if rank not in self._hellos and self._store.check([f"hello/{rank}"])}
         if len(self._hellos) < self._world.size:
             return None
         values = self._store.multi_get([f"hello/{rank}" for rank in ranks])  # type: ignore[attr-defined]
@@ -162,7 +159,10 @@ class Meeting:
     def _follow(self) -> Roster:
         answered: set[str] = set()
         while True:
-            roster = self._read_roster()
+            roster = None
+            if self._store.check(["roster"]):
+                token, peers = unpack(self._store.get("roster"))
+                roster = Roster(token, [Peer(**peer) for peer in peers])
             if roster is not None and roster.peers[self._world.rank].name == self._name:
                 if roster.token not in answered:
                     answered.add(roster.token)
@@ -170,12 +170,6 @@ class Meeting:
                 if self._store.check([f"go/{roster.token}"]):
                     return roster
             self._wait(self._seen_missing() if launcher_serves() else None)
-
-    def _read_roster(self) -> Roster | None:
-        if not self._store.check(["roster"]):
-            return None
-        token, peers = unpack(self._store.get("roster"))
-        return Roster(token, [Peer(**peer) for peer in peers])
 
     def _absent(self) -> set[int]:
         """Ranks without a hello."""
