@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,9 +202,9 @@ def _modules(names: Iterable[str]) -> str:
 
 def _ranges(numbers: Iterable[int]) -> str:
     """`0-2+6-8` of 0, 1, 2, 6, 7, 8."""
-    ordered = sorted(set(numbers))
-    starts = [ordered[0], *(after for before, after in pairwise(ordered) if after > before + 1)]
-    ends = [*(before for before, after in pairwise(ordered) if after > before + 1), ordered[-1]]
+    found = set(numbers)
+    starts = sorted(number for number in found if number - 1 not in found)
+    ends = sorted(number for number in found if number + 1 not in found)
     return "+".join(f"{first}-{last}" if last > first else str(first) for first, last in zip(starts, ends, strict=True))
 
 

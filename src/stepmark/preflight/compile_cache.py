@@ -127,16 +127,6 @@ def _is_locked(path: Path) -> bool:
 TRASH = ".trash-"
 
 
-def unused(entries: Sequence[CacheEntry]) -> list[CacheEntry]:
-    """The entries that are not being written and may not be in use."""
-    return [entry for entry in entries if entry.state not in PROTECTED]
-
-
-def failed(entries: Sequence[CacheEntry]) -> list[CacheEntry]:
-    """Graphs whose compilation failed: Neuron's compiler tries them again once they have gone."""
-    return [entry for entry in entries if entry.kind == NEURON and entry.state == FAILED]
-
-
 def delete(entries: Sequence[CacheEntry]) -> list[CacheEntry]:
     """Deletes entries, except those that another process has begun to write; returns the deleted ones."""
     return [entry for entry in entries if _delete(entry)]

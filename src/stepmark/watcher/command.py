@@ -64,10 +64,10 @@ def _newest(request: Request) -> Path:
     """The newest checkpoint of a run; of another path that itself. Raises CheckpointNotFound for a run without."""
     if not request.is_run:
         return resolve_link(request.path)
-    found = checkpoints(request.path)
-    if not found:
+    newest = next(iter(checkpoints(request.path)), None)
+    if newest is None:
         raise CheckpointNotFound(f"{request.path} has no checkpoint")
-    return max(found, key=lambda path: step_of(path) or 0)
+    return newest
 
 
 def _of_one(request: Request, mesh: Any) -> int:
@@ -128,7 +128,10 @@ def _of_run(request: Request, mesh: Any) -> int:
     from stepmark.watcher.watcher import Watcher
 
     leads = mesh.context.host.rank == 0
-    _wait_for_folder(request, mesh.context.host)
+    if leads and not request.path.is_dir():
+        _say(f"waiting for {request.path} to appear")
+    while not mesh.context.host.broadcast(request.path.is_dir()):
+        time.sleep(_APPEAR_EVERY)
 
     def make_setup(checkpoint: Path) -> Any:
         holder = request.path if (request.path / USED_RECIPE).is_file() else checkpoint
@@ -167,13 +170,6 @@ def _with_metric(request: Request) -> Request:
     own, greater = recipe.training, request.greater_is_better
     greater = own.greater_is_better if greater is None else greater
     return replace(request, metric=own.best_metric_key, greater_is_better=greater)
-
-
-def _wait_for_folder(request: Request, host: Any) -> None:
-    if host.rank == 0 and not request.path.is_dir():
-        _say(f"waiting for {request.path} to appear")
-    while not host.broadcast(request.path.is_dir()):
-        time.sleep(_APPEAR_EVERY)
 
 
 def _say(text: str) -> None:
