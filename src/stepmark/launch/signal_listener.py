@@ -178,7 +178,6 @@ class _Listener:
             self._flushed.wait(_FLUSH_SECONDS)
 
     def close(self) -> None:
-        """Ends the thread."""
         self._writer.close()
 
     def _handle(self, number: int, _: FrameType | None) -> None:

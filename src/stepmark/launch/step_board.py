@@ -60,7 +60,6 @@ class StepBoard:
         self._path.write_bytes(bytes(_FORMAT.size * ranks))
 
     def read(self) -> list[StepPlace]:
-        """The ranks' places, by rank."""
         content = self._path.read_bytes()
         return [StepPlace(*_FORMAT.unpack_from(content, _FORMAT.size * rank)) for rank in range(self._ranks)]
 

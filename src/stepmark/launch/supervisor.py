@@ -316,7 +316,6 @@ class _Ranks:
 
     @property
     def exit_codes(self) -> set[int | None]:
-        """The ranks' exit codes."""
         return {process.returncode for process in self._processes}
 
     def _find_failed(self) -> tuple[int, int] | None:

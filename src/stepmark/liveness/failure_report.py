@@ -201,8 +201,6 @@ _TOLD = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)$')
 
 
 class Line(NamedTuple):
-    """A line of a traceback."""
-
     file: str
     line: int
     function: str

@@ -69,7 +69,6 @@ class StatusStore:
         self.try_to_post(_PHASE, phase)
 
     def post(self, topic: str, value: Any = None) -> None:
-        """Posts a value under a topic."""
         files.replace_file(self.folder / f"{topic}.{self.rank}", json.dumps(value).encode())
 
     def try_to_post(self, topic: str, value: Any = None) -> None:
@@ -110,11 +109,9 @@ class StatusStore:
         return True
 
     def has(self, topic: str, rank: int) -> bool:
-        """Whether a rank has posted under the topic."""
         return (self.folder / f"{topic}.{rank}").exists()
 
     def read(self, topic: str, rank: int) -> Any:
-        """What a rank has posted."""
         return json.loads((self.folder / f"{topic}.{rank}").read_bytes())
 
     def wait(

@@ -92,7 +92,6 @@ class ExternalWatchdog:
             atexit.register(self.close)
 
     def close(self) -> None:
-        """Ends the helper."""
         process = self._let_go()
         if process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -140,7 +139,6 @@ class Deadline:
             raise self._error
 
     def expire(self) -> None:
-        """It has passed."""
         self._error = CheckpointTimeout(self._message)
         print_stacks(self._message)
         self._missed(self._error)
@@ -166,7 +164,6 @@ class Watchdog:
             self.changed.notify()
 
     def release(self, deadline: Deadline) -> None:
-        """The operation has ended."""
         with self.changed:
             if deadline in self._watches:
                 self._watches.remove(deadline)

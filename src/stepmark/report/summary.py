@@ -35,7 +35,6 @@ def header_of_all(name: str, histories: Sequence[History]) -> str:
 
 
 def header(history: History, level: str = "h1") -> str:
-    """The run's name, state, progress and devices."""
     step, started, state = history.last_step, history.started, history.state
     total = started.get("total_steps")
     notes = ["no step logged yet" if step is None else f"step {step:,}" + (f" of {total:,}" if total else "")]

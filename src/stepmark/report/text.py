@@ -10,12 +10,10 @@ NOTHING = "\N{EN DASH}"
 
 
 def size(count: float | None) -> str:
-    """Bytes in a suitable unit."""
     return NOTHING if count is None else sizes.size(count)
 
 
 def seconds(count: float | None) -> str:
-    """A duration."""
     if count is None:
         return NOTHING
     if count < 1:

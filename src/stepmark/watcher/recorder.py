@@ -124,7 +124,6 @@ class EvaluationRecorder:
         self._writer.flush()
 
     def close(self) -> None:
-        """Closes the files."""
         if self._writer is not None:
             self._writer.close()
 

@@ -94,7 +94,6 @@ class EvaluationScheduler:
         self._records, self._label, self.deleted_before = records, setup, deleted_before
 
     def release(self) -> None:
-        """Releases the lease on the chosen checkpoint."""
         if self._lease is not None:
             self._lease.release()
             self._lease = None

@@ -82,7 +82,6 @@ class Corpus:
         return sum(meter.done for meter in meters) / total if total and self.stop is None else None
 
     def read(self) -> Iterator[Any]:
-        """The parts of all sources."""
         return (part for _, part in self.numbered())
 
     def numbered(self) -> Iterator[tuple[int, Any]]:

@@ -140,7 +140,6 @@ def in_flight(args: TrainingFields, rank: int) -> int:
 
 
 def _sizes(setup: StepSetup) -> list[int]:
-    """The layers of each stage."""
     args = setup.args
     with FakeTensorMode():
         model = train_like(meta_model(setup), args)
