@@ -38,29 +38,25 @@ class _EvaluationOutcome:
     there: bool = True
 
 
+@dataclass
 class Watcher:
     """Watches the run that is asked for. `make_setup` is called with the first checkpoint that exists, on all ranks.
 
     On rank 0 `recorder` has the results, once there is a setup; it gets `show`, and `say` is called for messages.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        mesh: Mesh,
-        make_setup: Callable[[Path], EvaluationSetup],
-        show: Callable[[dict[str, Any], bool], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._request = request
-        self._mesh = mesh
-        self._host = mesh.context.host
-        self._make_setup = make_setup
-        self._show, self._say = show, say
-        self._scheduler = EvaluationScheduler(request, say)
-        self._setup: EvaluationSetup | None = None
-        self.recorder: EvaluationRecorder | None = None
-        self._vanished = 0
+    request: Request
+    mesh: Mesh
+    make_setup: Callable[[Path], EvaluationSetup]
+    show: Callable[[dict[str, Any], bool], None]
+    say: Callable[[str], None]
+    recorder: EvaluationRecorder | None = None
+    _setup: EvaluationSetup | None = None
+    _vanished: int = 0
+
+    def __post_init__(self) -> None:
+        self._host = self.mesh.context.host
+        self._scheduler = EvaluationScheduler(self.request, self.say)
 
     def run(self) -> int:
         """Evaluates until everything is done; returns the number of evaluations that failed. Collective.
@@ -84,7 +80,7 @@ class Watcher:
 
     def _do(self, job: EvaluationJob) -> None:
         if job.kind == "wait":
-            time.sleep(self._request.interval)
+            time.sleep(self.request.interval)
         elif job.kind == "prepare":
             assert job.checkpoint is not None
             self._prepare(job.checkpoint)
@@ -96,23 +92,21 @@ class Watcher:
 
     def _prepare(self, checkpoint: Path) -> None:
         try:
-            self._setup = self._make_setup(checkpoint)
+            self._setup = self.make_setup(checkpoint)
         except CheckpointNotFound as error:  # on all ranks; another checkpoint will do as well
             self._vanished += 1
             if self._vanished > MOST_VANISHED:
                 raise
-            self._say(f"{error}; looking for another one")
+            self.say(f"{error}; looking for another one")
             time.sleep(RETRY_AFTER)
             return
         finally:
             self._scheduler.release()
         if self._host.rank != 0:
             return
-        records = EvaluationRecords(self._request.path, self._setup.identity)
+        records = EvaluationRecords(self.request.path, self._setup.identity)
         begun = records.begin({**self._setup.describe(), "deleted_before": self._scheduler.deleted_before})
-        self.recorder = EvaluationRecorder(
-            self._request, records, self._show, self._say, moves_best=self._setup.moves_best
-        )
+        self.recorder = EvaluationRecorder(self.request, records, self.show, self.say, self._setup.moves_best)
         self._scheduler.begin(records, self._setup.identity, int(begun["deleted_before"]))
 
     def _evaluate(self, job: EvaluationJob) -> None:
@@ -140,7 +134,7 @@ class Watcher:
         metrics = outcomes[0].metrics
         if problem is None:
             assert metrics is not None
-            where = {"device": self._mesh.runtime.name, "world_size": self._host.size}
+            where = {"device": self.mesh.runtime.name, "world_size": self._host.size}
             recorder.record(job.found, EVALUATED, {**metrics, **where})
         elif not outcomes[0].there:
             recorder.record(job.found, SKIPPED, {"reason": "it was deleted while it was being read"})
