@@ -159,9 +159,7 @@ def _own(histories: Sequence[History], points: int) -> list[Figure]:
     found = []
     for name in sorted(logged - {"step", "epoch", "time"}):
         runs = ((run, each, [line for line in each.own if name in line]) for run, each in enumerate(histories))
-        series = [
-            line_of(own, name, "line", run, name, origin_of(each), points=points) for run, each, own in runs if own
-        ]
+        series = [line_of(each, run, own, name, name, points) for run, each, own in runs if own]
         found.append(Figure(name, name, "logged by the program", series))
     return found
 
@@ -209,28 +207,21 @@ def _memory(histories: Sequence[History], points: int) -> Figure:
 
 def _lines(history: History, run: int, name: str, key: str, points: int = POINTS, scale: float = 1.0) -> list[Series]:
     """The curve of a logged value, and its discarded parts."""
-    origin = origin_of(history)
-    found = [line_of(history.logs, name, "line", run, key, origin, scale, points)]
-    found += [line_of(lost, f"{name}, trained again", "lost", run, key, origin, scale, points) for lost in history.lost]
-    return [series for series in found if series.x and (series.kind != "lost" or any(y is not None for y in series.y))]
+    found = [line_of(history, run, history.logs, name, key, points, scale)]
+    again = (line_of(history, run, lost, f"{name}, trained again", key, points, scale) for lost in history.lost)
+    found += [replace(each, kind="lost") for each in again if any(y is not None for y in each.y)]
+    return [series for series in found if series.x]
 
 
 def line_of(
-    lines: Sequence[Line],
-    name: str,
-    kind: str,
-    run: int,
-    key: str,
-    origin: float,
-    scale: float = 1.0,
-    points: int = POINTS,
+    history: History, run: int, lines: Sequence[Line], name: str, key: str, points: int, scale: float = 1.0
 ) -> Series:
-    """The values of `key` in lines that have it, times `scale`, thinned; `origin` is when the run began."""
-    kept = [line for line in lines if key in line]
+    """The values of `key` in lines of a run that have it, times `scale`, thinned."""
+    kept, origin = [line for line in lines if key in line], origin_of(history)
     values = [None if (value := _finite(line[key])) is None else value * scale for line in kept]
     indices, mean = thin(values, points)
     x, times = [float(kept[i]["step"]) for i in indices], [_since(kept[i], origin) for i in indices]
-    return Series(name, kind, run, x, [values[i] for i in indices], times, mean=mean)
+    return Series(name, "line", run, x, [values[i] for i in indices], times, mean=mean)
 
 
 def axes(history: History, places: int = PLACES) -> dict[str, tuple[list[float], list[float]]]:
