@@ -43,11 +43,10 @@ class TimedGroup:
         problem: BaseException | None = None
         if self.rank == 0:
             try:
-                answer = (function(), None)
+                answer = function(), None
             except (CheckpointError, OSError) as error:
                 problem = error
-                failed = error if isinstance(error, CheckpointError) else CheckpointError(describe_error(error))
-                answer = (None, failed)
+                answer = None, error if isinstance(error, CheckpointError) else CheckpointError(describe_error(error))
         absent = "rank 0 did not answer" if self.rank else _ABSENT
         value, told = self._bounded(lambda: self.group.broadcast(answer), what, board, timeout, absent)
         if told is not None:
