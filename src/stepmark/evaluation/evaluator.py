@@ -141,7 +141,8 @@ class Evaluator:
         loss_only = not gather and batch_metrics is None
         prefetcher = DevicePrefetcher(loader, self.runtime)
         with staying(EVALUATION), evaluating(self.model), contextlib.closing(iter(prefetcher)) as batches:
-            results = self._results(batches, before_batch, loss_only, ignore_keys)
+            forward = functools.partial(self._forward, loss_only=loss_only, ignore_keys=ignore_keys)
+            results = self._results(batches, before_batch, forward)
             for (micro_batch, result), last in with_last(results) if batch_metrics else ((each, 0) for each in results):
                 loss = result[0]
                 sums[1] += self.loss.count(micro_batch)
@@ -180,13 +181,9 @@ class Evaluator:
         )
 
     def _results(
-        self,
-        batches: Iterable[StepBatch],
-        before: Callable[[], Any],
-        loss_only: bool,
-        ignore_keys: Sequence[str] | None,
+        self, batches: Iterable[StepBatch], before: Callable[[], Any], forward: Callable[[MicroBatch], BatchResult]
     ) -> Iterator[tuple[MicroBatch, BatchResult]]:
-        """Every batch with what `_forward` returns; nothing on ranks without the last pipeline stage."""
+        """Every batch with what `forward` returns; nothing on ranks without the last pipeline stage."""
 
         def source() -> Iterator[MicroBatch]:
             for number, batch in enumerate(batches, start=1):
@@ -196,10 +193,10 @@ class Evaluator:
 
         if staged(self.model) is None:
             for each in source():
-                yield each, self._forward(each, loss_only, ignore_keys)
+                yield each, forward(each)
             return
         through_stages = PipelinedForward(self.model, self.loss, self.mesh, self.autocast_dtype)
-        for each, result in through_stages(source(), lambda each: self._forward(each, loss_only, ignore_keys)):
+        for each, result in through_stages(source(), forward):
             yield each, (None, None, None) if result is None else result
 
     def _forward(self, micro_batch: MicroBatch, loss_only: bool, ignore_keys: Sequence[str] | None) -> BatchResult:
