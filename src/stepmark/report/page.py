@@ -35,7 +35,7 @@ from stepmark.report.figures import (
     total_seconds,
 )
 from stepmark.report.history import History, best_of, find_runs, names, of_another_tool, read_history, short_names
-from stepmark.report.html_table import asset, color, words
+from stepmark.report.html_table import asset, color, fragment, words
 from stepmark.report.summary import commands, header, header_of_all, printed, tiles, trouble, trouble_of_all
 from stepmark.report.system_figures import system_figures
 from stepmark.report.tables import (
@@ -146,14 +146,8 @@ def _keys(marks: Sequence[Mark]) -> str:
 
 
 def _figure(figure: Figure, runs: Sequence[str], *, wide: bool) -> str:
-    caption = f'<b>{escape(figure.title)}</b><span class="unit">{escape(figure.unit)}</span>'
-    kind = ' class="wide"' if wide else ""
-    head = f'<figcaption>{caption}<span class="buttons"></span></figcaption>'
-    return (
-        f'<figure id="figure-{escape(figure.name)}"{kind}>{head}'
-        '<div class="legend"></div><div class="plot"></div><div class="readout" role="status"></div>'
-        f"{summary_of(figure, runs)}</figure>"
-    )
+    texts = {name: escape(getattr(figure, name)) for name in ("name", "title", "unit")}
+    return fragment("figure", **texts, kind=' class="wide"' if wide else "", summary=summary_of(figure, runs))
 
 
 def _time(history: History) -> str:
@@ -170,10 +164,7 @@ def _time(history: History) -> str:
         f"{escape(text.seconds(seconds))}, {seconds / total:.1%}</span>"
         for part, seconds in spent.items()
     )
-    return (
-        f'<section id="time"><h2>Where {escape(text.seconds(total))} went</h2><div class="stack">{bar}</div>'
-        f'<div class="keys below">{keys}</div></section>'
-    )
+    return fragment("time", total=escape(text.seconds(total)), bar=bar, keys=keys)
 
 
 def summary_of(figure: Figure, runs: Sequence[str]) -> str:

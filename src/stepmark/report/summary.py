@@ -16,6 +16,7 @@ from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
 from stepmark.report.history import NOT_RUNNING, RECENT, History
+from stepmark.report.html_table import fragment
 from stepmark.trainer.run_folder.status import STUCK
 
 STATES = {"done": "good", "running": "plain", "interrupted": "warn", "failed": "bad", NOT_RUNNING: "bad", STUCK: "bad"}
@@ -160,7 +161,8 @@ def tiles(history: History, checkpoints: Sequence[Checkpoint]) -> str:
         again = sum(max((before.last or 0) - (after.resumed or 0), 0) for before, after in history.resumptions())
         times = "once" if resumed == 1 else f"{resumed} times"
         found.append(("Resumed", times, f"{text.plural(again, 'step')} trained again"))
-    return f'<section class="tiles">{"".join(_tile(*one) for one in found)}</section>' if found else ""
+    shown = (fragment("tile", name=escape(name), value=escape(value), note=escape(note)) for name, value, note in found)
+    return f'<section class="tiles">{"".join(shown)}</section>' if found else ""
 
 
 def number(value: Any) -> str:
@@ -246,10 +248,3 @@ def commands(history: History) -> str:
         for name, command in found
     )
     return f'<section class="commands" aria-label="commands">{lines}</section>'
-
-
-def _tile(name: str, value: str, note: str) -> str:
-    return (
-        f'<div class="tile"><div class="name">{escape(name)}</div><div class="value">{escape(value)}</div>'
-        f'<div class="note">{escape(note)}</div></div>'
-    )

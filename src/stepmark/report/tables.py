@@ -17,7 +17,7 @@ from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
 from stepmark.report.figures import total_seconds
 from stepmark.report.history import KILLED, History, best_of, names, read_attempts, short_names
-from stepmark.report.html_table import asset, color, sorted_by, table, words
+from stepmark.report.html_table import asset, color, fragment, sorted_by, table, words
 from stepmark.report.summary import STATES, number, recent_median, speed
 
 SHOWN_FIELDS = 8  # in which runs differ, as columns of their table
@@ -41,10 +41,7 @@ def run_table(histories: Sequence[History], colors: Sequence[int]) -> str:
         marked = '<span class="pill good">best</span> ' * (index == best_of(histories))
         rows.append(
             [
-                f'<span class="run"><input type="checkbox" checked aria-label="show {escape(name)}">'
-                f'<label class="dot" style="background: {color(colors[index])}" title="choose a color">'
-                f'<input type="color" aria-label="color of {escape(name)}"></label>'
-                f'<a href="#run-{index}" title="{escape(name)}">{escape(short)}</a></span>',
+                fragment("run", name=escape(name), color=color(colors[index]), index=index, short=escape(short)),
                 f'<span class="pill {STATES.get(history.state, "plain")}">{escape(history.state)}</span>',
                 sorted_by(None if best is None or len(metrics) > 1 else best.value, marked + escape(best_cell)),
                 sorted_by(loss if isinstance(loss, (int, float)) else None, number(loss)),
