@@ -101,9 +101,9 @@ class SimulatedMesh(Mesh):
         axes: dict[str, int],
         device: PlannedDevice,
         tracker: AllocationTracker,
-        stage: int = 0,
-        arriving: Sequence[Form] = (),
-        experts: int = 1,
+        stage: int,
+        arriving: Sequence[Form],
+        experts: int,
     ) -> None:
         """`stage`: the rank's coordinate on the pipeline's axis. `arriving`: the forms of the hidden states that its
         stages receive, in order. `experts`: over how many ranks they are divided."""
@@ -117,17 +117,10 @@ class SimulatedMesh(Mesh):
         ends = self._collectives(2, int(stage > 0)) if last and stage in (0, last) else None
         self.simulated_links = SimulatedLinks(device, tracker, arriving)
         spread = spread_of_experts(experts, axes[TENSOR])
-        of_experts = self._collectives(spread), self._collectives(axes[DATA] // spread)
+        pair = self._collectives(spread), self._collectives(axes[DATA] // spread)
+        of_experts = pair if spread > 1 else None
         links = self.simulated_links if last else None
-        super().__init__(
-            context,
-            grid,
-            collectives,
-            ends,
-            links,
-            expert_parallel_size=experts,
-            experts=of_experts if spread > 1 else None,
-        )
+        super().__init__(context, grid, collectives, ends, links, expert_parallel_size=experts, experts=of_experts)
 
     def replicas(self, count: int) -> Collectives:
         return self._collectives(count)
