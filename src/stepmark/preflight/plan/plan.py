@@ -22,7 +22,7 @@ from stepmark.parallel.pipeline.balance import active_experts
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.parallel.pipeline.staged_model import ModelSize
 from stepmark.preflight.plan.candidates import neighbours, smaller
-from stepmark.preflight.plan.simulated_mesh import PlannedDevice, planned_device
+from stepmark.preflight.plan.simulated_mesh import DEVICES, PlannedDevice
 from stepmark.preflight.plan.stages import StageTrace, trace_deep, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_trace import StepTrace, meta_model
@@ -172,7 +172,7 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
         notes.append("Experts are planned as on a lazy device, in padded blocks of tokens: an upper bound.")
     device_name = _device(recipe, notes)
     check_device_has_attention(recipe, device_name)
-    device = planned_device(device_name)
+    device = DEVICES.get(device_name) or PlannedDevice(device_name)  # a native one, which runs operations one by one
     setup = StepSetup(config, args, ranks, block_size, device, recipe.model)
     model_class, counted, elements = _count(setup)
     options = [_measure(setup, each, own=each is args) for each in neighbours(args, ranks)]

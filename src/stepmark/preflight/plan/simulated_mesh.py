@@ -50,11 +50,6 @@ DEVICES = {
 }
 
 
-def planned_device(name: str) -> PlannedDevice:
-    """The device of this type. Of a native device nothing else is known than that operations run one by one."""
-    return DEVICES.get(name) or PlannedDevice(name)
-
-
 class SimulatedRuntime(EagerRuntime):
     """A device that computes nothing: its tensors are fake.
 
@@ -215,10 +210,6 @@ class SimulatedCollectives(GroupCollectives):
 
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor
-
-    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        gathered = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
-        return lambda: gathered
 
     def all_to_all(self, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int]) -> list[Tensor]:
         with self._tracker.within(COMMUNICATION):
