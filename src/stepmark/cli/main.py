@@ -25,7 +25,7 @@ from stepmark.filesystem.local_paths import local_path
 from stepmark.filesystem.printable import PrintableOutput, printable_record
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 from stepmark.launch.world import World
-from stepmark.liveness.failure_report import FailureReport
+from stepmark.liveness.failure_report import OUTPUT_CLOSED, FailureReport
 from stepmark.liveness.process_exit import reported
 
 _MODULES = (
@@ -83,7 +83,7 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError as error:
         if not _output_is_closed():
             return _fail(error, with_traceback)
-        reported(FailureReport.of_closed_output(_world().rank))
+        reported(FailureReport(_world().rank, OUTPUT_CLOSED, "", 1, False, time.time()))
         raise
     except (KeyboardInterrupt, Exception) as error:
         return _fail(error, with_traceback)
