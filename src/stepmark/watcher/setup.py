@@ -56,12 +56,8 @@ class EvaluationContext:
 
 @dataclass(frozen=True)
 class EvaluationSetup:
-    """Evaluates checkpoints, all in the same way. Create it with `prepare`, on all ranks.
-
-    Attributes:
-        metrics, evaluator: The user's functions, `module:function`.
-        moves_best: Whether the run's `best` follows the results.
-    """
+    """Evaluates checkpoints, all in the same way. Create it with `prepare`, on all ranks. `metrics`, `evaluator`: the
+    user's functions, `module:function`. `moves_best`: whether the run's `best` follows the results."""
 
     mesh: Mesh
     sets: Mapping[str | None, EvaluationSet]

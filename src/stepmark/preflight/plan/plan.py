@@ -39,14 +39,9 @@ NOT_TRACED = StepTrace({"": {}}, 0.0)
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of a rank with some settings.
-
-    Attributes:
-        args: The settings.
-        trace: The traced step; in a pipeline that of the rank with the highest peak.
-        impossible: Why these settings cannot be used; None if they can.
-        stages: The ranks of a pipeline that were traced: with the recipe's own settings all of them.
-    """
+    """Memory of a rank with some settings. `trace`: the traced step; in a pipeline that of the rank with the highest
+    peak. `impossible`: why these settings cannot be used; None if they can. `stages`: the ranks of a pipeline that were
+    traced: with the recipe's own settings all of them."""
 
     args: TrainingFields
     trace: StepTrace = NOT_TRACED

@@ -26,14 +26,9 @@ from stepmark.runtime.stage_transfers import ENCODED, Exchange, Form
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """The properties of a device type that decide what is allocated.
-
-    Attributes:
-        name: As in a recipe.
-        lazy: Whether operations become a graph.
-        host_memory: Whether its memory is the host's.
-        rounding: Bytes to whose multiple its allocator rounds.
-    """
+    """The properties of a device type, with its name in a recipe, that decide what is allocated. `lazy`: operations
+    become a graph. `host_memory`: its memory is the host's. `rounding`: bytes to whose multiple its allocator
+    rounds."""
 
     name: str
     lazy: bool = False
@@ -51,11 +46,7 @@ DEVICES = {
 
 
 class SimulatedRuntime(EagerRuntime):
-    """A device that computes nothing: its tensors are fake.
-
-    Attributes:
-        at_boundary: Called at each step boundary.
-    """
+    """A device that computes nothing: its tensors are fake. `at_boundary` is called at each step boundary."""
 
     def __init__(self, device: PlannedDevice) -> None:
         super().__init__(torch.device("cpu"))
@@ -84,12 +75,8 @@ class SimulatedRuntime(EagerRuntime):
 
 
 class SimulatedMesh(Mesh):
-    """The mesh as one rank sees it, without the other ranks: the first one of a pipeline stage.
-
-    Attributes:
-        simulated: The device.
-        simulated_links: The links along the pipeline, if there is one.
-    """
+    """The mesh as one rank sees it, without the other ranks: the first one of a pipeline stage. `simulated` is the
+    device, and `simulated_links` are the links along the pipeline, if there is one."""
 
     def __init__(
         self,

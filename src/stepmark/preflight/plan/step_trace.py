@@ -56,13 +56,9 @@ Peaks = dict[str, dict[str, int]]  # window of the step to bytes by category
 
 @dataclass(frozen=True)
 class StepTrace:
-    """Memory of a rank over a step.
-
-    Attributes:
-        peaks: For each part of the step, bytes by category when most is allocated.
-        saved_per_element: Bytes of optimizer state that a checkpoint holds for an element of a parameter, master
-            weights included.
-    """
+    """Memory of a rank over a step. `peaks`: for each part of the step, bytes by category when most is allocated.
+    `saved_per_element`: bytes of optimizer state that a checkpoint holds for an element of a parameter, master weights
+    included."""
 
     peaks: Peaks
     saved_per_element: float

@@ -15,13 +15,9 @@ BETWEEN = "between step boundaries"
 
 
 class GraphRecorder:
-    """Notes every graph that the runtime's step boundaries make while `observing`.
-
-    Attributes:
-        part: Names the part of the run that is in progress.
-        after_boundary: The part that begins with the next step boundary; None: the same one goes on.
-        graphs: What was recorded, in order.
-    """
+    """Notes every graph that the runtime's step boundaries make while `observing`. `part` names the part of the run
+    that is in progress, and `after_boundary` the one that begins with the next step boundary; None: the same goes
+    on."""
 
     def __init__(self, runtime: XlaRuntime, *, extracting: bool) -> None:
         self.part = "start"

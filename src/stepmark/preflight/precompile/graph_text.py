@@ -29,14 +29,9 @@ _NO_OPERATIONS = ("constant", "return")
 
 @dataclass(frozen=True)
 class GraphText:
-    """The size and the problems of a graph, read from its text.
-
-    Attributes:
-        operations: Number of operations, constants apart.
-        parameters: Number of tensors that the graph is given.
-        problems: What a compiler for accelerators rejects, or makes slow, in words.
-        unlisted: Operations that Neuron's published list lacks.
-    """
+    """The size of a graph, read from its text: `operations`, constants apart, and `parameters`, the tensors that it is
+    given. `problems`: what a compiler for accelerators rejects, or makes slow, in words; `unlisted`: operations that
+    Neuron's published list lacks."""
 
     operations: int
     parameters: int
@@ -101,15 +96,9 @@ NEW, CACHED, EXTRACTED, UNKNOWN = "new", "in the cache", "extracted", "compiled"
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph of a run.
-
-    Attributes:
-        part: Of the run, such as "micro-step".
-        content: Its size and problems.
-        key: Hash of its text, which is the same on all ranks.
-        seconds: Time to compile it, or to read it from the cache.
-        state: One of the constants above.
-    """
+    """One graph of a run, made in a `part` of it such as "micro-step". `key`: the hash of its text, which is the same
+    on all ranks. `seconds`: the time to compile it, or to read it from the cache. `state`: one of the constants
+    above."""
 
     part: str
     content: GraphText
