@@ -251,24 +251,23 @@ class Evaluator:
 
     def _has_loss(self, inputs: Any) -> bool:
         asked = isinstance(inputs, Mapping) and inputs.get("return_loss") is True
-        known = bool(self.loss.labels.present(inputs)) or asked or self._loss_without_labels
+        # Some models, such as CLIP, need no labels: their `return_loss` is true by default.
+        unasked = "return_loss" in self._parameters and self._parameters["return_loss"].default is True
+        known = bool(self.loss.labels.present(inputs)) or asked or unasked
         return known or self.needs_no_labels or self._only_for_loss(inputs)
 
     def _only_for_loss(self, inputs: Any) -> bool:
         """Whether only an overridden loss can use the batch: the model does not accept all of it."""
         if self.loss.override is None:
             return False
-        parameters = inspect.signature(unwrapped(self.model).forward).parameters
         if not isinstance(inputs, Mapping):
             return True
-        any_name = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-        return not any_name and not set(inputs) <= set(parameters)
+        any_name = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in self._parameters.values())
+        return not any_name and not set(inputs) <= set(self._parameters)
 
     @functools.cached_property
-    def _loss_without_labels(self) -> bool:
-        """Some models, such as CLIP, need no labels: their `return_loss` is true by default."""
-        parameter = inspect.signature(unwrapped(self.model).forward).parameters.get("return_loss")
-        return parameter is not None and parameter.default is True
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(unwrapped(self.model).forward).parameters
 
     def _labels(self, inputs: Any) -> Any:
         """The batch's labels: one tensor, a tuple where the model has several, None without."""
