@@ -16,7 +16,7 @@ from typing import Any
 from stepmark.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, MetricsError
 from stepmark.runtime.mesh import Mesh
 from stepmark.watcher.evaluation_data import Request
-from stepmark.watcher.evaluation_records import EVALUATED, FAILED, SKIPPED, EvaluationRecords
+from stepmark.watcher.evaluation_records import EVALUATED, FAILED, SKIPPED, EvaluationRecord, EvaluationRecords
 from stepmark.watcher.recorder import EvaluationRecorder
 from stepmark.watcher.scheduler import EvaluationJob, EvaluationScheduler
 from stepmark.watcher.setup import EvaluationSetup
@@ -81,13 +81,11 @@ class Watcher:
     def _do(self, job: EvaluationJob) -> None:
         if job.kind == "wait":
             time.sleep(self.request.interval)
-        elif job.kind == "prepare":
-            assert job.checkpoint is not None
+        elif job.checkpoint is not None and job.kind == "prepare":
             self._prepare(job.checkpoint)
-        elif job.kind == "evaluate":
-            self._evaluate(job)
-        elif self.recorder is not None:
-            assert job.found is not None
+        elif job.checkpoint is not None:
+            self._evaluate(job.checkpoint, job.found)
+        elif self.recorder is not None and job.found is not None:
             self.recorder.record(job.found, SKIPPED, {"reason": "retention deleted it before it was evaluated"})
 
     def _prepare(self, checkpoint: Path) -> None:
@@ -109,14 +107,14 @@ class Watcher:
         self.recorder = EvaluationRecorder(self.request, records, self.show, self.say, self._setup.moves_best)
         self._scheduler.begin(records, self._setup.identity, int(begun["deleted_before"]))
 
-    def _evaluate(self, job: EvaluationJob) -> None:
-        assert job.checkpoint is not None
-        outcomes = self._host.all_gather(self._try(job.checkpoint))
+    def _evaluate(self, checkpoint: Path, found: EvaluationRecord | None) -> None:
+        """`found`: on rank 0."""
+        outcomes = self._host.all_gather(self._try(checkpoint))
         if any(outcome.again for outcome in outcomes) and outcomes[0].there:
             time.sleep(RETRY_AFTER)
-            outcomes = self._host.all_gather(self._try(job.checkpoint))
-        if self.recorder is not None:
-            self._record(self.recorder, job, outcomes)
+            outcomes = self._host.all_gather(self._try(checkpoint))
+        if self.recorder is not None and found is not None:
+            self._record(self.recorder, found, outcomes)
             self._scheduler.release()
 
     def _try(self, checkpoint: Path) -> _EvaluationOutcome:
@@ -128,15 +126,15 @@ class Watcher:
             again = isinstance(error, CheckpointError) and not isinstance(error, CheckpointMismatch)
             return _EvaluationOutcome(None, str(error), again, checkpoint.is_dir())
 
-    def _record(self, recorder: EvaluationRecorder, job: EvaluationJob, outcomes: list[_EvaluationOutcome]) -> None:
-        assert job.found is not None
+    def _record(
+        self, recorder: EvaluationRecorder, found: EvaluationRecord, outcomes: list[_EvaluationOutcome]
+    ) -> None:
         problem = next((outcome.problem for outcome in outcomes if outcome.problem is not None), None)
         metrics = outcomes[0].metrics
-        if problem is None:
-            assert metrics is not None
+        if problem is None and metrics is not None:
             where = {"device": self.mesh.runtime.name, "world_size": self._host.size}
-            recorder.record(job.found, EVALUATED, {**metrics, **where})
+            recorder.record(found, EVALUATED, {**metrics, **where})
         elif not outcomes[0].there:
-            recorder.record(job.found, SKIPPED, {"reason": "it was deleted while it was being read"})
+            recorder.record(found, SKIPPED, {"reason": "it was deleted while it was being read"})
         else:
-            recorder.record(job.found, FAILED, {"reason": problem})
+            recorder.record(found, FAILED, {"reason": problem})
