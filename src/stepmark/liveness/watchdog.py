@@ -183,11 +183,9 @@ class Watchdog:
         while True:
             with self.changed:
                 first = min(self._watches, key=lambda each: each.last, default=None)
-                left = None if first is None else first.last - running_time()
-                if left is None or left > 0:
-                    self.changed.wait(left)
+                if first is None or first.last > running_time():
+                    self.changed.wait(None if first is None else first.last - running_time())
                     continue
-                assert first is not None
             try:
                 first.expire()
             except Exception as error:  # nothing else would end the stuck operation

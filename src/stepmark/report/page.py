@@ -147,7 +147,8 @@ def _keys(marks: Sequence[Mark]) -> str:
 
 def _figure(figure: Figure, runs: Sequence[str], *, wide: bool) -> str:
     texts = {name: escape(getattr(figure, name)) for name in ("name", "title", "unit")}
-    return fragment("figure", **texts, kind=' class="wide"' if wide else "", summary=summary_of(figure, runs))
+    told = "; ".join(_told(each, runs) for each in figure.series)
+    return fragment("figure", **texts, kind=' class="wide"' if wide else "", told=escape(told))
 
 
 def _time(history: History) -> str:
@@ -167,13 +168,8 @@ def _time(history: History) -> str:
     return fragment("time", total=escape(text.seconds(total)), bar=bar, keys=keys)
 
 
-def summary_of(figure: Figure, runs: Sequence[str]) -> str:
-    """A hidden paragraph that names each curve with its first, last, lowest and highest value."""
-    told = "; ".join(_told(each, runs) for each in figure.series)
-    return f'<p class="sr" id="summary-{escape(figure.name)}">{escape(figure.title)}: {escape(told)}.</p>'
-
-
 def _told(series: Series, runs: Sequence[str]) -> str:
+    """A curve's name with its first, last, lowest and highest value, for those who do not see it."""
     known = [(y, x) for x, y in zip(series.x, series.y, strict=True) if y is not None]
     name = f"{runs[series.run]}, {series.name}" if len(runs) > 1 else series.name
     if not known:
