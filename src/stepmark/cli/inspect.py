@@ -117,9 +117,13 @@ def _lines(manifest: Manifest, written: list[str]) -> list[str]:
             f"names     those in memory; `stepmark consolidate` writes {len(written)} tensors as save_pretrained does "
             f"({written[0]}, …)"
         )
-    stages = _stage_lines(manifest)
-    if stages:
-        lines += ["", "pipeline", *stages]
+    by_stage: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in manifest.tensors.get("model", {}).items():
+        for stage in _stages_of(manifest, tensor):
+            by_stage[stage].append(name)
+    if by_stage:
+        stages = sorted(by_stage.items())
+        lines += ["", "pipeline", *(f"  stage {at}: {len(each)} tensors: {_modules(each)}" for at, each in stages)]
     lines += ["", f"{len(manifest.files)} files, {size / 1e6:.1f} MB"]
     width = max((len(file.name) for file in manifest.files), default=0)
     lines += [f"  {file.name:{width}}  {file.size:>15,}" for file in manifest.files]
@@ -177,15 +181,6 @@ def _stages_of(manifest: Manifest, tensor: TensorEntry) -> list[int]:
         return []
     ranks = {rank for index, _ in tensor.slices for rank, _ in manifest.files[index].writers}
     return sorted({rank * size // manifest.world_size for rank in ranks})  # the outermost axis
-
-
-def _stage_lines(manifest: Manifest) -> list[str]:
-    """A line for each stage: how many of the model's tensors it wrote, and of which modules."""
-    written: dict[int, list[str]] = defaultdict(list)
-    for name, tensor in manifest.tensors.get("model", {}).items():
-        for stage in _stages_of(manifest, tensor):
-            written[stage].append(name)
-    return [f"  stage {stage}: {len(names)} tensors: {_modules(names)}" for stage, names in sorted(written.items())]
 
 
 def _modules(names: Iterable[str]) -> str:

@@ -82,7 +82,9 @@ def supervise(
             try:
                 ended = _attempt(make, command, nproc, signals)
             except OSError as error:  # the limit of processes or descriptors, or no room in TMPDIR
-                ended = _not_started(error)
+                what = f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}"
+                problem = LaunchError(with_advice(f"ranks cannot be started: {what}", error))
+                ended = _Ending(1, FailureReport.of(problem, 0), str(problem))
             if ended.failure is None:
                 if ended.code == INTERRUPTED and run is not None:
                     run.interrupted(signals.received or "a signal", waiting=False)
@@ -187,12 +189,6 @@ def _reports_folder() -> Iterator[str]:
                 if other.parent != Path(own) and try_lock(theirs.fileno()):
                     shutil.rmtree(other.parent, ignore_errors=True)
         yield own
-
-
-def _not_started(error: OSError) -> _Ending:
-    what = f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}"
-    problem = LaunchError(with_advice(f"ranks cannot be started: {what}", error))
-    return _Ending(1, FailureReport.of(problem, 0), str(problem))
 
 
 def follow_supervisor() -> None:

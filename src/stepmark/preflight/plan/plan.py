@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -150,7 +149,11 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     sizes = args.tensor_parallel_size, args.pipeline_parallel_size, args.expert_parallel_size
     check_sizes(ranks, *sizes, begin="plan for")
     notes: list[str] = []
-    tokenizer = _tokenizer(recipe, notes)
+    tokenizer = None
+    try:
+        tokenizer = build_tokenizer(recipe.model)
+    except UsageError as error:
+        notes.append(f"Planned with the configuration's own vocabulary: {error}")
     try:
         config = config_of(recipe, tokenizer)
     except DataError as error:
@@ -165,7 +168,11 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
         steps = math.ceil(args.num_train_epochs * epoch.steps())
     if active_experts(config) != 1.0:
         notes.append("Experts are planned as on a lazy device, in padded blocks of tokens: an upper bound.")
-    device_name = _device(recipe, notes)
+    device_name = args.device_name
+    if device_name == "auto":
+        device_name = choose_device("auto")
+        other = "--device xla or --device cuda plans for another one"
+        notes.append(f"device: auto is {device_name} on this machine; {other}.")
     check_device_has_attention(recipe, device_name)
     device = DEVICES.get(device_name) or PlannedDevice(device_name)  # a native one, which runs operations one by one
     setup = StepSetup(config, args, ranks, block_size, device, recipe.model)
@@ -196,23 +203,6 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
         optimizer,
         notes,
     )
-
-
-def _tokenizer(recipe: Recipe, notes: list[str]) -> Any | None:
-    try:
-        return build_tokenizer(recipe.model)
-    except UsageError as error:
-        notes.append(f"Planned with the configuration's own vocabulary: {error}")
-        return None
-
-
-def _device(recipe: Recipe, notes: list[str]) -> str:
-    wish = recipe.training.device_name
-    if wish != "auto":
-        return wish
-    found = choose_device("auto")
-    notes.append(f"device: auto is {found} on this machine; --device xla or --device cuda plans for another one.")
-    return found
 
 
 def _count(setup: StepSetup) -> tuple[str, ModelSize, int]:

@@ -58,16 +58,13 @@ def _problems(text: str, names: list[str]) -> list[str]:
         found.append(f"64-bit floats (tensor<{double[-1]}>)")
     callbacks = sorted({name for name in _CUSTOM_CALL.findall(text) if _CALLBACK.search(name)})
     found += [f"a call to the host ({name})" for name in callbacks]
-    found += [f"a constant of {size / 2**20:.1f} MB (tensor<{kind}>)" for kind, size in _large_constants(text)]
+    # A constant that is one value repeated takes no room.
+    sizes = {kind: _bytes(kind) for value, kind in _CONSTANT.findall(text) if value[:1] in ('"', "[", "_")}
+    large = {kind: size for kind, size in sizes.items() if size > LARGE_CONSTANT}
+    found += [f"a constant of {size / 2**20:.1f} MB (tensor<{kind}>)" for kind, size in large.items()]
     found += [f"an operation that Neuron's compiler rejects ({name})" for name in sorted(REJECTED.intersection(names))]
     rejected = [kind.rstrip("<") for kind in REJECTED_TYPES if kind in text]
     return found + [f"a type that Neuron's compiler rejects ({kind})" for kind in rejected]
-
-
-def _large_constants(text: str) -> list[tuple[str, int]]:
-    """Type and bytes of constants that are not one value repeated."""
-    sizes = {kind: _bytes(kind) for value, kind in _CONSTANT.findall(text) if value[:1] in ('"', "[", "_")}
-    return [(kind, size) for kind, size in sizes.items() if size > LARGE_CONSTANT]
 
 
 def _elements(kind: str) -> int:
