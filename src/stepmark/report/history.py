@@ -228,9 +228,7 @@ def read_history(folder: Path) -> History:
 
     Raises UsageError if the folder does not exist or does not belong to a run.
     """
-    if not folder.is_dir():
-        raise UsageError(f"{folder} does not exist; pass a run's output_dir")
-    if not _is_run(folder):
+    if find_runs(folder) != [folder]:
         raise UsageError(f"{folder} is not a run's output_dir: it contains neither {METRICS} nor a checkpoint")
     history = History(folder, folder.resolve().name, status=RunStatus.read(folder).content)
     history.failures = kept_failures(folder, history.status.get("time", 0.0) - JUST_BEFORE)
