@@ -37,11 +37,9 @@ class BestTracker:
         Raises UsageError where the evaluation does not have the metric.
         """
         names = [name for name in first if name.startswith("eval_")]
-        if metric is None:
-            chosen = next((name for name in names if name == "eval_loss"), None)
-            chosen = chosen or next((name for name in names if name.endswith("_loss")), None)
-        else:
-            chosen = next((name for name in (metric, f"eval_{metric}") if name in names), None)
+        losses = ["eval_loss", *(name for name in names if name.endswith("_loss"))]
+        wanted = losses if metric is None else [metric, f"eval_{metric}"]
+        chosen = next((name for name in wanted if name in names), None)
         if chosen is None and (needed or metric is not None):
             found = ", ".join(sorted(names)) or "no metrics"
             raise UsageError(f"--metric {metric or 'loss'}: the evaluation has no such metric; it has {found}")
