@@ -7,7 +7,6 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from stepmark.errors import FileRefused
 from stepmark.filesystem.files import files_in, read_file
@@ -145,7 +144,7 @@ def tiles(history: History, checkpoints: Sequence[Checkpoint]) -> str:
     found: list[tuple[str, str, str]] = []
     if history.logs:
         last = history.logs[-1]
-        found.append(("Training loss", number(last.get("loss")), f"step {last['step']:,}"))
+        found.append(("Training loss", text.value(last.get("loss")), f"step {last['step']:,}"))
     best = history.best()
     if best is not None:
         name = best.metric.removeprefix("eval_").replace("_", " ")
@@ -163,11 +162,6 @@ def tiles(history: History, checkpoints: Sequence[Checkpoint]) -> str:
         found.append(("Resumed", times, f"{text.plural(again, 'step')} trained again"))
     shown = (fragment("tile", name=escape(name), value=escape(value), note=escape(note)) for name, value, note in found)
     return f'<section class="tiles">{"".join(shown)}</section>' if found else ""
-
-
-def number(value: Any) -> str:
-    """A logged value."""
-    return text.value(value) if isinstance(value, (int, float)) else text.NOTHING
 
 
 def recent_median(history: History, key: str) -> float | None:

@@ -18,7 +18,7 @@ from stepmark.report.checkpoints import Checkpoint
 from stepmark.report.figures import total_seconds
 from stepmark.report.history import KILLED, History, best_of, names, read_attempts, short_names
 from stepmark.report.html_table import asset, color, fragment, sorted_by, table, words
-from stepmark.report.summary import STATES, number, recent_median, speed
+from stepmark.report.summary import STATES, recent_median, speed
 
 SHOWN_FIELDS = 8  # in which runs differ, as columns of their table
 FEW = 4  # runs that also have a table with a row for each field
@@ -44,7 +44,7 @@ def run_table(histories: Sequence[History], colors: Sequence[int]) -> str:
                 fragment("run", name=escape(name), color=color(colors[index]), index=index, short=escape(short)),
                 f'<span class="pill {STATES.get(history.state, "plain")}">{escape(history.state)}</span>',
                 sorted_by(None if best is None or len(metrics) > 1 else best.value, marked + escape(best_cell)),
-                sorted_by(loss if isinstance(loss, (int, float)) else None, number(loss)),
+                sorted_by(loss if isinstance(loss, (int, float)) else None, text.value(loss)),
                 *(sorted_by(_as_number(values[index]), escape(values[index])) for values in fields.values()),
                 sorted_by(history.last_step, _count(history.last_step)),
                 sorted_by(history.target_tokens, text.count(history.target_tokens)),
