@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stepmark.config.data_arguments import DataArguments
-from stepmark.data.data_description import data_difference, describe_mixture, describe_source
+from stepmark.data.data_description import data_difference, describe_source
 
 
 def source(*texts: tuple[str, str], **fields: Any) -> dict[str, Any]:
@@ -27,10 +27,10 @@ NONE = source()
         (ONE, source(("train_file /b.txt", "1")), None),
         (NONE, MANY, "train_file /0.txt, train_file /1.txt, train_file /2.txt and 2 more: added"),
         (ONE, source(("train_file /a.txt", "1"), max_train_samples=9), "max_train_samples was unset and is now 9"),
-        (ONE, describe_mixture([ONE, MANY], [1, 2]), "the number of sources was 1 and is now 2"),
+        (ONE, {"sources": [ONE, MANY], "weights": [1, 2]}, "the number of sources was 1 and is now 2"),
         (
-            describe_mixture([ONE, NONE], [1, 2]),
-            describe_mixture([ONE, MANY], [1, 3]),
+            {"sources": [ONE, NONE], "weights": [1, 2]},
+            {"sources": [ONE, MANY], "weights": [1, 3]},
             "the weights were 1, 2 and are now 1, 3; source 2: train_file /0.txt, train_file /1.txt, train_file /2.txt "
             "and 2 more: added",
         ),

@@ -17,7 +17,7 @@ from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.liveness.failure_report import FailureReport
 from stepmark.report.checkpoints import read_checkpoints
-from stepmark.report.figures import axes, figures, interpolated, marks, means, thin, total_seconds
+from stepmark.report.figures import axes, figures, interpolated, marks, thin, total_seconds
 from stepmark.report.history import KILLED, find_runs, names, read_history, short_names
 from stepmark.report.page import write_report
 
@@ -181,19 +181,17 @@ def test_a_page_that_cannot_be_written(run: Path) -> None:
 def test_a_long_curve_keeps_its_peaks_and_gaps() -> None:
     values: list[float | None] = [math.sin(i / 50) for i in range(100_000)]
     values[54_321], values[77_777], values[88_888] = 50.0, -50.0, None
-    kept = thin(values, 1500)
+    kept, _ = thin(values, 1500)
     assert len(kept) < 1600
     assert {0, 54_321, 77_777, 88_888, 99_999} <= set(kept)
-    assert thin(values[:1500], 1500) == list(range(1500))
+    assert thin(values[:1500], 1500) == (list(range(1500)), None)
 
 
 def test_the_mean_of_a_long_curve_is_that_of_all_values() -> None:
     values: list[float | None] = [10.0 if i % 10 == 0 else 1.0 for i in range(10_000)]
-    kept = thin(values, 500)
-    found = means(values, kept, 500)
+    _, found = thin(values, 500)
     assert found is not None
     assert {round(mean, 6) for mean in found if mean is not None} == {1.9}
-    assert means(values[:500], list(range(500)), 500) is None
 
 
 def test_time_includes_steps_that_were_trained_again(run: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 from stepmark.config.recipe import read_recipe
 from stepmark.data.tokenize.tokenizer import load_tokenizer
 from stepmark.errors import StepmarkError, UsageError
-from stepmark.watcher.evaluation_data import DataChoice, EvaluationSet, prepare_sets
+from stepmark.watcher.evaluation_data import EvaluationSet, Request, prepare_sets
+from stepmark.watcher.setup import options_of
 
 LINES = [f"{number:03d} is a number of this line" for number in range(200)]
 TEXT = "".join(f"{line}\n" for line in LINES)
@@ -29,9 +30,9 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         if fields is not None:
             model = {"output_dir": "out", "config_name": "gpt2", "tokenizer_name": "bytes"}
             recipe = read_recipe(None, {name: str(value) for name, value in {**model, **fields}.items()})
-        choice = DataChoice((source,), 32, **given)
-        choice.check()
-        return prepare_sets(choice, recipe, load_tokenizer("bytes"), None)[None]
+        request = Request(tmp_path, data=[source], block_size=32, **given)
+        request.check()
+        return prepare_sets(request, options_of(recipe, tmp_path), recipe, load_tokenizer("bytes"), None)[None]
 
     return sets
 

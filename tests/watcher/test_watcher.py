@@ -15,7 +15,7 @@ from stepmark.errors import UsageError
 from stepmark.liveness.heartbeat import Heartbeat
 from stepmark.recipe.used_recipe import read_used_recipe, write_used_recipe
 from stepmark.watcher import command, scheduler
-from stepmark.watcher.evaluation_data import DataChoice, Request, split_name
+from stepmark.watcher.evaluation_data import Request, split_name
 from stepmark.watcher.evaluation_records import EVALUATED, FAILED, EvaluationRecord, EvaluationRecords, read_evaluations
 from stepmark.watcher.recorder import BestTracker
 from stepmark.watcher.scheduler import RunState
@@ -134,12 +134,12 @@ def test_data_is_named_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert split_name("held=python-stdlib") == ("held", "python-stdlib")
     assert split_name("python-stdlib") == (None, "python-stdlib")
     assert split_name("a=b.txt") == (None, "a=b.txt")
-    DataChoice(("a=python-stdlib", "b=python-stdlib")).check()
+    Request(tmp_path, data=["a=python-stdlib", "b=python-stdlib"]).check()
     for wrong in [("x.txt",), ("python-stdlib", "python-stdlib"), ("a=python-stdlib", "a=python-stdlib")]:
         with pytest.raises(UsageError, match="--data"):
-            DataChoice(wrong).check()
+            Request(tmp_path, data=wrong).check()
     with pytest.raises(UsageError, match="--block_size"):
-        DataChoice(block_size=1).check()
+        Request(tmp_path, block_size=1).check()
 
 
 def test_the_recipe_of_a_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

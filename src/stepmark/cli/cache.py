@@ -28,11 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Returns 0. Raises UsageError for a folder that is not there."""
-    from stepmark.preflight.compile_cache import delete, failed, find_entries, unused
+    from stepmark.preflight.compile_cache import FAILED, PROTECTED, delete, find_entries
 
     folder = _folder(parsed.folder)
-    entries = find_entries(folder)
-    chosen = unused(entries) if parsed.clear else failed(entries) if parsed.retry_failed else []
+    entries, chosen = find_entries(folder), []
+    if parsed.clear:
+        chosen = [entry for entry in entries if entry.state not in PROTECTED]
+    elif parsed.retry_failed:  # which the compiler tries again once they have gone
+        chosen = [entry for entry in entries if entry.state == FAILED]
     gone = chosen if parsed.dry_run else delete(chosen)
     left = [entry for entry in entries if entry not in gone]
     if parsed.json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stepmark.launch.ending_at_signals import ending_at_signals
 from stepmark.launch.supervisor import follow_supervisor, start_ranks
@@ -74,13 +74,9 @@ def _say_interrupted(reason: str) -> None:
 
 
 def _request(parsed: argparse.Namespace) -> Request:
-    from stepmark.watcher.evaluation_data import DataChoice, Request
+    from stepmark.watcher.evaluation_data import Request
 
-    def truth(given: str | None) -> bool | None:
-        return None if given is None else given == "true"
-
-    limits = (parsed.block_size, parsed.max_samples, parsed.update_best)
-    columns = (parsed.text_column, parsed.messages_column, truth(parsed.assistant_only_loss))
-    named = {each.name: getattr(parsed, each.name) for each in fields(Request) if hasattr(parsed, each.name)}
-    read: dict[str, Any] = {"data": DataChoice(tuple(parsed.data), *limits, *columns), "as_json": parsed.json}
-    return Request(**{**named, **read, "greater_is_better": truth(parsed.greater_is_better)})
+    given = {each.name: getattr(parsed, each.name) for each in fields(Request)}
+    words = {"true": True, "false": False, None: None}
+    switches = {name: words[given[name]] for name in ("assistant_only_loss", "greater_is_better")}
+    return Request(**{**given, **switches})

@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,10 @@ def run(parsed: argparse.Namespace) -> int:
         raise CheckpointNotFound(f"there is no checkpoint {parsed.checkpoint}; name a checkpoint-N folder, or a run's")
     is_run = any((parsed.checkpoint / each).exists() for each in RUN_FILES) or checkpoints(parsed.checkpoint)
     if is_run and not (parsed.checkpoint / MANIFEST).exists():
-        print_run(parsed.checkpoint, as_json=parsed.json)
+        from stepmark.report.history import read_history
+
+        run_summary = summarize(read_history(parsed.checkpoint))
+        print(json.dumps(run_summary, indent=2) if parsed.json else "\n".join(_lines_of_run(run_summary)))
         return 0
     manifest = read_manifest(find_checkpoints(parsed.checkpoint)[0])
     written = _written(parsed.checkpoint, manifest)
@@ -91,8 +93,10 @@ def _placement(tensor: TensorEntry) -> str:
 
 
 def _place(manifest: Manifest, tensor: TensorEntry) -> str:
-    """How the tensor is sharded, and which pipeline stages wrote it."""
-    return ", ".join(filter(None, (_placement(tensor), _stages_text(_stages_of(manifest, tensor)))))
+    """How the tensor is sharded, and which pipeline stages wrote it: `unsharded, stages 0 and 1`."""
+    stages = _stages_of(manifest, tensor)
+    written = [f"stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"] if stages else []
+    return ", ".join([_placement(tensor), *written])
 
 
 def _lines(manifest: Manifest, written: list[str]) -> list[str]:
@@ -112,9 +116,13 @@ def _lines(manifest: Manifest, written: list[str]) -> list[str]:
             f"names     those in memory; `stepmark consolidate` writes {len(written)} tensors as save_pretrained does "
             f"({written[0]}, …)"
         )
-    stages = _stage_lines(manifest)
-    if stages:
-        lines += ["", "pipeline", *stages]
+    by_stage: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in manifest.tensors.get("model", {}).items():
+        for stage in _stages_of(manifest, tensor):
+            by_stage[stage].append(name)
+    if by_stage:
+        stages = sorted(by_stage.items())
+        lines += ["", "pipeline", *(f"  stage {at}: {len(each)} tensors: {_modules(each)}" for at, each in stages)]
     lines += ["", f"{len(manifest.files)} files, {size / 1e6:.1f} MB"]
     width = max((len(file.name) for file in manifest.files), default=0)
     lines += [f"  {file.name:{width}}  {file.size:>15,}" for file in manifest.files]
@@ -174,22 +182,6 @@ def _stages_of(manifest: Manifest, tensor: TensorEntry) -> list[int]:
     return sorted({rank * size // manifest.world_size for rank in ranks})  # the outermost axis
 
 
-def _stages_text(stages: list[int]) -> str:
-    """`stage 0`, `stages 0 and 1`; nothing where there are none."""
-    if not stages:
-        return ""
-    return f"stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"
-
-
-def _stage_lines(manifest: Manifest) -> list[str]:
-    """A line for each stage: how many of the model's tensors it wrote, and of which modules."""
-    written: dict[int, list[str]] = defaultdict(list)
-    for name, tensor in manifest.tensors.get("model", {}).items():
-        for stage in _stages_of(manifest, tensor):
-            written[stage].append(name)
-    return [f"  stage {stage}: {len(names)} tensors: {_modules(names)}" for stage, names in sorted(written.items())]
-
-
 def _modules(names: Iterable[str]) -> str:
     """The modules of tensors, layers with ranges of their numbers: `wte, h.0-5`."""
     layers: dict[str, list[int]] = {}
@@ -204,18 +196,10 @@ def _modules(names: Iterable[str]) -> str:
 
 def _ranges(numbers: Iterable[int]) -> str:
     """`0-2+6-8` of 0, 1, 2, 6, 7, 8."""
-    ordered = sorted(set(numbers))
-    starts = [ordered[0], *(after for before, after in pairwise(ordered) if after > before + 1)]
-    ends = [*(before for before, after in pairwise(ordered) if after > before + 1), ordered[-1]]
+    found = set(numbers)
+    starts = sorted(number for number in found if number - 1 not in found)
+    ends = sorted(number for number in found if number + 1 not in found)
     return "+".join(f"{first}-{last}" if last > first else str(first) for first, last in zip(starts, ends, strict=True))
-
-
-def print_run(folder: Path, *, as_json: bool) -> None:
-    """Prints a summary of the run in `folder`. Raises UsageError if the folder is not a run's."""
-    from stepmark.report.history import read_history
-
-    summary = summarize(read_history(folder))
-    print(json.dumps(summary, indent=2) if as_json else "\n".join(_lines_of_run(summary)))
 
 
 def summarize(history: History) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import logging
 import select
 import signal
@@ -18,45 +19,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import stepmark
-from stepmark.cli import (
-    cache,
-    consolidate,
-    doctor,
-    evaluate,
-    export_command,
-    import_command,
-    init,
-    inspect,
-    plan,
-    precompile,
-    report,
-    rows,
-    train,
-    verify,
-)
 from stepmark.config.refusals import refusals
 from stepmark.errors import LaunchError, PeerLost, UsageError
 from stepmark.filesystem.local_paths import local_path
 from stepmark.filesystem.printable import PrintableOutput, printable_record
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 from stepmark.launch.world import World
-from stepmark.liveness.failure_report import FailureReport
+from stepmark.liveness.failure_report import OUTPUT_CLOSED, FailureReport
 from stepmark.liveness.process_exit import reported
 
-_IN_ORDER: tuple[Any, ...] = (
-    init,
-    train,
-    precompile,
-    evaluate,
-    consolidate,
-    import_command,
-    export_command,
-    inspect,
+_MODULES = (
+    "init train precompile evaluate consolidate import_command export_command inspect plan doctor report rows verify "
+    "cache"
 )
-COMMANDS: dict[str, Any] = {
-    module.__name__.rpartition(".")[2].removesuffix("_command"): module
-    for module in (*_IN_ORDER, plan, doctor, report, rows, verify, cache)
-}
+COMMANDS = {name.removesuffix("_command"): importlib.import_module(f"stepmark.cli.{name}") for name in _MODULES.split()}
 OTHERS_FIRST = 1.5  # seconds that a rank waits for the first rank of its node
 
 
@@ -107,7 +83,7 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError as error:
         if not _output_is_closed():
             return _fail(error, with_traceback)
-        reported(FailureReport.of_closed_output(_world().rank))
+        reported(FailureReport(_world().rank, OUTPUT_CLOSED, "", 1, False, time.time()))
         raise
     except (KeyboardInterrupt, Exception) as error:
         return _fail(error, with_traceback)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from stepmark.cli.recipe_fields import add_recipe_arguments, add_run_arguments, recipe_of
-from stepmark.launch.supervisor import start_ranks
+from stepmark.cli.recipe_fields import add_run_arguments, recipe_of
+from stepmark.launch.supervisor import follow_supervisor, start_ranks
 from stepmark.liveness.collection import quick_imports
 
 HELP = "compile every graph of a recipe's run ahead of time, without data or weights; nothing of the run is saved"
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_arguments(parser)
-    add_recipe_arguments(parser)
+add_arguments = add_run_arguments
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -24,8 +21,6 @@ def run(parsed: argparse.Namespace) -> int:
         run_parallel_compile(parsed.arguments, recipe.training.compile_cache)
     if parsed.nproc is not None:
         return start_ranks(parsed, signal_grace=10.0)
-    from stepmark.launch.supervisor import follow_supervisor
-
     follow_supervisor()
     with quick_imports():
         from stepmark.preflight.precompile.precompile import precompile

@@ -28,7 +28,6 @@ class BytesProgress:
         self.close()
 
     def begin(self, total: int) -> None:
-        """Starts the progress of `total` bytes."""
         self.close()
         self._total, self._done = total, 0
         if sys.stderr.isatty():
@@ -41,7 +40,6 @@ class BytesProgress:
             self._bar.start()
 
     def advance(self, count: int) -> None:
-        """Reports `count` more bytes written."""
         self._done += count
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done)
@@ -50,12 +48,10 @@ class BytesProgress:
             print(f"{self._done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB", file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
-        """Prints a warning."""
         self.close()
         print(printable(f"warning: {text}"), file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Removes the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -12,8 +12,9 @@ from stepmark.liveness import console
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds how many ranks to start."""
+    """Adds how many ranks to start, and the recipe."""
     parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    add_recipe_arguments(parser)
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,12 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("run", metavar="RUN", type=Path, help="a run's output_dir")
     add("--step", metavar="N[-M]", required=True, help="a step, or the first and last of several")
     add("--rank", metavar="N", type=int, help="only this rank's samples")
-    add(
-        "--attempt",
-        metavar="N",
-        type=int,
-        help="as resumption N has trained them; 0: as before any (default: the last)",
-    )
+    attempt = "as resumption N has trained them; 0: as before any (default: the last)"
+    add("--attempt", metavar="N", type=int, help=attempt)
     add("--trust_remote_code", action="store_true", help="execute Python code that came with the tokenizer")
     add("--json", action="store_true", help="print JSON, with complete texts")
 

@@ -20,8 +20,25 @@ from stepmark.trainer.run_folder.status import FAILED, INTERRUPTED, RESTART_DELA
 _SHOWN = 8  # samples that an error names
 
 
+def describe_samples(place: StepPlace) -> str:
+    """The samples of a step, by their indices in the training data."""
+    from stepmark.data.loader.order import sample_order
+
+    last = place.first + place.samples
+    if place.shuffled == MIXED:
+        return f"samples {place.first + 1} to {last} of the mixture's epoch {place.epoch}"
+    if place.shuffled == GROUPED:
+        return f"samples {place.first + 1} to {last} of epoch {place.epoch}, which is grouped by length"
+    order = sample_order(place.size, place.seed, place.epoch, bool(place.shuffled))
+    indices = order[place.first : place.first + place.samples].tolist()
+    shown = ", ".join(map(str, indices[:_SHOWN])) + (f" and {len(indices) - _SHOWN} more" * (len(indices) > _SHOWN))
+    return f"samples {shown} of the training data (epoch {place.epoch})"
+
+
 class SupervisedRun:
     """See `stepmark.launch.restarts.SupervisedRun`. Create it before the ranks start; `command` is that of a rank."""
+
+    describe = staticmethod(describe_samples)
 
     def __init__(self, args: TrainingFields, command: Sequence[str]) -> None:
         self._args, self._command, self._began = args, list(command), time.time()
@@ -37,9 +54,6 @@ class SupervisedRun:
         # Where the run began from a named checkpoint there may be later ones, which it was to leave behind.
         newest = str(saved[0]) if isinstance(named, str) else "true"
         return [*self._command, "--resume_from_checkpoint", newest]
-
-    def describe(self, place: StepPlace) -> str:
-        return describe_samples(place)
 
     def restarting(self, failure: str, step: int, attempt: int, delay: float) -> None:
         log = self._log()
@@ -77,18 +91,3 @@ def _identity(path: Path) -> tuple[str, str]:
         return path.name, read_manifest(path).save
     except CheckpointError:
         return path.name, ""
-
-
-def describe_samples(place: StepPlace) -> str:
-    """The samples of a step, by their indices in the training data."""
-    from stepmark.data.loader.order import sample_order
-
-    last = place.first + place.samples
-    if place.shuffled == MIXED:
-        return f"samples {place.first + 1} to {last} of the mixture's epoch {place.epoch}"
-    if place.shuffled == GROUPED:
-        return f"samples {place.first + 1} to {last} of epoch {place.epoch}, which is grouped by length"
-    order = sample_order(place.size, place.seed, place.epoch, bool(place.shuffled))
-    indices = order[place.first : place.first + place.samples].tolist()
-    shown = ", ".join(map(str, indices[:_SHOWN])) + (f" and {len(indices) - _SHOWN} more" * (len(indices) > _SHOWN))
-    return f"samples {shown} of the training data (epoch {place.epoch})"

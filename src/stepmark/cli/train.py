@@ -7,7 +7,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from stepmark.cli.recipe_fields import add_recipe_arguments, add_run_arguments, recipe_of
+from stepmark.cli.recipe_fields import add_run_arguments, recipe_of
 from stepmark.config.recipe import Recipe, kept_text
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import CheckpointBusy, UsageError
@@ -20,11 +20,7 @@ from stepmark.liveness.failure_report import REPORTS, FailureReport, keep_failur
 
 HELP = "train a model from a recipe"
 ENDS_AT_SIGNALS = True  # with exit code 75, from its first instruction on
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_arguments(parser)
-    add_recipe_arguments(parser)
+add_arguments = add_run_arguments
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -24,13 +24,9 @@ def describe_source(
     return {"fields": fields, "texts": {_absolute(name): content for name, content in texts[:MOST_FILES]}}
 
 
-def describe_mixture(parts: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
-    """Describes a mixture by its sources' descriptions."""
-    return {"sources": list(parts), "weights": list(weights)}
-
-
 def data_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """What differs between two descriptions, in words; None where nothing in them does."""
+    """What differs between two descriptions, in words; None where nothing in them does. The description of a mixture
+    has those of its `sources`, and their `weights`."""
     return "; ".join(_differences(before, now)) or None
 
 

@@ -15,7 +15,7 @@ import xxhash
 from stepmark.config.data_arguments import DataArguments
 from stepmark.data.chat.chat_template import ChatTokenizer
 from stepmark.data.chat.conversations import SECONDS_A_LINE, Conversations, filler_of, tokenized
-from stepmark.data.data_description import describe_mixture, describe_source
+from stepmark.data.data_description import describe_source
 from stepmark.data.loader.mixture import JoinedSamples, Mixture, limited
 from stepmark.data.sources.corpus import Corpus
 from stepmark.data.sources.sources import Splits, open_sources
@@ -92,7 +92,7 @@ def prepare(
     validation = limited(validations, config.max_eval_samples) if validations else None
     content = [FINGERPRINT, train.mixture_order.digest, *(part.fingerprint for part in parts)]
     fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
-    description = describe_mixture([part.description or {} for part in parts], config.weights)
+    description = {"sources": [part.description or {} for part in parts], "weights": list(config.weights)}
     return Prepared(train, validation, fingerprint, all(part.cached for part in parts), description)
 
 

@@ -141,7 +141,8 @@ class Evaluator:
         loss_only = not gather and batch_metrics is None
         prefetcher = DevicePrefetcher(loader, self.runtime)
         with staying(EVALUATION), evaluating(self.model), contextlib.closing(iter(prefetcher)) as batches:
-            results = self._results(batches, before_batch, loss_only, ignore_keys)
+            forward = functools.partial(self._forward, loss_only=loss_only, ignore_keys=ignore_keys)
+            results = self._results(batches, before_batch, forward)
             for (micro_batch, result), last in with_last(results) if batch_metrics else ((each, 0) for each in results):
                 loss = result[0]
                 sums[1] += self.loss.count(micro_batch)
@@ -180,13 +181,9 @@ class Evaluator:
         )
 
     def _results(
-        self,
-        batches: Iterable[StepBatch],
-        before: Callable[[], Any],
-        loss_only: bool,
-        ignore_keys: Sequence[str] | None,
+        self, batches: Iterable[StepBatch], before: Callable[[], Any], forward: Callable[[MicroBatch], BatchResult]
     ) -> Iterator[tuple[MicroBatch, BatchResult]]:
-        """Every batch with what `_forward` returns; nothing on ranks without the last pipeline stage."""
+        """Every batch with what `forward` returns; nothing on ranks without the last pipeline stage."""
 
         def source() -> Iterator[MicroBatch]:
             for number, batch in enumerate(batches, start=1):
@@ -196,10 +193,10 @@ class Evaluator:
 
         if staged(self.model) is None:
             for each in source():
-                yield each, self._forward(each, loss_only, ignore_keys)
+                yield each, forward(each)
             return
         through_stages = PipelinedForward(self.model, self.loss, self.mesh, self.autocast_dtype)
-        for each, result in through_stages(source(), lambda each: self._forward(each, loss_only, ignore_keys)):
+        for each, result in through_stages(source(), forward):
             yield each, (None, None, None) if result is None else result
 
     def _forward(self, micro_batch: MicroBatch, loss_only: bool, ignore_keys: Sequence[str] | None) -> BatchResult:
@@ -254,24 +251,23 @@ class Evaluator:
 
     def _has_loss(self, inputs: Any) -> bool:
         asked = isinstance(inputs, Mapping) and inputs.get("return_loss") is True
-        known = bool(self.loss.labels.present(inputs)) or asked or self._loss_without_labels
+        # Some models, such as CLIP, need no labels: their `return_loss` is true by default.
+        unasked = "return_loss" in self._parameters and self._parameters["return_loss"].default is True
+        known = bool(self.loss.labels.present(inputs)) or asked or unasked
         return known or self.needs_no_labels or self._only_for_loss(inputs)
 
     def _only_for_loss(self, inputs: Any) -> bool:
         """Whether only an overridden loss can use the batch: the model does not accept all of it."""
         if self.loss.override is None:
             return False
-        parameters = inspect.signature(unwrapped(self.model).forward).parameters
         if not isinstance(inputs, Mapping):
             return True
-        any_name = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-        return not any_name and not set(inputs) <= set(parameters)
+        any_name = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in self._parameters.values())
+        return not any_name and not set(inputs) <= set(self._parameters)
 
     @functools.cached_property
-    def _loss_without_labels(self) -> bool:
-        """Some models, such as CLIP, need no labels: their `return_loss` is true by default."""
-        parameter = inspect.signature(unwrapped(self.model).forward).parameters.get("return_loss")
-        return parameter is not None and parameter.default is True
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(unwrapped(self.model).forward).parameters
 
     def _labels(self, inputs: Any) -> Any:
         """The batch's labels: one tensor, a tuple where the model has several, None without."""

@@ -45,7 +45,6 @@ class SampleRows(NamedTuple):
         return sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(tuple(self)))
 
     def as_tensors(self) -> SampleRows:
-        """The rows as torch tensors on the host."""
         return SampleRows(*(tree_map_only(np.ndarray, torch.from_numpy, each) for each in self))
 
 

@@ -6,6 +6,7 @@ import copy
 import os
 import sys
 import tempfile
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+@dataclass
 class ModelReader:
     """Reads models, reusing the module while the configuration stays the same, so that a lazy device keeps its graph.
 
@@ -42,19 +44,12 @@ class ModelReader:
     `attention`: transformers' name of its implementation; default: the model's own.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        *,
-        trust_remote_code: bool = False,
-        base_model: str | None = None,
-        attention: str | None = None,
-    ) -> None:
-        self._runtime = runtime
-        self._base = base_model
-        self._attention = attention
-        self._trust = trust_remote_code
-        self._cached: tuple[Any, nn.Module] | None = None  # (configuration, dtypes) and the module
+    runtime: Runtime
+    _: KW_ONLY
+    trust_remote_code: bool = False
+    base_model: str | None = None
+    attention: str | None = None
+    _cached: tuple[Any, nn.Module] | None = field(default=None, init=False)  # (configuration, dtypes) and the module
 
     def read(self, folder: Path) -> nn.Module:
         """The model in a folder, on the device, in the types it was saved in.
@@ -63,7 +58,7 @@ class ModelReader:
         UsageError if it does not have the attention.
         """
         model = self._read(folder)
-        use_attention(model, self._attention)
+        use_attention(model, self.attention)
         return model
 
     def _read(self, folder: Path) -> nn.Module:
@@ -74,21 +69,21 @@ class ModelReader:
         if manifest.tensors.get(ADAPTER) and not manifest.tensors.get(MODEL):
             return self._adapted(folder, manifest)
         model = self._module(folder, manifest)
-        fill_from(folder, manifest, model, self._runtime)
+        fill_from(folder, manifest, model, self.runtime)
         return model
 
     def _module(self, folder: Path, manifest: Manifest) -> nn.Module:
         if not manifest.tensors.get(MODEL):
             raise CheckpointMismatch(f"{folder} has no section {MODEL!r}; it holds {', '.join(manifest.sections)}")
-        config = read_config(folder, self._trust)
-        if self._attention in ("eager", "sdpa"):  # which some classes choose when they are made
-            config._attn_implementation = self._attention
+        config = read_config(folder, self.trust_remote_code)
+        if self.attention in ("eager", "sdpa"):  # which some classes choose when they are made
+            config._attn_implementation = self.attention
         dtypes = {name: torch_dtype(entry.dtype) for name, entry in manifest.tensors[MODEL].items()}
         key = (config.to_dict(), dtypes)
         if self._cached is None or self._cached[0] != key:
-            model = _construct(folder, manifest, config, self._trust)
+            model = _construct(folder, manifest, config, self.trust_remote_code)
             _set_dtypes(model, dtypes)
-            place_module(model, self._runtime)
+            place_module(model, self.runtime)
             self._cached = key, model
         return self._cached[1]
 
@@ -101,11 +96,14 @@ class ModelReader:
                 consolidate(folder, complete, "safetensors", sys.maxsize, WritingListener())
             key = (read_adapter_config(complete), manifest is None)
             if self._cached is None or self._cached[0] != key:
-                model = load_adapted(complete, manifest, self._base, trust_remote_code=self._trust)
-                place_module(model, self._runtime)
+                model = load_adapted(complete, manifest, self.base_model, trust_remote_code=self.trust_remote_code)
+                place_module(model, self.runtime)
                 self._cached = key, model
             else:
-                _load_adapter(self._cached[1], complete)
+                from peft import set_peft_model_state_dict
+                from peft.utils import load_peft_weights
+
+                set_peft_model_state_dict(self._cached[1], load_peft_weights(str(complete), device="cpu"))
         return self._cached[1]
 
     def _pretrained(self, folder: Path) -> nn.Module:
@@ -116,38 +114,30 @@ class ModelReader:
                 f"{folder} is neither a checkpoint (it has no {MANIFEST}) nor a Hugging Face model folder (it has no "
                 f"{CONFIG})"
             )
-        config = read_config(folder, self._trust)
-        own = self._trust and getattr(config, "auto_map", None)  # the automatic class takes what came with the weights
+        config = read_config(folder, self.trust_remote_code)
+        # The automatic class takes what came with the weights.
+        own = self.trust_remote_code and getattr(config, "auto_map", None)
         owner: Any = transformers.AutoModelForCausalLM
         if config.architectures and not own:
             owner = model_class(config.architectures[0], folder / CONFIG)
         if not own:
             check_fits(lambda: getattr(owner, "from_config", owner)(copy.deepcopy(config)), folder)
-        load: Any = owner.from_pretrained
-        options = {"dtype": "auto", "trust_remote_code": self._trust}
         try:
-            model, report = load(str(folder), output_loading_info=True, **options)
+            model, report = owner.from_pretrained(
+                str(folder), output_loading_info=True, dtype="auto", trust_remote_code=self.trust_remote_code
+            )
         except Exception as error:  # transformers, safetensors and parsers raise many kinds
             line = str(error).strip().split("\n")[0]
             raise CheckpointDamaged(f"no model can be loaded from {folder}: {line}") from error
         if report["missing_keys"]:
             raise CheckpointDamaged(f"{folder} lacks weights of its model: {sorted(report['missing_keys'])[0]}")
-        assert isinstance(model, nn.Module)
-        place_module(model, self._runtime)
+        place_module(model, self.runtime)
         return model
 
 
 def is_adapter(folder: Path) -> bool:
     """Whether a folder has an adapter alone."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file()
-
-
-def _load_adapter(model: nn.Module, folder: Path) -> None:
-    """Gives a PeftModel the weights of another adapter of the same form."""
-    from peft import set_peft_model_state_dict
-    from peft.utils import load_peft_weights
-
-    set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
 
 
 def fill_from(folder: Path, manifest: Manifest, model: nn.Module, runtime: Runtime) -> None:
@@ -233,15 +223,12 @@ def _construct(folder: Path, manifest: Manifest, config: PreTrainedConfig, trust
     if own is None:
         check_fits(lambda: make(copy.deepcopy(config)), folder)
     with torch.random.fork_rng(devices=[]):
-        model = make(config)
-    assert isinstance(model, nn.Module)
+        model: nn.Module = make(config)
     return model
 
 
 def _set_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
     """Casts every parameter and buffer to the dtype it was saved in."""
-    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    for name, tensor in tensors.items():
-        dtype = dtypes.get(name)
-        if dtype is not None and isinstance(tensor, Tensor) and tensor.dtype != dtype:
-            tensor.data = tensor.data.to(dtype)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in dtypes and isinstance(tensor, Tensor):
+            tensor.data = tensor.data.to(dtypes[name])

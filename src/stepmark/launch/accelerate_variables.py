@@ -35,20 +35,13 @@ def asked_by_accelerate(environment: Mapping[str, str] | None = None) -> Asked:
         UsageError: A variable asks for something unsupported: another precision, torch.compile, or a sharding library.
     """
     environment = os.environ if environment is None else environment
-    for name, remedy in _SWITCHES.items():
-        if _is_on(environment, name):
-            raise _refusal(environment, name, remedy)
+    on = {name for name, value in environment.items() if value.lower() in _TRUE}
+    refused = {name: remedy for name, remedy in _SWITCHES.items() if name in on}
     if environment.get(_DYNAMO, "no").lower() not in ("", "no"):
-        raise _refusal(environment, _DYNAMO, "leave the option out, and set torch_compile_backend")
+        refused[_DYNAMO] = "leave the option out, and set torch_compile_backend"
     precision = environment.get(_PRECISION, "no").lower()
     if precision not in ("", "no", "bf16", "fp16"):
-        raise _refusal(environment, _PRECISION, "use bf16 or fp16")
-    return Asked(bf16=precision == "bf16", fp16=precision == "fp16", cpu=_is_on(environment, _CPU))
-
-
-def _is_on(environment: Mapping[str, str], name: str) -> bool:
-    return environment.get(name, "").lower() in _TRUE
-
-
-def _refusal(environment: Mapping[str, str], name: str, remedy: str) -> UsageError:
-    return UsageError(f"{name}={environment[name]}, as `accelerate launch` sets it, is not supported; {remedy}")
+        refused[_PRECISION] = "use bf16 or fp16"
+    for name, remedy in refused.items():
+        raise UsageError(f"{name}={environment[name]}, as `accelerate launch` sets it, is not supported; {remedy}")
+    return Asked(bf16=precision == "bf16", fp16=precision == "fp16", cpu=_CPU in on)

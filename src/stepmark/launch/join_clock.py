@@ -60,18 +60,19 @@ class JoinClock:
 
     def tick(self, describe: Callable[[], str | None]) -> None:
         """Waits a moment. If a message is due, prints what `describe` returns, unless that is None."""
-        if self._passed > self._next_line:
-            self._say(describe())
+        self._say_if_due(describe)
         time.sleep(POLL_SECONDS)
 
     @property
     def _passed(self) -> float:
         return running_time() - self._began
 
-    def _say(self, waiting: str | None) -> None:
+    def _say_if_due(self, describe: Callable[[], str | None]) -> None:
         passed = self._passed
+        if passed <= self._next_line:
+            return
         self._next_line *= 2
-        if waiting is not None:
+        if (waiting := describe()) is not None:
             say(f"stepmark: {waiting}, {passed:.0f} s so far; waiting for at most {self.timeout:g} s ({SETTING})")
 
     def call(self, function: Callable[[], Result], watch: Callable[[], str | None]) -> Result:
@@ -80,8 +81,7 @@ class JoinClock:
 
         def look() -> None:
             waiting = watch()
-            if self._passed > self._next_line:
-                self._say(waiting)
+            self._say_if_due(lambda: waiting)
 
         call = BoundedCall(function, raises=True)
         if not call.ended_running(max(self.left, LOOK_SECONDS), look):

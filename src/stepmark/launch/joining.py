@@ -52,7 +52,9 @@ def _choose_interface(world: World, roster: Roster) -> None:
     if SUPERVISOR in os.environ and (own_machine := interface_of("127.0.0.1")) is not None:
         os.environ.setdefault(INTERFACE, own_machine)
     own = roster.peers[world.rank]
-    others = [peer for peer in roster.peers if peer.node != world.node and not _on_one_machine(own, peer)]
+    # Several agents or containers of one machine are nodes that reach the store over loopback, or serve it.
+    here = {peer.rank for peer in roster.peers if peer.address is None or is_loopback(peer.address)}
+    others = [peer for peer in roster.peers if peer.node != world.node and not {own.rank, peer.rank} <= here]
     if not others or INTERFACE in os.environ:
         return
     address = _own_address(own, others)
@@ -66,18 +68,11 @@ def _choose_interface(world: World, roster: Roster) -> None:
     os.environ[INTERFACE] = interface
 
 
-def _on_one_machine(*peers: Peer) -> bool:
-    """Whether ranks of different nodes run on one machine, as with several agents or containers: they reach the store
-    over loopback, or serve it."""
-    return all(peer.address is None or is_loopback(peer.address) for peer in peers)
-
-
 def _own_address(own: Peer, others: list[Peer]) -> str | None:
     """The address at which other nodes reach this rank: its own on the route to a node whose address is known."""
-    if own.address is not None and own.server is not None and not is_loopback(own.address):
-        first = next((peer for peer in others if peer.rank == 0), None)
-        if first is not None:
-            return own.address
+    to_server = own.address is not None and own.server is not None and not is_loopback(own.address)
+    if to_server and any(peer.rank == 0 for peer in others):
+        return own.address
     known = (peer.address for peer in others if peer.address is not None and not is_loopback(peer.address))
     towards = next(known, None)
     return None if towards is None else address_towards(towards)

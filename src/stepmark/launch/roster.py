@@ -86,9 +86,10 @@ class Meeting:
             self._say_hello()
             return self._lead() if self._world.rank == 0 else self._follow()
         except RuntimeError as error:
+            line = next(iter(str(error).splitlines()), type(error).__name__)
             raise PeerFailed(
                 f"{self._world.here}: the connection to the ranks' store {self._world.place} has broken while ranks "
-                f"were joining, so the process that serves it has ended; see its error ({_first_line(error)})"
+                f"were joining, so the process that serves it has ended; see its error ({line})"
             ) from error
 
     # Is this the right store?
@@ -110,7 +111,7 @@ class Meeting:
             )
 
     def _say_hello(self) -> None:
-        key, hello = self._hello(self._world.rank), pack(self._own)
+        key, hello = f"hello/{self._world.rank}", pack(self._own)
         if launcher_serves():  # it may contain the hello of an earlier start
             self._store.set(key, hello)  # type: ignore[arg-type]
             return
@@ -121,10 +122,6 @@ class Meeting:
                 f"{self._world.rank} {self._world.place}: two runs use the same address and port, or two processes "
                 "the same rank; set MASTER_PORT to another free port for each run"
             )
-
-    @staticmethod
-    def _hello(rank: int) -> str:
-        return f"hello/{rank}"
 
     # Rank 0
 
@@ -137,9 +134,8 @@ class Meeting:
                 if roster is not None:
                     self._store.set("roster", pack([roster.token, roster.peers]))  # type: ignore[arg-type]
             if roster is not None:
-                for rank in range(1, self._world.size):
-                    if rank not in ready and self._store.check([f"ready/{roster.token}/{rank}"]):
-                        ready.add(rank)
+                absent = set(range(1, self._world.size)) - ready
+                ready |= {rank for rank in absent if self._store.check([f"ready/{roster.token}/{rank}"])}
                 if len(ready) == self._world.size - 1:
                     self._store.set(f"go/{roster.token}", "")
                     return roster
@@ -149,12 +145,10 @@ class Meeting:
     def _current_roster(self) -> Roster | None:
         """The roster according to the current hellos; None while one is missing."""
         ranks = range(self._world.size)
-        for rank in ranks:
-            if rank not in self._hellos and self._store.check([self._hello(rank)]):
-                self._hellos.add(rank)
+        self._hellos |= {rank for rank in ranks if rank not in self._hellos and self._store.check([f"hello/{rank}"])}
         if len(self._hellos) < self._world.size:
             return None
-        values = self._store.multi_get([self._hello(rank) for rank in ranks])  # type: ignore[attr-defined]
+        values = self._store.multi_get([f"hello/{rank}" for rank in ranks])  # type: ignore[attr-defined]
         peers = [Peer(**unpack(value)) for value in values]
         if self._written is not None and self._written.peers == peers:
             return self._written
@@ -165,7 +159,10 @@ class Meeting:
     def _follow(self) -> Roster:
         answered: set[str] = set()
         while True:
-            roster = self._read_roster()
+            roster = None
+            if self._store.check(["roster"]):
+                token, peers = unpack(self._store.get("roster"))
+                roster = Roster(token, [Peer(**peer) for peer in peers])
             if roster is not None and roster.peers[self._world.rank].name == self._name:
                 if roster.token not in answered:
                     answered.add(roster.token)
@@ -174,15 +171,9 @@ class Meeting:
                     return roster
             self._wait(self._seen_missing() if launcher_serves() else None)
 
-    def _read_roster(self) -> Roster | None:
-        if not self._store.check(["roster"]):
-            return None
-        token, peers = unpack(self._store.get("roster"))
-        return Roster(token, [Peer(**peer) for peer in peers])
-
     def _absent(self) -> set[int]:
         """Ranks without a hello."""
-        return {rank for rank in range(self._world.size) if not self._store.check([self._hello(rank)])}
+        return {rank for rank in range(self._world.size) if not self._store.check([f"hello/{rank}"])}
 
     def _seen_missing(self) -> str | None:
         """Which ranks are missing, if rank 0 is among them and this rank is the first that has joined."""
@@ -231,7 +222,3 @@ def _node_of(world: World, rank: int) -> str:
     node = rank // world.local_size
     host = f", {world.nodes[node]}" if node < len(world.nodes) else ""
     return f" (node {node}{host})"
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

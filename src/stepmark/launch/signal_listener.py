@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from stepmark.launch.signal_handlers import (
     IGNORABLE,
@@ -62,12 +62,8 @@ def how_to_go_on(resume_from_checkpoint: bool | str | None) -> str:
     )
 
 
-def _ignore(_: signal.Signals) -> None:
-    pass
-
-
 @contextlib.contextmanager
-def listening(heard: SignalHandler, in_main_thread: SignalHandler = _ignore) -> Iterator[bool]:
+def listening(heard: SignalHandler, in_main_thread: SignalHandler = lambda number: None) -> Iterator[bool]:
     """Inside the block, the signals STOPPING immediately call `heard` in the listener's thread, and `in_main_thread` in
     the main thread as soon as Python can run a handler there. They have no other effect, except that a second SIGINT
     ends the process.
@@ -182,7 +178,6 @@ class _Listener:
             self._flushed.wait(_FLUSH_SECONDS)
 
     def close(self) -> None:
-        """Ends the thread."""
         self._writer.close()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
@@ -212,14 +207,11 @@ class _Listener:
             self._flushed.set()
         elif number in self.earlier_handlers:
             if number == signal.SIGINT and self.interrupts.again():
-                self._end_at_once()
+                if self.concluded_until is not None:  # saved, and about to end
+                    leave(INTERRUPTED)
+                end_by_signal(signal.SIGINT)
             if self.subscribers and self.concluded_until is None:
                 self.subscribers[-1][0](signal.Signals(number))
-
-    def _end_at_once(self) -> NoReturn:
-        if self.concluded_until is not None:  # saved, and about to end
-            leave(INTERRUPTED)
-        end_by_signal(signal.SIGINT)
 
 
 _listener: _Listener | None = None

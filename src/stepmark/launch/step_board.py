@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import struct
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from stepmark.liveness.failure_report import REPORTS
 from stepmark.liveness.progress import current
@@ -60,29 +61,23 @@ class StepBoard:
         self._path.write_bytes(bytes(_FORMAT.size * ranks))
 
     def read(self) -> list[StepPlace]:
-        """The ranks' places, by rank."""
         content = self._path.read_bytes()
         return [StepPlace(*_FORMAT.unpack_from(content, _FORMAT.size * rank)) for rank in range(self._ranks)]
 
 
 def show_step(place: StepPlace) -> None:
     """Shows this rank's current place to its heartbeats, and to the supervisor if there is one."""
-    global _board
     progress = current()
     if progress is not None:
         progress.at_step(place.step)
-    if _board is None:
-        _board = _open_board()
-    if not isinstance(_board, bool):
-        _FORMAT.pack_into(_board, _FORMAT.size * int(os.environ["RANK"]), *astuple(place))
+    if (board := _open_board()) is not None:
+        _FORMAT.pack_into(board, _FORMAT.size * int(os.environ["RANK"]), *astuple(place))
 
 
-def _open_board() -> mmap.mmap | Literal[False]:
+@functools.cache
+def _open_board() -> mmap.mmap | None:
     try:
         with open(Path(os.environ[REPORTS]) / _FILE, "r+b") as file:
             return mmap.mmap(file.fileno(), 0)
     except (KeyError, OSError, ValueError):
-        return False
-
-
-_board: mmap.mmap | Literal[False] | None = None
+        return None

@@ -82,7 +82,9 @@ def supervise(
             try:
                 ended = _attempt(make, command, nproc, signals)
             except OSError as error:  # the limit of processes or descriptors, or no room in TMPDIR
-                ended = _not_started(error)
+                what = f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}"
+                problem = LaunchError(with_advice(f"ranks cannot be started: {what}", error))
+                ended = _Ending(1, FailureReport.of(problem, 0), str(problem))
             if ended.failure is None:
                 if ended.code == INTERRUPTED and run is not None:
                     run.interrupted(signals.received or "a signal", waiting=False)
@@ -189,12 +191,6 @@ def _reports_folder() -> Iterator[str]:
         yield own
 
 
-def _not_started(error: OSError) -> _Ending:
-    what = f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}"
-    problem = LaunchError(with_advice(f"ranks cannot be started: {what}", error))
-    return _Ending(1, FailureReport.of(problem, 0), str(problem))
-
-
 def follow_supervisor() -> None:
     """In a rank: makes the kernel kill this process when the supervisor ends for any reason."""
     supervisor = os.environ.get(SUPERVISOR)
@@ -232,7 +228,10 @@ class _Ranks:
         blocked = [signal.SIGINT] if self.unblocks_sigint else []  # which ranks inherit
         before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
-            self._start_all()
+            for rank in range(self.nproc):
+                descriptors = (self.listener.fileno(),) if rank == 0 else ()
+                options: dict[str, Any] = {"pass_fds": descriptors, "start_new_session": True}
+                self._processes.append(subprocess.Popen(self.command, env=self._environment(rank), **options))
         except OSError:
             self.send(signal.SIGKILL)
             for process in self._processes:
@@ -243,12 +242,6 @@ class _Ranks:
         self._started = True
         for number in self._waiting:
             self.send(number)
-
-    def _start_all(self) -> None:
-        for rank in range(self.nproc):
-            descriptors = (self.listener.fileno(),) if rank == 0 else ()
-            options: dict[str, Any] = {"pass_fds": descriptors, "start_new_session": True}
-            self._processes.append(subprocess.Popen(self.command, env=self._environment(rank), **options))
 
     def _environment(self, rank: int) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // self.nproc)
@@ -303,8 +296,7 @@ class _Ranks:
 
     def ended_at_once(self) -> bool:
         """Whether a second SIGINT has ended a rank that was still running."""
-        codes = {process.returncode for process in self._processes}
-        return self._at_once is not None and bool(codes & {-signal.SIGINT, -signal.SIGKILL})
+        return self._at_once is not None and bool(self.exit_codes & {-signal.SIGINT, -signal.SIGKILL})
 
     def expect_end(self) -> None:
         """A signal was sent to the ranks: limits the time in which they may exit."""
@@ -320,7 +312,6 @@ class _Ranks:
 
     @property
     def exit_codes(self) -> set[int | None]:
-        """The ranks' exit codes."""
         return {process.returncode for process in self._processes}
 
     def _find_failed(self) -> tuple[int, int] | None:

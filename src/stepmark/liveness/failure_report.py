@@ -37,7 +37,7 @@ from stepmark.liveness.console import keep_console
 
 REPORTS = "STEPMARK_REPORTS"
 SECRET = "STEPMARK_SECRET"  # of a run's ranks (messages.py)
-OUTPUT_CLOSED = "standard output is closed"
+OUTPUT_CLOSED = "standard output is closed"  # the message of a rank whose reader is gone, which is shown nowhere
 TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms for ")  # gloo's words
 FAILURES = "failures"  # the folder of the ranks' tracebacks, in the run's
 TITLE = "== "  # begins the line above each of them
@@ -94,11 +94,6 @@ class FailureReport:
             time=time.time(),
             permanent=is_permanent(error),
         )
-
-    @classmethod
-    def of_closed_output(cls, rank: int) -> FailureReport:
-        """A rank that exits because the reader of its standard output is gone, which is not shown as an error."""
-        return cls(rank, OUTPUT_CLOSED, "", 1, False, time.time())
 
     def leave(self, folder: str | os.PathLike[str]) -> None:
         """Writes the report atomically into the supervisor's folder."""
@@ -201,8 +196,6 @@ _TOLD = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)$')
 
 
 class Line(NamedTuple):
-    """A line of a traceback."""
-
     file: str
     line: int
     function: str

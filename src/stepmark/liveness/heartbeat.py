@@ -74,7 +74,6 @@ class Heartbeat:
                 logger.warning("cannot show that this run is alive in %s: %s", self.path, error)
 
     def stop(self) -> None:
-        """Stops the heartbeat and releases the lock."""
         self._stop.set()
         if self in _alive_here:
             _alive_here.remove(self)
@@ -146,7 +145,6 @@ def host_of(path: Path) -> str | None:
 
 
 def is_here(path: Path) -> bool:
-    """Whether the heartbeat is one of this process."""
     return _find_own(path) is not None
 
 

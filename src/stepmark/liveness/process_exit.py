@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import NoReturn
@@ -15,6 +13,7 @@ from typing import NoReturn
 from stepmark.liveness.bounded_call import within
 from stepmark.liveness.console import Console, installed
 from stepmark.liveness.failure_report import REPORTS, FailureReport
+from stepmark.liveness.thread_frames import all_stacks
 
 INTERRUPTED = 75  # exit code: ended by a signal, and can be resumed
 STDERR = 2
@@ -24,33 +23,20 @@ FLUSHING = 1.0  # seconds for printing
 
 def print_stacks(reason: str) -> None:
     """Prints the reason and the stacks of all threads to standard error, as `say` does."""
-    _write(f"stepmark: {reason}; the stacks of all threads:", stacks=True)
+    say(f"stepmark: {reason}; the stacks of all threads:", stacks=True)
 
 
-def say(line: str) -> None:
-    """Prints a line to standard error, unless that fails or blocks."""
-    _write(line)
-
-
-def _write(line: str, *, stacks: bool = False) -> None:
+def say(line: str, *, stacks: bool = False) -> None:
+    """Prints a line to standard error, unless that fails or blocks; with `stacks` those of all threads below it."""
     console = installed() or Console(None, None)
 
     def write() -> None:
-        lines = console.shaped([*line.splitlines(), *(_stacks() if stacks else ())])
+        lines = console.shaped([*line.splitlines(), *(all_stacks().splitlines() if stacks else ())])
         with contextlib.suppress(OSError):  # no longer read
             os.write(STDERR, "".join(f"{each}\n" for each in lines).encode())
         console.keep(lines)
 
     within(FLUSHING, write, None)  # standard error may be a pipe that is full
-
-
-def _stacks() -> list[str]:
-    """The stacks of all threads. Not through a pipe: faulthandler holds the interpreter's lock while it is full."""
-    named = hasattr(os, "memfd_create")
-    with open(os.memfd_create("stacks"), "w+b") if named else tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file=file, all_threads=True)
-        file.seek(0)
-        return file.read().decode(errors="replace").splitlines()
 
 
 def end_process(error: BaseException, rank: int) -> None:

@@ -255,9 +255,7 @@ class PeerWatch:
         of the rank's phase, if that is shorter than the one of silent ranks."""
         beat, timeout = self._latest.get(rank), self._at.timeout
         if beat is not None and beat.limit is not None and beat.limit < self._limit:
-            return beat.limit, f"step_timeout: {timeout:g}" if isinstance(
-                timeout, float
-            ) else f"step_timeout: {timeout}"
+            return beat.limit, f"step_timeout: {f'{timeout:g}' if isinstance(timeout, float) else timeout}"
         return self._limit, f"save_timeout: {self._limit:g}"
 
     def _reason(self, rank: int, text: str, remedy: str) -> str:
@@ -271,11 +269,8 @@ class PeerWatch:
         assert about is not None
         key = f"told/{about.beat.count if about.beat else 0}/{finding is None}"
         if self._rank == self._first or self._reachable is None or self._reachable.add(key, 1) == 1:
-            shown = (
-                [f"{about.text}; {_CAUSES}"]
-                if about.silent
-                else [about.text, *(about.beat.stack if about.beat else [])]
-            )
+            seen = about.beat.stack if about.beat else []
+            shown = [f"{about.text}; {_CAUSES}"] if about.silent else [about.text, *seen]
             say("stepmark: " + ("stuck: " + "\n  ".join(shown) if finding else f"{self._name(about.rank)} goes on"))
         within(RECORDING, lambda: self._found(finding), None)
 

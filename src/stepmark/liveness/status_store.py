@@ -69,7 +69,6 @@ class StatusStore:
         self.try_to_post(_PHASE, phase)
 
     def post(self, topic: str, value: Any = None) -> None:
-        """Posts a value under a topic."""
         files.replace_file(self.folder / f"{topic}.{self.rank}", json.dumps(value).encode())
 
     def try_to_post(self, topic: str, value: Any = None) -> None:
@@ -110,11 +109,9 @@ class StatusStore:
         return True
 
     def has(self, topic: str, rank: int) -> bool:
-        """Whether a rank has posted under the topic."""
         return (self.folder / f"{topic}.{rank}").exists()
 
     def read(self, topic: str, rank: int) -> Any:
-        """What a rank has posted."""
         return json.loads((self.folder / f"{topic}.{rank}").read_bytes())
 
     def wait(
@@ -142,18 +139,14 @@ class StatusStore:
             if running_time() > deadline:
                 raise CheckpointTimeout(self.missing(topic, ranks) or f"{topic} was posted too late")
             if due:
-                self._look_at_store(raise_failures)
+                if raise_failures and (told := self._group.told(self._store_topic)) is not None:
+                    rank, reason = json.loads(told)
+                    raise RankFailed(f"rank {rank}: {reason}")
                 self._look_at_connections(topic, ranks)
                 self.try_to_post(_PHASE, self._phase)
                 posted = time.monotonic()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def _look_at_store(self, raise_failures: bool) -> None:
-        told = self._group.told(self._store_topic) if raise_failures else None
-        if told is not None:
-            rank, reason = json.loads(told)
-            raise RankFailed(f"rank {rank}: {reason}")
 
     def _look_at_connections(self, topic: str, ranks: Collection[int]) -> None:
         """Raises PeerLost if a rank is silent and its connection is lost."""

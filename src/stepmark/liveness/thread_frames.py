@@ -32,19 +32,25 @@ class Place(NamedTuple):
     function: str
 
 
+def all_stacks() -> str:
+    """The stacks of all threads as text; empty where the system gives no file. Not through a pipe: faulthandler holds
+    the interpreter's lock while it is full."""
+    memory = hasattr(os, "memfd_create")  # a file system may hang
+    try:
+        with open(os.memfd_create("stacks"), "r+b") if memory else tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def places_of(thread: int) -> list[Place]:
     """Where the thread of this identity is, the innermost function first, at most 100; the calling one is where it
     calls this. Empty where it has ended, or where the system gives no file."""
-    memory = hasattr(os, "memfd_create")  # a file system may hang
-    try:
-        with open(os.memfd_create("threads"), "r+b") if memory else tempfile.TemporaryFile() as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            text = file.read().decode(errors="replace")
-    except OSError:
-        text = ""
-    lines = next((each[2] for each in _THREAD.finditer(text) if int(each[1], 16) == thread), "")
-    return [Place(*found) for found in _PLACE.findall(lines)][thread == threading.get_ident() :]
+    lines = next((each[2] for each in _THREAD.finditer(all_stacks()) if int(each[1], 16) == thread), "")
+    own = 2 if thread == threading.get_ident() else 0  # all_stacks, and this function
+    return [Place(*found) for found in _PLACE.findall(lines)][own:]
 
 
 def is_compiling(places: Sequence[Place]) -> bool:

@@ -32,9 +32,8 @@ class TimedGroup:
 
         Raises CheckpointTimeout, which names the ranks that did not join, and CheckpointError if one is gone.
         """
-        result = self._bounded(lambda: self.group.all_gather(value), what, board)
-        assert isinstance(result, list)
-        return result
+        values: list[Any] = self._bounded(lambda: self.group.all_gather(value), what, board)
+        return values
 
     def ask_first(
         self, function: Callable[[], Any], what: str, timeout: float | None = None, board: StatusStore | None = None
@@ -44,11 +43,10 @@ class TimedGroup:
         problem: BaseException | None = None
         if self.rank == 0:
             try:
-                answer = (function(), None)
+                answer = function(), None
             except (CheckpointError, OSError) as error:
                 problem = error
-                failed = error if isinstance(error, CheckpointError) else CheckpointError(describe_error(error))
-                answer = (None, failed)
+                answer = None, error if isinstance(error, CheckpointError) else CheckpointError(describe_error(error))
         absent = "rank 0 did not answer" if self.rank else _ABSENT
         value, told = self._bounded(lambda: self.group.broadcast(answer), what, board, timeout, absent)
         if told is not None:
@@ -73,33 +71,29 @@ class TimedGroup:
         timeout = timeout or self._timeout
         call = BoundedCall(collective, raises=True)
         if not call.ended_running(timeout):
-            self._broken = CheckpointTimeout(late(self._missing_soon(what, board, absent), timeout))
+            self._broken = CheckpointTimeout(late(self._missing(what, board, absent), timeout))
             print_stacks(str(self._broken))
             raise self._broken
         try:
             return call.result()
         except RuntimeError as error:  # gloo's, where the connection to another rank is lost
             gone = self.group.gone()
-            missing = f"{what}: {gone} is gone" if gone else self._missing_soon(what, board, absent)
+            missing = f"{what}: {gone} is gone" if gone else self._missing(what, board, absent)
             self._broken = CheckpointError(f"{missing}; {describe_lost_peer(str(error))}")
             raise self._broken from error
 
     def _missing(self, what: str, board: StatusStore | None, absent: str) -> str:
+        """Which ranks did not join; with a deadline, since the board's file system may hang."""
         if board is None:
             return f"{what}: {absent}"
-        missing = [rank for rank in range(self.size) if not board.has(_topic(what), rank)]
-        if not missing:
-            return f"{what}: all ranks reached the collective but received no data from each other"
-        return f"{what}: {board.describe(missing)} did not join"
-
-    def _missing_soon(self, what: str, board: StatusStore | None, absent: str) -> str:
-        """Like `_missing`, with a deadline, since the board's file system may hang."""
-        place = "the folder" if board is None else board.folder.parent
-        silent = f"{what}: {absent}, and {place} does not answer"
+        silent = f"{what}: {absent}, and {board.folder.parent} does not answer"
 
         def look() -> str:
             with contextlib.suppress(OSError):
-                return self._missing(what, board, absent)
+                missing = [rank for rank in range(self.size) if not board.has(_topic(what), rank)]
+                if not missing:
+                    return f"{what}: all ranks reached the collective but received no data from each other"
+                return f"{what}: {board.describe(missing)} did not join"
             return silent
 
         return within(_LOOKING, look, silent)

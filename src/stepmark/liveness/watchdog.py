@@ -92,7 +92,6 @@ class ExternalWatchdog:
             atexit.register(self.close)
 
     def close(self) -> None:
-        """Ends the helper."""
         process = self._let_go()
         if process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -140,7 +139,6 @@ class Deadline:
             raise self._error
 
     def expire(self) -> None:
-        """It has passed."""
         self._error = CheckpointTimeout(self._message)
         print_stacks(self._message)
         self._missed(self._error)
@@ -151,30 +149,29 @@ class Watchdog:
 
     def __init__(self) -> None:
         self._watches: set[Deadline] = set()
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._external = ExternalWatchdog()
 
     def watch(self, deadline: Deadline) -> None:
         """Calls its `expire` in another thread unless it is released shortly after it at the latest."""
-        with self._changed:
+        with self.changed:
             self._watches.add(deadline)
             self._arm()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="stepmark-watchdog", daemon=True)
                 self._thread.start()
-            self._changed.notify()
+            self.changed.notify()
 
     def release(self, deadline: Deadline) -> None:
-        """The operation has ended."""
-        with self._changed:
+        with self.changed:
             if deadline in self._watches:
                 self._watches.remove(deadline)
                 self._arm()
 
     def stand_by(self, *countdown: Any) -> None:
         """`ExternalWatchdog.count_down` for heartbeats; takes the arguments after the name."""
-        with self._changed:
+        with self.changed:
             self._external.count_down(BEAT, *countdown)
 
     def _arm(self) -> None:
@@ -184,27 +181,17 @@ class Watchdog:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self.changed:
                 first = min(self._watches, key=lambda each: each.last, default=None)
-                left = None if first is None else first.last - running_time()
-                if left is None or left > 0:
-                    self._changed.wait(left)
+                if first is None or first.last > running_time():
+                    self.changed.wait(None if first is None else first.last - running_time())
                     continue
-                assert first is not None
             try:
                 first.expire()
             except Exception as error:  # nothing else would end the stuck operation
                 end_process(error, int(os.environ.get("RANK", "0")))
             finally:
                 self.release(first)  # only now: until then the external watchdog stands by
-
-    def before_fork(self) -> None:
-        """Takes the lock, so that the child does not inherit it while another thread holds it."""
-        self._changed.acquire()
-
-    def after_fork(self) -> None:
-        """In the parent."""
-        self._changed.release()
 
     def forget(self) -> None:
         """In a forked child, which has none of the threads."""
@@ -213,7 +200,11 @@ class Watchdog:
 
 
 watchdog = Watchdog()
-os.register_at_fork(before=watchdog.before_fork, after_in_parent=watchdog.after_fork, after_in_child=watchdog.forget)
+os.register_at_fork(  # with the lock, so that the child does not inherit it while another thread holds it
+    before=lambda: watchdog.changed.acquire(),
+    after_in_parent=lambda: watchdog.changed.release(),
+    after_in_child=watchdog.forget,
+)
 
 
 def end_unless(collected: threading.Event, error: BaseException, rank: int) -> None:

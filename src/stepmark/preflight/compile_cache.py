@@ -33,17 +33,10 @@ DEPTH = 4  # of folders below the cache in which graphs are looked for
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One graph, or one prepared data set.
-
-    Attributes:
-        path: Its file or folder.
-        kind: NEURON, XLA, INDUCTOR (all graphs of one version of torch) or DATA.
-        state: DONE, FAILED, RUNNING (a process is making it), IN_USE (a run may be reading it, or has just
-            written it) or INCOMPLETE (left by
-            a process that has ended).
-        size: Bytes on disk.
-        used: When it was last written or read, in seconds since the Unix epoch.
-    """
+    """One graph, or one prepared data set. `kind`: NEURON, XLA, INDUCTOR (all graphs of one version of torch) or DATA.
+    `state`: DONE, FAILED, RUNNING (a process is making it), IN_USE (a run may be reading it, or has just written it) or
+    INCOMPLETE (left by a process that has ended). `size`: bytes on disk. `used`: when it was last written or read, in
+    seconds since the Unix epoch."""
 
     path: Path
     kind: str
@@ -125,16 +118,6 @@ def _is_locked(path: Path) -> bool:
 
 
 TRASH = ".trash-"
-
-
-def unused(entries: Sequence[CacheEntry]) -> list[CacheEntry]:
-    """The entries that are not being written and may not be in use."""
-    return [entry for entry in entries if entry.state not in PROTECTED]
-
-
-def failed(entries: Sequence[CacheEntry]) -> list[CacheEntry]:
-    """Graphs whose compilation failed: Neuron's compiler tries them again once they have gone."""
-    return [entry for entry in entries if entry.kind == NEURON and entry.state == FAILED]
 
 
 def delete(entries: Sequence[CacheEntry]) -> list[CacheEntry]:

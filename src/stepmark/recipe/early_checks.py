@@ -93,9 +93,7 @@ def work_offline_without_hub(recipe: Recipe) -> bool:
 def check_hub_names(recipe: Recipe) -> None:
     """Raises UsageError for a name that was never downloaded where the hub does not answer; imports no library."""
     missing = [(field, name) for field, name in _names_of_hub(recipe) if not _downloaded(field, name)]
-    if not missing:
-        return
-    if not _offline() and _hub_answers():
+    if not missing or (not _offline() and _hub_answers()):
         return
     (field, name), why = missing[0], "is not asked (HF_HUB_OFFLINE)" if _offline() else "does not answer"
     lead = _PROBLEMS.get(field, "{!r} is not a folder here").format(name)

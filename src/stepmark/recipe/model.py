@@ -27,6 +27,7 @@ from stepmark.trainer.run_folder.run_identity import SPECIAL
 from stepmark.training.model_options import check_attention, use_attention
 
 REWARD = "reward"  # the task whose models have one score
+UNLIMITED = 2**62  # tokens, where no tokenizer says how many
 
 
 def build_tokenizer(config: ModelArguments) -> Any:
@@ -62,8 +63,7 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
     overrides = parse_options("config_overrides", wanted) if isinstance(wanted, str) else dict(wanted)
     by_type = name in CONFIG_MAPPING and not Path(name).exists()
     try:
-        trust = config.trust_remote_code
-        made = CONFIG_MAPPING[name]() if by_type else load_config(name, trust)
+        made = CONFIG_MAPPING[name]() if by_type else load_config(name, config.trust_remote_code)
     except StepmarkError:
         raise
     except (OSError, ValueError) as error:
@@ -99,7 +99,8 @@ def check_device_has_attention(recipe: Recipe, device: str) -> None:
 
 
 def config_of(recipe: Recipe, tokenizer: Any) -> Any:
-    """The configuration of the recipe's model, which is made once in a run, before data are tokenized for it.
+    """The configuration of the recipe's model, which is made once in a run, before data are tokenized for it. Without a
+    tokenizer (None) its own vocabulary applies, and blocks may have any length that it takes.
 
     Raises UsageError where the fields do not describe one, or the saved model has none that can be read, and DataError
     where blocks are longer than the model takes.
@@ -110,18 +111,14 @@ def config_of(recipe: Recipe, tokenizer: Any) -> Any:
     else:
         with _explained(name, "loaded"):
             made = load_config(name, recipe.model.trust_remote_code)
-    check_block_size(made, choose_block_size(recipe.data.block_size, tokenizer.model_max_length))
-    return made
-
-
-def check_block_size(config: Any, length: int) -> None:
-    """Raises DataError where blocks of `length` tokens are longer than the model that `config` describes takes."""
-    longest = getattr(config, "max_position_embeddings", None)
+    length = choose_block_size(recipe.data.block_size, getattr(tokenizer, "model_max_length", UNLIMITED))
+    longest = getattr(made, "max_position_embeddings", None)
     if isinstance(longest, (int, float)) and length > longest:
         raise DataError(
             f"block_size: {length} tokens are more than the model's {longest} positions; lower block_size, or raise "
             "the positions in config_overrides"
         )
+    return made
 
 
 def build_model(
@@ -178,17 +175,16 @@ def _from_config(made: Any, config: ModelArguments, **options: Any) -> torch.nn.
     kind, head = _kind_of(config)
     for name, value in head.items():
         setattr(made, name, value)
-    model: torch.nn.Module = kind.from_config(made, trust_remote_code=config.trust_remote_code, **options)
-    return model
+    return kind.from_config(made, trust_remote_code=config.trust_remote_code, **options)
 
 
 def _kind_of(config: ModelArguments) -> tuple[Any, dict[str, Any]]:
     """The class of the task's models, and what it asks of their configuration."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    return (
-        (AutoModelForSequenceClassification, {"num_labels": 1}) if config.task == REWARD else (AutoModelForCausalLM, {})
-    )
+    if config.task == REWARD:
+        return AutoModelForSequenceClassification, {"num_labels": 1}
+    return AutoModelForCausalLM, {}
 
 
 def check_sharding(config: ModelArguments, made: Any, factory: ModelFactory) -> None:
@@ -219,7 +215,6 @@ def _load(name: str, made: Any, dtype: torch.dtype, config: ModelArguments, whol
             f"model_name_or_path: {name} lacks weights of {type(model).__name__}: {missing[0]}{more}; name a folder "
             "with a complete model"
         )
-    assert isinstance(model, torch.nn.Module)
     return model
 
 
@@ -270,5 +265,4 @@ def configured(model: nn.Module, config: ModelArguments) -> nn.Module:
         adapted: Any = get_peft_model(model, lora)
     except (ValueError, TypeError) as error:  # as peft rejects modules and values
         raise UsageError(f"lora_target_modules: {' '.join(str(error).split())}") from error
-    made: nn.Module = adapted
-    return made
+    return adapted

@@ -28,7 +28,6 @@ def train(recipe: Recipe) -> None:
     """Runs the recipe as one of the ranks. Collective."""
     run = begin(recipe)
     with quick_imports():
-        from stepmark.recipe.model import build_model
         from stepmark.recipe.used_recipe import recipe_writer, write_used_recipe
 
     run.prepare_folder()
@@ -41,7 +40,6 @@ def train(recipe: Recipe) -> None:
             recipe,
             run,
             prepare=lambda tokenizer: prepare_data(recipe, tokenizer, run.context),
-            build=build_model,
             callbacks=[recipe_writer(recipe)],
         )
     trainer.checkpoint_files.append(lambda folder: write_used_recipe(folder, recipe))
@@ -95,7 +93,7 @@ def build_trainer(
     run: Run,
     *,
     prepare: Callable[[Any], Any],
-    build: Callable[..., Any],
+    reads_weights: bool = True,
     callbacks: Sequence[Any] = (),
 ) -> Trainer:
     """The recipe's Trainer. Collective.
@@ -104,7 +102,7 @@ def build_trainer(
         recipe: The recipe.
         run: The opened run.
         prepare: Maps the tokenizer to the data: `train`, `validation` or None, and `fingerprint`.
-        build: `build_model`, or a function with its signature.
+        reads_weights: See `build_model`. Default: True.
         callbacks: For the Trainer.
 
     Raises:
@@ -114,7 +112,7 @@ def build_trainer(
     import torch
 
     with quick_imports():
-        from stepmark.recipe.model import build_tokenizer, check_sharding, config_of
+        from stepmark.recipe.model import build_model, build_tokenizer, check_sharding, config_of
         from stepmark.trainer.trainer import Trainer
 
     args, functions = recipe.training, load_metrics(recipe.evaluation.metrics, "metrics")
@@ -127,10 +125,11 @@ def build_trainer(
     data = prepare(tokenizer)
     if args.eval_strategy != "no" and data.validation is None:
         raise DataError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
-    model = build(recipe.model, config, args.seed, make, getattr(torch, args.dtype))
+    dtype = getattr(torch, args.dtype)
+    model = build_model(recipe.model, config, args.seed, make, dtype, reads_weights=reads_weights)
     _check_vocabulary(model, tokenizer, recipe)
     data.train.fingerprint = data.fingerprint
-    data.train.description = getattr(data, "description", None)
+    data.train.description = data.description
     for each in filter(None, (data.train, data.validation)):
         each.sample_columns = columns_of(recipe.data)
     return Trainer(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,15 @@ def read_checkpoints(history: History) -> list[Checkpoint]:
     events = {kind: _last(history, kind) for kind in ("saved", "save_begun", "save_failed", "set_aside")}
     found: dict[str, Checkpoint] = {}
     for path in sorted(history.folder.iterdir()):
-        one = _of_folder(path, events, history)
-        if one is not None:
+        if (one := _of_folder(path, events, history)) is not None:
             found[one.name] = one
     there = {one.step for one in found.values() if one.state in ("complete", "corrupted")}
     for step in {*events["saved"], *events["save_begun"], *events["save_failed"]} - there:
-        one = _of_events(step, events, history)
+        one = _of_events(step, events)
         found.setdefault(one.name, one)
-    return sorted(found.values(), key=lambda one: (one.step, one.time or 0.0, one.name))
+    restored = Counter(str(event.get("checkpoint")) for event in history.of_kind("resumed"))
+    counted = [replace(one, restored=restored[one.name]) for one in found.values()]
+    return sorted(counted, key=lambda one: (one.step, one.time or 0.0, one.name))
 
 
 def _last(history: History, kind: str) -> dict[int, dict[str, Any]]:
@@ -77,15 +79,12 @@ def _of_folder(path: Path, events: dict[str, dict[int, dict[str, Any]]], history
         return Checkpoint(step, path.name, "quarantined", detail, _size(path), time=event.get("time"))
     unfinished = _UNFINISHED.match(path.name)
     if unfinished is not None:
-        detail = (
-            "being written, or left by a killed save" if history.state in (RUNNING, STUCK) else "left by a killed save"
-        )
-        return Checkpoint(int(unfinished[1]), path.name, "unfinished", detail, _size(path))
+        writing = "being written, or " if history.state in (RUNNING, STUCK) else ""
+        return Checkpoint(int(unfinished[1]), path.name, "unfinished", f"{writing}left by a killed save", _size(path))
     return None
 
 
 def _existing(path: Path, step: int, saved: dict[str, Any], history: History) -> Checkpoint | None:
-    restored = sum(event.get("checkpoint") == path.name for event in history.of_kind("resumed"))
     problem, manifest = _inspect(path)
     if problem is not None and not path.is_dir():  # retention has just deleted it
         return None
@@ -104,23 +103,20 @@ def _existing(path: Path, step: int, saved: dict[str, Any], history: History) ->
         saved.get("stall_seconds"),
         saved.get("durable_seconds"),
         time,
-        restored,
     )
 
 
-def _of_events(step: int, events: dict[str, dict[int, dict[str, Any]]], history: History) -> Checkpoint:
+def _of_events(step: int, events: dict[str, dict[int, dict[str, Any]]]) -> Checkpoint:
     name = f"checkpoint-{step}"
     saved, begun, failed = (events[kind].get(step) for kind in ("saved", "save_begun", "save_failed"))
-    restored = sum(event.get("checkpoint") == name for event in history.of_kind("resumed"))
     if saved is not None:
         return Checkpoint(
             step, name, "deleted", "retention", saved.get("bytes"), saved.get("stall_seconds"),
-            saved.get("durable_seconds"), saved.get("time"), restored,
+            saved.get("durable_seconds"), saved.get("time"),
         )  # fmt: skip
     last = failed or begun or {}
-    state, detail = (
-        ("failed", str(last.get("reason") or "")) if failed else ("unfinished", "started, but not committed")
-    )
+    state = "failed" if failed else "unfinished"
+    detail = str(failed.get("reason") or "") if failed else "started, but not committed"
     return Checkpoint(step, name, state, detail, stall=last.get("stall_seconds"), time=last.get("time"))
 
 

@@ -159,9 +159,7 @@ def _own(histories: Sequence[History], points: int) -> list[Figure]:
     found = []
     for name in sorted(logged - {"step", "epoch", "time"}):
         runs = ((run, each, [line for line in each.own if name in line]) for run, each in enumerate(histories))
-        series = [
-            line_of(own, name, "line", run, name, origin_of(each), points=points) for run, each, own in runs if own
-        ]
+        series = [line_of(each, run, own, name, name, points) for run, each, own in runs if own]
         found.append(Figure(name, name, "logged by the program", series))
     return found
 
@@ -209,29 +207,21 @@ def _memory(histories: Sequence[History], points: int) -> Figure:
 
 def _lines(history: History, run: int, name: str, key: str, points: int = POINTS, scale: float = 1.0) -> list[Series]:
     """The curve of a logged value, and its discarded parts."""
-    origin = origin_of(history)
-    found = [line_of(history.logs, name, "line", run, key, origin, scale, points)]
-    found += [line_of(lost, f"{name}, trained again", "lost", run, key, origin, scale, points) for lost in history.lost]
-    return [series for series in found if series.x and (series.kind != "lost" or any(y is not None for y in series.y))]
+    found = [line_of(history, run, history.logs, name, key, points, scale)]
+    again = (line_of(history, run, lost, f"{name}, trained again", key, points, scale) for lost in history.lost)
+    found += [replace(each, kind="lost") for each in again if any(y is not None for y in each.y)]
+    return [series for series in found if series.x]
 
 
 def line_of(
-    lines: Sequence[Line],
-    name: str,
-    kind: str,
-    run: int,
-    key: str,
-    origin: float,
-    scale: float = 1.0,
-    points: int = POINTS,
+    history: History, run: int, lines: Sequence[Line], name: str, key: str, points: int, scale: float = 1.0
 ) -> Series:
-    """The values of `key` in lines that have it, times `scale`, thinned; `origin` is when the run began."""
-    kept = [line for line in lines if key in line]
+    """The values of `key` in lines of a run that have it, times `scale`, thinned."""
+    kept, origin = [line for line in lines if key in line], origin_of(history)
     values = [None if (value := _finite(line[key])) is None else value * scale for line in kept]
-    indices = thin(values, points)
+    indices, mean = thin(values, points)
     x, times = [float(kept[i]["step"]) for i in indices], [_since(kept[i], origin) for i in indices]
-    mean = means(values, indices, points)
-    return Series(name, kind, run, x, [values[i] for i in indices], times, mean=mean)
+    return Series(name, "line", run, x, [values[i] for i in indices], times, mean=mean)
 
 
 def axes(history: History, places: int = PLACES) -> dict[str, tuple[list[float], list[float]]]:
@@ -324,36 +314,21 @@ def total_seconds(history: History) -> dict[str, float]:
     return {**found, "again": again} if again else found
 
 
-def thin(values: Values, most: int) -> list[int]:
-    """Indices of at most about `most` values: the minimum, the maximum and any gap of each run of neighbours."""
+def thin(values: Values, most: int) -> tuple[list[int], list[float | None] | None]:
+    """Indices of at most about `most` values: the minimum, the maximum and any gap of each run of neighbours; and for
+    each the mean of its run, since minimum and maximum alone would give a wrong one. Means are None if all values are
+    kept."""
     if len(values) <= most:
-        return list(range(len(values)))
+        return list(range(len(values))), None
+    size = math.ceil(2 * len(values) / most)
     kept: set[int] = {0, len(values) - 1}
-    for run in _runs(len(values), most):
-        kept |= {i for i in run if values[i] is None and (i == run[0] or values[i - 1] is not None)}
+    means: list[float | None] = []
+    for start in range(0, len(values), size):
+        run = range(start, min(start + size, len(values)))
+        kept |= {i for i in run if values[i] is None and (i == start or values[i - 1] is not None)}
         drawn = [(value, i) for i in run if (value := values[i]) is not None]
         if drawn:
             kept |= {min(drawn)[1], max(drawn)[1]}
-    return sorted(kept)
-
-
-def means(values: Values, indices: Sequence[int], most: int) -> list[float | None] | None:
-    """For each index from `thin`, the mean of its run of neighbours; None if all values were kept. Minimum and maximum
-    alone would give a wrong mean."""
-    if len(values) <= most:
-        return None
-    found: list[float | None] = []
-    for run in _runs(len(values), most):
-        drawn = [value for i in run if (value := values[i]) is not None]
-        found.append(sum(drawn) / len(drawn) if drawn else None)
-    size = _size(len(values), most)
-    return [None if values[i] is None else found[i // size] for i in indices]
-
-
-def _size(count: int, most: int) -> int:
-    return math.ceil(2 * count / most)
-
-
-def _runs(count: int, most: int) -> list[range]:
-    size = _size(count, most)
-    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+        means.append(sum(value for value, _ in drawn) / len(drawn) if drawn else None)
+    indices = sorted(kept)
+    return indices, [None if values[i] is None else means[i // size] for i in indices]

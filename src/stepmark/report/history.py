@@ -228,9 +228,7 @@ def read_history(folder: Path) -> History:
 
     Raises UsageError if the folder does not exist or does not belong to a run.
     """
-    if not folder.is_dir():
-        raise UsageError(f"{folder} does not exist; pass a run's output_dir")
-    if not _is_run(folder):
+    if find_runs(folder) != [folder]:
         raise UsageError(f"{folder} is not a run's output_dir: it contains neither {METRICS} nor a checkpoint")
     history = History(folder, folder.resolve().name, status=RunStatus.read(folder).content)
     history.failures = kept_failures(folder, history.status.get("time", 0.0) - JUST_BEFORE)
@@ -255,16 +253,24 @@ def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
     evaluations: dict[int, Line] = {}
     closing: dict[int, Line] = {}
     resumptions: list[tuple[Line, int | None, float | None]] = []
+
+    def discard(after: int) -> None:
+        """Moves the steps after this one to `lost`, and drops their evaluations."""
+        lost = [lines.pop(step) for lines in (logs, closing) for step in sorted(lines) if step > after]
+        history.lost += [lost] if lost else []
+        for step in [step for step in evaluations if step > after]:
+            del evaluations[step]
+
     for line in lines:
         step = number(line.get("step"))
         if "resumed" in line:
             last = max(logs, default=None)
             resumptions.append((line, last, logs[last].get("time") if last is not None else None))
-            _discard(history, logs, evaluations, closing, after=number(line["resumed"]) or 0)
+            discard(number(line["resumed"]) or 0)
             history.own = [own for own in history.own if own["step"] <= (number(line["resumed"]) or 0)]
         elif step is not None and "loss" in line:
             if step in logs:
-                _discard(history, logs, evaluations, closing, after=step - 1)
+                discard(step - 1)
             logs[step] = line
         elif step is not None and "train_runtime" in line:
             closing[step] = line
@@ -279,17 +285,6 @@ def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
         for step in sorted(evaluations)
     ]
     history.attempts = _attempts(history, resumptions)
-
-
-def _discard(
-    history: History, logs: dict[int, Line], evaluations: dict[int, Line], closing: dict[int, Line], *, after: int
-) -> None:
-    """Moves the steps after this one to `lost`, and drops their evaluations."""
-    lost = [lines.pop(step) for lines in (logs, closing) for step in sorted(lines) if step > after]
-    if lost:
-        history.lost.append(lost)
-    for step in [step for step in evaluations if step > after]:
-        del evaluations[step]
 
 
 def _metrics_of(line: Line) -> dict[str, float]:
@@ -410,24 +405,16 @@ class AttemptRow:
 def read_attempts(history: History) -> list[AttemptRow]:
     """The attempts in order. One that did not get as far as training is known if it was the supervisor's."""
     found: list[AttemptRow] = []
-    current: AttemptRow | None = None
+    ended = True  # what follows is of another attempt, begun or not
     for event in history.of_kind("started", RESTARTING, *ENDED):
         if event["event"] == "started":
-            found += _closed(current)
-            current = AttemptRow(time_of(event), number(event.get("ranks")), number(event.get("step")))
-            continue
-        # The step 0 stands for none in what a supervisor writes.
-        current = replace(current or AttemptRow(), last=number(event.get("step")) or None, ended=_told(event))
-        if event["event"] == RESTARTING:
-            found.append(current)
-            current = None
-    if current is not None and current.ended is None:
-        current = replace(current, last=history.last_step, ended=None if history.state in (RUNNING, STUCK) else KILLED)
-    return [*found, *([current] if current is not None else [])]
-
-
-def _closed(attempt: AttemptRow | None) -> Sequence[AttemptRow]:
-    """An attempt that was followed by another."""
-    if attempt is None:
-        return []
-    return [attempt if attempt.ended is not None else replace(attempt, ended=KILLED)]
+            found.append(AttemptRow(time_of(event), number(event.get("ranks")), number(event.get("step"))))
+        else:
+            found += [AttemptRow()] if ended else []
+            # The step 0 stands for none in what a supervisor writes.
+            found[-1] = replace(found[-1], last=number(event.get("step")) or None, ended=_told(event))
+        ended = event["event"] == RESTARTING
+    runs = history.state in (RUNNING, STUCK)
+    if found and found[-1].ended is None:
+        found[-1] = replace(found[-1], last=history.last_step, ended=None if runs else KILLED)
+    return [*(replace(each, ended=each.ended or KILLED) for each in found[:-1]), *found[-1:]]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import functools
+import io
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
@@ -19,17 +22,9 @@ def table(name: str, heads: Sequence[str], rows: Iterable[Sequence[str]], *, sor
         for row in rows
     )
     inner = f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
-    sorter = _sorter(names) if sortable else ""
-    return f'<div class="table">{sorter}<table class="data" id="{name}">{inner}</table></div>'
-
-
-def _sorter(names: Sequence[str]) -> str:
-    """What sorts a table on a phone, which has no room for heads."""
     columns = "".join(f'<option value="{index}">{name}</option>' for index, name in enumerate(names) if name)
-    return (
-        f'<div class="sorter"><label>sort by <select><option value="">as given</option>{columns}</select></label>'
-        '<button type="button">↑ smallest first</button></div>'
-    )
+    sorter = fragment("sorter", columns=columns) if sortable else ""  # on a phone, which has no room for heads
+    return f'<div class="table">{sorter}<table class="data" id="{name}">{inner}</table></div>'
 
 
 def sorted_by(value: float | None, cell: str) -> str:
@@ -37,9 +32,22 @@ def sorted_by(value: float | None, cell: str) -> str:
     return f"{'' if value is None else repr(float(value))}|{cell}"
 
 
+@functools.cache
 def asset(name: str) -> str:
     """The text of a file of the page."""
     return resources.files("stepmark.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def fragment(element: str, **values: object) -> str:
+    """An element of the page, with these values in its places: HTML, so that text in them is escaped."""
+    return asset(f"{element}.html").strip().format(**values)
+
+
+@functools.cache
+def words(table: str) -> dict[str, tuple[str, str]]:
+    """The color and the word by which the page shows each state or kind of `words.csv`."""
+    rows = csv.DictReader(io.StringIO(asset("words.csv")))
+    return {row["name"]: (row["color"], row["word"]) for row in rows if row["table"] == table}
 
 
 def _cell(kind: str, name: str, cell: str, sortable: bool) -> str:

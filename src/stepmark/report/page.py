@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import stepmark
 from stepmark.errors import StepmarkError
@@ -36,7 +35,7 @@ from stepmark.report.figures import (
     total_seconds,
 )
 from stepmark.report.history import History, best_of, find_runs, names, of_another_tool, read_history, short_names
-from stepmark.report.html_table import asset, color
+from stepmark.report.html_table import asset, color, fragment, words
 from stepmark.report.summary import commands, header, header_of_all, printed, tiles, trouble, trouble_of_all
 from stepmark.report.system_figures import system_figures
 from stepmark.report.tables import (
@@ -49,20 +48,6 @@ from stepmark.report.tables import (
     sample_table,
 )
 
-KEYS = {
-    "resumed": ("var(--c2)", "resumed"),
-    "lost": ("var(--bad)", "trained again"),
-    "compilation": ("var(--warn)", "recompiled"),
-    "trouble": ("var(--bad)", "trouble"),
-}
-PARTS = {
-    "step": ("c0", "steps"),
-    "data": ("c1", "waiting for data"),
-    "save": ("c2", "saving"),
-    "evaluation": ("c3", "evaluation"),
-    "again": ("c4", "steps trained again"),
-}
-
 
 def make_page(histories: Sequence[History], folders: Sequence[Path]) -> str:
     """The complete, self-contained HTML page of the runs in these folders."""
@@ -70,6 +55,7 @@ def make_page(histories: Sequence[History], folders: Sequence[Path]) -> str:
     runs, checkpoints = names(histories), [read_checkpoints(history) for history in histories]
     several, short, place = len(histories) > 1, short_names(histories), _places(histories)
     where = Path(os.path.commonpath([history.folder.resolve() for history in histories]))
+    curves = max((len(figure.series) for figure in drawn), default=1)
     written = f"Written by stepmark {stepmark.__version__}, {text.moment(time.time())}, from {escape(str(where))}."
     top = [_top_of_one(histories[0], checkpoints[0])]
     if several:
@@ -87,7 +73,7 @@ def make_page(histories: Sequence[History], folders: Sequence[Path]) -> str:
         "runs": short,
         "names": runs,
         "command": shlex.join(["stepmark", "report", *(str(folder.absolute()) for folder in folders)]),
-        "colors": [color(index) for index in place] if several else [color(index) for index in range(_most(drawn))],
+        "colors": [color(index) for index in (place if several else range(curves))],
         "figures": [asdict(figure) for figure in drawn],
         "marks": [asdict(mark) for mark in events],
         "axes": [axes(history) for history in histories],
@@ -98,7 +84,8 @@ def make_page(histories: Sequence[History], folders: Sequence[Path]) -> str:
         title=escape(where.name),
         style=asset("uplot.min.css") + asset("page.css"),
         body="\n".join(part for part in body if part),
-        data=_embedded(data),
+        # Without a "<" it cannot close the script element around it.
+        data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         script=_script(),
     )
 
@@ -137,16 +124,6 @@ def _script() -> str:
     return "\n".join((library, *(asset(name) for name in ("format.js", "chart.js", "save.js", "page.js"))))
 
 
-def _embedded(data: Any) -> str:
-    """JSON that cannot close the script element around it."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _most(figures: Sequence[Figure]) -> int:
-    """How many colors a figure of a single run may need: one per curve."""
-    return max((len(figure.series) for figure in figures), default=1)
-
-
 def _curves(figures: Sequence[Figure], marks: Sequence[Mark], runs: Sequence[str]) -> str:
     if not figures:
         return '<h2>Curves</h2><p class="soft">Nothing logged yet.</p>'
@@ -159,51 +136,40 @@ def _curves(figures: Sequence[Figure], marks: Sequence[Mark], runs: Sequence[str
 
 
 def _keys(marks: Sequence[Mark]) -> str:
-    present = [kind for kind in KEYS if any(mark.kind == kind for mark in marks)]
+    present = {mark.kind for mark in marks}
     keys = "".join(
-        f'<span><i class="{kind}" style="background: {KEYS[kind][0]}"></i>{KEYS[kind][1]}</span>' for kind in present
+        f'<span><i class="{kind}" style="background: var(--{shade})"></i>{word}</span>'
+        for kind, (shade, word) in words("mark").items()
+        if kind in present
     )
     return f'<div class="keys">{keys}</div>' if keys else ""
 
 
 def _figure(figure: Figure, runs: Sequence[str], *, wide: bool) -> str:
-    caption = f'<b>{escape(figure.title)}</b><span class="unit">{escape(figure.unit)}</span>'
-    kind = ' class="wide"' if wide else ""
-    head = f'<figcaption>{caption}<span class="buttons"></span></figcaption>'
-    return (
-        f'<figure id="figure-{escape(figure.name)}"{kind}>{head}'
-        '<div class="legend"></div><div class="plot"></div><div class="readout" role="status"></div>'
-        f"{summary_of(figure, runs)}</figure>"
-    )
+    texts = {name: escape(getattr(figure, name)) for name in ("name", "title", "unit")}
+    told = "; ".join(_told(each, runs) for each in figure.series)
+    return fragment("figure", **texts, kind=' class="wide"' if wide else "", told=escape(told))
 
 
 def _time(history: History) -> str:
     spent = {part: seconds for part, seconds in total_seconds(history).items() if seconds}
-    total = sum(spent.values())
+    total, parts = sum(spent.values()), words("time")
     if not total:
         return ""
     bar = "".join(
-        f'<span style="flex: {seconds / total:.5f}; background: var(--{PARTS[part][0]})"></span>'
+        f'<span style="flex: {seconds / total:.5f}; background: var(--{parts[part][0]})"></span>'
         for part, seconds in spent.items()
     )
     keys = "".join(
-        f'<span><i style="background: var(--{PARTS[part][0]})"></i>{PARTS[part][1]} '
+        f'<span><i style="background: var(--{parts[part][0]})"></i>{parts[part][1]} '
         f"{escape(text.seconds(seconds))}, {seconds / total:.1%}</span>"
         for part, seconds in spent.items()
     )
-    return (
-        f'<section id="time"><h2>Where {escape(text.seconds(total))} went</h2><div class="stack">{bar}</div>'
-        f'<div class="keys below">{keys}</div></section>'
-    )
-
-
-def summary_of(figure: Figure, runs: Sequence[str]) -> str:
-    """A hidden paragraph that names each curve with its first, last, lowest and highest value."""
-    told = "; ".join(_told(each, runs) for each in figure.series)
-    return f'<p class="sr" id="summary-{escape(figure.name)}">{escape(figure.title)}: {escape(told)}.</p>'
+    return fragment("time", total=escape(text.seconds(total)), bar=bar, keys=keys)
 
 
 def _told(series: Series, runs: Sequence[str]) -> str:
+    """A curve's name with its first, last, lowest and highest value, for those who do not see it."""
     known = [(y, x) for x, y in zip(series.x, series.y, strict=True) if y is not None]
     name = f"{runs[series.run]}, {series.name}" if len(runs) > 1 else series.name
     if not known:

@@ -7,7 +7,6 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from stepmark.errors import FileRefused
 from stepmark.filesystem.files import files_in, read_file
@@ -16,6 +15,7 @@ from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
 from stepmark.report.history import NOT_RUNNING, RECENT, History
+from stepmark.report.html_table import fragment
 from stepmark.trainer.run_folder.status import STUCK
 
 STATES = {"done": "good", "running": "plain", "interrupted": "warn", "failed": "bad", NOT_RUNNING: "bad", STUCK: "bad"}
@@ -35,18 +35,16 @@ def header_of_all(name: str, histories: Sequence[History]) -> str:
 
 
 def header(history: History, level: str = "h1") -> str:
-    """The run's name, state, progress and devices."""
-    step, total = history.last_step, history.started.get("total_steps")
+    step, started, state = history.last_step, history.started, history.state
+    total = started.get("total_steps")
     notes = ["no step logged yet" if step is None else f"step {step:,}" + (f" of {total:,}" if total else "")]
-    started = history.started
     if started.get("device"):
         device = started.get("device_model") or started["device"]
         notes.append(f"{text.plural(started.get('ranks', 1), 'rank')} on {device}")
     if history.last_update is not None:
         notes.append(f"last update {text.moment(history.last_update)}")
-    reason = history.status.get("reason") if history.state != "failed" else None  # a failure stands under Trouble
+    reason = history.status.get("reason") if state != "failed" else None  # a failure stands under Trouble
     note = f'<p class="soft">{escape(str(reason))}</p>' if reason else ""
-    state = history.state
     line = f'<span class="pill {STATES.get(state, "plain")}" id="state">{escape(state)}</span>' + "".join(
         f'<span class="soft">{escape(part)}</span>' for part in notes
     )
@@ -146,7 +144,7 @@ def tiles(history: History, checkpoints: Sequence[Checkpoint]) -> str:
     found: list[tuple[str, str, str]] = []
     if history.logs:
         last = history.logs[-1]
-        found.append(("Training loss", number(last.get("loss")), f"step {last['step']:,}"))
+        found.append(("Training loss", text.value(last.get("loss")), f"step {last['step']:,}"))
     best = history.best()
     if best is not None:
         name = best.metric.removeprefix("eval_").replace("_", " ")
@@ -162,12 +160,8 @@ def tiles(history: History, checkpoints: Sequence[Checkpoint]) -> str:
         again = sum(max((before.last or 0) - (after.resumed or 0), 0) for before, after in history.resumptions())
         times = "once" if resumed == 1 else f"{resumed} times"
         found.append(("Resumed", times, f"{text.plural(again, 'step')} trained again"))
-    return f'<section class="tiles">{"".join(_tile(*one) for one in found)}</section>' if found else ""
-
-
-def number(value: Any) -> str:
-    """A logged value."""
-    return text.value(value) if isinstance(value, (int, float)) else text.NOTHING
+    shown = (fragment("tile", name=escape(name), value=escape(value), note=escape(note)) for name, value, note in found)
+    return f'<section class="tiles">{"".join(shown)}</section>' if found else ""
 
 
 def recent_median(history: History, key: str) -> float | None:
@@ -248,10 +242,3 @@ def commands(history: History) -> str:
         for name, command in found
     )
     return f'<section class="commands" aria-label="commands">{lines}</section>'
-
-
-def _tile(name: str, value: str, note: str) -> str:
-    return (
-        f'<div class="tile"><div class="name">{escape(name)}</div><div class="value">{escape(value)}</div>'
-        f'<div class="note">{escape(note)}</div></div>'
-    )

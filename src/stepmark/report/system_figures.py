@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stepmark.filesystem.files import files_in
 from stepmark.filesystem.json_files import read_lines
-from stepmark.report.figures import POINTS, Figure, line_of, origin_of
+from stepmark.report.figures import POINTS, Figure, line_of
 from stepmark.report.history import History, Line, number
 from stepmark.trainer.run_folder.run_log import SYSTEM
 
@@ -36,9 +36,8 @@ def system_figures(histories: Sequence[History], *, points: int = POINTS) -> lis
                 lines = [
                     {**line, "value": total} for line in samples[rank] if (total := _sum(line, fields)) is not None
                 ]
-                series = line_of(lines, f"rank {rank}", "line", run, "value", origin_of(history), scale, points)
                 if lines:
-                    figure.series.append(series)
+                    figure.series.append(line_of(history, run, lines, f"rank {rank}", "value", points, scale))
         if len(ranks) < len(samples) and len(histories) == 1:
             for figure in figures:
                 figure.unit += f"; {len(ranks)} of {len(samples)} ranks, those with the least and most processor time"

@@ -17,35 +17,12 @@ from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
 from stepmark.report.figures import total_seconds
 from stepmark.report.history import KILLED, History, best_of, names, read_attempts, short_names
-from stepmark.report.html_table import asset, color, sorted_by, table
-from stepmark.report.summary import STATES, number, recent_median, speed
+from stepmark.report.html_table import asset, color, fragment, sorted_by, table, words
+from stepmark.report.summary import STATES, recent_median, speed
 
-CHECKPOINT_STATES = {
-    "complete": ("good", "complete"),
-    "corrupted": ("bad", "corrupted"),
-    "quarantined": ("bad", "corrupted, quarantined"),
-    "deleted": ("plain", "deleted"),
-    "unfinished": ("warn", "unfinished"),
-    "failed": ("bad", "failed"),
-}
 SHOWN_FIELDS = 8  # in which runs differ, as columns of their table
 FEW = 4  # runs that also have a table with a row for each field
 SHOWN_DELETED = 12  # deleted checkpoints; older ones are folded
-EVENT_NAMES = {
-    "started": "started",
-    "resumed": "resumed",
-    "set_aside": "checkpoint quarantined",
-    "compilation": "recompiled",
-    "trouble": "trouble",
-    "rolled_back": "rolled back",
-    "accepted": "change accepted",
-    "save_failed": "save failed",
-    "stopping": "stop requested",
-    "restarting": "restarted",
-    "interrupted": "interrupted",
-    "failed": "failed",
-    "done": "done",
-}
 
 
 def run_table(histories: Sequence[History], colors: Sequence[int]) -> str:
@@ -64,13 +41,10 @@ def run_table(histories: Sequence[History], colors: Sequence[int]) -> str:
         marked = '<span class="pill good">best</span> ' * (index == best_of(histories))
         rows.append(
             [
-                f'<span class="run"><input type="checkbox" checked aria-label="show {escape(name)}">'
-                f'<label class="dot" style="background: {color(colors[index])}" title="choose a color">'
-                f'<input type="color" aria-label="color of {escape(name)}"></label>'
-                f'<a href="#run-{index}" title="{escape(name)}">{escape(short)}</a></span>',
+                fragment("run", name=escape(name), color=color(colors[index]), index=index, short=escape(short)),
                 f'<span class="pill {STATES.get(history.state, "plain")}">{escape(history.state)}</span>',
                 sorted_by(None if best is None or len(metrics) > 1 else best.value, marked + escape(best_cell)),
-                sorted_by(loss if isinstance(loss, (int, float)) else None, number(loss)),
+                sorted_by(loss if isinstance(loss, (int, float)) else None, text.value(loss)),
                 *(sorted_by(_as_number(values[index]), escape(values[index])) for values in fields.values()),
                 sorted_by(history.last_step, _count(history.last_step)),
                 sorted_by(history.target_tokens, text.count(history.target_tokens)),
@@ -113,7 +87,7 @@ def _checkpoint_rows(history: History, checkpoints: Sequence[Checkpoint]) -> lis
     best = history.best()
     rows = []
     for one in checkpoints:
-        kind, word = CHECKPOINT_STATES[one.state]
+        color_of_state, word = words("checkpoint")[one.state]
         notes = [one.detail] if one.detail else []
         if one.restored:
             notes.append("verified: resumed from, every checksum matched")
@@ -122,7 +96,7 @@ def _checkpoint_rows(history: History, checkpoints: Sequence[Checkpoint]) -> lis
         rows.append(
             [
                 f'<span data-checkpoint="{escape(one.name)}" data-state="{one.state}">{one.step:,}</span>',
-                f'<span class="pill {kind}">{word}</span>',
+                f'<span class="pill {color_of_state}">{word}</span>',
                 escape("; ".join(notes)),
                 text.size(one.size),
                 escape(text.seconds(one.stall)),
@@ -136,10 +110,12 @@ def _checkpoint_rows(history: History, checkpoints: Sequence[Checkpoint]) -> lis
 def event_table(history: History) -> str:
     """The run's events in order of time."""
     rows: list[tuple[float, object, str, str]] = []
+    shown = words("event")
     for event in history.events:
-        if event["event"] in EVENT_NAMES and not (event["event"] == "started" and event.get("step")):  # as "resumed"
+        _, name = shown.get(event["event"], ("", ""))
+        if name and not (event["event"] == "started" and event.get("step")):  # as "resumed"
             detail = event.get("message") or event.get("reason") or event.get("checkpoint") or ""
-            rows.append((event.get("time") or 0.0, event.get("step"), EVENT_NAMES[event["event"]], str(detail)))
+            rows.append((event.get("time") or 0.0, event.get("step"), name, str(detail)))
     for before, after in history.resumptions():
         if before.ended == KILLED and before.last_time is not None:
             detail = f"last log of this process; the run {after.origin}"

@@ -10,12 +10,10 @@ NOTHING = "\N{EN DASH}"
 
 
 def size(count: float | None) -> str:
-    """Bytes in a suitable unit."""
     return NOTHING if count is None else sizes.size(count)
 
 
 def seconds(count: float | None) -> str:
-    """A duration."""
     if count is None:
         return NOTHING
     if count < 1:
@@ -32,8 +30,10 @@ def moment(time: float | None) -> str:
     return NOTHING if time is None else f"{datetime.fromtimestamp(time).astimezone():%Y-%m-%d %H:%M:%S}"
 
 
-def value(number: float) -> str:
-    """A loss or metric."""
+def value(number: object) -> str:
+    """A loss or metric, if a number was logged."""
+    if not isinstance(number, (int, float)):
+        return NOTHING
     if number != 0 and (abs(number) < 1e-3 or abs(number) >= 1e6):
         return f"{number:.3g}"
     return f"{number:,.0f}" if abs(number) >= 1e4 else f"{number:#.4g}".rstrip(".")

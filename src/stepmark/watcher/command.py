@@ -64,10 +64,10 @@ def _newest(request: Request) -> Path:
     """The newest checkpoint of a run; of another path that itself. Raises CheckpointNotFound for a run without."""
     if not request.is_run:
         return resolve_link(request.path)
-    found = checkpoints(request.path)
-    if not found:
+    newest = next(iter(checkpoints(request.path)), None)
+    if newest is None:
         raise CheckpointNotFound(f"{request.path} has no checkpoint")
-    return max(found, key=lambda path: step_of(path) or 0)
+    return newest
 
 
 def _of_one(request: Request, mesh: Any) -> int:
@@ -86,7 +86,7 @@ def _of_one(request: Request, mesh: Any) -> int:
     elif leads:
         samples = {name or "": len(each.blocks) for name, each in setup.sets.items()}
         content = {"path": str(path), "step": step_of(path), "samples": samples, **finite(metrics)}
-        print(json.dumps(content) if request.as_json else _table_of_model(path, samples, metrics))
+        print(json.dumps(content) if request.json else _table_of_model(path, samples, metrics))
     return 0
 
 
@@ -105,7 +105,7 @@ def _recipe_of_run(run: Path, trusts_code: bool) -> Recipe | None:
 def _origin(request: Request, recipe: Path | None, path: Path, options: RunOptions | None) -> str:
     """Where the block size of an evaluation comes from, and warnings where it may differ from those of the run.
     `options`: what the checkpoint says, where it says how its run evaluated."""
-    given = request.data.block_size is not None
+    given = request.block_size is not None
     if recipe is not None:
         return "block_size as given" if given else f"block_size from {recipe}"
     default = "" if given else " is the most that the model takes, up to 1024, and"
@@ -128,7 +128,10 @@ def _of_run(request: Request, mesh: Any) -> int:
     from stepmark.watcher.watcher import Watcher
 
     leads = mesh.context.host.rank == 0
-    _wait_for_folder(request, mesh.context.host)
+    if leads and not request.path.is_dir():
+        _say(f"waiting for {request.path} to appear")
+    while not mesh.context.host.broadcast(request.path.is_dir()):
+        time.sleep(_APPEAR_EVERY)
 
     def make_setup(checkpoint: Path) -> Any:
         holder = request.path if (request.path / USED_RECIPE).is_file() else checkpoint
@@ -141,12 +144,12 @@ def _of_run(request: Request, mesh: Any) -> int:
                 _say(f"{request.path / 'best'} stays as it is: --data is not the data of the run; see --update_best")
         return setup
 
-    stream = request.as_json and request.watch
+    stream = request.json and request.watch
 
     def show(line: dict[str, Any], best: bool) -> None:
         if stream:
             print(json.dumps(line), flush=True)
-        elif not request.as_json:
+        elif not request.json:
             print(_line_of(line, best), flush=True)
 
     say = _say if leads else lambda text: None
@@ -155,7 +158,7 @@ def _of_run(request: Request, mesh: Any) -> int:
     if watcher.recorder is not None and not stream:
         lines, best = watcher.recorder.records.sorted(), watcher.recorder.best
         content = {"path": str(request.path), "best": best, "evaluations": lines}
-        print(json.dumps(content) if request.as_json else _table_of_run(request.path, lines, best))
+        print(json.dumps(content) if request.json else _table_of_run(request.path, lines, best))
     return 1 if failures else 0
 
 
@@ -167,13 +170,6 @@ def _with_metric(request: Request) -> Request:
     own, greater = recipe.training, request.greater_is_better
     greater = own.greater_is_better if greater is None else greater
     return replace(request, metric=own.best_metric_key, greater_is_better=greater)
-
-
-def _wait_for_folder(request: Request, host: Any) -> None:
-    if host.rank == 0 and not request.path.is_dir():
-        _say(f"waiting for {request.path} to appear")
-    while not host.broadcast(request.path.is_dir()):
-        time.sleep(_APPEAR_EVERY)
 
 
 def _say(text: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from glob import has_magic
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from stepmark.config.data_arguments import (
     STDLIB,
     TABLES,
     DataArguments,
-    columns_of,
     file_names,
     may_have_columns,
     uncompressed_suffix,
@@ -41,63 +40,22 @@ class EvaluationSet:
 
 
 @dataclass(frozen=True)
-class DataChoice:
-    """`sources` are the values of --data, each `[NAME=]SOURCE`; sizes and columns, where given, override the recipe's.
-    With `updates_best` the run's `best` follows the results also on data other than its own."""
-
-    sources: tuple[str, ...] = ()
-    block_size: int | None = None
-    max_samples: int | None = None
-    updates_best: bool = False
-    text_column: str | None = None
-    messages_column: str | None = None
-    assistant_only_loss: bool | None = None
-    of_run: Mapping[str, Any] | None = None  # what a run without a recipe says of its columns
-
-    def with_options(self, options: RunOptions) -> DataChoice:
-        """With the block size of a run, unless another was given, and its columns."""
-        return replace(self, block_size=self.block_size or options.block_size, of_run=options.columns)
-
-    def check(self) -> None:
-        """Raises UsageError for invalid values, before anything is loaded."""
-        names = [name for name, _ in map(split_name, self.sources)]
-        if len(names) > 1 and (None in names or len(set(names)) < len(names)):
-            raise UsageError("--data: several sets need distinct names: --data NAME=FILE --data OTHER=FILE")
-        for _, source in map(split_name, self.sources):
-            looks_like_path = source.startswith((".", "~", "/")) or Path(source).suffix in (".txt", ".jsonl", ".json")
-            if looks_like_path and not has_magic(source) and not Path(source).expanduser().exists():
-                raise UsageError(f"--data: {source} does not exist; name a file, a folder, or {STDLIB}")
-        for name, value, least in (("block_size", self.block_size, 2), ("max_samples", self.max_samples, 1)):
-            if value is not None and value < least:
-                raise UsageError(f"--{name}: should be at least {least}, and is {value}")
-        if self.text_column is not None and self.messages_column is not None:
-            raise UsageError(
-                "--text_column and --messages_column: samples are texts or conversations; give one of them"
-            )
-
-    def columns(self, recipe: Recipe | None) -> dict[str, Any]:
-        """Data fields for the columns of a table: those of the run, unless a column is given."""
-        found = columns_of(recipe.data) if recipe is not None else {**(self.of_run or {})}
-        if self.text_column is not None:
-            found = {"text_column": self.text_column}
-        elif self.messages_column is not None:
-            found |= {"text_column": None, "messages_column": self.messages_column}
-        if self.assistant_only_loss is not None:
-            found["assistant_only_loss"] = self.assistant_only_loss
-        if found.get("assistant_only_loss") and not found.get("messages_column"):
-            raise UsageError("--assistant_only_loss: is for conversations; give --messages_column, or leave it out")
-        return found
-
-
-@dataclass(frozen=True)
 class Request:
-    """The command line of `stepmark evaluate`. With `watch` it waits for checkpoints until the run has ended, or step
-    `until`, or a later one, is done; `interval`: seconds between two polls. After `patience` evaluations without a
-    better one, by `metric`, the run is asked to stop."""
+    """The command line of `stepmark evaluate`. `data`: the values of --data, each `[NAME=]SOURCE`; sizes and columns,
+    where given, override those of the run. With `update_best` the run's `best` follows the results also on data other
+    than its own. With `watch` it waits for checkpoints until the run has ended, or step `until`, or a later one, is
+    done; `interval`: seconds between two polls. After `patience` evaluations without a better one, by `metric`, the run
+    is asked to stop."""
 
     path: Path
     watch: bool = False
-    data: DataChoice = field(default_factory=DataChoice)
+    data: Sequence[str] = ()
+    text_column: str | None = None
+    messages_column: str | None = None
+    assistant_only_loss: bool | None = None
+    block_size: int | None = None
+    max_samples: int | None = None
+    update_best: bool = False
     batch_size: int | None = None
     device: str = "auto"
     until: int | None = None
@@ -107,18 +65,29 @@ class Request:
     metric: str | None = None
     greater_is_better: bool | None = None
     interval: float = 2.0
-    as_json: bool = False
+    json: bool = False
     trust_remote_code: bool = False
     base_model: str | None = None
     attn_implementation: str | None = None
 
     def check(self) -> None:
         """Raises UsageError for invalid arguments, before anything is loaded."""
-        self.data.check()
-        for name, least in (("batch_size", 1), ("until", 0), ("patience", 1)):
+        names = [name for name, _ in map(split_name, self.data)]
+        if len(names) > 1 and (None in names or len(set(names)) < len(names)):
+            raise UsageError("--data: several sets need distinct names: --data NAME=FILE --data OTHER=FILE")
+        for _, source in map(split_name, self.data):
+            looks_like_path = source.startswith((".", "~", "/")) or Path(source).suffix in (".txt", ".jsonl", ".json")
+            if looks_like_path and not has_magic(source) and not Path(source).expanduser().exists():
+                raise UsageError(f"--data: {source} does not exist; name a file, a folder, or {STDLIB}")
+        if self.text_column is not None and self.messages_column is not None:
+            raise UsageError(
+                "--text_column and --messages_column: samples are texts or conversations; give one of them"
+            )
+        least = {"block_size": 2, "max_samples": 1, "batch_size": 1, "until": 0, "patience": 1}
+        for name, smallest in least.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise UsageError(f"--{name}: should be at least {least}, and is {value}")
+            if value is not None and value < smallest:
+                raise UsageError(f"--{name}: should be at least {smallest}, and is {value}")
         if not 0 < self.interval <= 3600:
             raise UsageError(f"--interval: should be a number of seconds above 0, up to 3600, and is {self.interval}")
         if not self.path.is_dir() and not (self.watch and not self.path.exists()):
@@ -131,20 +100,25 @@ class Request:
             if getattr(self, name) not in (None, False):
                 raise UsageError(f"--{name}: applies to a run, but {self.path} is a single model")
 
+    def columns(self, options: RunOptions) -> dict[str, Any]:
+        """Data fields for the columns of a table: those of the run, unless a column is given."""
+        found = {**(options.columns or {})}
+        if self.text_column is not None:
+            found = {"text_column": self.text_column}
+        elif self.messages_column is not None:
+            found |= {"text_column": None, "messages_column": self.messages_column}
+        if self.assistant_only_loss is not None:
+            found["assistant_only_loss"] = self.assistant_only_loss
+        if found.get("assistant_only_loss") and not found.get("messages_column"):
+            raise UsageError("--assistant_only_loss: is for conversations; give --messages_column, or leave it out")
+        return found
+
     @property
     def is_run(self) -> bool:
         """Whether the path is a run, or will become one; otherwise it is a single checkpoint or model."""
         if (self.path / MANIFEST).exists() or step_of(self.path) is not None:
             return False
         return bool(checkpoints(self.path)) or not any(os.path.lexists(self.path / name) for name in MODEL_CONFIGS)
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """Data to read: its validation part or, with `or_all` and without such a part, its training part."""
-
-    config: DataArguments
-    or_all: bool
 
 
 def split_name(source: str) -> tuple[str | None, str]:
@@ -156,24 +130,28 @@ def split_name(source: str) -> tuple[str | None, str]:
 
 
 def prepare_sets(
-    choice: DataChoice, recipe: Recipe | None, tokenizer: Any, longest: int | None
+    request: Request, options: RunOptions, recipe: Recipe | None, tokenizer: Any, longest: int | None
 ) -> dict[str | None, EvaluationSet]:
-    """The evaluation sets by name (None for one without a name). `longest`: the number of the model's positions.
+    """The evaluation sets by name (None for one without a name). `options`: the settings of the run; `longest`: the
+    number of the model's positions.
 
     Raises DataError where there is nothing to evaluate on.
     """
-    from stepmark.data.prepared_data import prepare
+    from stepmark.data.prepared_data import DEFAULT_BLOCK_SIZE, prepare
 
+    wanted = request.block_size or options.block_size
+    if wanted is not None and longest is not None and wanted > longest:
+        raise DataError(f"--block_size: {wanted} tokens are more than the model's {longest} positions; lower it")
+    block_size = wanted or min(DEFAULT_BLOCK_SIZE, tokenizer.model_max_length, longest or DEFAULT_BLOCK_SIZE)
     sets: dict[str | None, EvaluationSet] = {}
-    for name, chosen in _choose(choice, recipe, _block_size(choice, recipe, tokenizer, longest)).items():
-        config = chosen.config
+    for name, (config, or_all) in _choose(request, request.columns(options), recipe, block_size).items():
         try:
-            data = prepare(config, tokenizer, may_be_short=chosen.or_all)
+            data = prepare(config, tokenizer, may_be_short=or_all)
         except (DataError, UsageError) as error:  # a file that is read completely was given in another field
-            given = "--data" if choice.sources else "validation_file"
-            message = str(error).replace("train_file: ", f"{given}: ", 1) if chosen.or_all else str(error)
-            raise type(error)(message if choice.sources else f"{message}; name other data with --data") from error
-        in_full = chosen.or_all and data.validation is None
+            given = "--data" if request.data else "validation_file"
+            message = str(error).replace("train_file: ", f"{given}: ", 1) if or_all else str(error)
+            raise type(error)(message if request.data else f"{message}; name other data with --data") from error
+        in_full = or_all and data.validation is None
         blocks = data.train if in_full else data.validation
         where = ", ".join(file_names(config.train_file)) or config.dataset_name or "dataset_mixture"
         if blocks is None:
@@ -185,39 +163,33 @@ def prepare_sets(
     return sets
 
 
-def _block_size(choice: DataChoice, recipe: Recipe | None, tokenizer: Any, longest: int | None) -> int:
-    from stepmark.data.prepared_data import DEFAULT_BLOCK_SIZE
-
-    wanted = choice.block_size or (recipe.data.block_size if recipe is not None else None)
-    if wanted is not None and longest is not None and wanted > longest:
-        raise DataError(f"--block_size: {wanted} tokens are more than the model's {longest} positions; lower it")
-    return wanted or min(DEFAULT_BLOCK_SIZE, tokenizer.model_max_length, longest or DEFAULT_BLOCK_SIZE)
-
-
-def _choose(choice: DataChoice, recipe: Recipe | None, block_size: int) -> dict[str | None, _Chosen]:
-    """The data to read, by name."""
-    if choice.sources:
+def _choose(
+    request: Request, columns: dict[str, Any], recipe: Recipe | None, block_size: int
+) -> dict[str | None, tuple[DataArguments, bool]]:
+    """The data to read, by name, and whether all of it is evaluated where it has no validation part."""
+    samples = request.max_samples
+    if request.data:
         return {
-            name: _of_source(source, choice, recipe, block_size) for name, source in map(split_name, choice.sources)
+            name: _of_source(source, columns, recipe, block_size, samples)
+            for name, source in map(split_name, request.data)
         }
     if recipe is None:
         raise DataError(f"--data: the run has no recipe that names its data; name a file, a folder, or {STDLIB}")
     data = recipe.data
-    samples = choice.max_samples or data.max_eval_samples
-    columns = choice.columns(recipe)
+    samples = samples or data.max_eval_samples
     if data.validation_file:  # the training data need not be read
         names = file_names(data.validation_file)
-        return {None: _all_of(names, block_size, samples, columns, data.preprocessing_num_workers)}
+        return {None: _all_of(names, columns, block_size, samples, data.preprocessing_num_workers)}
     config = replace(data, **columns, block_size=block_size, max_train_samples=None, max_eval_samples=samples)
-    return {None: _Chosen(replace(config, overwrite_cache=False), or_all=False)}
+    return {None: (replace(config, overwrite_cache=False), False)}
 
 
-def _of_source(source: str, choice: DataChoice, recipe: Recipe | None, block_size: int) -> _Chosen:
+def _of_source(
+    source: str, columns: dict[str, Any], recipe: Recipe | None, block_size: int, samples: int | None
+) -> tuple[DataArguments, bool]:
     path = Path(source).expanduser()
-    columns = choice.columns(recipe)
-    samples = choice.max_samples
     if path.is_file() or has_magic(source) or (path.is_dir() and not _is_dataset(path)):
-        return _all_of([str(path)], block_size, samples, columns, None)
+        return _all_of([str(path)], columns, block_size, samples)
     name = str(path) if path.is_dir() else source
     percentage = _held_out(name, recipe)
     config = DataArguments(
@@ -228,7 +200,7 @@ def _of_source(source: str, choice: DataChoice, recipe: Recipe | None, block_siz
         max_train_samples=None if percentage else samples,
         max_eval_samples=samples,
     )
-    return _Chosen(config, or_all=not percentage)
+    return config, not percentage
 
 
 def _is_dataset(folder: Path) -> bool:
@@ -251,8 +223,8 @@ def _held_out(name: str, recipe: Recipe | None) -> int:
 
 
 def _all_of(
-    names: list[str], block_size: int, samples: int | None, columns: dict[str, Any], processes: int | None
-) -> _Chosen:
+    names: list[str], columns: dict[str, Any], block_size: int, samples: int | None, processes: int | None = None
+) -> tuple[DataArguments, bool]:
     """All of the files; columns of the run's tables are nothing to a file without columns."""
     config = DataArguments(
         train_file=names,
@@ -262,7 +234,7 @@ def _all_of(
         max_train_samples=samples,
         preprocessing_num_workers=processes,
     )
-    return _Chosen(config, or_all=True)
+    return config, True
 
 
 def _are_plain(names: list[str], columns: dict[str, Any]) -> bool:

@@ -37,11 +37,9 @@ class BestTracker:
         Raises UsageError where the evaluation does not have the metric.
         """
         names = [name for name in first if name.startswith("eval_")]
-        if metric is None:
-            chosen = next((name for name in names if name == "eval_loss"), None)
-            chosen = chosen or next((name for name in names if name.endswith("_loss")), None)
-        else:
-            chosen = next((name for name in (metric, f"eval_{metric}") if name in names), None)
+        losses = ["eval_loss", *(name for name in names if name.endswith("_loss"))]
+        wanted = losses if metric is None else [metric, f"eval_{metric}"]
+        chosen = next((name for name in wanted if name in names), None)
         if chosen is None and (needed or metric is not None):
             found = ", ".join(sorted(names)) or "no metrics"
             raise UsageError(f"--metric {metric or 'loss'}: the evaluation has no such metric; it has {found}")
@@ -64,32 +62,26 @@ class BestTracker:
         return sum(best is None or line["step"] > best for line in evaluated)
 
 
+@dataclass
 class EvaluationRecorder:
     """Keeps the records of one setup. `failures` counts the evaluations that failed; `best` is the step of the best
     evaluated checkpoint that exists, which the run's link follows with `moves_best`. `show` gets each line of
     evaluations.jsonl and whether it is the best, `say` other messages."""
 
-    def __init__(
-        self,
-        request: Request,
-        records: EvaluationRecords,
-        show: Callable[[dict[str, Any], bool], None],
-        say: Callable[[str], None],
-        *,
-        moves_best: bool,
-    ) -> None:
-        self.records = records
-        self._run = request.path
-        self._request = request
-        self._show, self._say = show, say
-        self._writer: Any = None  # for TensorBoard
-        self._moves_best = moves_best
-        self._best: BestTracker | None = None
-        self.best: int | None = None
-        self._asked_to_stop = False
-        self.failures = 0
-        with records.locked():
-            for line in records.evaluated()[-1:]:  # of a watcher that was killed before it updated the link
+    request: Request
+    records: EvaluationRecords
+    show: Callable[[dict[str, Any], bool], None]
+    say: Callable[[str], None]
+    moves_best: bool
+    best: int | None = None
+    failures: int = 0
+    _best: BestTracker | None = None
+    _asked_to_stop: bool = False
+    _writer: Any = None  # for TensorBoard
+
+    def __post_init__(self) -> None:
+        with self.records.locked():
+            for line in self.records.evaluated()[-1:]:  # of a watcher that was killed before it updated the link
                 self._find_best(line)
 
     def record(self, found: EvaluationRecord, status: str, values: Mapping[str, Any]) -> None:
@@ -103,7 +95,7 @@ class EvaluationRecorder:
             best = self._find_best(values) if line is not None and status == EVALUATED else None
         if line is None:
             return
-        self._show(line, best == found.step)
+        self.show(line, best == found.step)
         if status == EVALUATED:
             self._write_scalars(line)
             self._check_patience()
@@ -116,42 +108,41 @@ class EvaluationRecorder:
             from torch.utils.tensorboard import SummaryWriter
 
             for folder in (FOLDER.parent, FOLDER):
-                make_own_folder(self._run / folder)
-            self._writer = SummaryWriter(str(self._run / FOLDER))
+                make_own_folder(self.request.path / folder)
+            self._writer = SummaryWriter(str(self.request.path / FOLDER))
         for name, value in line.items():
             if name not in _NO_SCALARS and isinstance(value, (int, float)):
                 self._writer.add_scalar(name.replace("eval_", "eval/", 1), value, line["step"], line["time"])
         self._writer.flush()
 
     def close(self) -> None:
-        """Closes the files."""
         if self._writer is not None:
             self._writer.close()
 
     def _find_best(self, values: Mapping[str, Any]) -> int | None:
         """The step of the best evaluated checkpoint that exists, which is linked as `best` where that is wanted."""
-        asked = self._request
+        asked = self.request
         if self._best is None:
             needed = asked.patience is not None
             self._best = BestTracker.choose(asked.metric, asked.greater_is_better, values, needed=needed)
         if self._best is None:
             return None
         lines = self.records.evaluated()
-        self.best = self._best.step([line for line in lines if checkpoint_path(self._run, line["step"]).is_dir()])
-        if self.best is not None and self._moves_best:
-            point_best(self._run, self.best)
+        self.best = self._best.step([line for line in lines if checkpoint_path(asked.path, line["step"]).is_dir()])
+        if self.best is not None and self.moves_best:
+            point_best(self.request.path, self.best)
         return self.best
 
     def _check_patience(self) -> None:
-        patience = self._request.patience
+        patience = self.request.patience
         if patience is None or self._asked_to_stop or self._best is None:
             return
         evaluated = self.records.evaluated()
         since = self._best.since(evaluated)
-        if since < patience or RunState(self._run).ended() is not None:
+        if since < patience or RunState(self.request.path).ended() is not None:
             return
         best = self._best.step(evaluated)
         reason = f"{self._best.metric} has not improved for {since} evaluations, since step {best}"
-        ask_to_stop(self._run, reason)
+        ask_to_stop(self.request.path, reason)
         self._asked_to_stop = True
-        self._say(f"asked the run to stop: {reason}")
+        self.say(f"asked the run to stop: {reason}")

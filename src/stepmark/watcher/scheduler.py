@@ -94,7 +94,6 @@ class EvaluationScheduler:
         self._records, self._label, self.deleted_before = records, setup, deleted_before
 
     def release(self) -> None:
-        """Releases the lease on the chosen checkpoint."""
         if self._lease is not None:
             self._lease.release()
             self._lease = None
@@ -105,15 +104,15 @@ class EvaluationScheduler:
         there = checkpoints(self._run)[::-1]
         if self._records is None:
             return self._first(there, ended)
-        done = self._records.done()
+        records, done = self._records, self._records.done()
         deleted = {EvaluationRecord(each.step, each.save) for each in read_deleted(self._run)[self.deleted_before :]}
         if skipped := sorted(deleted - done, key=lambda each: each.step):
             return EvaluationJob("skip", None, skipped[0])
         pending = [(path, found) for path in there if (found := self._find(path)) is not None and found not in done]
         for path, found in pending:
-            if self._claim(path, found):
+            if self._claim(path, found, records):
                 return EvaluationJob("evaluate", path, found)
-        return EvaluationJob("end" if self._finished(bool(pending), ended) else "wait")
+        return EvaluationJob("end" if self._finished(bool(pending), ended, done) else "wait")
 
     def _first(self, there: list[Path], ended: str | None) -> EvaluationJob:
         for path in there[::-1]:
@@ -137,20 +136,17 @@ class EvaluationScheduler:
             return None
         key = (status.st_ino, status.st_mtime_ns)
         if path not in self._known or self._known[path][0] != key:
-            step = step_of(path)
-            assert step is not None
             try:
                 save = read_manifest(path).save
             except CheckpointError:
                 if not path.is_dir():
                     return None
                 save = ""
-            self._known[path] = key, EvaluationRecord(step, save)
+            self._known[path] = key, EvaluationRecord(step_of(path) or 0, save)
         return self._known[path][1]
 
-    def _claim(self, path: Path, found: EvaluationRecord) -> bool:
+    def _claim(self, path: Path, found: EvaluationRecord, records: EvaluationRecords) -> bool:
         """Claims the checkpoint for this watcher, unless another has it, or it is gone or done."""
-        assert self._records is not None
         if self._leases.held(path, self._label):
             self._say_once(f"{path.name} is being evaluated by another watcher")
             return False
@@ -161,23 +157,20 @@ class EvaluationScheduler:
             lease.release()
             time.sleep(random.uniform(0.0, BACKOFF))
             return False
-        if found in self._records.done():
+        if found in records.done():
             lease.release()
             return False
         self._lease = lease
         return True
 
-    def _finished(self, pending: bool, ended: str | None) -> bool:
+    def _finished(self, pending: bool, ended: str | None, done: set[EvaluationRecord]) -> bool:
         until = self._request.until
         if not self._request.watch:
             return True
         if pending:  # another watcher has them; if it dies, this one evaluates them
             return False
-        assert self._records is not None
         if until is not None:
-            if any(found.step >= until for found in self._records.done()):
-                return True
-            return ended in ("done", "failed")
+            return any(found.step >= until for found in done) or ended in ("done", "failed")
         if ended is not None:
             self._say(f"the run has ended ({ended}), and all checkpoints are evaluated")
         return ended is not None

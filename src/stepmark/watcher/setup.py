@@ -27,7 +27,7 @@ from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.model_options import check_attention
 from stepmark.training.packing_check import check_packing
-from stepmark.watcher.evaluation_data import MODEL_CONFIGS, DataChoice, EvaluationSet, Request, prepare_sets
+from stepmark.watcher.evaluation_data import MODEL_CONFIGS, EvaluationSet, Request, prepare_sets
 
 logger = logging.getLogger("stepmark")
 
@@ -56,12 +56,8 @@ class EvaluationContext:
 
 @dataclass(frozen=True)
 class EvaluationSetup:
-    """Evaluates checkpoints, all in the same way. Create it with `prepare`, on all ranks.
-
-    Attributes:
-        metrics, evaluator: The user's functions, `module:function`.
-        moves_best: Whether the run's `best` follows the results.
-    """
+    """Evaluates checkpoints, all in the same way. Create it with `prepare`, on all ranks. `metrics`, `evaluator`: the
+    user's functions, `module:function`. `moves_best`: whether the run's `best` follows the results."""
 
     mesh: Mesh
     sets: Mapping[str | None, EvaluationSet]
@@ -80,18 +76,18 @@ class EvaluationSetup:
         Raises DataError or UsageError where there is nothing to evaluate on, and CheckpointNotFound, on all ranks,
         where the checkpoint has been deleted in the meantime.
         """
-        choice, base_model, trust = request.data, request.base_model, request.trust_remote_code
+        base_model, trust = request.base_model, request.trust_remote_code
         if base_model is not None and not is_adapter(checkpoint):
             raise UsageError(f"--base-model: {checkpoint} holds a complete model and no adapter; leave it out")
-        if recipe is not None and (not choice.sources or recipe.model.task == "reward"):
+        if recipe is not None and (not request.data or recipe.model.task == "reward"):
             recipe.refuse_task("stepmark evaluate", "see the run's own evaluations, or name texts with --data")
         metrics, evaluator = _metrics_of(request, recipe), request.evaluator or None
         options = options_of(recipe, checkpoint)
         tokenizer, longest = _read_what_texts_need(mesh, recipe, checkpoint, trust, base_model)
         sets: dict[str | None, EvaluationSet] = {}
-        if recipe is None and not choice.sources and not evaluator:
-            raise DataError(_what_to_pass(checkpoint, options, choice, metrics))
-        reads = bool(choice.sources) or recipe is not None or not evaluator  # which needs no data
+        if recipe is None and not request.data and not evaluator:
+            raise DataError(_what_to_pass(checkpoint, options, request))
+        reads = bool(request.data) or recipe is not None or not evaluator  # which needs no data
         if tokenizer is None and reads:
             raise UsageError(
                 f"{checkpoint} has no tokenizer, so texts cannot be read (a Trainer with processing_class saves it)"
@@ -100,13 +96,13 @@ class EvaluationSetup:
         if reads:
             with mesh.context.leader_first("preparing evaluation data"):
                 try:
-                    sets = prepare_sets(choice.with_options(options), recipe, tokenizer, longest)
+                    sets = prepare_sets(request, options, recipe, tokenizer, longest)
                 except DataError as error:
-                    if not evaluator or choice.sources:
+                    if not evaluator or request.data:
                         raise
                     logger.warning("evaluating without data: %s", error)  # which may not be needed
         # Data of the run's own decide which of its checkpoints is the best, where there are such data.
-        moves_best = choice.updates_best or not choice.sources or recipe is None
+        moves_best = request.update_best or not request.data or recipe is None
         attention = request.attn_implementation or options.attn_implementation
         check_attention(attention, mesh.runtime.device.type, half=True)
         reader = ModelReader(mesh.runtime, trust_remote_code=trust, base_model=base_model, attention=attention)
@@ -198,12 +194,12 @@ def _metrics_of(request: Request, recipe: Recipe | None) -> str | None:
     return named
 
 
-def _what_to_pass(checkpoint: Path, options: RunOptions, choice: DataChoice, metrics: str | None) -> str:
+def _what_to_pass(checkpoint: Path, options: RunOptions, request: Request) -> str:
     """The error for a checkpoint of a run without a recipe, evaluated without data."""
     flags = ["--data FILE (or a folder, a pattern, or python-stdlib)"]
-    if options.block_size is None and choice.block_size is None:
+    if options.block_size is None and request.block_size is None:
         flags.append("--block_size N (tokens of a sample)")
-    if options.metrics is not None and metrics is None:
+    if options.metrics is not None and request.metrics is None:
         flags.append(options.metrics_flag)
     if not any(checkpoint.glob("tokenizer*")):
         flags = ["--evaluator MODULE:FUNCTION (it has no tokenizer, so texts cannot be read)"]

@@ -16,7 +16,7 @@ from typing import Any
 from stepmark.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, MetricsError
 from stepmark.runtime.mesh import Mesh
 from stepmark.watcher.evaluation_data import Request
-from stepmark.watcher.evaluation_records import EVALUATED, FAILED, SKIPPED, EvaluationRecords
+from stepmark.watcher.evaluation_records import EVALUATED, FAILED, SKIPPED, EvaluationRecord, EvaluationRecords
 from stepmark.watcher.recorder import EvaluationRecorder
 from stepmark.watcher.scheduler import EvaluationJob, EvaluationScheduler
 from stepmark.watcher.setup import EvaluationSetup
@@ -38,29 +38,25 @@ class _EvaluationOutcome:
     there: bool = True
 
 
+@dataclass
 class Watcher:
     """Watches the run that is asked for. `make_setup` is called with the first checkpoint that exists, on all ranks.
 
     On rank 0 `recorder` has the results, once there is a setup; it gets `show`, and `say` is called for messages.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        mesh: Mesh,
-        make_setup: Callable[[Path], EvaluationSetup],
-        show: Callable[[dict[str, Any], bool], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._request = request
-        self._mesh = mesh
-        self._host = mesh.context.host
-        self._make_setup = make_setup
-        self._show, self._say = show, say
-        self._scheduler = EvaluationScheduler(request, say)
-        self._setup: EvaluationSetup | None = None
-        self.recorder: EvaluationRecorder | None = None
-        self._vanished = 0
+    request: Request
+    mesh: Mesh
+    make_setup: Callable[[Path], EvaluationSetup]
+    show: Callable[[dict[str, Any], bool], None]
+    say: Callable[[str], None]
+    recorder: EvaluationRecorder | None = None
+    _setup: EvaluationSetup | None = None
+    _vanished: int = 0
+
+    def __post_init__(self) -> None:
+        self._host = self.mesh.context.host
+        self._scheduler = EvaluationScheduler(self.request, self.say)
 
     def run(self) -> int:
         """Evaluates until everything is done; returns the number of evaluations that failed. Collective.
@@ -84,45 +80,41 @@ class Watcher:
 
     def _do(self, job: EvaluationJob) -> None:
         if job.kind == "wait":
-            time.sleep(self._request.interval)
-        elif job.kind == "prepare":
-            assert job.checkpoint is not None
+            time.sleep(self.request.interval)
+        elif job.checkpoint is not None and job.kind == "prepare":
             self._prepare(job.checkpoint)
-        elif job.kind == "evaluate":
-            self._evaluate(job)
-        elif self.recorder is not None:
-            assert job.found is not None
+        elif job.checkpoint is not None:
+            self._evaluate(job.checkpoint, job.found)
+        elif self.recorder is not None and job.found is not None:
             self.recorder.record(job.found, SKIPPED, {"reason": "retention deleted it before it was evaluated"})
 
     def _prepare(self, checkpoint: Path) -> None:
         try:
-            self._setup = self._make_setup(checkpoint)
+            self._setup = self.make_setup(checkpoint)
         except CheckpointNotFound as error:  # on all ranks; another checkpoint will do as well
             self._vanished += 1
             if self._vanished > MOST_VANISHED:
                 raise
-            self._say(f"{error}; looking for another one")
+            self.say(f"{error}; looking for another one")
             time.sleep(RETRY_AFTER)
             return
         finally:
             self._scheduler.release()
         if self._host.rank != 0:
             return
-        records = EvaluationRecords(self._request.path, self._setup.identity)
+        records = EvaluationRecords(self.request.path, self._setup.identity)
         begun = records.begin({**self._setup.describe(), "deleted_before": self._scheduler.deleted_before})
-        self.recorder = EvaluationRecorder(
-            self._request, records, self._show, self._say, moves_best=self._setup.moves_best
-        )
+        self.recorder = EvaluationRecorder(self.request, records, self.show, self.say, self._setup.moves_best)
         self._scheduler.begin(records, self._setup.identity, int(begun["deleted_before"]))
 
-    def _evaluate(self, job: EvaluationJob) -> None:
-        assert job.checkpoint is not None
-        outcomes = self._host.all_gather(self._try(job.checkpoint))
+    def _evaluate(self, checkpoint: Path, found: EvaluationRecord | None) -> None:
+        """`found`: on rank 0."""
+        outcomes = self._host.all_gather(self._try(checkpoint))
         if any(outcome.again for outcome in outcomes) and outcomes[0].there:
             time.sleep(RETRY_AFTER)
-            outcomes = self._host.all_gather(self._try(job.checkpoint))
-        if self.recorder is not None:
-            self._record(self.recorder, job, outcomes)
+            outcomes = self._host.all_gather(self._try(checkpoint))
+        if self.recorder is not None and found is not None:
+            self._record(self.recorder, found, outcomes)
             self._scheduler.release()
 
     def _try(self, checkpoint: Path) -> _EvaluationOutcome:
@@ -134,15 +126,15 @@ class Watcher:
             again = isinstance(error, CheckpointError) and not isinstance(error, CheckpointMismatch)
             return _EvaluationOutcome(None, str(error), again, checkpoint.is_dir())
 
-    def _record(self, recorder: EvaluationRecorder, job: EvaluationJob, outcomes: list[_EvaluationOutcome]) -> None:
-        assert job.found is not None
+    def _record(
+        self, recorder: EvaluationRecorder, found: EvaluationRecord, outcomes: list[_EvaluationOutcome]
+    ) -> None:
         problem = next((outcome.problem for outcome in outcomes if outcome.problem is not None), None)
         metrics = outcomes[0].metrics
-        if problem is None:
-            assert metrics is not None
-            where = {"device": self._mesh.runtime.name, "world_size": self._host.size}
-            recorder.record(job.found, EVALUATED, {**metrics, **where})
+        if problem is None and metrics is not None:
+            where = {"device": self.mesh.runtime.name, "world_size": self._host.size}
+            recorder.record(found, EVALUATED, {**metrics, **where})
         elif not outcomes[0].there:
-            recorder.record(job.found, SKIPPED, {"reason": "it was deleted while it was being read"})
+            recorder.record(found, SKIPPED, {"reason": "it was deleted while it was being read"})
         else:
-            recorder.record(job.found, FAILED, {"reason": problem})
+            recorder.record(found, FAILED, {"reason": problem})

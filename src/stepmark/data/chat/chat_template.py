@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from stepmark.data.chat.chat_rows import ASSISTANT, ROLES, Chat, read_chat
-from stepmark.data.chat.message_marks import PROBE, MarkedTemplate, numbered, unmarked
+from stepmark.data.chat.message_marks import NUMBER, PROBE, MarkedTemplate, unmarked
 from stepmark.errors import DataError, StepmarkError, UsageError
 
 Spans = list[tuple[int, int]]
@@ -127,15 +127,12 @@ class ChatTokenizer:
         return shown if shown.text == text else _Shown(chat, text, [(0, len(text), None)])
 
     def _marked(self, chat: Chat, template: MarkedTemplate, **options: Any) -> _Shown:
-        text = self._rendered(replace(chat, messages=numbered(chat.messages)), template.tree, **options)
-        return _Shown(chat, *unmarked(text))
+        numbered = [{**message, NUMBER: number} for number, message in enumerate(chat.messages)]
+        return _Shown(chat, *unmarked(self._rendered(replace(chat, messages=numbered), template.tree, **options)))
 
     def _rendered(self, chat: Chat, template: Any, **options: Any) -> str:
-        options |= chat.variables
-        text = self._tokenizer.apply_chat_template(
-            chat.messages, tools=chat.tools, chat_template=template, tokenize=False, **options
-        )
-        return str(text)
+        options |= {**chat.variables, "chat_template": template, "tokenize": False}
+        return str(self._tokenizer.apply_chat_template(chat.messages, tools=chat.tools, **options))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ has, and the number of a message is a key of it, so that a template may reorder,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +53,6 @@ class MarkedTemplate:
         _mark(tree)
         tree.set_environment(environment)
         return cls(tree, frozenset(variables), frozenset(strings), source)
-
-
-def numbered(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with their numbers, for the marks."""
-    return [{**message, NUMBER: number} for number, message in enumerate(messages)]
 
 
 def unmarked(marked: str) -> tuple[str, list[tuple[int, int, int | None]]]:

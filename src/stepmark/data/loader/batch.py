@@ -62,11 +62,6 @@ class StepBatch:
     epoch: float
     state: dict[str, Any]
 
-    @property
-    def ends_epoch(self) -> bool:
-        """Whether this is the last step of its epoch."""
-        return bool(self.state["samples"] == 0)
-
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)
 

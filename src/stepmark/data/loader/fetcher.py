@@ -41,8 +41,6 @@ class MicroTask:
 
 
 class Fetcher(Dataset[MicroBatch]):
-    """Fetches and collates micro-batches of a dataset."""
-
     def __init__(self, dataset: Any, collation: Collation, labels: LabelRule) -> None:
         self.dataset = dataset
         self.collation = collation

@@ -60,9 +60,11 @@ class LabelRule:
         if "shift_labels" in integers:  # shifted by the collator, as packed sequences are
             return int((integers["shift_labels"] != self.ignored).sum())
         if "labels" in integers:
-            return self._count_labels(integers["labels"])
-        if POSITIONS[0] in integers:
-            return self._count_positions(integers[POSITIONS[0]], inputs)
+            counted = integers["labels"] != self.ignored
+            return int((counted[..., 1:] if self.causal_shift and counted.ndim > 1 else counted).sum())
+        if POSITIONS[0] in integers:  # of answers, of which those that begin outside the sequence are ignored
+            positions, length = integers[POSITIONS[0]], _sequence_length(inputs)
+            return (positions if length is None else positions[positions < length]).numel()
         return None
 
     def _check_tokens(self, inputs: Any) -> None:
@@ -73,16 +75,6 @@ class LabelRule:
             if not 0 <= token < self.vocabulary:
                 remedy = "use the model's own tokenizer, or call model.resize_token_embeddings"
                 raise DataError(f"input_ids: {token} is outside the model's vocabulary of {self.vocabulary}; {remedy}")
-
-    def _count_labels(self, labels: Tensor) -> int:
-        counted = labels != self.ignored
-        return int((counted[..., 1:] if self.causal_shift and labels.ndim > 1 else counted).sum())
-
-    def _count_positions(self, positions: Tensor, inputs: Mapping[str, Any]) -> int:
-        """Answers that begin outside the sequence are ignored."""
-        length = _sequence_length(inputs)
-        inside = positions if length is None else positions[positions < length]
-        return inside.numel()
 
     def can_ignore_rows(self, inputs: Any, rows: int) -> bool:
         """Whether `without` can exclude rows from the loss: only where all labels are integers, and the batch has one

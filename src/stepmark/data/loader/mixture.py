@@ -118,11 +118,9 @@ class JoinedSamples(ConcatDataset[Any]):
     @property
     def tokens(self) -> int | None:
         """Tokens in the blocks of all parts, padding apart; None for conversations, and where only some are taken."""
-        if any(
-            len(part) != size or not hasattr(part, "tokens") for part, size in zip(self.parts, self.sizes, strict=True)
-        ):
-            return None
-        return sum(part.tokens for part in self.parts)
+        sized = zip(self.parts, self.sizes, strict=True)
+        known = all(len(part) == size and hasattr(part, "tokens") for part, size in sized)
+        return sum(part.tokens for part in self.parts) if known else None
 
 
 class Mixture(JoinedSamples):

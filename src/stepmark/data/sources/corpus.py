@@ -15,17 +15,10 @@ from stepmark.errors import DataError
 
 @dataclass(frozen=True)
 class Source:
-    """One file or dataset, as parts: texts, or named rows of chat data.
-
-    Attributes:
-        where: Its name in messages.
-        content: Identifies the parts: it changes when they do.
-        read: The parts from the beginning, at each call. Texts may be None or "".
-        continuous: The parts are consecutive texts of one document (the lines of a file); else each is a document.
-        meter: How far reading is; None: unknown.
-        reads: What is read of it, in words.
-        text_kind: The extension of a file of plain text.
-    """
+    """One file or dataset, as parts: texts, or named rows of chat data. `where` is its name in messages, and `content`
+    identifies the parts: it changes when they do. `read` returns the parts from the beginning, at each call; texts may
+    be None or "". `continuous`: the parts are consecutive texts of one document (the lines of a file); else each is a
+    document. `reads`: what is read of it, in words. `text_kind`: the extension of a file of plain text."""
 
     where: str
     content: str
@@ -82,7 +75,6 @@ class Corpus:
         return sum(meter.done for meter in meters) / total if total and self.stop is None else None
 
     def read(self) -> Iterator[Any]:
-        """The parts of all sources."""
         return (part for _, part in self.numbered())
 
     def numbered(self) -> Iterator[tuple[int, Any]]:

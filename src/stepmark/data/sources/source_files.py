@@ -19,17 +19,9 @@ CHAT_EXTENSIONS = (".json", ".jsonl", ".parquet")
 EXTENSIONS = (TEXT, *CHAT_EXTENSIONS, ".csv")
 BEGINNING = 1 << 13  # bytes of a file that tell text from binary data
 
-_OTHER_FORMATS = (  # some are text, but not one to be read as it is
-    ".tsv .tab .ndjson .jsonlines .geojson .json5 .parquet .arrow .feather .orc .avro .xls .xlsx .ods .dbf",  # tables
-    ".h5 .hdf5 .npy .npz .mat .msgpack .tfrecord .db .sqlite .sqlite3 .mdb .lmdb",  # arrays, records and databases
-    ".pkl .pickle .joblib .pt .pth .bin .ckpt .safetensors .gguf .onnx .pb",  # models
-    ".tar .tgz .tbz2 .txz .zip .7z .rar .lz .lz4 .lzma .z .br .jar .whl .warc",  # archives
-    ".pdf .doc .docx .odt .rtf .ppt .pptx .epub .mobi .djvu .ps",  # documents
-    ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .ico .ttf .otf .woff .woff2",  # pictures and fonts
-    ".mp3 .mp4 .wav .flac .ogg .avi .mov .mkv .webm",  # sound and films
-    ".pyc .pyo .so .o .a .dll .dylib .exe .class .wasm",  # programs
-)
-OTHER_FORMATS = frozenset(" ".join(_OTHER_FORMATS).split())
+# Formats of which some are text, but not one to be read as it is.
+_FORMATS = Path(__file__).with_name("other_formats.csv").read_text(encoding="utf-8")
+OTHER_FORMATS = frozenset(word for word in _FORMATS.replace(",", " ").split() if word.startswith("."))
 
 
 @dataclass(frozen=True)

@@ -250,11 +250,7 @@ def _texts(files: Sequence[Path], root: Path) -> Corpus:
         data = path.read_bytes()
         checksum.update(f"{path.relative_to(root).as_posix()}\0{len(data)}\0".encode())
         checksum.update(data)
-
-    def read() -> Iterator[str | None]:
-        return (_utf8(path) for path in files)
-
-    return Corpus((Source("python-stdlib", checksum.hexdigest(), read),))
+    return Corpus((Source("python-stdlib", checksum.hexdigest(), partial(map, _utf8, files)),))
 
 
 def _utf8(path: Path) -> str | None:

@@ -38,7 +38,6 @@ class TokenFile:
         self.tokens = 0
 
     def append(self, ids: np.ndarray) -> None:
-        """Appends ids of the file's dtype."""
         data = np.ascontiguousarray(ids, dtype=self._dtype).data
         self._file.write(data)
         self._checksum.update(data)

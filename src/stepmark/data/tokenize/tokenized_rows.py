@@ -47,11 +47,9 @@ class TokenizedRows:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
         return int(self.lengths.max(initial=0))
 
     def row(self, number: int) -> tuple[Array, Array]:
-        """The ids of a row, and their flags."""
         start = int(self._begins[number])
         stop = start + int(self.lengths[number])
         return self._array(IDS)[start:stop], self._array(TARGETS)[start:stop] != 0

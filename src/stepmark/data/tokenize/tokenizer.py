@@ -24,8 +24,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocabulary = {character: byte for byte, character in sorted(bytes_to_unicode().items())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     # Splitting words is slow and has no effect without merges.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -75,13 +76,3 @@ def check_own_code(error: Exception, field: str, name: str) -> None:
         raise UsageError(
             f"{field}: {name} {OWN_CODE}, which would be executed; set trust_remote_code: true if you trust it"
         ) from error
-
-
-def _byte_characters() -> list[str]:
-    """The byte-level format's character for each byte: the byte's own if it is visible, else the next one from U+0100
-    on."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    alphabet = sorted(ByteLevel.alphabet())
-    others = (character for character in alphabet if character > "\xff")
-    return [chr(byte) if chr(byte) in alphabet else next(others) for byte in range(256)]

@@ -17,15 +17,8 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the page.
-
-    Attributes:
-        topic: The section.
-        name: What was looked at.
-        text: What was found; with a warning or a failure also what to do.
-        status: Whether that is good.
-        values: The same for machines.
-    """
+    """One line of the page, in the section `topic`. `text` says what was found, and with a warning or a failure also
+    what to do; `values` are the same for machines."""
 
     topic: str
     name: str

@@ -13,7 +13,6 @@ LAST_LAZY = (2, 9)  # torch-neuronx up to this version builds on torch_xla; late
 
 
 def judge_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
-    """Findings on how the installed versions go together."""
     conflict = _torch_neuronx(versions) if "torch" in versions and "torch-neuronx" in versions else None
     if conflict is not None:
         yield Finding(TOPIC, "torch-neuronx", conflict, Status.FAILURE)

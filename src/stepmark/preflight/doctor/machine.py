@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import glob
 import os
@@ -39,21 +40,16 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 def look_at_machine(workers: int) -> Iterator[Finding]:
     """`workers`: the recipe's `dataloader_num_workers`, whose batches go through shared memory."""
-    yield from _memory()
+    if (found := machine_memory()) is not None:
+        total, available = found
+        text = f"{total / 1e9:.1f} GB, {available / 1e9:.1f} GB available"
+        yield Finding(TOPIC, "memory", text, values={"total": total, "available": available})
     yield from _shared_memory(workers)
     yield _written("TMPDIR", Path(os.environ.get("TMPDIR") or tempfile.gettempdir()))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     status = Status.WARNING if soft < FEW_FILES else Status.OK
     remedy = f"; raise it with ulimit -n (up to {hard})" if status == Status.WARNING else ""
     yield Finding(TOPIC, "open files", f"at most {soft}{remedy}", status, {"limit": soft})
-
-
-def _memory() -> Iterator[Finding]:
-    if (found := machine_memory()) is None:
-        return
-    total, free = found
-    text = f"{total / 1e9:.1f} GB, {free / 1e9:.1f} GB available"
-    yield Finding(TOPIC, "memory", text, values={"total": total, "available": free})
 
 
 def _shared_memory(workers: int) -> Iterator[Finding]:
@@ -77,15 +73,13 @@ def look_at_launcher(ranks: int = 1) -> Iterator[Finding]:
     if world.size == 1:
         yield Finding(TOPIC, "launcher", "none: a single rank; --nproc N, torchrun or srun start more")
     else:
+        under = {"TORCHELASTIC_RUN_ID": "torchrun", "SLURM_STEP_ID": "Slurm"}
+        launcher = next((name for variable, name in under.items() if variable in os.environ), "ranks")
         place = f"rank {world.rank} of {world.size}, local rank {world.local_rank} of {world.local_size}"
-        yield Finding(TOPIC, "launcher", f"{_launcher()}: {place}, at {world.master_address}:{world.master_port}")
+        yield Finding(TOPIC, "launcher", f"{launcher}: {place}, {world.place}")
     yield _address(world)
     yield from _interfaces(max(world.size, ranks))
     yield from _cores(world, ranks)
-
-
-def _launcher() -> str:
-    return "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "Slurm" if "SLURM_STEP_ID" in os.environ else "ranks"
 
 
 def _address(world: World) -> Finding:
@@ -155,10 +149,8 @@ def look_at_compile_cache(device: str, setting: Setting) -> Iterator[Finding]:
     if on_neuron and url is not None and url != place:
         text = f"graphs are kept in {place} ({NEURON_FLAGS} or compile_cache), not in {url} ({NEURON_URL}); name one"
         yield Finding(TOPIC, "compile_cache", text, Status.WARNING)
-    if "://" in place:
-        return
-    folder = Path(place).expanduser()
-    yield _written("compile_cache", folder)
+    if "://" not in place:
+        yield _written("compile_cache", Path(place).expanduser())
 
 
 def _written(name: str, folder: Path) -> Finding:
@@ -174,51 +166,25 @@ def _written(name: str, folder: Path) -> Finding:
 
 
 ENVIRONMENT = "environment"
-SHOWN = (
-    "PJRT_DEVICE",
-    "XLA_FLAGS",
-    "NEURON_CC_FLAGS",
-    "NEURON_COMPILE_CACHE_URL",
-    "NEURON_RT_VISIBLE_CORES",
-    "NEURON_RT_NUM_CORES",
-    "NEURON_LOGICAL_NC_CONFIG",
-    "NEURON_RT_ROOT_COMM_ID",
-    "FI_PROVIDER",
-    "FI_EFA_USE_DEVICE_RDMA",
-    "CUDA_VISIBLE_DEVICES",
-    "NCCL_SOCKET_IFNAME",
-    "GLOO_SOCKET_IFNAME",
-    "OMP_NUM_THREADS",
-    "STEPMARK_CACHE",
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-    "TMPDIR",
-)
-# What slows a run down, or changes what it leaves, without a sign of it.
-HARMFUL = {
-    "NEURON_EXTRACT_GRAPHS_ONLY": "graphs are extracted and values are made up, so nothing is saved",
-    "XLA_IR_DEBUG": "every operation records where it comes from, which slows each step",
-    "XLA_HLO_DEBUG": "every operation records where it comes from, which slows each step",
-    "PT_XLA_DEBUG": "every graph is analysed, which slows each step",
-    "PT_XLA_DEBUG_LEVEL": "every graph is analysed, which slows each step",
-    "CUDA_LAUNCH_BLOCKING": "every operation waits for the device",
-    "TORCH_SHOW_CPP_STACKTRACES": "errors are hidden among frames of C++",
-}
+# Variables that are shown; with `harm`, what one does that slows a run down, or changes what it leaves, without a sign.
+VARIABLES = Path(__file__).with_name("variables.csv")
 
 
 def look_at_variables(device: str, environment: Mapping[str, str] | None = None) -> Iterator[Finding]:
     """`device`: the device type of the run."""
     found = os.environ if environment is None else environment
-    for name in SHOWN:
-        if name in found:
+    with VARIABLES.open(encoding="utf-8", newline="") as table:
+        harms = {row["name"]: row["harm"] for row in csv.DictReader(table)}
+    for name, harm in harms.items():
+        if name in found and not harm:
             yield Finding(ENVIRONMENT, name, found[name], values={"value": found[name]})
     for name, remedy in TYPE_OVERRIDES.items():
         if is_on(name, found):
             text = f"{found[name]}: torch_xla stores tensors in a narrower type than their dtype; {remedy}"
             yield Finding(ENVIRONMENT, name, text, Status.FAILURE if device == "xla" else Status.WARNING)
-    for name, effect in HARMFUL.items():
-        if is_on(name, found):
-            yield Finding(ENVIRONMENT, name, f"{found[name]}: {effect}; unset it", Status.WARNING)
+    for name, harm in harms.items():
+        if harm and is_on(name, found):
+            yield Finding(ENVIRONMENT, name, f"{found[name]}: {harm}; unset it", Status.WARNING)
     if found.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
         text = "DETAIL: every collective is checked with another one; unset it"
         yield Finding(ENVIRONMENT, "TORCH_DISTRIBUTED_DEBUG", text, Status.WARNING)
@@ -255,8 +221,8 @@ def _neuron(wish: str) -> Iterator[Finding]:
     devices = glob.glob("/dev/neuron[0-9]*")
     if not devices:
         return
-    driver = _neuron_driver()
-    yield Finding(DEVICES, "Neuron", f"{len(devices)} devices, driver {driver or 'unknown'}")
+    driver = NEURON_DRIVER.read_text().strip() if NEURON_DRIVER.is_file() else "unknown"
+    yield Finding(DEVICES, "Neuron", f"{len(devices)} devices, driver {driver}")
     blocked = [device for device in devices if not os.access(device, os.R_OK | os.W_OK)]
     if blocked:
         text = f"{blocked[0]} cannot be opened by this user; add it to the device's group"
@@ -268,20 +234,14 @@ def _neuron(wish: str) -> Iterator[Finding]:
         yield Finding(DEVICES, "Neuron", text, Status.WARNING if wish == "cpu" else Status.FAILURE)
 
 
-def _neuron_driver() -> str | None:
-    """The version of the loaded kernel module."""
-    return NEURON_DRIVER.read_text().strip() if NEURON_DRIVER.is_file() else None
-
-
 def _cuda() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         if NVIDIA_DRIVER.is_file():
             text = f"the driver is loaded, but torch {torch.__version__} cannot use it; install a torch for CUDA"
             yield Finding(DEVICES, "CUDA", text, Status.WARNING)
         return
-    found = (
-        re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", NVIDIA_DRIVER.read_text()) if NVIDIA_DRIVER.is_file() else None
-    )
+    loaded = NVIDIA_DRIVER.read_text() if NVIDIA_DRIVER.is_file() else ""
+    found = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", loaded)
     driver = found[1] if found else "unknown"
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

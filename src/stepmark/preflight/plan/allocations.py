@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,10 +39,7 @@ ACCUMULATING = (
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Active while a program runs under FakeTensorMode.
-
-    `rounding`: bytes to whose multiple the allocator rounds.
-    """
+    """Active while a program runs under FakeTensorMode. `rounding`: bytes to whose multiple the allocator rounds."""
 
     def __init__(self, rounding: int = 1) -> None:
         super().__init__()
@@ -166,12 +164,9 @@ class AllocationTracker(TorchDispatchMode):
 
     def _peak(self, live: dict[int, None], events: list[int]) -> list[int]:
         """The storages at the peak. `live` is advanced to the end of the events."""
-        total = highest = sum(self._sizes[number] for number in live)
-        until = 0
-        for position, event in enumerate(events, start=1):
-            total += self._sizes[event] if event >= 0 else -self._sizes[~event]
-            if total > highest:
-                highest, until = total, position
+        changes = (self._sizes[event] if event >= 0 else -self._sizes[~event] for event in events)
+        totals = [*accumulate(changes, initial=sum(self._sizes[number] for number in live))]
+        until = totals.index(max(totals))
         _advance(live, events[:until])
         at_peak = list(live)
         _advance(live, events[until:])

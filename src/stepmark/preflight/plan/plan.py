@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,19 +16,17 @@ from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.order import BatchLayout, Epoch
 from stepmark.data.prepared_data import choose_block_size, prepare
-from stepmark.data.tokenize.tokenizer import check_own_code
-from stepmark.errors import DataError, StepmarkError, UsageError
-from stepmark.model_folder.model_config import load_config
+from stepmark.errors import DataError, UsageError
 from stepmark.parallel.pipeline.balance import active_experts
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.parallel.pipeline.staged_model import ModelSize
 from stepmark.preflight.plan.candidates import neighbours, smaller
-from stepmark.preflight.plan.simulated_mesh import PlannedDevice, planned_device
+from stepmark.preflight.plan.simulated_mesh import DEVICES, PlannedDevice
 from stepmark.preflight.plan.stages import StageTrace, trace_deep, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
 from stepmark.preflight.plan.step_trace import StepTrace, meta_model
 from stepmark.recipe.early_checks import check_names
-from stepmark.recipe.model import build_config, build_tokenizer, check_block_size, check_device_has_attention
+from stepmark.recipe.model import UNLIMITED, build_tokenizer, check_device_has_attention, config_of
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.mesh import check_sizes
 from stepmark.trainer.run_folder.adapters import adapter_of
@@ -41,14 +38,9 @@ NOT_TRACED = StepTrace({"": {}}, 0.0)
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of a rank with some settings.
-
-    Attributes:
-        args: The settings.
-        trace: The traced step; in a pipeline that of the rank with the highest peak.
-        impossible: Why these settings cannot be used; None if they can.
-        stages: The ranks of a pipeline that were traced: with the recipe's own settings all of them.
-    """
+    """Memory of a rank with some settings. `trace`: the traced step; in a pipeline that of the rank with the highest
+    peak. `impossible`: why these settings cannot be used; None if they can. `stages`: the ranks of a pipeline that were
+    traced: with the recipe's own settings all of them."""
 
     args: TrainingFields
     trace: StepTrace = NOT_TRACED
@@ -157,9 +149,16 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     sizes = args.tensor_parallel_size, args.pipeline_parallel_size, args.expert_parallel_size
     check_sizes(ranks, *sizes, begin="plan for")
     notes: list[str] = []
-    tokenizer = _tokenizer(recipe, notes)
-    config = _config(recipe, tokenizer)
-    block_size = choose_block_size(recipe.data.block_size, getattr(tokenizer, "model_max_length", 2**62))
+    tokenizer = None
+    try:
+        tokenizer = build_tokenizer(recipe.model)
+    except UsageError as error:
+        notes.append(f"Planned with the configuration's own vocabulary: {error}")
+    try:
+        config = config_of(recipe, tokenizer)
+    except DataError as error:
+        raise UsageError(str(error)) from error
+    block_size = choose_block_size(recipe.data.block_size, getattr(tokenizer, "model_max_length", UNLIMITED))
     replicas = ranks // (args.tensor_parallel_size * args.pipeline_parallel_size)
     batch = BatchLayout(args.per_device_train_batch_size, replicas, args.gradient_accumulation_steps).global_batch
     steps = args.max_steps if args.max_steps > 0 else None
@@ -167,15 +166,15 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
         say = partial(print, file=sys.stderr, flush=True)
         epoch = Epoch(len(prepare(recipe.data, tokenizer, progress=say).train), batch, args.dataloader_drop_last)
         steps = math.ceil(args.num_train_epochs * epoch.steps())
-    try:
-        check_block_size(config, block_size)
-    except DataError as error:
-        raise UsageError(str(error)) from error
     if active_experts(config) != 1.0:
         notes.append("Experts are planned as on a lazy device, in padded blocks of tokens: an upper bound.")
-    device_name = _device(recipe, notes)
+    device_name = args.device_name
+    if device_name == "auto":
+        device_name = choose_device("auto")
+        other = "--device xla or --device cuda plans for another one"
+        notes.append(f"device: auto is {device_name} on this machine; {other}.")
     check_device_has_attention(recipe, device_name)
-    device = planned_device(device_name)
+    device = DEVICES.get(device_name) or PlannedDevice(device_name)  # a native one, which runs operations one by one
     setup = StepSetup(config, args, ranks, block_size, device, recipe.model)
     model_class, counted, elements = _count(setup)
     options = [_measure(setup, each, own=each is args) for each in neighbours(args, ranks)]
@@ -204,38 +203,6 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
         optimizer,
         notes,
     )
-
-
-def _tokenizer(recipe: Recipe, notes: list[str]) -> Any | None:
-    try:
-        return build_tokenizer(recipe.model)
-    except UsageError as error:
-        notes.append(f"Planned with the configuration's own vocabulary: {error}")
-        return None
-
-
-def _config(recipe: Recipe, tokenizer: Any | None) -> Any:
-    name = recipe.model.model_name_or_path
-    if name is None:
-        return build_config(recipe.model, tokenizer)
-    try:
-        return load_config(name, recipe.model.trust_remote_code)
-    except StepmarkError:
-        raise
-    except (OSError, ValueError) as error:
-        check_own_code(error, "model_name_or_path", name)
-        raise UsageError(
-            f"model_name_or_path: {name} has no readable config.json; a plan needs it, but no weights"
-        ) from error
-
-
-def _device(recipe: Recipe, notes: list[str]) -> str:
-    wish = recipe.training.device_name
-    if wish != "auto":
-        return wish
-    found = choose_device("auto")
-    notes.append(f"device: auto is {found} on this machine; --device xla or --device cuda plans for another one.")
-    return found
 
 
 def _count(setup: StepSetup) -> tuple[str, ModelSize, int]:

@@ -16,13 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from stepmark.launch.world import World
 from stepmark.liveness.host_group import HostGroup
 from stepmark.preflight.plan.allocations import COMMUNICATION, AllocationTracker
-from stepmark.runtime.collectives import (
-    Collectives,
-    GroupCollectives,
-    NoCollectives,
-    Reduction,
-    SpareBuffers,
-)
+from stepmark.runtime.collectives import Collectives, GroupCollectives, NoCollectives, Reduction, SpareBuffers
 from stepmark.runtime.context import Context
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.mesh import DATA, PIPELINE, TENSOR, Mesh, spread_of_experts
@@ -32,14 +26,9 @@ from stepmark.runtime.stage_transfers import ENCODED, Exchange, Form
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """The properties of a device type that decide what is allocated.
-
-    Attributes:
-        name: As in a recipe.
-        lazy: Whether operations become a graph.
-        host_memory: Whether its memory is the host's.
-        rounding: Bytes to whose multiple its allocator rounds.
-    """
+    """The properties of a device type, with its name in a recipe, that decide what is allocated. `lazy`: operations
+    become a graph. `host_memory`: its memory is the host's. `rounding`: bytes to whose multiple its allocator
+    rounds."""
 
     name: str
     lazy: bool = False
@@ -56,17 +45,8 @@ DEVICES = {
 }
 
 
-def planned_device(name: str) -> PlannedDevice:
-    """The device of this type. Of a native device nothing else is known than that operations run one by one."""
-    return DEVICES.get(name) or PlannedDevice(name)
-
-
 class SimulatedRuntime(EagerRuntime):
-    """A device that computes nothing: its tensors are fake.
-
-    Attributes:
-        at_boundary: Called at each step boundary.
-    """
+    """A device that computes nothing: its tensors are fake. `at_boundary` is called at each step boundary."""
 
     def __init__(self, device: PlannedDevice) -> None:
         super().__init__(torch.device("cpu"))
@@ -95,21 +75,17 @@ class SimulatedRuntime(EagerRuntime):
 
 
 class SimulatedMesh(Mesh):
-    """The mesh as one rank sees it, without the other ranks: the first one of a pipeline stage.
-
-    Attributes:
-        simulated: The device.
-        simulated_links: The links along the pipeline, if there is one.
-    """
+    """The mesh as one rank sees it, without the other ranks: the first one of a pipeline stage. `simulated` is the
+    device, and `simulated_links` are the links along the pipeline, if there is one."""
 
     def __init__(
         self,
         axes: dict[str, int],
         device: PlannedDevice,
         tracker: AllocationTracker,
-        stage: int = 0,
-        arriving: Sequence[Form] = (),
-        experts: int = 1,
+        stage: int,
+        arriving: Sequence[Form],
+        experts: int,
     ) -> None:
         """`stage`: the rank's coordinate on the pipeline's axis. `arriving`: the forms of the hidden states that its
         stages receive, in order. `experts`: over how many ranks they are divided."""
@@ -123,17 +99,10 @@ class SimulatedMesh(Mesh):
         ends = self._collectives(2, int(stage > 0)) if last and stage in (0, last) else None
         self.simulated_links = SimulatedLinks(device, tracker, arriving)
         spread = spread_of_experts(experts, axes[TENSOR])
-        of_experts = self._collectives(spread), self._collectives(axes[DATA] // spread)
+        pair = self._collectives(spread), self._collectives(axes[DATA] // spread)
+        of_experts = pair if spread > 1 else None
         links = self.simulated_links if last else None
-        super().__init__(
-            context,
-            grid,
-            collectives,
-            ends,
-            links,
-            expert_parallel_size=experts,
-            experts=of_experts if spread > 1 else None,
-        )
+        super().__init__(context, grid, collectives, ends, links, expert_parallel_size=experts, experts=of_experts)
 
     def replicas(self, count: int) -> Collectives:
         return self._collectives(count)
@@ -180,10 +149,11 @@ class SimulatedLinks:
     def exchange(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
         sent = [tensor.detach().contiguous() for tensor in outgoing]
         if self._device.lazy:
-            forms = [*map(Form.of, sent), *incoming]
-            for shape, dtype in [(form.shape, form.dtype) for form in forms]:
+            for form in [*map(Form.of, sent), *incoming]:
                 with self._tracker.within(COMMUNICATION):
-                    torch.empty((2, *shape), dtype=dtype)  # an all-gather of the pair, of which one half is taken
+                    torch.empty(
+                        (2, *form.shape), dtype=form.dtype
+                    )  # an all-gather of the pair, of which one half is taken
         return self.exchange_on_host(other, sent, incoming)
 
     def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:

@@ -94,13 +94,8 @@ TRACED = 6  # micro-batches of gpipe up to which all are traced
 
 @dataclass(frozen=True)
 class StageTrace(StepTrace):
-    """The step of one rank of a pipeline.
-
-    Attributes:
-        rank: Its coordinate on the pipeline's axis.
-        layers: The first and the last layer of each of its stages.
-        in_flight: The most forward passes whose activations it keeps.
-    """
+    """The step of one rank of a pipeline, by its coordinate on the pipeline's axis. `layers`: the first and the last of
+    each of its stages. `in_flight`: the most forward passes whose activations it keeps."""
 
     rank: int
     layers: tuple[tuple[int, int], ...]
@@ -140,7 +135,6 @@ def in_flight(args: TrainingFields, rank: int) -> int:
 
 
 def _sizes(setup: StepSetup) -> list[int]:
-    """The layers of each stage."""
     args = setup.args
     with FakeTensorMode():
         model = train_like(meta_model(setup), args)

@@ -29,18 +29,10 @@ PLAIN = ModelArguments(config_name="", tokenizer_name="")  # without an adapter
 
 @dataclass(frozen=True)
 class StepSetup:
-    """The settings that determine a rank's memory.
-
-    Attributes:
-        config: The model's configuration, of transformers.
-        args: The training fields of the recipe; mesh, micro-batch and the like are those of the plan.
-        ranks: All ranks.
-        length: Tokens in a sequence.
-        device: What is planned for.
-        model: The model's fields of the recipe: its adapter, and whether Python code that comes with it is executed.
-        stage: The rank's coordinate on the pipeline's axis.
-        micro_batches: How many of the step's micro-batches are traced; None: as many as it takes until they repeat.
-    """
+    """The settings that determine a rank's memory. `args`: the training fields of the recipe, with mesh, batch and the
+    like as planned. `length`: tokens in a sequence. `model`: the model's fields of the recipe: its adapter, and
+    whether Python code that comes with it is executed. `stage`: the rank's coordinate on the pipeline's axis.
+    `micro_batches`: how many of the step's are traced; None: as many as it takes until they repeat."""
 
     config: Any
     args: TrainingFields

@@ -14,11 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepmark.config.training_fields import TrainingFields
@@ -60,13 +56,9 @@ Peaks = dict[str, dict[str, int]]  # window of the step to bytes by category
 
 @dataclass(frozen=True)
 class StepTrace:
-    """Memory of a rank over a step.
-
-    Attributes:
-        peaks: For each part of the step, bytes by category when most is allocated.
-        saved_per_element: Bytes of optimizer state that a checkpoint holds for an element of a parameter, master
-            weights included.
-    """
+    """Memory of a rank over a step. `peaks`: for each part of the step, bytes by category when most is allocated.
+    `saved_per_element`: bytes of optimizer state that a checkpoint holds for an element of a parameter, master weights
+    included."""
 
     peaks: Peaks
     saved_per_element: float

@@ -110,14 +110,13 @@ def _row(plan: Plan, option: RankMemory, piped: bool) -> tuple[str, ...]:
     if piped:
         worst = option.worst
         cells += ["", ""] if worst is None else [f"rank {worst.rank}", f"{option.bubble:.1%}"]
-    return tuple(cells) if plan.device_memory is None else (*cells, _verdict(plan, option))
+    return tuple(cells) if plan.device_memory is None else (*cells, _verdict(option, plan.device_memory))
 
 
-def _verdict(plan: Plan, option: RankMemory) -> str:
-    assert plan.device_memory is not None
-    if option.fits(plan.device_memory):
+def _verdict(option: RankMemory, device_memory: int) -> str:
+    if option.fits(device_memory):
         return "yes"
-    return "tight" if option.trace.peak <= plan.device_memory else "no"
+    return "tight" if option.trace.peak <= device_memory else "no"
 
 
 def _conclusion(plan: Plan) -> Iterator[str]:

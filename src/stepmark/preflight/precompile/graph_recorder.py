@@ -15,13 +15,9 @@ BETWEEN = "between step boundaries"
 
 
 class GraphRecorder:
-    """Notes every graph that the runtime's step boundaries make while `observing`.
-
-    Attributes:
-        part: Names the part of the run that is in progress.
-        after_boundary: The part that begins with the next step boundary; None: the same one goes on.
-        graphs: What was recorded, in order.
-    """
+    """Notes every graph that the runtime's step boundaries make while `observing`. `part` names the part of the run
+    that is in progress, and `after_boundary` the one that begins with the next step boundary; None: the same goes
+    on."""
 
     def __init__(self, runtime: XlaRuntime, *, extracting: bool) -> None:
         self.part = "start"
@@ -63,17 +59,14 @@ class GraphRecorder:
 
     def _note_between(self, now: GraphCounts) -> None:
         """A graph that ran since the last boundary, as where a line reads a value or an operation ran on the host."""
-        problems = self._new_host_operations()
+        on_host, self._on_host = self._on_host, host_operations()
+        grown = sorted(name for name, count in self._on_host.items() if count > on_host.get(name, 0))
+        problems = tuple(f"an operation that runs on the host ({name})" for name in grown)
         if now.requested > self._counts.requested or problems:
             seconds = now.compile_seconds - self._counts.compile_seconds
             state = self._state(self._counts, now)
             self.graphs.append(Graph(f"{self.part}, {BETWEEN}", GraphText(0, 0, problems), "", seconds, state))
         self._counts = now
-
-    def _new_host_operations(self) -> tuple[str, ...]:
-        before, self._on_host = self._on_host, host_operations()
-        grown = sorted(name for name, count in self._on_host.items() if count > before.get(name, 0))
-        return tuple(f"an operation that runs on the host ({name})" for name in grown)
 
     def _state(self, before: GraphCounts, after: GraphCounts) -> str:
         if self._extracting:

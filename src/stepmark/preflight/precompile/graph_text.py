@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepmark.trainer.telemetry.progress import aligned
@@ -29,14 +29,9 @@ _NO_OPERATIONS = ("constant", "return")
 
 @dataclass(frozen=True)
 class GraphText:
-    """The size and the problems of a graph, read from its text.
-
-    Attributes:
-        operations: Number of operations, constants apart.
-        parameters: Number of tensors that the graph is given.
-        problems: What a compiler for accelerators rejects, or makes slow, in words.
-        unlisted: Operations that Neuron's published list lacks.
-    """
+    """The size of a graph, read from its text: `operations`, constants apart, and `parameters`, the tensors that it is
+    given. `problems`: what a compiler for accelerators rejects, or makes slow, in words; `unlisted`: operations that
+    Neuron's published list lacks."""
 
     operations: int
     parameters: int
@@ -47,12 +42,9 @@ class GraphText:
     def read(cls, text: str) -> GraphText:
         names = _OPERATION.findall(text)
         main = next((line for line in text.splitlines() if "func.func @main" in line), "")
-        return cls(
-            sum(name not in _NO_OPERATIONS for name in names),
-            len(_ARGUMENT.findall(main)),
-            (*_problems(text, names), *rejected(text, names)),
-            unlisted(names),
-        )
+        operations, parameters = sum(name not in _NO_OPERATIONS for name in names), len(_ARGUMENT.findall(main))
+        unlisted = tuple(sorted(set(names) - LISTED - REJECTED))
+        return cls(operations, parameters, tuple(_problems(text, names)), unlisted)
 
 
 def _problems(text: str, names: list[str]) -> list[str]:
@@ -66,14 +58,13 @@ def _problems(text: str, names: list[str]) -> list[str]:
         found.append(f"64-bit floats (tensor<{double[-1]}>)")
     callbacks = sorted({name for name in _CUSTOM_CALL.findall(text) if _CALLBACK.search(name)})
     found += [f"a call to the host ({name})" for name in callbacks]
-    found += [f"a constant of {size / 2**20:.1f} MB (tensor<{kind}>)" for kind, size in _large_constants(text)]
-    return found
-
-
-def _large_constants(text: str) -> list[tuple[str, int]]:
-    """Type and bytes of constants that are not one value repeated."""
+    # A constant that is one value repeated takes no room.
     sizes = {kind: _bytes(kind) for value, kind in _CONSTANT.findall(text) if value[:1] in ('"', "[", "_")}
-    return [(kind, size) for kind, size in sizes.items() if size > LARGE_CONSTANT]
+    large = {kind: size for kind, size in sizes.items() if size > LARGE_CONSTANT}
+    found += [f"a constant of {size / 2**20:.1f} MB (tensor<{kind}>)" for kind, size in large.items()]
+    found += [f"an operation that Neuron's compiler rejects ({name})" for name in sorted(REJECTED.intersection(names))]
+    rejected = [kind.rstrip("<") for kind in REJECTED_TYPES if kind in text]
+    return found + [f"a type that Neuron's compiler rejects ({kind})" for kind in rejected]
 
 
 def _elements(kind: str) -> int:
@@ -94,36 +85,17 @@ reduce reshape return reverse rng rng_bit_generator rsqrt scatter select select_
 sine slice sqrt subtract tanh transpose tuple
 """
 LISTED = frozenset(_TABLE.split())  # by their names in StableHLO
-REJECTED = frozenset({"triangular_solve"})
+REJECTED = frozenset({"triangular_solve"})  # as its compiler is known to do
 REJECTED_TYPES = ("complex<", "f8E4M3FNUZ", "f8E4M3B11FNUZ", "f8E5M2FNUZ")
-
-
-def unlisted(operations: Iterable[str]) -> tuple[str, ...]:
-    """The operations that the published table lacks."""
-    return tuple(sorted(set(operations) - LISTED - REJECTED))
-
-
-def rejected(text: str, operations: Iterable[str]) -> list[str]:
-    """The parts of a graph that Neuron's compiler is known to reject, in words."""
-    named = [f"an operation that Neuron's compiler rejects ({name})" for name in sorted(REJECTED & set(operations))]
-    types = [kind.rstrip("<") for kind in REJECTED_TYPES if kind in text]
-    return named + [f"a type that Neuron's compiler rejects ({kind})" for kind in types]
-
 
 NEW, CACHED, EXTRACTED, UNKNOWN = "new", "in the cache", "extracted", "compiled"
 
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph of a run.
-
-    Attributes:
-        part: Of the run, such as "micro-step".
-        content: Its size and problems.
-        key: Hash of its text, which is the same on all ranks.
-        seconds: Time to compile it, or to read it from the cache.
-        state: One of the constants above.
-    """
+    """One graph of a run, made in a `part` of it such as "micro-step". `key`: the hash of its text, which is the same
+    on all ranks. `seconds`: the time to compile it, or to read it from the cache. `state`: one of the constants
+    above."""
 
     part: str
     content: GraphText
@@ -167,21 +139,16 @@ def describe(
         lines += [f"warning: {graph.part}: has {problem}" for graph in graphs for problem in graph.content.problems]
         lines += _differences(by_rank, range(stage * size, (stage + 1) * size))
     if for_neuron:
-        lines += _unlisted(by_rank)
+        unknown = sorted({name for graphs in by_rank for graph in graphs for name in graph.content.unlisted})
+        if unknown:
+            listed = f"`{ASK}` shows the compiler's own"
+            lines.append(f"note: Neuron's published list of operators lacks {', '.join(unknown)}; {listed}")
     if not reads_back:
         lines.append(
             "note: XLA's CPU client cannot read compiled graphs back, so a run on it compiles them again; set "
             "compile_cache to see in its metrics that it asks for no others"
         )
     return "\n".join(lines)
-
-
-def _unlisted(by_rank: Sequence[Sequence[Graph]]) -> list[str]:
-    """The operations of all graphs that Neuron's published list lacks."""
-    names = sorted({name for graphs in by_rank for graph in graphs for name in graph.content.unlisted})
-    if not names:
-        return []
-    return [f"note: Neuron's published list of operators lacks {', '.join(names)}; `{ASK}` shows the compiler's own"]
 
 
 def _sizes(graph: Graph) -> tuple[str, str]:

@@ -34,7 +34,6 @@ from stepmark.runtime.xla_environment import extracting_graphs
 if TYPE_CHECKING:
     from stepmark.data.loader.batch import StepBatch
     from stepmark.preflight.precompile.graph_recorder import GraphRecorder
-    from stepmark.runtime.base import Runtime
     from stepmark.runtime.context import Context
     from stepmark.trainer.components import TrainingComponents
 
@@ -54,7 +53,9 @@ def precompile(recipe: Recipe) -> None:
     recorder, context = graphs_of(recipe)
     if recorder is None:
         if context.host.rank == 0:
-            print(_made(context.runtime, recipe.training.torch_compile_backend), flush=True)
+            backend = recipe.training.torch_compile_backend
+            kept = f"kept in {os.environ[INDUCTOR_FOLDER]}" if backend == "inductor" else f"{backend} keeps none"
+            print(f"{context.runtime.requested_graphs()} graphs of torch.compile; {kept}", flush=True)
         context.host.barrier()
         return
     told = context.host.all_gather(list(map(dataclasses.asdict, recorder.graphs)))
@@ -65,12 +66,6 @@ def precompile(recipe: Recipe) -> None:
         text = describe(graphs, kept_in(), reads_back=not on_host, stages=stages, for_neuron=for_neuron)
         print(text, flush=True)
     context.host.barrier()
-
-
-def _made(runtime: Runtime, backend: str | None) -> str:
-    """What torch.compile has made."""
-    kept = f"kept in {os.environ[INDUCTOR_FOLDER]}" if backend == "inductor" else f"{backend} keeps none"
-    return f"{runtime.requested_graphs()} graphs of torch.compile; {kept}"
 
 
 def graphs_of(recipe: Recipe) -> tuple[GraphRecorder | None, Context]:
@@ -91,11 +86,9 @@ def graphs_of(recipe: Recipe) -> tuple[GraphRecorder | None, Context]:
             f"device: {runtime.name} runs operations as they come and compiles no graphs; precompile is for lazy "
             "devices (device: xla) and for torch_compile"
         )
-    from stepmark.recipe.model import build_model
-
     ranks = max(context.world.size // (training.tensor_parallel_size * training.pipeline_parallel_size), 1)
     prepare = partial(stand_in_data, recipe, data_parallel_size=ranks, steps=STEPS)
-    trainer = build_trainer(recipe, run, prepare=prepare, build=partial(build_model, reads_weights=False))
+    trainer = build_trainer(recipe, run, prepare=prepare, reads_weights=False)
     if not runtime.lazy:
         _train(trainer.make_parts(), SimpleNamespace())
         return None, context
