@@ -160,25 +160,12 @@ def load_generation_config(given: Any) -> GenerationConfig:
     return config
 
 
-# Settings of a generation with other values than these change which tokens are generated.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "do_sample": (None, False),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
-    "no_repeat_ngram_size": (None, 0),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "repetition_penalty": (None, 1.0),
-    "encoder_repetition_penalty": (None, 1.0),
-    "bad_words_ids": (None,),
-    "suppress_tokens": (None, []),
-    "begin_suppress_tokens": (None, []),
-    "sequence_bias": (None,),
-    "guidance_scale": (None, 1.0),
-    "penalty_alpha": (None,),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-}
+# Settings of a generation with other values than their defaults, or nothing, change which tokens are generated.
+_NEUTRAL = """
+    num_beams do_sample min_length min_new_tokens no_repeat_ngram_size encoder_no_repeat_ngram_size repetition_penalty
+    encoder_repetition_penalty bad_words_ids suppress_tokens begin_suppress_tokens sequence_bias guidance_scale
+    penalty_alpha constraints force_words_ids
+"""
 
 
 def greedy_tokens(model: Any, inputs: Mapping[str, Any], config: Any, runtime: Runtime) -> Tensor:
@@ -230,11 +217,13 @@ def _check(model: Any, config: Any) -> None:
             f"predict_with_generate: {type(model).__name__} is not an encoder-decoder, and only those generate on a "
             "lazy device; evaluate on device: cpu or cuda"
         )
-    for name, neutral in _NEUTRAL.items():
-        if getattr(config, name, None) not in neutral:
+    defaults = {**config._get_default_generation_params(), "guidance_scale": 1.0}
+    for name in _NEUTRAL.split():
+        value, default = getattr(config, name, None), defaults.get(name)
+        if value and value != default:
             raise UsageError(
-                f"predict_with_generate: {name} is {getattr(config, name)}, and a lazy device generates greedily, with "
-                f"static shapes; set it to {neutral[-1]}, or evaluate on device: cpu or cuda"
+                f"predict_with_generate: {name} is {value}, and a lazy device generates greedily, with static shapes; "
+                f"set it to {default}, or evaluate on device: cpu or cuda"
             )
 
 
