@@ -139,10 +139,19 @@ def build_optimizer(
         for items, own in _by_kind(name, trained, kinds)
         for decays, rate in ((True, weight_decay), (False, 0.0))
     ]
-    if name in WHOLE_PARAMETERS:
-        _check_device(name, runtime)
-    kind, keywords = optimizer_class(name, runtime, learning_rate, betas, epsilon, options or {})
-    make = _maker(name, kind, keywords, options or {})
+    if runtime.lazy and name in (ADAFACTOR, MUON):
+        raise UsageError(f"optim: {name} changes its graph with every step, so {runtime.name} cannot use it; use AdamW")
+    if runtime.lazy and name in ADAMW_8BIT:
+        raise UsageError(f"optim: {name} has no kernels for {runtime.name}; use AdamW")
+    chosen = dict(options or {})
+    kind, keywords = optimizer_class(name, runtime, learning_rate, betas, epsilon, chosen)
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        try:
+            return kind(groups, **keywords)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"optim_args: {name} does not accept {chosen}: {error}") from error
+
     used, mesh = _used_groups(groups, stages), mesh or sharded_over
     if mesh is None and name in WHOLE_PARAMETERS and any(layout_of(each) is not None for _, each in named_parameters):
         raise UsageError(
@@ -159,20 +168,6 @@ def build_optimizer(
         bucket_elements=bucket_elements,
     )
     return NamedOptimizer(distribution, used, make, runtime)
-
-
-def _maker(
-    name: str, kind: Callable[..., torch.optim.Optimizer], keywords: Mapping[str, Any], options: Mapping[str, Any]
-) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-    """A function that makes the optimizer from groups. `options`: of the `keywords`, those that the user has chosen."""
-
-    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        try:
-            return kind(groups, **keywords)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(f"optim_args: {name} does not accept {dict(options)}: {error}") from error
-
-    return make
 
 
 def _used_groups(groups: Sequence[dict[str, Any]], stages: HostGroup | None) -> list[dict[str, Any]]:
@@ -296,14 +291,6 @@ def _by_kind(
         ([item for item in trained if item[0] not in special], others),
         ([item for item in trained if item[0] in special], own),
     ]
-
-
-def _check_device(name: str, runtime: Runtime) -> None:
-    """Raises UsageError where an optimizer that uses whole parameters cannot run on the device."""
-    if runtime.lazy and name in (ADAFACTOR, MUON):
-        raise UsageError(f"optim: {name} changes its graph with every step, so {runtime.name} cannot use it; use AdamW")
-    if runtime.lazy:
-        raise UsageError(f"optim: {name} has no kernels for {runtime.name}; use AdamW")
 
 
 def optimizer_class(
