@@ -76,7 +76,7 @@ from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.compiled_layers import compile_layers
 from stepmark.training.micro_batches import autocast, autocast_dtype
-from stepmark.training.model_labels import names_labels
+from stepmark.training.model_labels import label_names
 from stepmark.training.model_options import attention_of
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.one_graph_per_step.deferred_reads import plain
@@ -658,7 +658,7 @@ class Trainer:
     @property
     def _evaluator(self) -> Evaluator:
         self._find_override()
-        named = names_labels(self.model) if self.args.label_names is None else self.args.label_names
+        named = label_names(self.model) if self.args.label_names is None else self.args.label_names
         return Evaluator(
             self.model,
             self._loss,

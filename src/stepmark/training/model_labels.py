@@ -30,7 +30,7 @@ def label_rule(model: nn.Module) -> LabelRule:
     """The rule of a model's own loss. Where nothing says whether its labels are shifted, they are not."""
     model = unwrapped(model)
     return LabelRule(
-        names=label_names(model),
+        names=label_names(model) or ("labels",),
         causal_shift=bool(known_shift(model)),
         ignored=_ignored_label(model),
         by_sample=_is_ctc(model),
@@ -94,20 +94,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def label_names(model: nn.Module) -> tuple[str, ...]:
-    """The arguments of `forward` that are labels, by transformers' convention; `labels` if there are none."""
-    return names_labels(model) or ("labels",)
-
-
-def names_labels(model: nn.Module) -> tuple[str, ...]:
-    """As `label_names`; none where no argument is one."""
+    """The arguments of `forward` that are labels, by transformers' convention."""
     parameters = inspect.signature(model.forward).parameters
     return tuple(name for name in parameters if "label" in name or name in POSITIONS)
-
-
-def takes_labels(model: nn.Module) -> bool:
-    """Whether `forward` accepts an argument `labels`."""
-    parameters = inspect.signature(model.forward).parameters
-    return "labels" in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 def names_num_items(model: nn.Module) -> bool:
@@ -169,7 +158,8 @@ def _shifts() -> dict[str, bool]:
 
 def shown_shift(model: nn.Module) -> bool | None:
     """Whether position t predicts label t + 1, if the model's class shows it."""
-    if not takes_labels(model):
+    parameters = inspect.signature(model.forward).parameters.values()
+    if not any(each.name == "labels" or each.kind is each.VAR_KEYWORD for each in parameters):
         return False
     _, forward = _forward_of(model)
     code: CodeType | None = getattr(forward, "__code__", None)
