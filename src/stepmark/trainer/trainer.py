@@ -824,14 +824,9 @@ class Trainer:
         if self._overridden("evaluation_loop") and hasattr(dataloader, "__len__") and not len(dataloader):
             nothing: Any = None
             return EvalLoopOutput(nothing, nothing, {f"{metric_key_prefix}_runtime": 0.0}, 0)
-        found = self.evaluation.run(
-            dataloader,
-            gather=True,
-            loss_only=prediction_loss_only,
-            ignore_keys=ignore_keys,
-            before_batch=self.evaluation.before_batch,
-        )
-        metrics = self.evaluation.metrics(found, metric_key_prefix)
+        evaluation = self.evaluation
+        found = evaluation.run(dataloader, gather=True, loss_only=prediction_loss_only, ignore_keys=ignore_keys)
+        metrics = evaluation.metrics(found, metric_key_prefix)
         return EvalLoopOutput(found.predictions, found.labels, metrics, found.samples)
 
     # Saving
