@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import GenerationConfig
 from transformers.trainer_utils import PredictionOutput
 
 from stepmark.errors import UsageError
@@ -39,7 +38,10 @@ class Seq2SeqTrainer(Trainer):
         given = getattr(self.args, "generation_config", None)
         if given is not None:
             generating: Any = self.model
-            generating.generation_config = load_generation_config(given)
+            try:
+                generating.generation_config = transformers.Seq2SeqTrainer.load_generation_config(given)
+            except (OSError, ValueError) as error:
+                raise UsageError(f"generation_config: {' '.join(str(error).split())}") from error
 
     def evaluate(
         self,
@@ -139,25 +141,6 @@ class Seq2SeqTrainer(Trainer):
             if isinstance(found, int):
                 return found
         raise UsageError("predict_with_generate: there is no padding id; set pad_token_id in the model's configuration")
-
-
-def load_generation_config(given: Any) -> GenerationConfig:
-    """A generation configuration, or that of a file, a folder or a name of the hub.
-
-    Raises:
-        UsageError: It cannot be read, or contradicts itself.
-    """
-    try:
-        if isinstance(given, GenerationConfig):
-            config = copy.deepcopy(given)
-        else:
-            path = Path(given)
-            file: dict[str, Any] = {"config_file_name": path.name} if path.is_file() else {}
-            config = GenerationConfig.from_pretrained(path.parent if path.is_file() else given, **file)
-        config.validate(strict=True)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"generation_config: {' '.join(str(error).split())}") from error
-    return config
 
 
 # Settings of a generation with other values than their defaults, or nothing, change which tokens are generated.

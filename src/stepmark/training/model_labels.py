@@ -20,10 +20,8 @@ from stepmark.errors import UsageError
 from stepmark.parallel.tensor.vocabulary import VocabParallelLoss
 
 SHIFTS = Path(__file__).with_name("label_shifts.json")  # scripts/label_shifts.py
-_SHIFTS_OF_LOSSES = {
-    "ForCausalLM": True,
-    **dict.fromkeys(("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification", "ForSegmentation"), False),
-}
+_OTHER_LOSSES = "ForMaskedLM ForTokenClassification ForSequenceClassification ForQuestionAnswering ForSegmentation"
+_SHIFTS_OF_LOSSES = {"ForCausalLM": True, **dict.fromkeys(_OTHER_LOSSES.split(), False)}  # transformers' types
 
 
 def label_rule(model: nn.Module) -> LabelRule:
@@ -165,21 +163,14 @@ def shown_shift(model: nn.Module) -> bool | None:
     code: CodeType | None = getattr(forward, "__code__", None)
     if code is None or not hasattr(model, "loss_function"):
         return None
-    from transformers.loss import loss_utils
-
-    loss_function = model.loss_function
     if "loss_function" in code.co_names:
+        from transformers.loss.loss_utils import LOSS_MAPPING
+
         if "shift_labels" in (*code.co_varnames, *code.co_names) or "shift_labels" in str(code.co_consts):
             return None
-        if loss_function is loss_utils.ForCausalLMLoss or isinstance(loss_function, VocabParallelLoss):
+        if isinstance(model.loss_function, VocabParallelLoss):
             return True
-        unshifted = (
-            loss_utils.ForMaskedLMLoss,
-            loss_utils.ForTokenClassification,
-            loss_utils.ForSequenceClassificationLoss,
-            loss_utils.ForQuestionAnsweringLoss,
-        )
-        return False if loss_function in unshifted else None
+        return {LOSS_MAPPING[name]: shift for name, shift in _SHIFTS_OF_LOSSES.items()}.get(model.loss_function)
     return False if _has_unshifted_head(model, forward) else None
 
 
