@@ -168,7 +168,8 @@ class TrainingFields(metaclass=AcceptingDefaults):
         if self.torch_compile:
             self.torch_compile_backend = self.torch_compile_backend or "inductor"
         refuse(contradictions(self, changed(self._values(), TrainingFields)))
-        if self.metric_for_best_model is None and self._follows_metric():
+        finds_best = self.load_best_model_at_end or self.save_strategy == "best"
+        if self.metric_for_best_model is None and (finds_best or self.lr_scheduler_type in METRIC_SCHEDULES):
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
@@ -184,9 +185,6 @@ class TrainingFields(metaclass=AcceptingDefaults):
     def device_name(self) -> str:
         """`device` as it was given: `auto`, or a type of devices."""
         return self.device
-
-    def _follows_metric(self) -> bool:
-        return self.load_best_model_at_end or self.save_strategy == "best" or self.lr_scheduler_type in METRIC_SCHEDULES
 
     @property
     def best_metric_key(self) -> str | None:

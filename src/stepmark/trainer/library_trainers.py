@@ -165,6 +165,8 @@ def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
 
     @functools.wraps(kind.__init__)
     def construct(self: Any, *given: Any, run: Run | None = None, **options: Any) -> None:
+        from accelerate import Accelerator
+
         bound = signature.bind(self, *given, **options)
         args = bound.arguments.get("args")
         if args is not None:
@@ -172,7 +174,8 @@ def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
         device = "auto" if args is None else args.device_name
         context = start(device, None if args is None else args.join_timeout) if run is None else run.context
         vars(self)["_run"] = run
-        _show_ranks_to_accelerate(cpu=context.runtime.device.type == "cpu")
+        # accelerate's state of the ranks that have joined: libraries log, and let rank 0 go first, by it.
+        Accelerator(cpu=context.runtime.device.type == "cpu")
         _check_arguments(kind, args, bound.arguments, lazy=context.runtime.lazy)
         kind.__init__(*bound.args, **bound.kwargs)
         _check_losses(self)
@@ -192,13 +195,6 @@ def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
 
 def _of_transformers(kind: type) -> bool:
     return kind is object or kind.__module__.partition(".")[0] == "transformers"
-
-
-def _show_ranks_to_accelerate(*, cpu: bool) -> None:
-    """Makes accelerate's state of the ranks that have joined: libraries log, and let rank 0 go first, by it."""
-    from accelerate import Accelerator
-
-    Accelerator(cpu=cpu)
 
 
 def _check_arguments(kind: type, args: Any, given: Mapping[str, Any], *, lazy: bool) -> None:

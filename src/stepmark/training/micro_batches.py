@@ -62,10 +62,6 @@ AroundPasses = Callable[[Any, Tensor, Passes], Tensor]
 """Is called with a micro-batch's inputs and number of targets, and with what runs its passes."""
 
 
-def _run_passes(inputs: Any, count: Tensor, passes: Passes) -> Tensor:
-    return passes(inputs)
-
-
 def call(function: Callable[[], Any] | None) -> None:
     """Calls a function where there is one."""
     if function is not None:
@@ -152,7 +148,7 @@ class SequentialSchedule:
         seed: int = 42,
         loads: ExpertLoads | None = None,
     ) -> None:
-        self._around = around or _run_passes
+        self._around: AroundPasses = around or (lambda inputs, _, passes: passes(inputs))
         self._model = model
         self._arrivals = arrivals or Arrivals()
         self._loss = loss

@@ -172,7 +172,12 @@ def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
     if alpha is None:
         yield
         return
-    hook = _input_embeddings(model).register_forward_hook(lambda module, _, output: _noisy(module, output, alpha))
+
+    def add_noise(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+        bound = alpha / (output.shape[-2] * output.shape[-1]) ** 0.5
+        return output + (2 * torch.rand_like(output) - 1) * bound if module.training else output
+
+    hook = _input_embeddings(model).register_forward_hook(add_noise)
     try:
         yield
     finally:
@@ -188,10 +193,3 @@ def _input_embeddings(model: nn.Module) -> nn.Module:
             "add one, or leave the argument out"
         )
     return found
-
-
-def _noisy(module: nn.Module, output: Tensor, alpha: float) -> Tensor:
-    if not module.training:
-        return output
-    bound = alpha / (output.shape[-2] * output.shape[-1]) ** 0.5
-    return output + (2 * torch.rand_like(output) - 1) * bound
