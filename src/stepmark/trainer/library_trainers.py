@@ -125,12 +125,8 @@ class BaseArguments(  # type: ignore[misc, override]
 
 
 def arguments_on_stepmark(kind: type, module: str) -> Any:
-    """A library's class of arguments, whose fields that transformers has are Stepmark's, with the library's defaults.
-
-    Args:
-        kind: The class, derived from transformers' TrainingArguments.
-        module: The name of the module that will export it.
-    """
+    """A library's class of arguments, derived from transformers', for the module that will export it. Its fields that
+    transformers has are Stepmark's, with the library's defaults."""
     theirs = {name for each in kind.__mro__ if not _of_transformers(each) for name in inspect.get_annotations(each)}
     hints = typing.get_type_hints(TrainingArguments, include_extras=True)
     fields = [
@@ -153,14 +149,9 @@ def arguments_on_stepmark(kind: type, module: str) -> Any:
 
 
 def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
-    """A library's trainer with Stepmark's as base.
-
-    Args:
-        kind: The class, derived from transformers' Trainer.
-        arguments: Its arguments, of `arguments_on_stepmark`. Its constructor also takes the library's own,
-            transformers', or Stepmark's.
-        module: The name of the module that will export it.
-    """
+    """A library's trainer, derived from transformers', with Stepmark's as base, for the module that will export it.
+    Besides `arguments`, of `arguments_on_stepmark`, its constructor takes the library's own, transformers', or
+    Stepmark's."""
     signature, library = inspect.signature(kind.__init__), kind.__module__.partition(".")[0]
 
     @functools.wraps(kind.__init__)

@@ -23,9 +23,6 @@ class RunHooks:
     Where transformers lets a subclass stand around something, such as a save, that is kept here until the subclass
     calls the Trainer's own method.
 
-    Args:
-        trainer: The Trainer.
-
     Attributes:
         evaluation: The evaluation of the run that is in progress; None outside of one.
     """

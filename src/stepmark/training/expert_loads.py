@@ -28,13 +28,8 @@ class ExpertLoads:
     Only what runs within `counting` counts, so that neither evaluations nor layers that a backward pass computes again
     do. All ranks of a tensor parallel group have the same counts.
 
-    Args:
-        model: The model, or this rank's stages of it.
-        mesh: The mesh that the model is on.
-        bias_update_rate: What `update_biases` adds to or takes from a bias; 0: nothing.
-
-    Attributes:
-        experts: Number of experts and routing bias of every layer of the complete model, by the experts' module.
+    `bias_update_rate`: what `update_biases` adds to or takes from a bias; 0: nothing. `experts`: number of experts and
+    routing bias of every layer of the complete model, by the experts' module.
 
     Raises:
         UsageError: No router has a bias to update, or it is sharded.

@@ -113,16 +113,11 @@ class MicroBatchSchedule(Protocol):
     """Runs the forward and backward passes of a step."""
 
     def run(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
-        """Leaves the sums of the step's gradients in the reducer.
+        """Leaves the sums of the gradients of a step, numbered from 0, in the reducer. Of the hooks, those after each
+        micro-batch but the last are called.
 
-        Args:
-            step: The step's number, from 0.
-            batch: This rank's micro-batches, on the device.
-            hooks: Those that are called after each micro-batch but the last.
-
-        Returns:
-            This rank's part of the mean loss over the target tokens of all ranks, and their number: 0-dim float32
-            tensors on the device.
+        Returns this rank's part of the mean loss over the target tokens of all ranks, and their number: 0-dim float32
+        tensors on the device.
         """
 
 

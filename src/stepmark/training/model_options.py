@@ -26,16 +26,11 @@ CHECKPOINTING = {
 
 def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime, options: Mapping[str, Any] | None = None) -> None:
     """Makes a transformers model recompute the activations of each layer in the backward pass instead of keeping them.
+    `options`: of `torch.utils.checkpoint`, as in `gradient_checkpointing_kwargs`. Default: `use_reentrant=False`.
 
     Lazy devices need torch_xla's function: torch's crashes on them.
 
-    Args:
-        model: The model.
-        runtime: The device.
-        options: Of `torch.utils.checkpoint`, as in `gradient_checkpointing_kwargs`. Default: `use_reentrant=False`.
-
-    Raises:
-        UsageError: The model has no support for it, or the device lacks an option.
+    Raises UsageError where the model has no support for it, or the device lacks an option.
     """
     method = next((name for name in CHECKPOINTING if hasattr(model, name)), None)
     if method is None:

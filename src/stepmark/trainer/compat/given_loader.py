@@ -53,11 +53,8 @@ class GivenLoader:
 
     Args:
         loader: A re-iterable of batches on the host, with or without a length.
-        rank: This rank's data parallel coordinate.
-        world_size: Data parallel ranks.
+        rank, world_size: Of data parallelism.
         accumulation: Batches of a step and rank.
-        seed: The seed of the generators.
-        labels: How the model's loss uses labels.
         max_steps: Steps of the run, for a loader without a length; default None: it needs one.
         fixed_shape: Pad smaller batches to the size of the first, with rows whose labels are ignored, where the loss
             has labels.

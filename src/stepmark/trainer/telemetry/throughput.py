@@ -128,10 +128,7 @@ class TotalFlos:
     """`total_flos`: operations as transformers counts them, 6 per parameter and token, 0 for other models.
 
     Embedding parameters do not count, padding tokens do; rows that only fill a batch's shape do not. Unlike there, of
-    experts only those count that a token goes through.
-
-    Args:
-        model: The model, of which this rank may have a part.
+    experts only those count that a token goes through. This rank may have a part of the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
