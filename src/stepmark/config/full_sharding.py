@@ -47,11 +47,8 @@ class FullSharding:
 
 
 def full_sharding(fsdp: bool | str | None, config: Mapping[str, Any] | str | None) -> FullSharding | None:
-    """What the two fields ask for; None where parameters are not sharded.
-
-    Raises:
-        UsageError: A value or an option is unknown, or `fsdp_config` is set without `fsdp`.
-    """
+    """What the two fields ask for; None where parameters are not sharded. Raises UsageError where a value or an option
+    is unknown, or `fsdp_config` is set without `fsdp`."""
     words = fsdp.split() if isinstance(fsdp, str) else [FULL_SHARD] if fsdp else []
     chosen = [FULL_SHARD if SWITCHES.get(word) else word for word in words if word not in ("auto_wrap", "false")]
     options = _options(config)

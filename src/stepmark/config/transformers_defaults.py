@@ -146,12 +146,8 @@ def _renamed(options: Mapping[str, Any], known: Collection[str]) -> dict[str, An
 
 
 def without_defaults(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The `options` that are `known`.
-
-    Raises:
-        UsageError: Others are not transformers fields, or neither have their default value nor ask for what is done
-            anyway. All are named.
-    """
+    """The `options` that are `known`. Raises UsageError that names all others which are no fields of transformers, or
+    which neither have their default value nor ask for what is done anyway."""
     done = [name for name, value in options.items() if name in DONE_ANYWAY and DONE_ANYWAY[name](value)]
     others = {name: value for name, value in options.items() if name not in (*known, *done)}
     if others:

@@ -198,12 +198,8 @@ class TrainerEvaluation:
 
 
 def evaluation_sets(dataset: Any) -> dict[str, Any]:
-    """The sets to evaluate, by the prefix of their metrics.
-
-    Raises:
-        UsageError: There is no evaluation data.
-        DataError: A set is empty.
-    """
+    """The sets to evaluate, by the prefix of their metrics. Raises UsageError without data, and DataError where a set
+    is empty."""
     if dataset is None:
         raise UsageError("eval_dataset: evaluation needs one")
     try:

@@ -240,11 +240,8 @@ def _check_losses(trainer: Any) -> None:
 
 
 def exported(module: str, library: str, name: str) -> Any:
-    """The class of a library's trainer, or of its arguments, on Stepmark's, for a module that exports both.
-
-    Raises:
-        ImportError: The library is not installed.
-    """
+    """The class of a library's trainer, or of its arguments, on Stepmark's, for a module that exports both. Raises
+    ImportError where the library is not installed."""
     if importlib.util.find_spec(library) is None:
         extra = library.replace("_", "-")
         raise ImportError(f"{module}: {extra} is not installed; pip install 'stepmark[{extra}]'")

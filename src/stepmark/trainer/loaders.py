@@ -57,11 +57,8 @@ class ModelColumns:
         return cls(inner, frozenset((*named, *labels.names, *ALWAYS)), others_read=others_read)
 
     def of(self, sample: Any) -> Any:
-        """The sample, a mapping without the other columns, or anything else as it is.
-
-        Raises:
-            DataError: No column is left.
-        """
+        """The sample, a mapping without the other columns, or anything else as it is. Raises DataError where no column
+        is left."""
         if not isinstance(sample, Mapping) or self.names.issuperset(sample):
             return sample
         used = {name: value for name, value in sample.items() if name in self.names}

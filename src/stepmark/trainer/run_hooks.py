@@ -21,10 +21,7 @@ class RunHooks:
     """What the loop, a step and an evaluation call of a Trainer.
 
     Where transformers lets a subclass stand around something, such as a save, that is kept here until the subclass
-    calls the Trainer's own method.
-
-    Attributes:
-        evaluation: The evaluation of the run that is in progress; None outside of one.
+    calls the Trainer's own method. `evaluation` is that of the run, while one is in progress.
     """
 
     def __init__(self, trainer: Any) -> None:

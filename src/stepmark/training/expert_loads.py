@@ -31,8 +31,7 @@ class ExpertLoads:
     `bias_update_rate`: what `update_biases` adds to or takes from a bias; 0: nothing. `experts`: number of experts and
     routing bias of every layer of the complete model, by the experts' module.
 
-    Raises:
-        UsageError: No router has a bias to update, or it is sharded.
+    Raises UsageError where biases are to be updated and no router has one, or it is sharded.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, bias_update_rate: float = 0.0) -> None:

@@ -159,11 +159,7 @@ def _all_train(model: nn.Module) -> bool:
 def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
     """NEFTune (Jain et al. 2023, arXiv:2310.05914): inside the block, and in training mode, adds uniform noise of up to
     alpha / sqrt(length * size) to the embeddings [rows, length, size], drawn from the generator of the micro-batch.
-    None: no noise.
-
-    Raises:
-        UsageError: The model does not say what its input embeddings are.
-    """
+    None: no noise. Raises UsageError where the model does not say what its input embeddings are."""
     if alpha is None:
         yield
         return

@@ -188,9 +188,8 @@ def wrap_optimizer(
     """The step's optimizer around one that the user created over the model's parameters; `names` are the model's.
     `bucket_elements`: see `build_optimizer`. Collective.
 
-    Raises:
-        UsageError: It holds a parameter that is not in the model; or tensor parallelism has sharded one, and the
-            optimizer needs all parameters at once, it is unknown what it needs, or the device is lazy.
+    Raises UsageError where it holds a parameter that is not in the model; or tensor parallelism has sharded one, and
+    the optimizer needs all parameters at once, it is unknown what it needs, or the device is lazy.
     """
     kind, groups = type(given), []
     check_step(kind)

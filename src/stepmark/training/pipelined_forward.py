@@ -67,15 +67,8 @@ class PipelinedForward:
     def __call__(
         self, batches: Iterable[MicroBatch], compute: Callable[[MicroBatch], Result]
     ) -> Iterator[tuple[MicroBatch, Result | None]]:
-        """Runs the batches, in order.
-
-        Args:
-            batches: The same on all ranks of a pipeline.
-            compute: Calls the complete model; it is called on the last stage only.
-
-        Yields:
-            Each batch with what `compute` returned, on ranks with the last stage; None elsewhere.
-        """
+        """Runs the batches, in order, which are the same on all ranks of a pipeline. Yields each with what `compute`,
+        which calls the complete model, has returned on the last stage; on other ranks with None."""
         waiting: deque[MicroBatch] = deque()
         for batch in self._source(batches):
             waiting.append(batch)

@@ -142,11 +142,8 @@ def call_sampler(trainer: Any) -> Sampler[int] | None:
 
 
 def sampler_of(dataset: Any, strategy: str) -> Sampler[int]:
-    """A sampler with the meaning of a `train_sampling_strategy`, for a subclass that calls the Trainer's own.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """A sampler with the meaning of a `train_sampling_strategy`, for a subclass that calls the Trainer's own. Raises
+    UsageError where there is none."""
     if strategy == GROUP_BY_LENGTH:
         raise UsageError(
             "train_sampling_strategy: group_by_length has no sampler that _get_train_sampler could return; choose "

@@ -23,12 +23,8 @@ MAY_DIFFER = ("inference_mode", "base_model_name_or_path", "revision", "peft_ver
 
 
 class RenamedModel(nn.Module):
-    """Live tensors of a model under the names that a library saves them with: a section of checkpoints.
-
-    Args:
-        model: The model.
-        names: Names in its state dict, by the names in checkpoints.
-    """
+    """Live tensors of a model under the names that a library saves them with: a section of checkpoints. `names`: those
+    in its state dict, by those in checkpoints."""
 
     def __init__(self, model: Any, names: dict[str, str]) -> None:
         super().__init__()
@@ -58,8 +54,7 @@ class Adapter(RenamedModel):
     Its state dict has the live tensors, under the names that `peft.PeftModel.save_pretrained` gives them. Of several
     adapters it is the active one; the others, such as a reference, are not trained and belong to the run's identity.
 
-    Raises:
-        UsageError: The model trains parameters that peft would not save, or several adapters.
+    Raises UsageError where the model trains parameters that peft would not save, or several adapters.
     """
 
     tensor_group = ADAPTER  # of the files in a checkpoint
