@@ -439,7 +439,7 @@ class Trainer:
             model: Ignored; part of transformers' signature.
 
         Raises:
-            UsageError: It is muon, whose groups only the Trainer makes.
+            UsageError: It is muon, whose groups only the Trainer makes; or the name is unknown.
         """
         own = converted(args)
         if own.optim == MUON:

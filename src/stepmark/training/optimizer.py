@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.checkpoint.sections import check_own_tensors
-from stepmark.config.optimizers import ADAFACTOR, ADAMW, ADAMW_8BIT, MUON, WHOLE_PARAMETERS, check_optimizer
+from stepmark.config.optimizers import ADAFACTOR, ADAMW_8BIT, MUON, SGD, WHOLE_PARAMETERS, check_optimizer
 from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
 from stepmark.parallel.full_sharding import now
@@ -132,7 +132,6 @@ def build_optimizer(
         UsageError: The name or an option is unknown, the optimizer's library is not installed, or it needs complete
             parameters, and they are sharded on a lazy device or without `mesh`.
     """
-    check_optimizer(name)
     trained = [(key, parameter) for key, parameter in named_parameters if parameter.requires_grad]
     groups = [
         {"params": [item for item in items if decay(item[0]) == decays], "weight_decay": rate, **own}
@@ -301,25 +300,21 @@ def optimizer_class(
     options: Mapping[str, Any],
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class of `build_optimizer`'s optimizer, and its arguments but for the weight decay, which its groups have."""
+    check_optimizer(name)
     keywords: dict[str, Any] = {"lr": learning_rate, **options}
-    if name == ADAFACTOR:
-        keywords = {"scale_parameter": False, "relative_step": False, **keywords}
-    if name in (*ADAMW, *ADAMW_8BIT, MUON):
-        keywords = {"betas": betas, "eps": epsilon, **keywords}
-    if name == "adamw_torch_fused" and not runtime.lazy and has_fused_kernel(torch.optim.AdamW, runtime.device):
-        keywords["fused"] = True
-    return _class_of(name, runtime), keywords
-
-
-def _class_of(name: str, runtime: Runtime) -> type[torch.optim.Optimizer]:
     if name == ADAFACTOR:
         from transformers.optimization import Adafactor
 
-        return Adafactor
+        return Adafactor, {"scale_parameter": False, "relative_step": False, **keywords}
+    if name == SGD:
+        return LazySGD if runtime.lazy else torch.optim.SGD, keywords
+    keywords = {"betas": betas, "eps": epsilon, **keywords}
     if name in ADAMW_8BIT:
-        return adamw_8bit_class()
+        return adamw_8bit_class(), keywords
     if name == MUON:
-        return MuonAdamW
+        return MuonAdamW, keywords
     if runtime.lazy:
-        return LazyAdamW if name in ADAMW else LazySGD
-    return torch.optim.AdamW if name in ADAMW else torch.optim.SGD
+        return LazyAdamW, keywords
+    if name == "adamw_torch_fused" and has_fused_kernel(torch.optim.AdamW, runtime.device):
+        keywords["fused"] = True
+    return torch.optim.AdamW, keywords
