@@ -131,12 +131,8 @@ class Seq2SeqTrainer(Trainer):
         return nn.functional.pad(tokens, (0, missing), value=self._padding_id()) if missing > 0 else tokens
 
     def _padding_id(self) -> int:
-        config = getattr(self.model, "config", None)
-        for owner, name in (
-            (self.processing_class, "pad_token_id"),
-            (self.processing_class, "eos_token_id"),
-            (config, "pad_token_id"),
-        ):
+        processing, config = self.processing_class, getattr(self.model, "config", None)
+        for owner, name in ((processing, "pad_token_id"), (processing, "eos_token_id"), (config, "pad_token_id")):
             found = getattr(owner, name, None)
             if isinstance(found, int):
                 return found

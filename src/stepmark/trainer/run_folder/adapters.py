@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections.abc import Iterator
 from enum import Enum
@@ -100,7 +101,14 @@ class Adapter(RenamedModel):
 
 def adapter_identity(config: Any) -> dict[str, Any]:
     """An adapter's configuration as plain values, without what may change when a run is resumed."""
-    found: dict[str, Any] = _plain({k: value for k, value in config.to_dict().items() if k not in MAY_DIFFER})
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (set, frozenset)):
+            return sorted(map(str, value))  # their order differs between processes
+        return value.value if isinstance(value, Enum) else str(value)
+
+    values = {name: value for name, value in config.to_dict().items() if name not in MAY_DIFFER}
+    found: dict[str, Any] = json.loads(json.dumps(values, default=plain))
     return found
 
 
@@ -141,15 +149,3 @@ def _check_complete(model: nn.Module, saved: dict[str, tuple[str, Tensor]]) -> N
             "peft saves tensors of this adapter that it computes, so that training could not be resumed; use LoRA or "
             "another adapter that is saved as it is trained"
         )
-
-
-def _plain(value: Any) -> Any:
-    """A configuration as plain values; sets are sorted, since their order differs between processes."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    value = value.value if isinstance(value, Enum) else value
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

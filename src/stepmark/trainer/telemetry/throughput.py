@@ -80,8 +80,6 @@ def memory_fields(runtime: Runtime) -> dict[str, int]:
 
 
 Item = TypeVar("Item")
-PARTS = ("data", "save", "evaluation")
-PAUSES = ("save", "evaluation")
 _PHASES = {"data": DATA, "save": BETWEEN, "evaluation": METRICS}  # batches and saves are phases of their own in these
 
 
@@ -93,7 +91,7 @@ class RunTimers:
 
     def restart(self) -> None:
         self._started = time.perf_counter()
-        self._parts = dict.fromkeys(PARTS, 0.0)
+        self._parts = dict.fromkeys(_PHASES, 0.0)
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
@@ -116,7 +114,7 @@ class RunTimers:
 
     def training(self) -> float:
         """Seconds excluding saves and evaluations; above 0."""
-        paused = sum(self._parts[part] for part in PAUSES)
+        paused = self._parts["save"] + self._parts["evaluation"]
         return max(time.perf_counter() - self._started - paused, 1e-9)
 
     def parts(self) -> dict[str, float]:
