@@ -70,19 +70,14 @@ class ModelColumns:
             )
         if (self._model, ignored) not in _told:  # once per process: each evaluation has a loader of its own
             _told.add((self._model, ignored))
-            self._log(ignored)
+            columns = f"columns that {self._model}.forward does not take are"
+            for_others = "left out, also for compute_loss and data_collator"
+            if self._others_read:
+                remedy = "set remove_unused_columns: false to keep them"
+                logger.warning("%s %s: %s; %s", columns, for_others, ignored, remedy)
+            else:
+                logger.info("%s ignored: %s", columns, ignored)
         return used
-
-    def _log(self, ignored: str) -> None:
-        if self._others_read:
-            logger.warning(
-                "columns that %s.forward does not take are left out, also for compute_loss and data_collator: %s; set "
-                "remove_unused_columns: false to keep them",
-                self._model,
-                ignored,
-            )
-        else:
-            logger.info("columns that %s.forward does not take are ignored: %s", self._model, ignored)
 
 
 class UsedColumns:
