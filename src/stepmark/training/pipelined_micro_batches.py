@@ -91,32 +91,28 @@ class _Forward:
     form: Form
 
 
+@dataclass(eq=False)
 class _Step:
     """The state of one step: what has arrived, what is kept for the backward pass, and what is to be sent."""
 
-    def __init__(
-        self,
-        parts: PipelinedSchedule,
-        schedule: Schedule,
-        micro_batches: list[MicroBatch],
-        counts: TokenCounts,
-        hooks: StepHooks,
-    ) -> None:
-        self._parts = parts
+    _parts: PipelinedSchedule
+    _schedule: Schedule
+    _micro_batches: list[MicroBatch]
+    _counts: TokenCounts
+    _hooks: StepHooks
+
+    def __post_init__(self) -> None:
+        parts = self._parts
         self._rank = parts.mesh.pipeline.rank
         self._runtime = parts.mesh.runtime
-        self._schedule = schedule
-        self._micro_batches = micro_batches
-        self._counts = counts
-        self._hooks = hooks
         self._arriving: dict[Task, Activation] = {}  # by the task that has made it
         self._kept: dict[tuple[int, int], _Forward] = {}  # by stage and micro-batch
         self._to_send: dict[Task, Activation] = {}
-        self._backward_left = len(parts.stages.own) * len(micro_batches)
+        self._backward_left = len(parts.stages.own) * len(self._micro_batches)
         self._checkpointing = checkpoints_gradients(parts.stages.model)
         self._random_numbers: Tensor | None = None  # the generator's state before this rank draws any, if it is sought
         self.drew = False
-        self.loss = counts.zero
+        self.loss = self._counts.zero
         parts.gradients.begin()
 
     def tick(self, number: int, seed: Callable[[int], int]) -> None:
