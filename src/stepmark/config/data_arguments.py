@@ -9,16 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from stepmark.config.fields import (
-    LOCAL,
-    Values,
-    at_least,
-    check_fields,
-    convert,
-    documented,
-    fields_of,
-    refuse,
-)
+from stepmark.config.fields import LOCAL, Values, at_least, check_fields, convert, documented, fields_of, refuse
 from stepmark.errors import UsageError
 
 STDLIB = "python-stdlib"

@@ -56,12 +56,7 @@ from stepmark.trainer.compat.overrides import (
 )
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
 from stepmark.trainer.components import TrainingComponents, count_steps, make_checkpointer, make_schedule, make_step
-from stepmark.trainer.evaluation import (
-    PausableEvaluation,
-    TrainerEvaluation,
-    evaluation_sets,
-    logged_evaluation,
-)
+from stepmark.trainer.evaluation import PausableEvaluation, TrainerEvaluation, evaluation_sets, logged_evaluation
 from stepmark.trainer.interruption.peer_watch import PeerWatches
 from stepmark.trainer.loaders import LoaderFactory, ModelColumns, default_collator
 from stepmark.trainer.run import Run
