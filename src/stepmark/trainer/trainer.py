@@ -55,7 +55,7 @@ from stepmark.trainer.compat.overrides import (
     sampler_of,
 )
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
-from stepmark.trainer.components import TrainingComponents, count_steps, make_checkpointer, make_schedule, make_step
+from stepmark.trainer.components import TrainingComponents, count_steps, make_checkpointer, make_step
 from stepmark.trainer.evaluation import PausableEvaluation, TrainerEvaluation, evaluation_sets, logged_evaluation
 from stepmark.trainer.interruption.peer_watch import PeerWatches
 from stepmark.trainer.loaders import LoaderFactory, ModelColumns, default_collator
@@ -70,6 +70,7 @@ from stepmark.trainer.run_optimizer import RunOptimizer
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.compiled_layers import compile_layers
+from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
 from stepmark.training.micro_batches import autocast, autocast_dtype
 from stepmark.training.model_labels import label_names
 from stepmark.training.model_options import attention_of
@@ -454,7 +455,9 @@ class Trainer:
         if self.lr_scheduler is None:
             if optimizer is None:
                 raise UsageError("create_scheduler: there is no optimizer yet; call create_optimizer first")
-            self.lr_scheduler = make_schedule(self.args, optimizer, num_training_steps)
+            args, steps = self.args, num_training_steps
+            warmup = warmup_length(args.warmup_steps, args.warmup_ratio, steps)
+            self.lr_scheduler = build_schedule(args.lr_scheduler_type, optimizer, steps, warmup, args.scheduler_options)
         return self.lr_scheduler
 
     def identity(self) -> dict[str, Any]:

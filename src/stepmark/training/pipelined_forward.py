@@ -54,11 +54,8 @@ class PipelinedForward:
         """`autocast_dtype`: bfloat16 for autocast; None: the parameters' own type."""
         stages = staged(model)
         assert stages is not None
-        assert mesh.links is not None
         self._stages = stages
-        self._loss = loss
-        self._links = mesh.links
-        self._rank, self._ranks = mesh.pipeline.rank, mesh.pipeline.size
+        self._ranks = mesh.pipeline.size
         self._runtime = mesh.runtime
         self._autocast = autocast_dtype
         self._call = StageCalls(stages, loss)
