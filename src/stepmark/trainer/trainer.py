@@ -1029,7 +1029,7 @@ class Trainer:
             split: The heading: `train`, `eval` or `predict` for example.
             metrics: The metrics by name.
         """
-        trainer_pt_utils.log_metrics(self, split, metrics)
+        trainer_pt_utils.log_metrics(self, split, dict(metrics))
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Writes metrics to `<split>_results.json` in the run's folder, on rank 0.

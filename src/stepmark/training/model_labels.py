@@ -170,7 +170,8 @@ def shown_shift(model: nn.Module) -> bool | None:
             return None
         if isinstance(model.loss_function, VocabParallelLoss):
             return True
-        return {LOSS_MAPPING[name]: shift for name, shift in _SHIFTS_OF_LOSSES.items()}.get(model.loss_function)
+        shifts: dict[Any, bool] = {LOSS_MAPPING[name]: shift for name, shift in _SHIFTS_OF_LOSSES.items()}
+        return shifts.get(model.loss_function)
     return False if _has_unshifted_head(model, forward) else None
 
 
