@@ -38,7 +38,6 @@ class Help(NamedTuple):
 
 @functools.cache
 def _helps() -> dict[str, Help]:
-    """The help of every field of a recipe, by name."""
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     return {name: Help(section, **texts) for section, fields in table.items() for name, texts in fields.items()}
 
@@ -131,7 +130,6 @@ class Field:
         return value
 
     def schema(self) -> dict[str, Any]:
-        """The field in a JSON schema."""
         names = [_NAMES[typing.get_origin(kind) or kind][1] for kind in self.types]
         found: dict[str, Any] = {"type": names[0] if len(names) == 1 else names, "default": self.default}
         for values in self.values:
@@ -150,7 +148,6 @@ def described_at(*names: str) -> str:
 
 @functools.cache
 def fields_of(kind: type) -> Mapping[str, Field]:
-    """The fields of a dataclass by name."""
     hints = typing.get_type_hints(kind, include_extras=True)
     found: dict[str, Field] = {}
     for field in dataclasses.fields(kind):

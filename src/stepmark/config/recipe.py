@@ -142,7 +142,6 @@ PARTS: dict[str, type] = {
 
 @cache
 def all_fields() -> Mapping[str, Field]:
-    """Every recipe field by name."""
     return {name: field for part in PARTS.values() for name, field in fields_of(part).items()}
 
 

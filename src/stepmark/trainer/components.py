@@ -67,7 +67,6 @@ def make_step(
     args: TrainingFields,
     around: AroundPasses | None = None,
 ) -> TrainStep:
-    """The step that the arguments describe."""
     return TrainStep(
         model,
         optimizer,

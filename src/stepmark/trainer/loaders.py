@@ -122,7 +122,6 @@ class LoaderFactory:
 
     @property
     def data_seed(self) -> int:
-        """The seed of the sample order."""
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def train_batches(self, dataset: Any) -> Any:
@@ -153,7 +152,6 @@ class LoaderFactory:
         )
 
     def eval_batches(self, dataset: Any) -> Any:
-        """The batches of evaluation data, in order."""
         if dataset is None:
             raise UsageError("eval_dataset: evaluation needs one")
         batch_size = self.args.per_device_eval_batch_size
@@ -162,7 +160,6 @@ class LoaderFactory:
         return PlainBatches(self._loader(dataset, batch_size, shuffle=False, fixed_shape=self.mesh.runtime.lazy))
 
     def train_loader(self, dataset: Any) -> DataLoader:
-        """A loader of training data, at its beginning."""
         _check_training_data(dataset)
         return self._loader(
             dataset,

@@ -75,7 +75,6 @@ class RunHooks:
     def predict(
         self, inputs: Any, loss_only: bool, ignore_keys: Sequence[str] | None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Calls a subclass's `prediction_step`."""
         given = dict(inputs) if isinstance(inputs, Mapping) else inputs
         return self._trainer.prediction_step(self._trainer.model, given, loss_only, ignore_keys)
 
@@ -129,5 +128,4 @@ class RunHooks:
         return self._trainer._complete_run_state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Gets what `state` has returned."""
         self._trainer._load_complete_run_state(state)

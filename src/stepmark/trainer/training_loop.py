@@ -557,7 +557,6 @@ class TrainingLoop:
     # Saves
 
     def _save(self) -> None:
-        """Saves the run's complete state as `checkpoint-<step>` in the output folder."""
         if extracting_graphs():
             warn_not_saved(f"checkpoint-{self._step}")
             self._callbacks.control.should_save = False

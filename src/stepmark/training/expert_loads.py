@@ -68,7 +68,6 @@ class ExpertLoads:
         return found
 
     def begin(self) -> None:
-        """A step begins."""
         self._sums = dict(self._zeros)
 
     @contextlib.contextmanager
@@ -146,6 +145,5 @@ class ExpertLoads:
                 bias.add_((row.mean() - row).sign().view_as(bias), alpha=self._rate)
 
     def close(self) -> None:
-        """Nothing counts any more."""
         for hook in self._hooks:
             hook.remove()

@@ -57,9 +57,7 @@ class LossScaler:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
         return {"scale": self.scale, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a checkpoint's values."""
         self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])

@@ -63,7 +63,6 @@ AroundPasses = Callable[[Any, Tensor, Passes], Tensor]
 
 
 def call(function: Callable[[], Any] | None) -> None:
-    """Calls a function where there is one."""
     if function is not None:
         function()
 

@@ -55,7 +55,6 @@ class ParameterKinds:
 
 
 def parameter_kinds(model: nn.Module) -> ParameterKinds:
-    """Finds the kinds of a model's parameters."""
     tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     outside = tables | _head(model)
     named = list(model.named_parameters())

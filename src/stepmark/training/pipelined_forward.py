@@ -39,7 +39,6 @@ class StageCalls:
             return self._stages.hidden_states(stage, received, lambda: self._stages.model(**inputs))
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
-        """The model's arguments."""
         inputs: Mapping[str, Any] = batch.inputs
         kept = {name: value for name, value in inputs.items() if name not in self._left_out}
         return {**kept, "use_cache": False}
@@ -105,7 +104,6 @@ class PipelinedForward:
         yield from zip(batches, results, strict=True)
 
     def _pass(self, stage: int, batch: MicroBatch, compute: Callable[[MicroBatch], Result]) -> Result | None:
-        """One stage's forward pass on one batch."""
         shapes = shapes_of(self._call.inputs(batch))
         received = None
         if stage:

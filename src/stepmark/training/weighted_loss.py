@@ -68,7 +68,6 @@ class _Result:
     is_sum: bool = False
 
     def weighted(self, weight: Weight) -> Tensor:
-        """The share of the step's loss."""
         if self.is_sum:
             return self.loss / weight.divisor
         return torch.where(weight.count > 0, self.loss, torch.zeros_like(self.loss)) * weight.share
@@ -257,7 +256,6 @@ class MicroBatchLoss:
         return model(**rest, **_decoder_inputs(model, inputs), **self._options)
 
     def _smoothed(self, model: nn.Module, inputs: Mapping[str, Any]) -> _Result:
-        """The label-smoothed loss."""
         if self.labels.by_sample:
             raise UsageError("label_smoothing_factor: the smoothed loss is no mean over samples; set it to 0")
         outputs = self._call_without_labels(model, inputs, inputs)

@@ -120,7 +120,6 @@ class PreemptionCoordinator:
             return True
 
     def add_save(self, handle: SaveHandle) -> None:
-        """A save has begun."""
         self._saves.append(handle)
 
     def may_save(self) -> bool:

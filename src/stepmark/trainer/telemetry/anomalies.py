@@ -69,7 +69,6 @@ class SpikeDetector:
         self.found = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
         return {"past": {name: list(past) for name, past in self._past.items()}, "rollbacks": self.rollbacks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -70,7 +70,6 @@ class Monitor:
     # The loop
 
     def started(self, parts: TrainingComponents, step: int) -> None:
-        """This process is about to train."""
         size = complete_size(parts.model)
         self._run_log.event(
             "started",
@@ -109,7 +108,6 @@ class Monitor:
             self._recompilations.begin(batch)
 
     def within_step(self) -> AbstractContextManager[None]:
-        """The block is the step itself."""
         return nullcontext() if self._device_reads is None else self._device_reads.within_step()
 
     def step_ended(self, step: int, batch: StepBatch) -> None:

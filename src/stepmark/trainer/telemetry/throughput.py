@@ -41,7 +41,6 @@ class Throughput:
         self._flops: float | None = 0.0
 
     def add(self, batch: StepBatch) -> None:
-        """Adds a step that was trained with this batch."""
         self.samples += batch.samples
         length = sequence_length(batch)
         each = None if length is None else self._flops_per_token(length)
@@ -95,7 +94,6 @@ class RunTimers:
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """The block's time belongs to this part."""
         began = time.perf_counter()
         try:
             with staying(_PHASES[part]):

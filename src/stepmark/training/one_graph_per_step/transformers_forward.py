@@ -41,7 +41,6 @@ _masks_nothing: ContextVar[bool | None] = ContextVar("masks_nothing", default=No
 
 @contextlib.contextmanager
 def _set(*values: tuple[Any, Any]) -> Iterator[None]:
-    """Inside the block, the variables have these values."""
     tokens = [(variable, variable.set(value)) for variable, value in values]
     try:
         yield
