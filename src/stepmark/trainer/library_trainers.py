@@ -127,7 +127,8 @@ class BaseArguments(  # type: ignore[misc, override]
 def arguments_on_stepmark(kind: type, module: str) -> Any:
     """A library's class of arguments, derived from transformers', for the module that will export it. Its fields that
     transformers has are Stepmark's, with the library's defaults."""
-    theirs = {name for each in kind.__mro__ if not _of_transformers(each) for name in inspect.get_annotations(each)}
+    own = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in ("transformers", "builtins")]
+    theirs = {name for each in own for name in inspect.get_annotations(each)}
     hints = typing.get_type_hints(TrainingArguments, include_extras=True)
     fields = [
         field
@@ -182,10 +183,6 @@ def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
     metaclass: Any = type(Base)
     made: type = metaclass(kind.__name__, (kind, Base), namespace)
     return made
-
-
-def _of_transformers(kind: type) -> bool:
-    return kind is object or kind.__module__.partition(".")[0] == "transformers"
 
 
 def _check_arguments(kind: type, args: Any, given: Mapping[str, Any], *, lazy: bool) -> None:

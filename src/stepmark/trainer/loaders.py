@@ -198,6 +198,8 @@ class LoaderFactory:
         prepared, batches = batches, getattr(batches, "before_prepare", batches)
         if isinstance(batches, PlainBatches):
             return batches.loader
+        owners = batches, getattr(batches, "batch_sampler", None)
+        drops_last = any(getattr(each, "drop_last", False) for each in owners)
         return GivenLoader(
             batches,
             rank=self.mesh.data_parallel.rank,
@@ -207,7 +209,7 @@ class LoaderFactory:
             labels=self._labels,
             max_steps=self.args.max_steps if self.args.max_steps > 0 else None,
             fixed_shape=self.mesh.runtime.lazy,
-            whole_turns=prepared is not batches and _drops_last(batches),
+            whole_turns=prepared is not batches and drops_last,
         )
 
     def _stream(self, dataset: Any, batch_size: int, *, drop_last: bool = False) -> StreamLoader:
@@ -264,12 +266,6 @@ class LoaderFactory:
             module = getattr(collator, "__module__", None) or type(collator).__module__
             others_read |= str(module).partition(".")[0] != "transformers"
         return ModelColumns.of_model(self.model, self.loss.labels, others_read=others_read)
-
-
-def _drops_last(loader: Any) -> bool:
-    """Whether a loader of PyTorch's leaves out the last, smaller batch."""
-    owners = (loader, getattr(loader, "batch_sampler", None))
-    return any(getattr(each, "drop_last", False) for each in owners)
 
 
 def _check_training_data(dataset: Any) -> None:

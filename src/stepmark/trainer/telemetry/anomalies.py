@@ -136,7 +136,9 @@ class AnomalyDetector:
             self._found("grad_norm_zero", step, message)
         if updated:
             self._count(step, {"loss": loss, "grad_norm": norm})
-            self._look_for_spikes(step, loss, norm)
+            if self.spikes is not None and (reason := self.spikes.judge(loss, norm)) is not None:
+                self.spikes.note(step)
+                self._report(Anomaly("loss_spike", step, f"step {step} is a loss spike: {reason}"))
         self._look_for_repeats(step, loss, norm, rate)
         self._moved += rate > 0.0 and math.isfinite(norm) and norm > 0.0
 
@@ -160,11 +162,6 @@ class AnomalyDetector:
         first, message = self._diverged or (self._first, self._message)
         remedy = f"lower learning_rate, or look at the samples of step {first} (stop_on_nan: {self._limit})"
         return f"{message}; {self._remedy(first)}; {remedy}"
-
-    def _look_for_spikes(self, step: int, loss: float, norm: float) -> None:
-        if self.spikes is not None and (reason := self.spikes.judge(loss, norm)) is not None:
-            self.spikes.note(step)
-            self._report(Anomaly("loss_spike", step, f"step {step} is a loss spike: {reason}"))
 
     def rolled_back(self) -> None:
         """The run continues from an earlier checkpoint, without the steps since."""
