@@ -317,10 +317,6 @@ class Trainer:
 
     # Parts
 
-    @property
-    def _autocast_dtype(self) -> torch.dtype | None:
-        return autocast_dtype(bf16=self.args.bf16, fp16=self.args.fp16)
-
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""
         return self.context.host.rank == 0
@@ -514,7 +510,7 @@ class Trainer:
 
     def compute_loss_context_manager(self) -> torch.autocast:
         """Returns the context in which models are called: autocast, as `bf16` and `fp16` say."""
-        return autocast(self.context.runtime, self._autocast_dtype)
+        return autocast(self.context.runtime, autocast_dtype(bf16=self.args.bf16, fp16=self.args.fp16))
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device, for a subclass that calls it; batches that the Trainer passes are there already."""
@@ -661,7 +657,7 @@ class Trainer:
             self.model,
             self._loss,
             self.mesh,
-            self._autocast_dtype,
+            autocast_dtype(bf16=self.args.bf16, fp16=self.args.fp16),
             preprocess_logits=self.preprocess_logits_for_metrics,
             prediction_step=self._hooks.predict if self._overridden("prediction_step") else None,
             needs_no_labels=self.can_return_loss and not named,

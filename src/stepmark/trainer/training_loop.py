@@ -430,7 +430,7 @@ class TrainingLoop:
 
     def _unit(self) -> str:
         """What the targets are: those of classes, numbers and other labels of whole samples are samples."""
-        return "samples" if self._losses.timed_tokens == self._monitor.samples else "tokens"
+        return "samples" if self._losses.timed_tokens == self._monitor.throughput.samples else "tokens"
 
     def _log(self) -> None:
         self._check_targets()
