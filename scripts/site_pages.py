@@ -59,6 +59,7 @@ ORIGINS = {
     "run_clm": "Arguments of run_clm",
     "optim": "Values of optim",
     "optim_args": "Options in optim_args",
+    "fsdp_config": "Options in fsdp_config",
     "export": "Imports of other packages",
     "hook": "Methods of transformers' Trainer that are never called",
 }

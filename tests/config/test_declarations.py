@@ -11,7 +11,7 @@ import pytest
 
 from stepmark.cli.init import KINDS, starter_recipe
 from stepmark.cli.main import build_parser, run
-from stepmark.config.fields import fields_of
+from stepmark.config.fields import _helps, fields_of
 from stepmark.config.recipe import all_fields, read_recipe, recipe_schema, sections
 from stepmark.config.training_fields import DEVICES, TrainingFields
 from stepmark.config.yaml_file import parse_yaml
@@ -26,10 +26,14 @@ JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", d
 def test_a_field_is_described_with_an_example_of_its_values(name: str) -> None:
     field = all_fields()[name]
     assert field.help.text
-    assert field.section
+    assert field.help.section
     field.checked(parse_yaml(f"{name}: {field.help.example}")[name])
     if field.default is not None:
         assert field.checked(field.default) == field.default
+
+
+def test_fields_toml_has_no_other_fields() -> None:
+    assert set(_helps()) == set(all_fields())
 
 
 NEEDED: dict[str, dict[str, Any]] = {
@@ -58,7 +62,7 @@ def test_help_has_a_line_for_every_field(capsys: pytest.CaptureFixture[str]) -> 
     assert "recipe fields: optimization: " in shown
     for name, field in all_fields().items():
         assert f"--{name} " in shown
-        assert field.section in sections()
+        assert field.help.section in sections()
     assert "peak learning rate (default: 5e-05; example: 3e-4)" in shown
     assert "number of newest checkpoints to keep (default: all; example: 3)" in shown
     assert "when to evaluate (no, steps, epoch; default: no; example: steps)" in shown

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import pytest
 
-from stepmark.config.fields import FRACTION, Help, check_fields, convert, field_names
+from stepmark.config.fields import FRACTION, check_fields, convert, field_names
 from stepmark.config.recipe import read_recipe
 from stepmark.config.yaml_file import parse_yaml
 from stepmark.errors import UsageError
@@ -75,7 +75,7 @@ def test_refused(value: Any, annotation: Any, wanted: str) -> None:
 def test_a_complete_dataclass() -> None:
     @dataclass
     class Some:
-        rate: Annotated[float, FRACTION, Help("share", "0.5")] = 0.0
+        rate: Annotated[float, FRACTION] = 0.0
         count: int | None = None
 
     globals()["Some"] = Some

@@ -20,11 +20,8 @@ ON_LAZY_DEVICES = (REENTRANT, "preserve_rng_state")
 
 
 def checkpointing_options(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """`gradient_checkpointing_kwargs` as a mapping.
-
-    Raises:
-        UsageError: It is text that cannot be read, an option is unknown, or its value is.
-    """
+    """`gradient_checkpointing_kwargs` as a mapping. Raises UsageError where it is text that cannot be read, an option
+    is unknown, or its value is."""
     options = parse_options(FIELD, given)
     for name, value in options.items():
         if name not in CHOICES:
@@ -35,11 +32,7 @@ def checkpointing_options(given: Mapping[str, Any] | str | None) -> dict[str, An
 
 
 def for_device(options: Mapping[str, Any], *, lazy: bool) -> dict[str, Any]:
-    """What the checkpointing function of a device gets.
-
-    Raises:
-        UsageError: A lazy device lacks an option.
-    """
+    """What the checkpointing function of a device gets. Raises UsageError where a lazy device lacks an option."""
     if not lazy:
         return {REENTRANT: False, **options}
     for name in options:

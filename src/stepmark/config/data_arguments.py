@@ -9,18 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from stepmark.config.fields import (
-    LOCAL,
-    Help,
-    Section,
-    Values,
-    at_least,
-    check_fields,
-    convert,
-    documented,
-    fields_of,
-    refuse,
-)
+from stepmark.config.fields import LOCAL, Values, at_least, check_fields, convert, documented, fields_of, refuse
 from stepmark.errors import UsageError
 
 STDLIB = "python-stdlib"
@@ -76,34 +65,21 @@ class DataArguments:
         UsageError: A value has the wrong type or is out of range, or fields contradict each other.
     """
 
-    # fmt: off
-    dataset_name: Annotated[str | None, Section("data"), Help(
-        "python-stdlib (built in), a folder of save_to_disk, or a name of the hub", "python-stdlib")] = None
-    dataset_config_name: Annotated[str | None, Help("configuration of the dataset", "wikitext-2-raw-v1")] = None
-    text_column: Annotated[str | None, Help(
-        "column that holds the texts", "body", "text, else the only column of strings")] = None
-    messages_column: Annotated[str | None, Help(
-        "column that holds messages, to train on conversations", "messages")] = None
-    assistant_only_loss: Annotated[bool, Help("compute the loss on assistant messages only", "true")] = False
-    packing: Annotated[bool, Help(
-        "pack several conversations into one block, without attention across them", "true")] = False
-    train_file: Annotated[str | list | None, LOCAL, Help(
-        "training texts: a file, a folder, a pattern or a list of them, also compressed", '"data/*.jsonl"')] = None
-    dataset_mixture: Annotated[list | None, Help(
-        "several sources, sampled by weight", "[{train_file: a.txt, weight: 3}, {train_file: b/, weight: 1}]")] = None
-    validation_file: Annotated[str | list | None, LOCAL, Help(
-        "validation texts, in the same forms", "held_out.txt")] = None
-    block_size: Annotated[int | None, at_least(2), Help(
-        "tokens per sample", "512", "1024, or the model's maximum if that is less")] = None
-    validation_split_percentage: Annotated[int, _PERCENT, Help(
-        "percentage of the training texts to hold out if there are no validation texts", "1")] = 5
-    max_train_samples: Annotated[int | None, at_least(1), Help(
-        "maximum number of training samples", "1000", "all")] = None
-    max_eval_samples: Annotated[int | None, at_least(1), Help(
-        "maximum number of validation samples", "200", "all")] = None
-    preprocessing_num_workers: Annotated[int | None, at_least(1), Help("processes that tokenize", "8")] = None
-    overwrite_cache: Annotated[bool, Help("tokenize again even if cached", "true")] = False
-    # fmt: on
+    dataset_name: str | None = None
+    dataset_config_name: str | None = None
+    text_column: str | None = None
+    messages_column: str | None = None
+    assistant_only_loss: bool = False
+    packing: bool = False
+    train_file: Annotated[str | list | None, LOCAL] = None
+    dataset_mixture: list | None = None
+    validation_file: Annotated[str | list | None, LOCAL] = None
+    block_size: Annotated[int | None, at_least(2)] = None
+    validation_split_percentage: Annotated[int, _PERCENT] = 5
+    max_train_samples: Annotated[int | None, at_least(1)] = None
+    max_eval_samples: Annotated[int | None, at_least(1)] = None
+    preprocessing_num_workers: Annotated[int | None, at_least(1)] = None
+    overwrite_cache: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, DataArguments)

@@ -1,9 +1,9 @@
-"""How a recipe's field is declared: once, with its type, and in `Annotated` its values, a line of help and an example.
+"""How a recipe's field is declared: with its type, and in `Annotated` its values; what is said of it is in fields.toml.
 
-    lora_r: Annotated[int, at_least(1), Help("rank of the adapter", "16")] = 8
+    lora_r: Annotated[int, at_least(1)] = 8
 
 Checks of values, `--help`, the JSON schema, comments of starter recipes, the documentation's tables and the docstrings'
-`Args` follow from it. A dataclass of such fields stays one that transformers' HfArgumentParser reads.
+`Args` follow from these two. A dataclass of such fields stays one that transformers' HfArgumentParser reads.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import dataclasses
 import functools
 import math
 import os
+import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from stepmark.config.refusals import refusals
@@ -24,18 +26,20 @@ from stepmark.filesystem.local_paths import WANTED, is_address
 
 
 class Help(NamedTuple):
-    """A line about a field, a value for it as in a recipe, what its default stands for, and further sentences."""
+    """A line about a field, a value for it as in a recipe, what its default stands for, and further sentences; and the
+    section of `--help` that it is in."""
 
-    text: str
-    example: str
+    section: str = ""
+    text: str = ""
+    example: str = ""
     default: str | None = None
     more: str = ""
 
 
-class Section(NamedTuple):
-    """Stands at a field with which a section of `--help` begins."""
-
-    title: str
+@functools.cache
+def _helps() -> dict[str, Help]:
+    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    return {name: Help(section, **texts) for section, fields in table.items() for name, texts in fields.items()}
 
 
 REFERENCE = "https://stepmark.github.io/stepmark/reference"  # below pyproject.toml's Documentation
@@ -90,7 +94,6 @@ class Field:
     default: Any
     values: tuple[Values, ...]
     help: Help
-    section: str
 
     @property
     def type_name(self) -> str:
@@ -127,7 +130,6 @@ class Field:
         return value
 
     def schema(self) -> dict[str, Any]:
-        """The field in a JSON schema."""
         names = [_NAMES[typing.get_origin(kind) or kind][1] for kind in self.types]
         found: dict[str, Any] = {"type": names[0] if len(names) == 1 else names, "default": self.default}
         for values in self.values:
@@ -138,32 +140,23 @@ class Field:
         return {**found, "description": f"{description} Example: {self.name}: {self.help.example}"}
 
 
-_described: set[str] = set()  # names of the fields that the reference describes
-
-
 def described_at(*names: str) -> str:
     """The end of an error: where the first of these fields is described. Empty if none of them is a recipe's."""
-    found = next((name for name in names if name in _described), None)
+    found = next((name for name in names if name in _helps()), None)
     return f"; see {REFERENCE}/fields/#{found}" if found else ""
 
 
 @functools.cache
 def fields_of(kind: type) -> Mapping[str, Field]:
-    """The fields of a dataclass by name."""
     hints = typing.get_type_hints(kind, include_extras=True)
     found: dict[str, Field] = {}
-    section = ""
     for field in dataclasses.fields(kind):
         said: tuple[Any, ...] = getattr(hints[field.name], "__metadata__", ())
         hint = typing.get_args(hints[field.name])[0] if said else hints[field.name]
-        section = next((each.title for each in said if isinstance(each, Section)), section)
-        helps = [each for each in said if isinstance(each, Help)] or [Help("", "")]
         union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         kinds = (*((bool,) if OR_BOOL in said else ()), *(typing.get_args(hint) if union else (hint,)))
         values = tuple(each for each in said if isinstance(each, Values))
-        found[field.name] = Field(field.name, kinds, field.default, values, helps[0], section)
-        if section and helps[0].text:
-            _described.add(field.name)
+        found[field.name] = Field(field.name, kinds, field.default, values, _helps().get(field.name, Help()))
     return found
 
 

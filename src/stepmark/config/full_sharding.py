@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepmark.config.refusals import refusals
 from stepmark.config.yaml_file import parse_options
 from stepmark.errors import UsageError
 
@@ -21,13 +22,6 @@ SWITCHES = {"true": True, "false": False}
 RESHARD, REPLICAS, LAYERS = "reshard_after_forward", "dp_replicate_size", "transformer_layer_cls_to_wrap"
 # Options of transformers that say what is done in any case, with their only value.
 DONE_ANYWAY: dict[str, Any] = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_offload": False}
-INSTEAD = {
-    "activation_checkpointing": "use gradient_checkpointing",
-    "cpu_offload": "parameters stay on the device; raise tensor_parallel_size or the number of ranks",
-    "state_dict_type": "leave it out: checkpoints are sharded, and save_model writes complete files",
-    "min_num_params": "the model's layers are gathered one at a time; leave it out",
-    "version": "only version 2, torch's fully_shard, is supported",
-}
 
 
 @dataclass(frozen=True)
@@ -47,11 +41,8 @@ class FullSharding:
 
 
 def full_sharding(fsdp: bool | str | None, config: Mapping[str, Any] | str | None) -> FullSharding | None:
-    """What the two fields ask for; None where parameters are not sharded.
-
-    Raises:
-        UsageError: A value or an option is unknown, or `fsdp_config` is set without `fsdp`.
-    """
+    """What the two fields ask for; None where parameters are not sharded. Raises UsageError where a value or an option
+    is unknown, or `fsdp_config` is set without `fsdp`."""
     words = fsdp.split() if isinstance(fsdp, str) else [FULL_SHARD] if fsdp else []
     chosen = [FULL_SHARD if SWITCHES.get(word) else word for word in words if word not in ("auto_wrap", "false")]
     options = _options(config)
@@ -82,7 +73,7 @@ def _options(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
         if name in DONE_ANYWAY and value == DONE_ANYWAY[name]:
             continue
         if name not in (RESHARD, REPLICAS, LAYERS):
-            instead = INSTEAD.get(name, f"it has {RESHARD}, {REPLICAS} and {LAYERS}")
+            instead = refusals("fsdp_config").get(name, f"it has {RESHARD}, {REPLICAS} and {LAYERS}")
             raise UsageError(f"fsdp_config: {name}: {value!r} is not supported; {instead}")
         if name == RESHARD and not isinstance(value, bool):
             raise UsageError(f"fsdp_config: {name} should be true or false, and is {value!r}")

@@ -16,8 +16,6 @@ from stepmark.config.fields import (
     FRACTION,
     LOCAL,
     Field,
-    Help,
-    Section,
     at_least,
     check_fields,
     documented,
@@ -49,34 +47,20 @@ class ModelArguments:
         UsageError: A value has the wrong type or is out of range, or fields contradict each other.
     """
 
-    # fmt: off
-    model_name_or_path: Annotated[str | None, Section("model"), LOCAL, Help(
-        "pretrained model to train: a folder, or a name of the hub", "runs/first")] = None
-    config_name: Annotated[str | None, LOCAL, Help(
-        "new model to train: a model type of transformers, or a folder with a config.json", "gpt2")] = None
-    config_overrides: Annotated[dict | str | None, Help(
-        "configuration of the new model", "{n_layer: 4, n_embd: 256}")] = None
-    tokenizer_name: Annotated[str | None, LOCAL, Help(
-        "tokenizer: a folder, a name of the hub, or bytes (built in)", "bytes", "that of the model")] = None
-    chat_template_path: Annotated[str | None, LOCAL, Help(
-        "file with a chat template", "chat.jinja", "that of the tokenizer")] = None
-    trust_remote_code: Annotated[bool, Help(
-        "execute Python code that comes with the model or tokenizer", "true")] = False
-    attn_implementation: Annotated[str | None, Help(
-        "attention: sdpa, eager, flash_attention_2, flex_attention or another of transformers", "eager",
-        "that of the model, mostly sdpa", "Evaluations of checkpoints use it too.")] = None
-    peft: Annotated[str | None, one_of("lora"), Help(
-        "train an adapter on top of the frozen weights", "lora", "train all weights")] = None
-    lora_r: Annotated[int, at_least(1), Help("rank of the adapter", "16")] = 8
-    lora_alpha: Annotated[float, ABOVE_0, Help("scale of the adapter, times lora_r", "32")] = 16
-    lora_dropout: Annotated[float, FRACTION, Help("dropout before the adapter", "0.05")] = 0.0
-    lora_target_modules: Annotated[str | list | None, Help(
-        "modules with an adapter: all-linear, or names", "[q_proj, v_proj]")] = "all-linear"
-    task: Annotated[str | None, one_of(*TASKS), Help(
-        "train by TRL: sft, or on preferences by dpo, kto or reward", "dpo", "the next token")] = None
-    task_options: Annotated[dict | str | None, Help(
-        "more fields of TRL's config of the task", "{beta: 0.2}")] = None
-    # fmt: on
+    model_name_or_path: Annotated[str | None, LOCAL] = None
+    config_name: Annotated[str | None, LOCAL] = None
+    config_overrides: dict | str | None = None
+    tokenizer_name: Annotated[str | None, LOCAL] = None
+    chat_template_path: Annotated[str | None, LOCAL] = None
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None
+    peft: Annotated[str | None, one_of("lora")] = None
+    lora_r: Annotated[int, at_least(1)] = 8
+    lora_alpha: Annotated[float, ABOVE_0] = 16
+    lora_dropout: Annotated[float, FRACTION] = 0.0
+    lora_target_modules: str | list | None = "all-linear"
+    task: Annotated[str | None, one_of(*TASKS)] = None
+    task_options: dict | str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, ModelArguments)
@@ -104,9 +88,7 @@ class ModelArguments:
 class EvaluationArguments:
     """What evaluations compute besides the loss."""
 
-    metrics: Annotated[
-        str | None, Section("evaluation"), Help("function that returns more metrics", "my_module:my_function")
-    ] = None
+    metrics: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, EvaluationArguments)
@@ -160,7 +142,6 @@ PARTS: dict[str, type] = {
 
 @cache
 def all_fields() -> Mapping[str, Field]:
-    """Every recipe field by name."""
     return {name: field for part in PARTS.values() for name, field in fields_of(part).items()}
 
 
@@ -169,7 +150,7 @@ def sections() -> Mapping[str, list[Field]]:
     """The fields by the sections of `--help`."""
     found: dict[str, list[Field]] = {}
     for field in all_fields().values():
-        found.setdefault(field.section, []).append(field)
+        found.setdefault(field.help.section, []).append(field)
     return found
 
 

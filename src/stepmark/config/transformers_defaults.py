@@ -16,20 +16,15 @@ from stepmark.errors import UsageError
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a value is None or a positive whole number."""
     return value is None or (type(value) is int and value > 0)
-
-
-def _always(value: Any) -> bool:
-    return True
 
 
 # Arguments that may ask for what is done in any case, and which of their values do.
 DONE_ANYWAY: dict[str, Callable[[Any], bool]] = {
     "eval_accumulation_steps": lambda value: value is not None,  # predictions leave the device after each batch
-    "ddp_find_unused_parameters": _always,  # parameters without a gradient are allowed
+    "ddp_find_unused_parameters": lambda value: True,  # parameters without a gradient are allowed
     "ddp_broadcast_buffers": lambda value: value is False,  # each rank has its own; checkpoints hold the first rank's
-    "ddp_static_graph": _always,  # the order of gradients need not be declared
+    "ddp_static_graph": lambda value: True,  # the order of gradients need not be declared
     "ddp_backend": lambda value: value in ("gloo", "nccl", "xla"),  # the backend is that of the device
     "logging_nan_inf_filter": lambda value: value is False,
     "dataloader_pin_memory": lambda value: value is False,
@@ -37,7 +32,7 @@ DONE_ANYWAY: dict[str, Callable[[Any], bool]] = {
     "dataloader_prefetch_factor": _is_count,
     "torch_empty_cache_steps": _is_count,
     "include_num_input_tokens_seen": lambda value: value in ("no", False),  # as HfArgumentParser reads `no`
-    "eval_use_gather_object": _always,
+    "eval_use_gather_object": lambda value: True,
 }
 
 LATE = "_late"  # the attribute with fields that HfArgumentParser leaves alone, for `__post_init__`
@@ -146,12 +141,8 @@ def _renamed(options: Mapping[str, Any], known: Collection[str]) -> dict[str, An
 
 
 def without_defaults(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The `options` that are `known`.
-
-    Raises:
-        UsageError: Others are not transformers fields, or neither have their default value nor ask for what is done
-            anyway. All are named.
-    """
+    """The `options` that are `known`. Raises UsageError that names all others which are no fields of transformers, or
+    which neither have their default value nor ask for what is done anyway."""
     done = [name for name, value in options.items() if name in DONE_ANYWAY and DONE_ANYWAY[name](value)]
     others = {name: value for name, value in options.items() if name not in (*known, *done)}
     if others:

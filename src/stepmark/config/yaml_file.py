@@ -40,12 +40,11 @@ def format_yaml(values: Mapping[str, Any]) -> str:
     return stream.getvalue()
 
 
-def _yaml() -> YAML:
+def _yaml() -> Any:
     yaml: Any = YAML(typ="safe", pure=True)
     yaml.Constructor = _CoreConstructor
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
-    assert isinstance(yaml, YAML)
     return yaml
 
 

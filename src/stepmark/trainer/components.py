@@ -20,7 +20,6 @@ from stepmark.runtime.context import Context
 from stepmark.runtime.mesh import Mesh
 from stepmark.trainer.compat.given_loader import GivenLoader
 from stepmark.trainer.loaders import TrainLoader
-from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import AroundPasses, autocast_dtype
 from stepmark.training.step import TrainStep
@@ -68,7 +67,6 @@ def make_step(
     args: TrainingFields,
     around: AroundPasses | None = None,
 ) -> TrainStep:
-    """The step that the arguments describe."""
     return TrainStep(
         model,
         optimizer,
@@ -84,12 +82,6 @@ def make_step(
         seed=args.seed,
         router_bias_update_rate=args.router_bias_update_rate,
     )
-
-
-def make_schedule(args: TrainingFields, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
-    """The schedule that the arguments name."""
-    warmup = warmup_length(args.warmup_steps, args.warmup_ratio, total_steps)
-    return build_schedule(args.lr_scheduler_type, optimizer, total_steps, warmup, args.scheduler_options)
 
 
 def make_checkpointer(folder: Path, args: TrainingFields, mesh: Mesh) -> Checkpointer:

@@ -67,11 +67,6 @@ class TrainerEvaluation:
     compute_metrics: Callable[..., Any] | None
     pause: PausableEvaluation | None = None  # that of the run, inside of which this is
 
-    def before_batch(self) -> None:
-        """See `PausableEvaluation`."""
-        if self.pause is not None:
-            self.pause.before_batch()
-
     def run(
         self,
         batches: Any,
@@ -79,7 +74,6 @@ class TrainerEvaluation:
         gather: bool,
         loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
-        before_batch: Callable[[], None] = lambda: None,
         announces: bool = True,
     ) -> Evaluation:
         """Evaluates what `get_eval_dataloader` returned; see `Evaluator`. `announces`: calls `on_prediction_step`."""
@@ -92,7 +86,7 @@ class TrainerEvaluation:
             include=self.args.include_for_metrics or (),
             batch_metrics=None if by_batches is None else by_batch(by_batches),
             ignore_keys=ignore_keys,
-            before_batch=before_batch,
+            before_batch=(self.pause or PausableEvaluation()).before_batch,
             after_batch=lambda: self.callbacks.event("on_prediction_step") if announces else None,
         )
 
@@ -149,12 +143,12 @@ class TrainerEvaluation:
     def _run_if_it_fits(self, batches: Callable[[], Any], *, gather: bool, **options: Any) -> Evaluation:
         """As `run`. In training, predictions that memory has become too small for are left out, and so are metrics."""
         try:
-            return self.run(batches(), gather=gather, before_batch=self.before_batch, **options)
+            return self.run(batches(), gather=gather, **options)
         except PredictionsTooLarge as error:
             if self.pause is None:  # outside of training
                 raise
             logger.warning("this evaluation is without compute_metrics: %s", error)
-        return self.run(batches(), gather=False, before_batch=self.before_batch, **options)
+        return self.run(batches(), gather=False, **options)
 
     def prompt_sampler(self) -> PromptSampler | None:
         """Continues `sample_prompts`; None without any. Raises UsageError where it cannot."""
@@ -204,12 +198,8 @@ class TrainerEvaluation:
 
 
 def evaluation_sets(dataset: Any) -> dict[str, Any]:
-    """The sets to evaluate, by the prefix of their metrics.
-
-    Raises:
-        UsageError: There is no evaluation data.
-        DataError: A set is empty.
-    """
+    """The sets to evaluate, by the prefix of their metrics. Raises UsageError without data, and DataError where a set
+    is empty."""
     if dataset is None:
         raise UsageError("eval_dataset: evaluation needs one")
     try:

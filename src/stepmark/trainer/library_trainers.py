@@ -125,13 +125,10 @@ class BaseArguments(  # type: ignore[misc, override]
 
 
 def arguments_on_stepmark(kind: type, module: str) -> Any:
-    """A library's class of arguments, whose fields that transformers has are Stepmark's, with the library's defaults.
-
-    Args:
-        kind: The class, derived from transformers' TrainingArguments.
-        module: The name of the module that will export it.
-    """
-    theirs = {name for each in kind.__mro__ if not _of_transformers(each) for name in inspect.get_annotations(each)}
+    """A library's class of arguments, derived from transformers', for the module that will export it. Its fields that
+    transformers has are Stepmark's, with the library's defaults."""
+    own = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in ("transformers", "builtins")]
+    theirs = {name for each in own for name in inspect.get_annotations(each)}
     hints = typing.get_type_hints(TrainingArguments, include_extras=True)
     fields = [
         field
@@ -153,18 +150,15 @@ def arguments_on_stepmark(kind: type, module: str) -> Any:
 
 
 def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
-    """A library's trainer with Stepmark's as base.
-
-    Args:
-        kind: The class, derived from transformers' Trainer.
-        arguments: Its arguments, of `arguments_on_stepmark`. Its constructor also takes the library's own,
-            transformers', or Stepmark's.
-        module: The name of the module that will export it.
-    """
+    """A library's trainer, derived from transformers', with Stepmark's as base, for the module that will export it.
+    Besides `arguments`, of `arguments_on_stepmark`, its constructor takes the library's own, transformers', or
+    Stepmark's."""
     signature, library = inspect.signature(kind.__init__), kind.__module__.partition(".")[0]
 
     @functools.wraps(kind.__init__)
     def construct(self: Any, *given: Any, run: Run | None = None, **options: Any) -> None:
+        from accelerate import Accelerator
+
         bound = signature.bind(self, *given, **options)
         args = bound.arguments.get("args")
         if args is not None:
@@ -172,7 +166,8 @@ def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
         device = "auto" if args is None else args.device_name
         context = start(device, None if args is None else args.join_timeout) if run is None else run.context
         vars(self)["_run"] = run
-        _show_ranks_to_accelerate(cpu=context.runtime.device.type == "cpu")
+        # accelerate's state of the ranks that have joined: libraries log, and let rank 0 go first, by it.
+        Accelerator(cpu=context.runtime.device.type == "cpu")
         _check_arguments(kind, args, bound.arguments, lazy=context.runtime.lazy)
         kind.__init__(*bound.args, **bound.kwargs)
         _check_losses(self)
@@ -188,17 +183,6 @@ def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
     metaclass: Any = type(Base)
     made: type = metaclass(kind.__name__, (kind, Base), namespace)
     return made
-
-
-def _of_transformers(kind: type) -> bool:
-    return kind is object or kind.__module__.partition(".")[0] == "transformers"
-
-
-def _show_ranks_to_accelerate(*, cpu: bool) -> None:
-    """Makes accelerate's state of the ranks that have joined: libraries log, and let rank 0 go first, by it."""
-    from accelerate import Accelerator
-
-    Accelerator(cpu=cpu)
 
 
 def _check_arguments(kind: type, args: Any, given: Mapping[str, Any], *, lazy: bool) -> None:
@@ -253,11 +237,8 @@ def _check_losses(trainer: Any) -> None:
 
 
 def exported(module: str, library: str, name: str) -> Any:
-    """The class of a library's trainer, or of its arguments, on Stepmark's, for a module that exports both.
-
-    Raises:
-        ImportError: The library is not installed.
-    """
+    """The class of a library's trainer, or of its arguments, on Stepmark's, for a module that exports both. Raises
+    ImportError where the library is not installed."""
     if importlib.util.find_spec(library) is None:
         extra = library.replace("_", "-")
         raise ImportError(f"{module}: {extra} is not installed; pip install 'stepmark[{extra}]'")

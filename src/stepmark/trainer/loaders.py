@@ -57,11 +57,8 @@ class ModelColumns:
         return cls(inner, frozenset((*named, *labels.names, *ALWAYS)), others_read=others_read)
 
     def of(self, sample: Any) -> Any:
-        """The sample, a mapping without the other columns, or anything else as it is.
-
-        Raises:
-            DataError: No column is left.
-        """
+        """The sample, a mapping without the other columns, or anything else as it is. Raises DataError where no column
+        is left."""
         if not isinstance(sample, Mapping) or self.names.issuperset(sample):
             return sample
         used = {name: value for name, value in sample.items() if name in self.names}
@@ -73,19 +70,14 @@ class ModelColumns:
             )
         if (self._model, ignored) not in _told:  # once per process: each evaluation has a loader of its own
             _told.add((self._model, ignored))
-            self._log(ignored)
+            columns = f"columns that {self._model}.forward does not take are"
+            for_others = "left out, also for compute_loss and data_collator"
+            if self._others_read:
+                remedy = "set remove_unused_columns: false to keep them"
+                logger.warning("%s %s: %s; %s", columns, for_others, ignored, remedy)
+            else:
+                logger.info("%s ignored: %s", columns, ignored)
         return used
-
-    def _log(self, ignored: str) -> None:
-        if self._others_read:
-            logger.warning(
-                "columns that %s.forward does not take are left out, also for compute_loss and data_collator: %s; set "
-                "remove_unused_columns: false to keep them",
-                self._model,
-                ignored,
-            )
-        else:
-            logger.info("columns that %s.forward does not take are ignored: %s", self._model, ignored)
 
 
 class UsedColumns:
@@ -130,7 +122,6 @@ class LoaderFactory:
 
     @property
     def data_seed(self) -> int:
-        """The seed of the sample order."""
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def train_batches(self, dataset: Any) -> Any:
@@ -161,7 +152,6 @@ class LoaderFactory:
         )
 
     def eval_batches(self, dataset: Any) -> Any:
-        """The batches of evaluation data, in order."""
         if dataset is None:
             raise UsageError("eval_dataset: evaluation needs one")
         batch_size = self.args.per_device_eval_batch_size
@@ -170,7 +160,6 @@ class LoaderFactory:
         return PlainBatches(self._loader(dataset, batch_size, shuffle=False, fixed_shape=self.mesh.runtime.lazy))
 
     def train_loader(self, dataset: Any) -> DataLoader:
-        """A loader of training data, at its beginning."""
         _check_training_data(dataset)
         return self._loader(
             dataset,
@@ -209,6 +198,8 @@ class LoaderFactory:
         prepared, batches = batches, getattr(batches, "before_prepare", batches)
         if isinstance(batches, PlainBatches):
             return batches.loader
+        owners = batches, getattr(batches, "batch_sampler", None)
+        drops_last = any(getattr(each, "drop_last", False) for each in owners)
         return GivenLoader(
             batches,
             rank=self.mesh.data_parallel.rank,
@@ -218,7 +209,7 @@ class LoaderFactory:
             labels=self._labels,
             max_steps=self.args.max_steps if self.args.max_steps > 0 else None,
             fixed_shape=self.mesh.runtime.lazy,
-            whole_turns=prepared is not batches and _drops_last(batches),
+            whole_turns=prepared is not batches and drops_last,
         )
 
     def _stream(self, dataset: Any, batch_size: int, *, drop_last: bool = False) -> StreamLoader:
@@ -275,12 +266,6 @@ class LoaderFactory:
             module = getattr(collator, "__module__", None) or type(collator).__module__
             others_read |= str(module).partition(".")[0] != "transformers"
         return ModelColumns.of_model(self.model, self.loss.labels, others_read=others_read)
-
-
-def _drops_last(loader: Any) -> bool:
-    """Whether a loader of PyTorch's leaves out the last, smaller batch."""
-    owners = (loader, getattr(loader, "batch_sampler", None))
-    return any(getattr(each, "drop_last", False) for each in owners)
 
 
 def _check_training_data(dataset: Any) -> None:

@@ -127,14 +127,12 @@ def locate_best(state: TrainerState, folder: Path, host: HostGroup, otherwise: s
 def _warn_of_later_checkpoints(path: Path, step: int, folder: Path) -> None:
     later = [other.name for other in checkpoints(folder) if (step_of(other) or 0) > step]
     if later:
-        logger.warning(
-            "resuming from %s, but %s contains newer checkpoints (%s); `resume_from_checkpoint: true` will pick %s "
-            "until this run passes them. Move them away to abandon them",
-            path,
-            folder,
-            ", ".join(later[:3]) + (", …" if len(later) > 3 else ""),
-            later[0],
+        names = ", ".join(later[:3]) + (", …" if len(later) > 3 else "")
+        message = (
+            f"resuming from {path}, but {folder} contains newer checkpoints ({names}); `resume_from_checkpoint: true` "
+            f"will pick {later[0]} until this run passes them. Move them away to abandon them"
         )
+        logger.warning("%s", message)
 
 
 def _tell_of_another_attention(
@@ -153,16 +151,10 @@ def _warn_of_another_batch(before: int | None, parts: TrainingComponents) -> Non
     layout = parts.loader.layout
     if before is None or before == layout.global_batch:
         return
-    micro_batch = layout.batch_size * layout.world_size
-    steps, rest = divmod(before, micro_batch)
-    remedy = f"gradient_accumulation_steps: {steps}" if not rest else "per_device_train_batch_size"
-    logger.warning(
-        "the global batch was %d samples and is now %d (%d per device x %d data parallel x %d accumulated); to keep "
-        "it, set %s",
-        before,
-        layout.global_batch,
-        layout.batch_size,
-        layout.world_size,
-        layout.accumulation,
-        remedy,
+    steps, rest = divmod(before, layout.batch_size * layout.world_size)
+    message = (
+        f"the global batch was {before} samples and is now {layout.global_batch} ({layout.batch_size} per device x "
+        f"{layout.world_size} data parallel x {layout.accumulation} accumulated); to keep it, set "
+        f"{'per_device_train_batch_size' if rest else f'gradient_accumulation_steps: {steps}'}"
     )
+    logger.warning("%s", message)

@@ -21,13 +21,7 @@ class RunHooks:
     """What the loop, a step and an evaluation call of a Trainer.
 
     Where transformers lets a subclass stand around something, such as a save, that is kept here until the subclass
-    calls the Trainer's own method.
-
-    Args:
-        trainer: The Trainer.
-
-    Attributes:
-        evaluation: The evaluation of the run that is in progress; None outside of one.
+    calls the Trainer's own method. `evaluation` is that of the run, while one is in progress.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -81,7 +75,6 @@ class RunHooks:
     def predict(
         self, inputs: Any, loss_only: bool, ignore_keys: Sequence[str] | None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Calls a subclass's `prediction_step`."""
         given = dict(inputs) if isinstance(inputs, Mapping) else inputs
         return self._trainer.prediction_step(self._trainer.model, given, loss_only, ignore_keys)
 
@@ -135,5 +128,4 @@ class RunHooks:
         return self._trainer._complete_run_state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Gets what `state` has returned."""
         self._trainer._load_complete_run_state(state)

@@ -92,7 +92,9 @@ def prepare_model(model: nn.Module, args: TrainingArguments, context: Context) -
     check_not_quantized(model)
     if applied is None:
         check_adapted(model, args.tensor_parallel_size, args.pipeline_parallel_size)
-        _tie_again(model)
+        tie = getattr(model, "tie_weights", None)
+        if callable(tie) and any(parameter.device.type == "xla" for parameter in model.parameters()):
+            tie()  # `model.to("xla")` makes new Parameters, and so unties them silently
     _check_sharding(applied, args, context)
     mesh = applied.mesh if applied else make_mesh(args, context)
     runtime = mesh.runtime
@@ -160,14 +162,6 @@ def sharding_options(args: TrainingFields) -> dict[str, Any]:
     """The arguments of `parallelize`, by their names there."""
     names = ("sequence_parallel", "parallelize_embedding", "pipeline_layers", "pipeline_chunks")
     return {**{name: getattr(args, name) for name in names}, "fsdp": args.full_sharding}
-
-
-def _tie_again(model: nn.Module) -> None:
-    """Ties weights again: `model.to("xla")` makes new Parameters, and so unties them silently."""
-    lazy = any(parameter.device.type == "xla" for parameter in model.parameters())
-    tie = getattr(model, "tie_weights", None)
-    if lazy and callable(tie):
-        tie()
 
 
 def _check_sharding(applied: ParallelizedModel | None, args: TrainingFields, context: Context) -> None:

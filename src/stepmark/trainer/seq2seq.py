@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import GenerationConfig
 from transformers.trainer_utils import PredictionOutput
 
 from stepmark.errors import UsageError
@@ -39,7 +38,10 @@ class Seq2SeqTrainer(Trainer):
         given = getattr(self.args, "generation_config", None)
         if given is not None:
             generating: Any = self.model
-            generating.generation_config = load_generation_config(given)
+            try:
+                generating.generation_config = transformers.Seq2SeqTrainer.load_generation_config(given)
+            except (OSError, ValueError) as error:
+                raise UsageError(f"generation_config: {' '.join(str(error).split())}") from error
 
     def evaluate(
         self,
@@ -129,56 +131,20 @@ class Seq2SeqTrainer(Trainer):
         return nn.functional.pad(tokens, (0, missing), value=self._padding_id()) if missing > 0 else tokens
 
     def _padding_id(self) -> int:
-        config = getattr(self.model, "config", None)
-        for owner, name in (
-            (self.processing_class, "pad_token_id"),
-            (self.processing_class, "eos_token_id"),
-            (config, "pad_token_id"),
-        ):
+        processing, config = self.processing_class, getattr(self.model, "config", None)
+        for owner, name in ((processing, "pad_token_id"), (processing, "eos_token_id"), (config, "pad_token_id")):
             found = getattr(owner, name, None)
             if isinstance(found, int):
                 return found
         raise UsageError("predict_with_generate: there is no padding id; set pad_token_id in the model's configuration")
 
 
-def load_generation_config(given: Any) -> GenerationConfig:
-    """A generation configuration, or that of a file, a folder or a name of the hub.
-
-    Raises:
-        UsageError: It cannot be read, or contradicts itself.
-    """
-    try:
-        if isinstance(given, GenerationConfig):
-            config = copy.deepcopy(given)
-        else:
-            path = Path(given)
-            file: dict[str, Any] = {"config_file_name": path.name} if path.is_file() else {}
-            config = GenerationConfig.from_pretrained(path.parent if path.is_file() else given, **file)
-        config.validate(strict=True)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"generation_config: {' '.join(str(error).split())}") from error
-    return config
-
-
-# Settings of a generation with other values than these change which tokens are generated.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "do_sample": (None, False),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
-    "no_repeat_ngram_size": (None, 0),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "repetition_penalty": (None, 1.0),
-    "encoder_repetition_penalty": (None, 1.0),
-    "bad_words_ids": (None,),
-    "suppress_tokens": (None, []),
-    "begin_suppress_tokens": (None, []),
-    "sequence_bias": (None,),
-    "guidance_scale": (None, 1.0),
-    "penalty_alpha": (None,),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-}
+# Settings of a generation with other values than their defaults, or nothing, change which tokens are generated.
+_NEUTRAL = """
+    num_beams do_sample min_length min_new_tokens no_repeat_ngram_size encoder_no_repeat_ngram_size repetition_penalty
+    encoder_repetition_penalty bad_words_ids suppress_tokens begin_suppress_tokens sequence_bias guidance_scale
+    penalty_alpha constraints force_words_ids
+"""
 
 
 def greedy_tokens(model: Any, inputs: Mapping[str, Any], config: Any, runtime: Runtime) -> Tensor:
@@ -230,11 +196,13 @@ def _check(model: Any, config: Any) -> None:
             f"predict_with_generate: {type(model).__name__} is not an encoder-decoder, and only those generate on a "
             "lazy device; evaluate on device: cpu or cuda"
         )
-    for name, neutral in _NEUTRAL.items():
-        if getattr(config, name, None) not in neutral:
+    defaults = {**config._get_default_generation_params(), "guidance_scale": 1.0}
+    for name in _NEUTRAL.split():
+        value, default = getattr(config, name, None), defaults.get(name)
+        if value and value != default:
             raise UsageError(
-                f"predict_with_generate: {name} is {getattr(config, name)}, and a lazy device generates greedily, with "
-                f"static shapes; set it to {neutral[-1]}, or evaluate on device: cpu or cuda"
+                f"predict_with_generate: {name} is {value}, and a lazy device generates greedily, with static shapes; "
+                f"set it to {default}, or evaluate on device: cpu or cuda"
             )
 
 

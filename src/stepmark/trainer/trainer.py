@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
+from transformers import trainer_pt_utils
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import (
     EvalLoopOutput,
@@ -54,13 +55,8 @@ from stepmark.trainer.compat.overrides import (
     sampler_of,
 )
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
-from stepmark.trainer.components import TrainingComponents, count_steps, make_checkpointer, make_schedule, make_step
-from stepmark.trainer.evaluation import (
-    PausableEvaluation,
-    TrainerEvaluation,
-    evaluation_sets,
-    logged_evaluation,
-)
+from stepmark.trainer.components import TrainingComponents, count_steps, make_checkpointer, make_step
+from stepmark.trainer.evaluation import PausableEvaluation, TrainerEvaluation, evaluation_sets, logged_evaluation
 from stepmark.trainer.interruption.peer_watch import PeerWatches
 from stepmark.trainer.loaders import LoaderFactory, ModelColumns, default_collator
 from stepmark.trainer.run import Run
@@ -71,12 +67,12 @@ from stepmark.trainer.run_folder.run_identity import identity
 from stepmark.trainer.run_hooks import RunHooks
 from stepmark.trainer.run_model import align_special_tokens, check_packed, make_again, model_of, prepare_model
 from stepmark.trainer.run_optimizer import RunOptimizer
-from stepmark.trainer.telemetry.progress import metric_lines
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.compiled_layers import compile_layers
+from stepmark.training.learning_rate_schedule import build_schedule, warmup_length
 from stepmark.training.micro_batches import autocast, autocast_dtype
-from stepmark.training.model_labels import names_labels
+from stepmark.training.model_labels import label_names
 from stepmark.training.model_options import attention_of
 from stepmark.training.model_wrappers import without_wrapper
 from stepmark.training.one_graph_per_step.deferred_reads import plain
@@ -321,10 +317,6 @@ class Trainer:
 
     # Parts
 
-    @property
-    def _autocast_dtype(self) -> torch.dtype | None:
-        return autocast_dtype(bf16=self.args.bf16, fp16=self.args.fp16)
-
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""
         return self.context.host.rank == 0
@@ -439,7 +431,7 @@ class Trainer:
             model: Ignored; part of transformers' signature.
 
         Raises:
-            UsageError: It is muon, whose groups only the Trainer makes.
+            UsageError: It is muon, whose groups only the Trainer makes; or the name is unknown.
         """
         own = converted(args)
         if own.optim == MUON:
@@ -459,7 +451,9 @@ class Trainer:
         if self.lr_scheduler is None:
             if optimizer is None:
                 raise UsageError("create_scheduler: there is no optimizer yet; call create_optimizer first")
-            self.lr_scheduler = make_schedule(self.args, optimizer, num_training_steps)
+            args, steps = self.args, num_training_steps
+            warmup = warmup_length(args.warmup_steps, args.warmup_ratio, steps)
+            self.lr_scheduler = build_schedule(args.lr_scheduler_type, optimizer, steps, warmup, args.scheduler_options)
         return self.lr_scheduler
 
     def identity(self) -> dict[str, Any]:
@@ -516,7 +510,7 @@ class Trainer:
 
     def compute_loss_context_manager(self) -> torch.autocast:
         """Returns the context in which models are called: autocast, as `bf16` and `fp16` say."""
-        return autocast(self.context.runtime, self._autocast_dtype)
+        return autocast(self.context.runtime, autocast_dtype(bf16=self.args.bf16, fp16=self.args.fp16))
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device, for a subclass that calls it; batches that the Trainer passes are there already."""
@@ -658,12 +652,12 @@ class Trainer:
     @property
     def _evaluator(self) -> Evaluator:
         self._find_override()
-        named = names_labels(self.model) if self.args.label_names is None else self.args.label_names
+        named = label_names(self.model) if self.args.label_names is None else self.args.label_names
         return Evaluator(
             self.model,
             self._loss,
             self.mesh,
-            self._autocast_dtype,
+            autocast_dtype(bf16=self.args.bf16, fp16=self.args.fp16),
             preprocess_logits=self.preprocess_logits_for_metrics,
             prediction_step=self._hooks.predict if self._overridden("prediction_step") else None,
             needs_no_labels=self.can_return_loss and not named,
@@ -824,14 +818,9 @@ class Trainer:
         if self._overridden("evaluation_loop") and hasattr(dataloader, "__len__") and not len(dataloader):
             nothing: Any = None
             return EvalLoopOutput(nothing, nothing, {f"{metric_key_prefix}_runtime": 0.0}, 0)
-        found = self.evaluation.run(
-            dataloader,
-            gather=True,
-            loss_only=prediction_loss_only,
-            ignore_keys=ignore_keys,
-            before_batch=self.evaluation.before_batch,
-        )
-        metrics = self.evaluation.metrics(found, metric_key_prefix)
+        evaluation = self.evaluation
+        found = evaluation.run(dataloader, gather=True, loss_only=prediction_loss_only, ignore_keys=ignore_keys)
+        metrics = evaluation.metrics(found, metric_key_prefix)
         return EvalLoopOutput(found.predictions, found.labels, metrics, found.samples)
 
     # Saving
@@ -1036,8 +1025,7 @@ class Trainer:
             split: The heading: `train`, `eval` or `predict` for example.
             metrics: The metrics by name.
         """
-        if self.is_world_process_zero():
-            print("\n".join(metric_lines(split, metrics)), flush=True)
+        trainer_pt_utils.log_metrics(self, split, dict(metrics))
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Writes metrics to `<split>_results.json` in the run's folder, on rank 0.

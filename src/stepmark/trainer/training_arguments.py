@@ -145,8 +145,11 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises UsageError for an argument of transformers that would have no effect."""
-        if name == "save_on_each_node" and value:
-            _check_one_node()
+        if name == "save_on_each_node" and value and (world := World.from_environment()).local_size < world.size:
+            raise UsageError(
+                "save_on_each_node: output_dir is one folder that all machines see, in which a checkpoint is written "
+                "once, by all ranks together; leave it out"
+            )
         if is_absent(type(self), name):
             set_absent(self, name, value)
         else:
@@ -303,16 +306,6 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
         values = {name: getattr(self, name) for name in names if name != "device"}
         secret = {} if self.hub_token is None else {"hub_token": "<HUB_TOKEN>"}
         return {**values, "device": self.device_name, **secret}
-
-
-def _check_one_node() -> None:
-    """Raises UsageError where each machine would have to have a folder of its own."""
-    world = World.from_environment()
-    if world.local_size < world.size:
-        raise UsageError(
-            "save_on_each_node: output_dir is one folder that all machines see, in which a checkpoint is written once, "
-            "by all ranks together; leave it out"
-        )
 
 
 @dataclass(repr=False)

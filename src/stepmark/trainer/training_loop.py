@@ -60,7 +60,7 @@ logger = logging.getLogger("stepmark")
 
 
 class _LossSpike(Exception):
-    """The run goes back to the checkpoint before a loss spike."""
+    """The run goes back. `args`: the first and the last spike, by step, and the checkpoint from before them."""
 
 
 class TrainingLoop:
@@ -209,13 +209,11 @@ class TrainingLoop:
         # The time since the last log, in which the last evaluation and the last save were.
         machine = {**self._monitor.part_fields(), "target_tokens": self._losses.since_start["tokens"]}
         if self._args.load_best_model_at_end:
-            locate_best(
-                callbacks.state, self._checkpointer.folder, parts.context.host, "the last model is the final one"
-            )
-        best = callbacks.state.best_model_checkpoint
-        if self._args.load_best_model_at_end and best is not None:
-            self._checkpointer.restore({"model": parts.saved}, Path(best))
-            callbacks.best_step = callbacks.state.best_global_step
+            state, folder = callbacks.state, self._checkpointer.folder
+            locate_best(state, folder, parts.context.host, "the last model is the final one")
+            if state.best_model_checkpoint is not None:
+                self._checkpointer.restore({"model": parts.saved}, Path(state.best_model_checkpoint))
+                callbacks.best_step = state.best_global_step
         samples = steps * parts.loader.layout.global_batch
         metrics = {
             "total_flos": callbacks.state.total_flos,
@@ -242,16 +240,16 @@ class TrainingLoop:
         if restored is not None and self._args.ignore_data_skip:
             self._parts.loader.begin_epoch()
         self._record_position()
-        while not self._trains_to_the_end():
-            self._roll_back()
+        while (spike := self._train_to_the_end()) is not None:
+            self._roll_back(*spike.args)
         self._checkpointer.wait()
         self._monitor.saves.close()
         if self._preemption is not None:  # another rank may still wait for an answer of this one's thread
             self._parts.context.host.barrier()
         entering(END)
 
-    def _trains_to_the_end(self) -> bool:
-        """Trains to the last step; False where the run goes back to an earlier one before that."""
+    def _train_to_the_end(self) -> _LossSpike | None:
+        """Trains to the last step. Returns the spike for which the run goes back before that."""
         try:
             if self._step < self._parts.total_steps:
                 self._stop_if_asked()
@@ -262,24 +260,20 @@ class TrainingLoop:
                 self._end_epoch()
             self._parts.step.settle()
             self._check_finite()
-        except _LossSpike:
-            return False
-        return True
+        except _LossSpike as spike:
+            return spike
+        return None
 
-    def _roll_back(self) -> None:
-        """Returns to the last checkpoint from before the spikes that were found, and moves past the samples up to the
-        last of them, as PaLM's training did (A. Chowdhery et al., 2022, section 5.1). Collective.
+    def _roll_back(self, first: int, last: int, path: Path) -> None:
+        """Returns to the checkpoint from before these spikes, and moves past the samples up to the last of them, as
+        PaLM's training did (A. Chowdhery et al., 2022, section 5.1). Collective.
 
         Raises TrainingDiverged where the run has gone back `max_rollbacks` times.
         """
         callbacks, parts, spikes = self._callbacks, self._parts, self._spikes
         assert spikes is not None
-        assert spikes.found is not None
-        (first, last), count = spikes.found, spikes.rollbacks
-        after, attempt = self._positions[last], callbacks.run_log.attempts()
+        count, after, attempt = spikes.rollbacks, self._positions[last], callbacks.run_log.attempts()
         parts.optimizer.arrivals.settle()
-        path = self._newest_before(first)
-        assert path is not None
         if count == self._args.max_rollbacks:
             raise TrainingDiverged(
                 f"step {first} is a loss spike after {count} rollbacks (max_rollbacks); {path.name} is from before it: "
@@ -431,14 +425,12 @@ class TrainingLoop:
             return
         self._losses.settle()
         progress.unit = self._unit()
-        progress.step(self._step, self._losses.last_loss, self._tokens_per_second())
-
-    def _tokens_per_second(self) -> float:
-        return self._losses.timed_tokens / self._monitor.timers.training()
+        speed = self._losses.timed_tokens / self._monitor.timers.training()
+        progress.step(self._step, self._losses.last_loss, speed)
 
     def _unit(self) -> str:
         """What the targets are: those of classes, numbers and other labels of whole samples are samples."""
-        return "samples" if self._losses.timed_tokens == self._monitor.samples else "tokens"
+        return "samples" if self._losses.timed_tokens == self._monitor.throughput.samples else "tokens"
 
     def _log(self) -> None:
         self._check_targets()
@@ -487,10 +479,11 @@ class TrainingLoop:
         if self._spikes is None or self._args.on_loss_spike != ROLLBACK:
             return
         if self._spikes.found is not None:
+            first, last = self._spikes.found
             self._checkpointer.wait()
-            if self._newest_before(self._spikes.found[0]) is not None:
-                raise _LossSpike
-            self._monitor.not_rolled_back(self._spikes.found[0])
+            if (path := self._newest_before(first)) is not None:
+                raise _LossSpike(first, last, path)
+            self._monitor.not_rolled_back(first)
         self._positions.clear()
 
     def _check_targets(self) -> None:
@@ -564,7 +557,6 @@ class TrainingLoop:
     # Saves
 
     def _save(self) -> None:
-        """Saves the run's complete state as `checkpoint-<step>` in the output folder."""
         if extracting_graphs():
             warn_not_saved(f"checkpoint-{self._step}")
             self._callbacks.control.should_save = False

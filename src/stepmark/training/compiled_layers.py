@@ -13,7 +13,6 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.runtime.eager import kept_generators
 
-ALSO = ("aot_eager", "eager")  # of torch's backends for debugging, those that messages name
 MOST_GRAPHS = 64  # of one kind of layer, beyond which it runs uncompiled; torch's 8 are fewer than a few stated lengths
 
 
@@ -26,7 +25,7 @@ def check_compiler(args: TrainingFields, device: str) -> None:
 
     backend, mode = str(args.torch_compile_backend), args.torch_compile_mode
     if backend not in dynamo.list_backends(exclude_tags=()):
-        known = ", ".join(sorted({*dynamo.list_backends(), *ALSO}))
+        known = ", ".join(sorted({*dynamo.list_backends(), "aot_eager", "eager"}))  # two of those for debugging
         raise UsageError(f"torch_compile_backend: {backend!r} is unknown; choose one of {known}")
     own = str(lookup_backend(backend).__module__).startswith("torch._dynamo.backends")
     if mode is not None and own and backend != "inductor":

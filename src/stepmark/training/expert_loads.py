@@ -28,16 +28,10 @@ class ExpertLoads:
     Only what runs within `counting` counts, so that neither evaluations nor layers that a backward pass computes again
     do. All ranks of a tensor parallel group have the same counts.
 
-    Args:
-        model: The model, or this rank's stages of it.
-        mesh: The mesh that the model is on.
-        bias_update_rate: What `update_biases` adds to or takes from a bias; 0: nothing.
+    `bias_update_rate`: what `update_biases` adds to or takes from a bias; 0: nothing. `experts`: number of experts and
+    routing bias of every layer of the complete model, by the experts' module.
 
-    Attributes:
-        experts: Number of experts and routing bias of every layer of the complete model, by the experts' module.
-
-    Raises:
-        UsageError: No router has a bias to update, or it is sharded.
+    Raises UsageError where biases are to be updated and no router has one, or it is sharded.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, bias_update_rate: float = 0.0) -> None:
@@ -74,7 +68,6 @@ class ExpertLoads:
         return found
 
     def begin(self) -> None:
-        """A step begins."""
         self._sums = dict(self._zeros)
 
     @contextlib.contextmanager
@@ -152,6 +145,5 @@ class ExpertLoads:
                 bias.add_((row.mean() - row).sign().view_as(bias), alpha=self._rate)
 
     def close(self) -> None:
-        """Nothing counts any more."""
         for hook in self._hooks:
             hook.remove()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -110,12 +109,7 @@ def advance(schedule: LRScheduler, optimizer: NamedOptimizer | None = None) -> N
 
 def follows_metric(schedule: LRScheduler) -> bool:
     """Whether `schedule.step` takes a metric, like torch's ReduceLROnPlateau and transformers' GreedyLR."""
-    return _takes_metrics(type(schedule).step)
-
-
-@functools.cache
-def _takes_metrics(function: Callable[..., Any]) -> bool:
-    return "metrics" in inspect.signature(function).parameters
+    return "metrics" in inspect.signature(type(schedule).step).parameters
 
 
 def shows_rates(schedule: LRScheduler) -> bool:

@@ -23,16 +23,12 @@ class LossScaler:
     All ranks decide by the same norm.
 
     Args:
-        scale: The first scale.
         ranks: How many ranks have a part of a step's loss each. A part is multiplied by their number too, rounded up to
             a power of two: otherwise gradients would be smaller on more ranks.
-
-    Attributes:
-        scale: What the loss of a step is multiplied with.
     """
 
     def __init__(self, scale: float = FIRST, ranks: int = 1) -> None:
-        self.scale = scale
+        self.scale = scale  # what the loss of a step is multiplied with
         self._of_rank = 2.0 ** math.ceil(math.log2(ranks))
         self._good_steps = 0  # since the scale has changed
         self._warned = False
@@ -61,9 +57,7 @@ class LossScaler:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
         return {"scale": self.scale, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a checkpoint's values."""
         self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])

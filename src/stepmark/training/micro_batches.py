@@ -62,12 +62,7 @@ AroundPasses = Callable[[Any, Tensor, Passes], Tensor]
 """Is called with a micro-batch's inputs and number of targets, and with what runs its passes."""
 
 
-def _run_passes(inputs: Any, count: Tensor, passes: Passes) -> Tensor:
-    return passes(inputs)
-
-
 def call(function: Callable[[], Any] | None) -> None:
-    """Calls a function where there is one."""
     if function is not None:
         function()
 
@@ -117,16 +112,11 @@ class MicroBatchSchedule(Protocol):
     """Runs the forward and backward passes of a step."""
 
     def run(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
-        """Leaves the sums of the step's gradients in the reducer.
+        """Leaves the sums of the gradients of a step, numbered from 0, in the reducer. Of the hooks, those after each
+        micro-batch but the last are called.
 
-        Args:
-            step: The step's number, from 0.
-            batch: This rank's micro-batches, on the device.
-            hooks: Those that are called after each micro-batch but the last.
-
-        Returns:
-            This rank's part of the mean loss over the target tokens of all ranks, and their number: 0-dim float32
-            tensors on the device.
+        Returns this rank's part of the mean loss over the target tokens of all ranks, and their number: 0-dim float32
+        tensors on the device.
         """
 
 
@@ -152,7 +142,7 @@ class SequentialSchedule:
         seed: int = 42,
         loads: ExpertLoads | None = None,
     ) -> None:
-        self._around = around or _run_passes
+        self._around: AroundPasses = around or (lambda inputs, _, passes: passes(inputs))
         self._model = model
         self._arrivals = arrivals or Arrivals()
         self._loss = loss

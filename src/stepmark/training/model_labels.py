@@ -20,17 +20,15 @@ from stepmark.errors import UsageError
 from stepmark.parallel.tensor.vocabulary import VocabParallelLoss
 
 SHIFTS = Path(__file__).with_name("label_shifts.json")  # scripts/label_shifts.py
-_SHIFTS_OF_LOSSES = {
-    "ForCausalLM": True,
-    **dict.fromkeys(("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification", "ForSegmentation"), False),
-}
+_OTHER_LOSSES = "ForMaskedLM ForTokenClassification ForSequenceClassification ForQuestionAnswering ForSegmentation"
+_SHIFTS_OF_LOSSES = {"ForCausalLM": True, **dict.fromkeys(_OTHER_LOSSES.split(), False)}  # transformers' types
 
 
 def label_rule(model: nn.Module) -> LabelRule:
     """The rule of a model's own loss. Where nothing says whether its labels are shifted, they are not."""
     model = unwrapped(model)
     return LabelRule(
-        names=label_names(model),
+        names=label_names(model) or ("labels",),
         causal_shift=bool(known_shift(model)),
         ignored=_ignored_label(model),
         by_sample=_is_ctc(model),
@@ -94,20 +92,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def label_names(model: nn.Module) -> tuple[str, ...]:
-    """The arguments of `forward` that are labels, by transformers' convention; `labels` if there are none."""
-    return names_labels(model) or ("labels",)
-
-
-def names_labels(model: nn.Module) -> tuple[str, ...]:
-    """As `label_names`; none where no argument is one."""
+    """The arguments of `forward` that are labels, by transformers' convention."""
     parameters = inspect.signature(model.forward).parameters
     return tuple(name for name in parameters if "label" in name or name in POSITIONS)
-
-
-def takes_labels(model: nn.Module) -> bool:
-    """Whether `forward` accepts an argument `labels`."""
-    parameters = inspect.signature(model.forward).parameters
-    return "labels" in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 def names_num_items(model: nn.Module) -> bool:
@@ -169,27 +156,22 @@ def _shifts() -> dict[str, bool]:
 
 def shown_shift(model: nn.Module) -> bool | None:
     """Whether position t predicts label t + 1, if the model's class shows it."""
-    if not takes_labels(model):
+    parameters = inspect.signature(model.forward).parameters.values()
+    if not any(each.name == "labels" or each.kind is each.VAR_KEYWORD for each in parameters):
         return False
     _, forward = _forward_of(model)
     code: CodeType | None = getattr(forward, "__code__", None)
     if code is None or not hasattr(model, "loss_function"):
         return None
-    from transformers.loss import loss_utils
-
-    loss_function = model.loss_function
     if "loss_function" in code.co_names:
+        from transformers.loss.loss_utils import LOSS_MAPPING
+
         if "shift_labels" in (*code.co_varnames, *code.co_names) or "shift_labels" in str(code.co_consts):
             return None
-        if loss_function is loss_utils.ForCausalLMLoss or isinstance(loss_function, VocabParallelLoss):
+        if isinstance(model.loss_function, VocabParallelLoss):
             return True
-        unshifted = (
-            loss_utils.ForMaskedLMLoss,
-            loss_utils.ForTokenClassification,
-            loss_utils.ForSequenceClassificationLoss,
-            loss_utils.ForQuestionAnsweringLoss,
-        )
-        return False if loss_function in unshifted else None
+        shifts: dict[Any, bool] = {LOSS_MAPPING[name]: shift for name, shift in _SHIFTS_OF_LOSSES.items()}
+        return shifts.get(model.loss_function)
     return False if _has_unshifted_head(model, forward) else None
 
 

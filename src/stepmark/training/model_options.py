@@ -26,16 +26,11 @@ CHECKPOINTING = {
 
 def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime, options: Mapping[str, Any] | None = None) -> None:
     """Makes a transformers model recompute the activations of each layer in the backward pass instead of keeping them.
+    `options`: of `torch.utils.checkpoint`, as in `gradient_checkpointing_kwargs`. Default: `use_reentrant=False`.
 
     Lazy devices need torch_xla's function: torch's crashes on them.
 
-    Args:
-        model: The model.
-        runtime: The device.
-        options: Of `torch.utils.checkpoint`, as in `gradient_checkpointing_kwargs`. Default: `use_reentrant=False`.
-
-    Raises:
-        UsageError: The model has no support for it, or the device lacks an option.
+    Raises UsageError where the model has no support for it, or the device lacks an option.
     """
     method = next((name for name in CHECKPOINTING if hasattr(model, name)), None)
     if method is None:
@@ -164,15 +159,16 @@ def _all_train(model: nn.Module) -> bool:
 def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
     """NEFTune (Jain et al. 2023, arXiv:2310.05914): inside the block, and in training mode, adds uniform noise of up to
     alpha / sqrt(length * size) to the embeddings [rows, length, size], drawn from the generator of the micro-batch.
-    None: no noise.
-
-    Raises:
-        UsageError: The model does not say what its input embeddings are.
-    """
+    None: no noise. Raises UsageError where the model does not say what its input embeddings are."""
     if alpha is None:
         yield
         return
-    hook = _input_embeddings(model).register_forward_hook(lambda module, _, output: _noisy(module, output, alpha))
+
+    def add_noise(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+        bound = alpha / (output.shape[-2] * output.shape[-1]) ** 0.5
+        return output + (2 * torch.rand_like(output) - 1) * bound if module.training else output
+
+    hook = _input_embeddings(model).register_forward_hook(add_noise)
     try:
         yield
     finally:
@@ -188,10 +184,3 @@ def _input_embeddings(model: nn.Module) -> nn.Module:
             "add one, or leave the argument out"
         )
     return found
-
-
-def _noisy(module: nn.Module, output: Tensor, alpha: float) -> Tensor:
-    if not module.training:
-        return output
-    bound = alpha / (output.shape[-2] * output.shape[-1]) ** 0.5
-    return output + (2 * torch.rand_like(output) - 1) * bound

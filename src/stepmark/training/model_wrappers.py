@@ -23,9 +23,8 @@ def without_wrapper(model: nn.Module) -> nn.Module:
     Gradients are averaged over the ranks by the training step, so the first wrapper, which would do the same in its own
     forward pass, is not called. The second changes the names of all parameters.
 
-    Raises:
-        UsageError: The model is wrapped in something else that shards it or reduces its gradients, or holds such a
-            wrapper further inside.
+    Raises UsageError where the model is wrapped in something else that shards it or reduces its gradients, or holds
+    such a wrapper further inside.
     """
     if _is_compiled(model):
         return without_wrapper(_compiled_in_place(model))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.checkpoint.sections import check_own_tensors
-from stepmark.config.optimizers import ADAFACTOR, ADAMW, ADAMW_8BIT, MUON, WHOLE_PARAMETERS, check_optimizer
+from stepmark.config.optimizers import ADAFACTOR, ADAMW_8BIT, MUON, SGD, WHOLE_PARAMETERS, check_optimizer
 from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
 from stepmark.parallel.full_sharding import now
@@ -55,7 +55,6 @@ class ParameterKinds:
 
 
 def parameter_kinds(model: nn.Module) -> ParameterKinds:
-    """Finds the kinds of a model's parameters."""
     tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     outside = tables | _head(model)
     named = list(model.named_parameters())
@@ -132,17 +131,25 @@ def build_optimizer(
         UsageError: The name or an option is unknown, the optimizer's library is not installed, or it needs complete
             parameters, and they are sharded on a lazy device or without `mesh`.
     """
-    check_optimizer(name)
     trained = [(key, parameter) for key, parameter in named_parameters if parameter.requires_grad]
     groups = [
         {"params": [item for item in items if decay(item[0]) == decays], "weight_decay": rate, **own}
         for items, own in _by_kind(name, trained, kinds)
         for decays, rate in ((True, weight_decay), (False, 0.0))
     ]
-    if name in WHOLE_PARAMETERS:
-        _check_device(name, runtime)
-    kind, keywords = optimizer_class(name, runtime, learning_rate, betas, epsilon, options or {})
-    make = _maker(name, kind, keywords, options or {})
+    if runtime.lazy and name in (ADAFACTOR, MUON):
+        raise UsageError(f"optim: {name} changes its graph with every step, so {runtime.name} cannot use it; use AdamW")
+    if runtime.lazy and name in ADAMW_8BIT:
+        raise UsageError(f"optim: {name} has no kernels for {runtime.name}; use AdamW")
+    chosen = dict(options or {})
+    kind, keywords = optimizer_class(name, runtime, learning_rate, betas, epsilon, chosen)
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        try:
+            return kind(groups, **keywords)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"optim_args: {name} does not accept {chosen}: {error}") from error
+
     used, mesh = _used_groups(groups, stages), mesh or sharded_over
     if mesh is None and name in WHOLE_PARAMETERS and any(layout_of(each) is not None for _, each in named_parameters):
         raise UsageError(
@@ -159,20 +166,6 @@ def build_optimizer(
         bucket_elements=bucket_elements,
     )
     return NamedOptimizer(distribution, used, make, runtime)
-
-
-def _maker(
-    name: str, kind: Callable[..., torch.optim.Optimizer], keywords: Mapping[str, Any], options: Mapping[str, Any]
-) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-    """A function that makes the optimizer from groups. `options`: of the `keywords`, those that the user has chosen."""
-
-    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        try:
-            return kind(groups, **keywords)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(f"optim_args: {name} does not accept {dict(options)}: {error}") from error
-
-    return make
 
 
 def _used_groups(groups: Sequence[dict[str, Any]], stages: HostGroup | None) -> list[dict[str, Any]]:
@@ -193,9 +186,8 @@ def wrap_optimizer(
     """The step's optimizer around one that the user created over the model's parameters; `names` are the model's.
     `bucket_elements`: see `build_optimizer`. Collective.
 
-    Raises:
-        UsageError: It holds a parameter that is not in the model; or tensor parallelism has sharded one, and the
-            optimizer needs all parameters at once, it is unknown what it needs, or the device is lazy.
+    Raises UsageError where it holds a parameter that is not in the model; or tensor parallelism has sharded one, and
+    the optimizer needs all parameters at once, it is unknown what it needs, or the device is lazy.
     """
     kind, groups = type(given), []
     check_step(kind)
@@ -298,14 +290,6 @@ def _by_kind(
     ]
 
 
-def _check_device(name: str, runtime: Runtime) -> None:
-    """Raises UsageError where an optimizer that uses whole parameters cannot run on the device."""
-    if runtime.lazy and name in (ADAFACTOR, MUON):
-        raise UsageError(f"optim: {name} changes its graph with every step, so {runtime.name} cannot use it; use AdamW")
-    if runtime.lazy:
-        raise UsageError(f"optim: {name} has no kernels for {runtime.name}; use AdamW")
-
-
 def optimizer_class(
     name: str,
     runtime: Runtime,
@@ -315,25 +299,21 @@ def optimizer_class(
     options: Mapping[str, Any],
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class of `build_optimizer`'s optimizer, and its arguments but for the weight decay, which its groups have."""
+    check_optimizer(name)
     keywords: dict[str, Any] = {"lr": learning_rate, **options}
-    if name == ADAFACTOR:
-        keywords = {"scale_parameter": False, "relative_step": False, **keywords}
-    if name in (*ADAMW, *ADAMW_8BIT, MUON):
-        keywords = {"betas": betas, "eps": epsilon, **keywords}
-    if name == "adamw_torch_fused" and not runtime.lazy and has_fused_kernel(torch.optim.AdamW, runtime.device):
-        keywords["fused"] = True
-    return _class_of(name, runtime), keywords
-
-
-def _class_of(name: str, runtime: Runtime) -> type[torch.optim.Optimizer]:
     if name == ADAFACTOR:
         from transformers.optimization import Adafactor
 
-        return Adafactor
+        return Adafactor, {"scale_parameter": False, "relative_step": False, **keywords}
+    if name == SGD:
+        return LazySGD if runtime.lazy else torch.optim.SGD, keywords
+    keywords = {"betas": betas, "eps": epsilon, **keywords}
     if name in ADAMW_8BIT:
-        return adamw_8bit_class()
+        return adamw_8bit_class(), keywords
     if name == MUON:
-        return MuonAdamW
+        return MuonAdamW, keywords
     if runtime.lazy:
-        return LazyAdamW if name in ADAMW else LazySGD
-    return torch.optim.AdamW if name in ADAMW else torch.optim.SGD
+        return LazyAdamW, keywords
+    if name == "adamw_torch_fused" and has_fused_kernel(torch.optim.AdamW, runtime.device):
+        keywords["fused"] = True
+    return torch.optim.AdamW, keywords

@@ -21,16 +21,11 @@ _TOKENS = (5, 6)  # of the two conversations of the trial
 
 
 def check_packing(model: nn.Module, datasets: Iterable[Any], *, whole: bool) -> None:
-    """Checks that a model keeps conversations apart that share a block, where one of the datasets has such blocks.
+    """Raises UsageError unless a causal language model keeps conversations apart that share a block, where one of the
+    datasets is `packed`. Draws no random numbers.
 
-    Args:
-        model: A causal language model.
-        datasets: Of samples; only those that are `packed` matter.
-        whole: The model is complete and may be called, so it is also tried with two short conversations, together and
-            each alone. Draws no random numbers.
-
-    Raises:
-        UsageError: It does not, and why.
+    `whole`: the model is complete and may be called, so it is also tried with two short conversations, together and
+    each alone.
     """
     length = max((each.block_size for each in datasets if getattr(each, "packed", False)), default=None)
     if length is None:

@@ -39,7 +39,6 @@ class StageCalls:
             return self._stages.hidden_states(stage, received, lambda: self._stages.model(**inputs))
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
-        """The model's arguments."""
         inputs: Mapping[str, Any] = batch.inputs
         kept = {name: value for name, value in inputs.items() if name not in self._left_out}
         return {**kept, "use_cache": False}
@@ -54,11 +53,8 @@ class PipelinedForward:
         """`autocast_dtype`: bfloat16 for autocast; None: the parameters' own type."""
         stages = staged(model)
         assert stages is not None
-        assert mesh.links is not None
         self._stages = stages
-        self._loss = loss
-        self._links = mesh.links
-        self._rank, self._ranks = mesh.pipeline.rank, mesh.pipeline.size
+        self._ranks = mesh.pipeline.size
         self._runtime = mesh.runtime
         self._autocast = autocast_dtype
         self._call = StageCalls(stages, loss)
@@ -67,15 +63,8 @@ class PipelinedForward:
     def __call__(
         self, batches: Iterable[MicroBatch], compute: Callable[[MicroBatch], Result]
     ) -> Iterator[tuple[MicroBatch, Result | None]]:
-        """Runs the batches, in order.
-
-        Args:
-            batches: The same on all ranks of a pipeline.
-            compute: Calls the complete model; it is called on the last stage only.
-
-        Yields:
-            Each batch with what `compute` returned, on ranks with the last stage; None elsewhere.
-        """
+        """Runs the batches, in order, which are the same on all ranks of a pipeline. Yields each with what `compute`,
+        which calls the complete model, has returned on the last stage; on other ranks with None."""
         waiting: deque[MicroBatch] = deque()
         for batch in self._source(batches):
             waiting.append(batch)
@@ -115,7 +104,6 @@ class PipelinedForward:
         yield from zip(batches, results, strict=True)
 
     def _pass(self, stage: int, batch: MicroBatch, compute: Callable[[MicroBatch], Result]) -> Result | None:
-        """One stage's forward pass on one batch."""
         shapes = shapes_of(self._call.inputs(batch))
         received = None
         if stage:

@@ -91,32 +91,28 @@ class _Forward:
     form: Form
 
 
+@dataclass(eq=False)
 class _Step:
     """The state of one step: what has arrived, what is kept for the backward pass, and what is to be sent."""
 
-    def __init__(
-        self,
-        parts: PipelinedSchedule,
-        schedule: Schedule,
-        micro_batches: list[MicroBatch],
-        counts: TokenCounts,
-        hooks: StepHooks,
-    ) -> None:
-        self._parts = parts
+    _parts: PipelinedSchedule
+    _schedule: Schedule
+    _micro_batches: list[MicroBatch]
+    _counts: TokenCounts
+    _hooks: StepHooks
+
+    def __post_init__(self) -> None:
+        parts = self._parts
         self._rank = parts.mesh.pipeline.rank
         self._runtime = parts.mesh.runtime
-        self._schedule = schedule
-        self._micro_batches = micro_batches
-        self._counts = counts
-        self._hooks = hooks
         self._arriving: dict[Task, Activation] = {}  # by the task that has made it
         self._kept: dict[tuple[int, int], _Forward] = {}  # by stage and micro-batch
         self._to_send: dict[Task, Activation] = {}
-        self._backward_left = len(parts.stages.own) * len(micro_batches)
+        self._backward_left = len(parts.stages.own) * len(self._micro_batches)
         self._checkpointing = checkpoints_gradients(parts.stages.model)
         self._random_numbers: Tensor | None = None  # the generator's state before this rank draws any, if it is sought
         self.drew = False
-        self.loss = counts.zero
+        self.loss = self._counts.zero
         parts.gradients.begin()
 
     def tick(self, number: int, seed: Callable[[int], int]) -> None:
@@ -176,7 +172,7 @@ class _Step:
                 with weights_made_again() if self._runtime.lazy else nullcontext():
                     return parts.call(task.stage, received, micro_batch)
             assert received is not None
-            weight = self._weight(task.micro_batch)
+            weight = Weight(self._counts.each[task.micro_batch].reshape(()), self._counts.divisor.reshape(()))
             return parts.stages.final(received, lambda: parts.loss(parts.stages.model, micro_batch.inputs, weight)[0])
 
     def _received(self, activation: Activation) -> Tensor:
@@ -185,9 +181,6 @@ class _Step:
         if self._random_numbers is not None:
             self._watch_generator()
         return hidden.view_as(hidden)  # of a leaf, autocast would keep one copy, and add its gradients in bfloat16
-
-    def _weight(self, index: int) -> Weight:
-        return Weight(self._counts.each[index].reshape(()), self._counts.divisor.reshape(()))
 
     def _backward(self, task: Task) -> None:
         parts = self._parts
@@ -219,14 +212,11 @@ class _Step:
             [(*self._key(task), self._to_send.pop(task)) for task in ours if task.kind == FORWARD],
             [self._key(task) for task in theirs if task.kind == FORWARD],
             [self._to_send.pop(task).hidden for task in ours if task.kind == BACKWARD],
-            [self._form_of_gradient(task) for task in theirs if task.kind == BACKWARD],
+            # A later stage sends a gradient back in the form of this rank's output.
+            [self._kept[task.next_stage(), task.micro_batch].form for task in theirs if task.kind == BACKWARD],
         )
         self._arriving |= zip((task for task in theirs if task.kind == FORWARD), there, strict=True)
         self._arriving |= zip((task for task in theirs if task.kind == BACKWARD), back, strict=True)
 
     def _key(self, task: Task) -> tuple[int, Hashable]:
         return task.stage, shapes_of(self._parts.call.inputs(self._micro_batches[task.micro_batch]))
-
-    def _form_of_gradient(self, task: Task) -> Form:
-        """The form of the gradient that a later stage sends back: that of this rank's output."""
-        return self._kept[task.next_stage(), task.micro_batch].form

@@ -68,7 +68,6 @@ class _Result:
     is_sum: bool = False
 
     def weighted(self, weight: Weight) -> Tensor:
-        """The share of the step's loss."""
         if self.is_sum:
             return self.loss / weight.divisor
         return torch.where(weight.count > 0, self.loss, torch.zeros_like(self.loss)) * weight.share
@@ -235,13 +234,13 @@ class MicroBatchLoss:
                 "override compute_loss"
             )
         with self.recording(inputs):
-            if "labels" in inputs and self._compute is not None:
-                return self._computed(model, inputs, count)
-            if "labels" in inputs and self._smoothing:
-                return self._smoothed(model, inputs, count)
             if self._compute is not None:
-                outputs = model(**inputs, **self._options)
-                return _Result(self._compute(outputs, None, num_items_in_batch=count.clamp(min=1)), outputs)
+                given = with_targets(self.labels, inputs, count) if "labels" in inputs else inputs
+                outputs = self._call_without_labels(model, inputs, given)
+                loss = self._compute(outputs, given.get("labels"), num_items_in_batch=count.clamp(min=1))
+                return _Result(loss, outputs)
+            if "labels" in inputs and self._smoothing:
+                return self._smoothed(model, inputs)
             given = with_targets(self.labels, inputs, count)
             items = {"num_items_in_batch": count.clamp(min=1)} if self._names_items else {}
             loss, outputs = split_loss(model(**given, **self._options, **items))
@@ -256,15 +255,7 @@ class MicroBatchLoss:
         rest = {name: value for name, value in given.items() if name != "labels"}
         return model(**rest, **_decoder_inputs(model, inputs), **self._options)
 
-    def _computed(self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor) -> _Result:
-        """The user's loss."""
-        assert self._compute is not None
-        given = with_targets(self.labels, inputs, count)
-        outputs = self._call_without_labels(model, inputs, given)
-        return _Result(self._compute(outputs, given["labels"], num_items_in_batch=count.clamp(min=1)), outputs)
-
-    def _smoothed(self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor) -> _Result:
-        """The label-smoothed loss."""
+    def _smoothed(self, model: nn.Module, inputs: Mapping[str, Any]) -> _Result:
         if self.labels.by_sample:
             raise UsageError("label_smoothing_factor: the smoothed loss is no mean over samples; set it to 0")
         outputs = self._call_without_labels(model, inputs, inputs)
@@ -357,6 +348,7 @@ def _smoothed_binary_cross_entropy(logits: Tensor, labels: Tensor, smoothing: fl
 def _decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """The decoder inputs that an encoder-decoder derives from labels, for a call without labels."""
     prepare = getattr(unwrapped(model), "prepare_decoder_input_ids_from_labels", None)
-    if prepare is None or "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs:
+    given = {"decoder_input_ids", "decoder_inputs_embeds"} & inputs.keys()
+    if prepare is None or given or "labels" not in inputs:
         return {}
     return {"decoder_input_ids": prepare(inputs["labels"])}

@@ -1004,6 +1004,8 @@ def test_the_class_and_arguments_of_an_optimizer_can_be_asked_for(optim: str, tm
     assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.1, 0.05]
     with pytest.raises(UsageError, match="^optim: muon needs the groups"):
         Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(str(tmp_path), device="cpu", optim="muon"))
+    with pytest.raises(UsageError, match="^optim: 'lion' is not supported"):
+        Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(str(tmp_path), device="cpu", optim="lion"))
 
 
 def test_a_model_of_a_script_is_moved_to_the_device(tmp_path: Path) -> None:

@@ -53,11 +53,8 @@ class GivenLoader:
 
     Args:
         loader: A re-iterable of batches on the host, with or without a length.
-        rank: This rank's data parallel coordinate.
-        world_size: Data parallel ranks.
+        rank, world_size: Of data parallelism.
         accumulation: Batches of a step and rank.
-        seed: The seed of the generators.
-        labels: How the model's loss uses labels.
         max_steps: Steps of the run, for a loader without a length; default None: it needs one.
         fixed_shape: Pad smaller batches to the size of the first, with rows whose labels are ignored, where the loss
             has labels.
@@ -173,7 +170,8 @@ class GivenLoader:
     def _batches(self, epoch: int, taken: int) -> Iterator[Any]:
         """The loader's batches after the first `taken` of an epoch."""
         stream = _RandomStream((self._seed, epoch, 0))
-        self._set_generators(self._position["generators"])
+        for generator, state in zip(self._generators(), self._position["generators"], strict=True):
+            generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
         saved = None if self._begun else self._position["loader"]
         self._begun = True
         with stream.drawing():
@@ -237,10 +235,6 @@ class GivenLoader:
         owners = (self.given, getattr(self.given, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", 0))
         found = [getattr(owner, "generator", None) for owner in owners]
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
-
-    def _set_generators(self, states: list[str]) -> None:
-        for generator, state in zip(self._generators(), states, strict=True):
-            generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
 
 
 class _RandomStream:

@@ -106,11 +106,7 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 
 
 class OverriddenLoss:
-    """Calls a `compute_loss` of a user's, with transformers' parameters; it may lack `num_items_in_batch`.
-
-    Args:
-        trainer: The Trainer, which has the method.
-    """
+    """Calls a Trainer's overridden `compute_loss`, with transformers' parameters; it may lack `num_items_in_batch`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -118,16 +114,10 @@ class OverriddenLoss:
 
     def __call__(self, model: nn.Module, inputs: Any, items: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Returns the loss, a 0-dim tensor, and the outputs, which are asked for without gradients, in evaluations,
-        only.
+        only. `items`: the number of the batch's targets, a 0-dim tensor.
 
-        Args:
-            model: The model.
-            inputs: A batch on the device.
-            items: The number of the batch's targets, a 0-dim tensor.
-
-        Raises:
-            UsageError: The method returns something else than a loss with one element, or no outputs where they are
-                asked for.
+        Raises UsageError where the method returns something else than a loss with one element, or no outputs although
+        they are asked for.
         """
         wants_outputs = not torch.is_grad_enabled()
         options: dict[str, Any] = {"num_items_in_batch": items} if self._takes_items else {}
@@ -152,11 +142,8 @@ def call_sampler(trainer: Any) -> Sampler[int] | None:
 
 
 def sampler_of(dataset: Any, strategy: str) -> Sampler[int]:
-    """A sampler with the meaning of a `train_sampling_strategy`, for a subclass that calls the Trainer's own.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """A sampler with the meaning of a `train_sampling_strategy`, for a subclass that calls the Trainer's own. Raises
+    UsageError where there is none."""
     if strategy == GROUP_BY_LENGTH:
         raise UsageError(
             "train_sampling_strategy: group_by_length has no sampler that _get_train_sampler could return; choose "

@@ -25,8 +25,7 @@ def converted(args: Any, kind: Any = None) -> Any:
     """Returns `args` as Stepmark's TrainingArguments where they are transformers' or a recipe's, those by default for
     None, and anything else as it is. `kind`: the class of arguments of a library's trainer, with fields of its own.
 
-    Raises:
-        UsageError: Fields that Stepmark lacks do not have their default value; all are named.
+    Raises UsageError that names all fields which Stepmark lacks and which do not have their default value.
     """
     if kind is not None and isinstance(args, TrainingFields) and not isinstance(args, kind):
         return kind(**{name: getattr(args, name) for name in known_fields(TrainingArguments) if hasattr(args, name)})

@@ -77,7 +77,7 @@ class PreemptionCoordinator:
         self._passed = 0
         self._moved = time.monotonic()
         self._at = progress.current() or Progress()
-        self._signal: str | None = None
+        self.signal_name: str | None = None  # of the signal that requested the stop
         self._deadline = float("inf")
         self._last: int | None = None  # the last stop point that may be passed
         self._verdict: str | None = None
@@ -104,7 +104,7 @@ class PreemptionCoordinator:
         if kind is not None and issubclass(kind, RunInterrupted):
             conclude(max(0.0, min(self._left(), self._grace)))
         self._listening.close()
-        name = self._signal or self._heard
+        name = self.signal_name or self._heard
         if kind is None and name is not None and callable(program_handler(signal.Signals[name])):
             threading.Thread(target=self._pass_on, args=(signal.Signals[name],), daemon=True).start()
 
@@ -112,7 +112,7 @@ class PreemptionCoordinator:
         """Whether the run may pass this stop point; False, on all ranks at the same one, where it stops."""
         with self._changed:
             point = self._passed + 1
-            while self._signal is not None and self._last is None:
+            while self.signal_name is not None and self._last is None:
                 self._changed.wait()  # the thread ends the process if no decision comes
             if self._last is not None and point > self._last:
                 return False
@@ -120,7 +120,6 @@ class PreemptionCoordinator:
             return True
 
     def add_save(self, handle: SaveHandle) -> None:
-        """A save has begun."""
         self._saves.append(handle)
 
     def may_save(self) -> bool:
@@ -132,14 +131,9 @@ class PreemptionCoordinator:
                 self._changed.wait()
             return self._verdict == SAVE
 
-    @property
-    def signal_name(self) -> str | None:
-        """The name of the signal that requested the stop."""
-        return self._signal
-
     def explains(self, error: BaseException) -> bool:
         """Whether the error only means that another rank has ended because of the signal."""
-        return self._signal is not None and FailureReport.of(error, self._rank).secondary
+        return self.signal_name is not None and FailureReport.of(error, self._rank).secondary
 
     def _save_seconds(self) -> float:
         """The longest time that one of the last saves took to become durable; 0 where that is not known yet."""
@@ -157,18 +151,18 @@ class PreemptionCoordinator:
 
     def _run(self) -> None:
         try:
-            while not self._closed and self._signal is None:
+            while not self._closed and self.signal_name is None:
                 self._look_for_signal()
-            if self._signal is not None:
+            if self.signal_name is not None:
                 self._stop()
         except RuntimeError as error:  # of the store: the rank that served it is gone
-            if self._signal is None:
+            if self.signal_name is None:
                 logger.debug("no longer listening for signals to other ranks: %s", error)
                 return
             self._end("rank 0, which decides where to stop, has ended")
         except Exception as error:  # the main thread may be waiting for a decision, and would wait forever
             logger.exception("signals to this rank are no longer heard")
-            if self._signal is not None:
+            if self.signal_name is not None:
                 self._end(f"stopping has failed: {error}")
 
     def _pause(self) -> None:
@@ -182,10 +176,10 @@ class PreemptionCoordinator:
         if self._store.check(["request"]):
             with self._changed:
                 self._deadline = time.monotonic() + self._grace
-                self._signal = self._store.get("request").decode()
+                self.signal_name = self._store.get("request").decode()
                 passed = self._passed
             self._store.set(f"passed/{self._rank}", str(passed))
-            reason = f"{self._signal}: stopping"
+            reason = f"{self.signal_name}: stopping"
             within(RECORDING, lambda: self._announce(reason), None)
 
     def _stop(self) -> None:
@@ -237,7 +231,7 @@ class PreemptionCoordinator:
         """Ends the process. Rank 0, whose reason is recorded, goes last, so that the others do not report a lost
         connection; it names where the ranks' main threads are, first where the fewest are."""
         if time.monotonic() - self._moved > max(STUCK * self._at.usual_step(), self._grace / 2):
-            print_stacks(f"{self._signal}: {why}")
+            print_stacks(f"{self.signal_name}: {why}")
         found: dict[str, list[str]] = {}
         for rank, place in sorted({**self._at.places(), self._rank: innermost(places_of(self._at.thread))}.items()):
             found.setdefault(place, []).append(f"{rank}")
@@ -245,4 +239,4 @@ class PreemptionCoordinator:
         places = ", ".join(f"rank {' '.join(ranks[:SHOWN])} in {place}" for place, ranks in fewest[:SHOWN])
         if self._rank == 0 and self._size > 1:
             time.sleep(3 * POLL_SECONDS)
-        end_interrupted(f"{self._signal}: {why}; the last checkpoint stands; {places}", self._ending)
+        end_interrupted(f"{self.signal_name}: {why}; the last checkpoint stands; {places}", self._ending)

@@ -170,5 +170,4 @@ def reason_to_stop(run: Path) -> str | None:
 
 
 def withdraw(run: Path) -> None:
-    """Removes a request."""
     files.remove_file(run / COORDINATION / REQUEST)

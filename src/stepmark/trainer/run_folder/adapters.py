@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections.abc import Iterator
 from enum import Enum
@@ -23,12 +24,8 @@ MAY_DIFFER = ("inference_mode", "base_model_name_or_path", "revision", "peft_ver
 
 
 class RenamedModel(nn.Module):
-    """Live tensors of a model under the names that a library saves them with: a section of checkpoints.
-
-    Args:
-        model: The model.
-        names: Names in its state dict, by the names in checkpoints.
-    """
+    """Live tensors of a model under the names that a library saves them with: a section of checkpoints. `names`: those
+    in its state dict, by those in checkpoints."""
 
     def __init__(self, model: Any, names: dict[str, str]) -> None:
         super().__init__()
@@ -58,8 +55,7 @@ class Adapter(RenamedModel):
     Its state dict has the live tensors, under the names that `peft.PeftModel.save_pretrained` gives them. Of several
     adapters it is the active one; the others, such as a reference, are not trained and belong to the run's identity.
 
-    Raises:
-        UsageError: The model trains parameters that peft would not save, or several adapters.
+    Raises UsageError where the model trains parameters that peft would not save, or several adapters.
     """
 
     tensor_group = ADAPTER  # of the files in a checkpoint
@@ -105,7 +101,14 @@ class Adapter(RenamedModel):
 
 def adapter_identity(config: Any) -> dict[str, Any]:
     """An adapter's configuration as plain values, without what may change when a run is resumed."""
-    found: dict[str, Any] = _plain({k: value for k, value in config.to_dict().items() if k not in MAY_DIFFER})
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (set, frozenset)):
+            return sorted(map(str, value))  # their order differs between processes
+        return value.value if isinstance(value, Enum) else str(value)
+
+    values = {name: value for name, value in config.to_dict().items() if name not in MAY_DIFFER}
+    found: dict[str, Any] = json.loads(json.dumps(values, default=plain))
     return found
 
 
@@ -146,15 +149,3 @@ def _check_complete(model: nn.Module, saved: dict[str, tuple[str, Tensor]]) -> N
             "peft saves tensors of this adapter that it computes, so that training could not be resumed; use LoRA or "
             "another adapter that is saved as it is trained"
         )
-
-
-def _plain(value: Any) -> Any:
-    """A configuration as plain values; sets are sorted, since their order differs between processes."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    value = value.value if isinstance(value, Enum) else value
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,11 +79,8 @@ class HubUploads(TrainerCallback):
     def push(self, args: TrainingArguments, message: str | None, blocking: bool, revision: str | None) -> Any:
         """Uploads the run's folder, when earlier uploads are complete; see `Trainer.push_to_hub`."""
         self.wait()
-        revision = revision or args.hub_revision
-
-        def upload() -> Any:
-            return self._upload(Path(args.output_dir), message or "End of training", NOT_MODEL, revision)
-
+        folder, message = Path(args.output_dir), message or "End of training"
+        upload = partial(self._upload, folder, message, NOT_MODEL, revision or args.hub_revision)
         return upload() if blocking else self._in_background(upload)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -42,23 +42,12 @@ logger = logging.getLogger("stepmark")
 EARLIER = "earlier-run-"
 OPTIMIZER_STATES = 2  # fp32 states of a parameter, as in AdamW
 TRACKERS = "trackers.json"  # the runs of experiment trackers (callbacks.py)
-RECORDS = (  # of a run, in its folder
-    "best",
-    METRICS,
-    EVENTS,
-    "evaluations.jsonl",
-    "evaluations.csv",
-    STATUS,
-    "used_recipe.yaml",
-    SYSTEM,
-    FAILURES,
-    CONSOLE,
-    "trainer_state.json",
-    TRACKERS,
-    "train_results.json",
-    "eval_results.json",
-    "all_results.json",
-)
+_OTHERS = """
+    best evaluations.jsonl evaluations.csv used_recipe.yaml trainer_state.json train_results.json eval_results.json
+    all_results.json
+"""
+# What a run leaves in its folder besides the model and checkpoints.
+RECORDS = (METRICS, EVENTS, STATUS, SYSTEM, FAILURES, CONSOLE, TRACKERS, *_OTHERS.split())
 _LEFT = re.compile(r"\.stepmark-[0-9a-f]{32}\Z")
 _FINISHED: set[Path] = set()  # folders in which this process has trained a run to its end
 

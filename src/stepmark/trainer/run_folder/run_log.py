@@ -70,17 +70,15 @@ class PrometheusFile:
         lines = []
         for name, value in shown.items():
             lines += [_type(name, counter=name in counters), _sample(name, self._labels, value)]
-        lines += self._state(str(status.get("state")))
+        states = {each: {**self._labels, "state": each} for each in STATES}
+        name, now = "stepmark_state", status.get("state")
+        lines += [_type(name), *(_sample(name, labels, float(each == now)) for each, labels in states.items())]
         try:
             files.replace_file(self._path, ("\n".join(lines) + "\n").encode(errors="replace"))
         except OSError as error:
             if not self._warned:
                 logger.warning("prometheus_file: cannot write %s: %s", self._path, error.strerror)
             self._warned = True
-
-    def _state(self, state: str) -> list[str]:
-        name = "stepmark_state"
-        return [_type(name), *(_sample(name, {**self._labels, "state": each}, float(each == state)) for each in STATES)]
 
 
 def _type(name: str, *, counter: bool = False) -> str:

@@ -61,15 +61,10 @@ class SpikeDetector:
             past.append(value)
         return "; ".join(reasons) or None
 
-    def note(self, step: int) -> None:
-        """The step, from 1, is a spike."""
-        self.found = (self.found[0] if self.found else step, step)
-
     def forget(self) -> None:
         self.found = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
         return {"past": {name: list(past) for name, past in self._past.items()}, "rollbacks": self.rollbacks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -137,7 +132,10 @@ class AnomalyDetector:
             self._found("grad_norm_zero", step, message)
         if updated:
             self._count(step, {"loss": loss, "grad_norm": norm})
-            self._look_for_spikes(step, loss, norm)
+            if self.spikes is not None and (reason := self.spikes.judge(loss, norm)) is not None:
+                first, _ = self.spikes.found or (step, step)
+                self.spikes.found = first, step
+                self._report(Anomaly("loss_spike", step, f"step {step} is a loss spike: {reason}"))
         self._look_for_repeats(step, loss, norm, rate)
         self._moved += rate > 0.0 and math.isfinite(norm) and norm > 0.0
 
@@ -161,11 +159,6 @@ class AnomalyDetector:
         first, message = self._diverged or (self._first, self._message)
         remedy = f"lower learning_rate, or look at the samples of step {first} (stop_on_nan: {self._limit})"
         return f"{message}; {self._remedy(first)}; {remedy}"
-
-    def _look_for_spikes(self, step: int, loss: float, norm: float) -> None:
-        if self.spikes is not None and (reason := self.spikes.judge(loss, norm)) is not None:
-            self.spikes.note(step)
-            self._report(Anomaly("loss_spike", step, f"step {step} is a loss spike: {reason}"))
 
     def rolled_back(self) -> None:
         """The run continues from an earlier checkpoint, without the steps since."""

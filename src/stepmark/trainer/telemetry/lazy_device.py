@@ -42,7 +42,6 @@ class DeviceReadMonitor:
 
     @contextlib.contextmanager
     def within_step(self) -> Iterator[None]:
-        """Around each step of the run."""
         if self._done:
             yield
             return
@@ -190,7 +189,6 @@ def _shapes(inputs: Any, name: str = "") -> Iterator[tuple[str, tuple[int, ...],
 
 
 def _difference(before: tuple[int, Shapes], now: tuple[int, Shapes]) -> str:
-    """The changes, in words."""
     changes = [] if before[0] == now[0] else [f"{now[0]} micro-batches instead of {before[0]}"]
     for name, shape, dtype in now[1]:
         if (name, shape, dtype) in before[1]:

@@ -23,10 +23,9 @@ class ExpertLoadMeter:
         self._experts = dict(experts)
         self._sums = torch.zeros(sum(experts.values()), dtype=torch.int64)
 
-    def add(self, loads: Tensor | None) -> None:
+    def add(self, loads: Tensor) -> None:
         """Adds a step's `StepStatistics.expert_loads`, on the host."""
-        if loads is not None:
-            self._sums += loads.to(torch.int64)
+        self._sums += loads.to(torch.int64)
 
     def take(self) -> dict[str, Tensor]:
         """The tokens of each expert since the last call, by layer; layers without any are left out."""

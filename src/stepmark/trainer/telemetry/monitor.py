@@ -58,7 +58,7 @@ class Monitor:
         self.anomalies = AnomalyDetector(self._report_anomaly, stop_on_nan=limit, spikes=self.spikes)
         self._run_log = run_log
         self._runtime = context.runtime
-        self._throughput = Throughput(parts.model, context.runtime, context.world.size, dtype)
+        self.throughput = Throughput(parts.model, context.runtime, context.world.size, dtype)
         self._system = SystemSampler(folder, context.world.rank, context.runtime, writes=not extracts)
         self.saves = SaveHistory(run_log, folder, self.anomalies)
         self._recompilations: RecompilationMonitor | None = None
@@ -70,7 +70,6 @@ class Monitor:
     # The loop
 
     def started(self, parts: TrainingComponents, step: int) -> None:
-        """This process is about to train."""
         size = complete_size(parts.model)
         self._run_log.event(
             "started",
@@ -109,13 +108,12 @@ class Monitor:
             self._recompilations.begin(batch)
 
     def within_step(self) -> AbstractContextManager[None]:
-        """The block is the step itself."""
         return nullcontext() if self._device_reads is None else self._device_reads.within_step()
 
     def step_ended(self, step: int, batch: StepBatch) -> None:
         if (progress := current()) is not None:
             progress.step_ended(self._runtime.requested_graphs())
-        self._throughput.add(batch)
+        self.throughput.add(batch)
         if self._recompilations is not None:
             self._recompilations.ended("step", step)
         self.saves.poll()
@@ -130,15 +128,10 @@ class Monitor:
         if self._recompilations is not None:
             self._recompilations.ended(part, step)
 
-    @property
-    def samples(self) -> int:
-        """Samples of all ranks since the last log."""
-        return self._throughput.samples
-
     def log_fields(self, seconds: float) -> dict[str, Any]:
         """The fields of a log that describe the machine, since the last call: so many seconds of training."""
-        speed = self._throughput.fields(seconds)
-        self._throughput.restart()
+        speed = self.throughput.fields(seconds)
+        self.throughput.restart()
         return {**speed, **self.part_fields(), **memory_fields(self._runtime)}
 
     def part_fields(self) -> dict[str, float]:

@@ -39,7 +39,6 @@ class SaveHistory:
         self.poll()
 
     def restored(self, checkpoint: Path, step: int) -> None:
-        """The run continues from this checkpoint."""
         if not self._run_log.writes:
             return
         self._run_log.describe(newest_checkpoint=checkpoint.name)

@@ -23,14 +23,8 @@ SHORTEST, LONGEST, SHARE = 1.0, 15.0, 0.01
 
 
 class SystemSampler:
-    """Samples of one rank. Rates are means over the time since the sample before.
-
-    Args:
-        folder: The run's output folder.
-        rank: This process's rank.
-        runtime: Its device, whose memory is sampled too; None: only the host.
-        writes: Whether to sample at all.
-    """
+    """Samples of one rank, and of the memory of `runtime`, if it is given; none at all unless it `writes`. Rates are
+    means over the time since the sample before."""
 
     def __init__(self, folder: Path, rank: int, runtime: Runtime | None, *, writes: bool = True) -> None:
         self._path = folder / SYSTEM / f"rank-{rank}.jsonl"

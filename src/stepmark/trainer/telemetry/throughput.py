@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +41,6 @@ class Throughput:
         self._flops: float | None = 0.0
 
     def add(self, batch: StepBatch) -> None:
-        """Adds a step that was trained with this batch."""
         self.samples += batch.samples
         length = sequence_length(batch)
         each = None if length is None else self._flops_per_token(length)
@@ -80,8 +79,6 @@ def memory_fields(runtime: Runtime) -> dict[str, int]:
 
 
 Item = TypeVar("Item")
-PARTS = ("data", "save", "evaluation")
-PAUSES = ("save", "evaluation")
 _PHASES = {"data": DATA, "save": BETWEEN, "evaluation": METRICS}  # batches and saves are phases of their own in these
 
 
@@ -93,11 +90,10 @@ class RunTimers:
 
     def restart(self) -> None:
         self._started = time.perf_counter()
-        self._parts = dict.fromkeys(PARTS, 0.0)
+        self._parts = dict.fromkeys(_PHASES, 0.0)
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """The block's time belongs to this part."""
         began = time.perf_counter()
         try:
             with staying(_PHASES[part]):
@@ -116,7 +112,7 @@ class RunTimers:
 
     def training(self) -> float:
         """Seconds excluding saves and evaluations; above 0."""
-        paused = sum(self._parts[part] for part in PAUSES)
+        paused = self._parts["save"] + self._parts["evaluation"]
         return max(time.perf_counter() - self._started - paused, 1e-9)
 
     def parts(self) -> dict[str, float]:
@@ -128,10 +124,7 @@ class TotalFlos:
     """`total_flos`: operations as transformers counts them, 6 per parameter and token, 0 for other models.
 
     Embedding parameters do not count, padding tokens do; rows that only fill a batch's shape do not. Unlike there, of
-    experts only those count that a token goes through.
-
-    Args:
-        model: The model, of which this rank may have a part.
+    experts only those count that a token goes through. This rank may have a part of the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -163,39 +156,6 @@ def _has_tensor(inputs: Any, name: str) -> bool:
 
 
 INSTANCE = Path("/sys/devices/virtual/dmi/id/product_name")  # on EC2: the instance type
-TERA = 1e12
-
-
-@dataclass(frozen=True)
-class Rates:
-    """TFLOP/s by type; None: not supported, or not stated by the manufacturer."""
-
-    bfloat16: float | None
-    float32: float
-    tf32: float | None = None  # float32 matrix products with inputs rounded to TF32, if enabled in PyTorch
-
-
-# Peak dense rates as manufacturers state them. V100 to B200: NVIDIA's data sheets (tensor cores; half of a rate with
-# sparsity); RTX: the white papers on GA102 and Ada (FP32 accumulation). Trainium: AWS Neuron documentation, "Trainium
-# Architecture" and "Trainium2 Architecture": per chip 190 (BF16, TF32) and 47.5 (FP32) on 2 cores; 667 and 181 on 8.
-# The first name that the device's own contains is used.
-GPUS: dict[str, Rates] = {
-    "B200": Rates(2250.0, 80.0, 1125.0),
-    "H200": Rates(989.4, 67.0, 494.7),
-    "H100 PCIe": Rates(756.5, 51.2, 378.0),
-    "H100 NVL": Rates(835.5, 60.0, 417.5),
-    "H100": Rates(989.4, 67.0, 494.7),
-    "A100": Rates(312.0, 19.5, 156.0),
-    "L40S": Rates(362.0, 91.6, 183.0),
-    "L4": Rates(121.0, 30.3, 60.0),
-    "A10G": Rates(70.0, 35.0, 35.0),
-    "V100": Rates(None, 15.7),
-    "T4": Rates(None, 8.1),
-    "RTX 4090": Rates(165.2, 82.6, 82.6),
-    "RTX 3090": Rates(71.0, 35.6, 35.6),
-}
-TRAINIUM = Rates(190.0 / 2, 47.5 / 2)  # a core of two
-TRAINIUM2 = Rates(667.0 / 8, 181.0 / 8)  # a physical core of eight
 
 
 def device_model(runtime: Runtime) -> str | None:
@@ -210,25 +170,19 @@ def device_model(runtime: Runtime) -> str | None:
 
 def peak_flops(model: str | None, dtype: torch.dtype) -> float | None:
     """FLOP/s of one rank's device of this model for matrix products of this type; None where it is unknown."""
-    if model is None:
-        return None
-    if model.startswith(("trn1", "trn2")):
-        return _teraflops(_neuron_core(model), dtype, tf32=False)
-    rates = next((rates for name, rates in GPUS.items() if name in model), None)
-    return None if rates is None else _teraflops(rates, dtype, tf32=torch.get_float32_matmul_precision() != "highest")
+    rates = next((rates for name, rates in _peak_rates().items() if name in (model or "")), {})
+    kind = str(dtype).removeprefix("torch.")
+    if kind == "float32" and "tf32" in rates and torch.get_float32_matmul_precision() != "highest":
+        kind = "tf32"
+    return None if kind not in rates else rates[kind] * 1e12 * _cores(model or "")
 
 
-def _teraflops(rates: Rates, dtype: torch.dtype, *, tf32: bool) -> float | None:
-    found = {torch.bfloat16: rates.bfloat16, torch.float32: rates.tf32 if tf32 and rates.tf32 else rates.float32}
-    rate = found.get(dtype)
-    return None if rate is None else rate * TERA
+@functools.cache
+def _peak_rates() -> dict[str, dict[str, float]]:
+    return tomllib.loads(Path(__file__).with_name("peak_rates.toml").read_text(encoding="utf-8"))
 
 
-def _neuron_core(instance: str) -> Rates:
-    """The core of one rank. On Trainium2 a logical core is NEURON_LOGICAL_NC_CONFIG physical ones (default 2)."""
-    if instance.startswith("trn1"):
-        return TRAINIUM
+def _cores(model: str) -> int:
+    """Physical cores of one rank: on Trainium2 NEURON_LOGICAL_NC_CONFIG (default 2) are a logical one."""
     configured = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "")
-    cores = int(configured) if configured.isdigit() else 2
-    assert TRAINIUM2.bfloat16 is not None
-    return Rates(TRAINIUM2.bfloat16 * cores, TRAINIUM2.float32 * cores)
+    return (int(configured) if configured.isdigit() else 2) if model.startswith("trn2") else 1

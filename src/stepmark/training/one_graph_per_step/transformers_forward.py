@@ -33,7 +33,7 @@ from stepmark.data.loader.batch import known_to_mask_nothing
 from stepmark.training.one_graph_per_step.experts import static_experts_forward
 
 DEFAULT_EXPERTS = "grouped_mm"  # transformers' default implementation of experts
-_recording: ContextVar[bool] = ContextVar("recording", default=False)
+_recording: ContextVar[bool] = ContextVar("recording", default=False)  # a lazy device, or a trace without values
 _positions_given: ContextVar[bool] = ContextVar("positions_given", default=True)
 _on_accelerator: ContextVar[bool] = ContextVar("on_accelerator", default=False)
 _masks_nothing: ContextVar[bool | None] = ContextVar("masks_nothing", default=None)  # None: unknown
@@ -41,7 +41,6 @@ _masks_nothing: ContextVar[bool | None] = ContextVar("masks_nothing", default=No
 
 @contextlib.contextmanager
 def _set(*values: tuple[Any, Any]) -> Iterator[None]:
-    """Inside the block, the variables have these values."""
     tokens = [(variable, variable.set(value)) for variable, value in values]
     try:
         yield
@@ -50,19 +49,9 @@ def _set(*values: tuple[Any, Any]) -> Iterator[None]:
             variable.reset(token)
 
 
-def recording() -> AbstractContextManager[None]:
-    """Around a forward pass on a lazy device, or one that is traced without values."""
-    return _set((_recording, True))
-
-
-def is_recording() -> bool:
-    """Whether this thread is in such a forward pass."""
-    return _recording.get()
-
-
 def is_recorded(value: Any) -> bool:
-    """Whether `value` is a tensor without values, lazy or fake, in such a forward pass."""
-    if not is_recording() or not isinstance(value, Tensor):
+    """Whether `value` is a tensor without values, lazy or fake, in a forward pass that this thread records."""
+    if not _recording.get() or not isinstance(value, Tensor):
         return False
     return value.device.type == "xla" or isinstance(value, FakeTensor)
 
@@ -88,10 +77,6 @@ def forward_without_reads(inputs: Mapping[str, Any], *, lazy: bool) -> AbstractC
     values = inputs.values() if isinstance(inputs, Mapping) else ()
     if all(value.device.type == "cpu" for value in values if isinstance(value, Tensor)):
         return contextlib.nullcontext()
-    return _accelerator_forward(inputs)
-
-
-def _accelerator_forward(inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
     _replace_reads()
     masks = {known_to_mask_nothing(value) for name, value in inputs.items() if name.endswith("attention_mask")}
     known = masks.pop() if len(masks) == 1 else None
@@ -124,7 +109,7 @@ def recorded_checkpoint(
             return function(*args, **options)
 
         def recorded(*inputs: Any, **more: Any) -> Any:
-            with recording():
+            with _set((_recording, True)):
                 return function(*inputs, **more)
 
         return checkpoint(recorded, *(_with_gradient(args) if trains() else args), **options)
@@ -141,7 +126,7 @@ def capturing_checkpoint(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def checkpoint_captured(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        captured = _captured()
+        captured = _collector().get() if "transformers.utils.output_capturing" in sys.modules else None
         if not captured or not torch.is_grad_enabled():
             return checkpoint(function, *args, **options)
         before = {name: len(values) if isinstance(values, list) else values for name, values in captured.items()}
@@ -172,13 +157,8 @@ def capturing_checkpoint(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     return checkpoint_captured
 
 
-def _captured() -> dict[str, Any] | None:
-    """What the model that is called has captured so far: lists of outputs, by name."""
-    return None if "transformers.utils.output_capturing" not in sys.modules else _collector().get()
-
-
 def _collector() -> Any:
-    """The variable with what is captured now."""
+    """The variable with what the model that is called has captured so far: lists of outputs, by name."""
     from transformers.utils.output_capturing import _active_collector  # which early versions of transformers 5 lack
 
     return _active_collector
@@ -207,7 +187,7 @@ def _replace_reads() -> None:
 
     @functools.wraps(check)
     def check_unless_recorded(cond: Any, *args: Any, **options: Any) -> None:
-        if is_recording() and callable(cond):
+        if _recording.get() and callable(cond):
             cond = cond()
         if not is_recorded(cond):
             check(cond, *args, **options)
