@@ -55,6 +55,12 @@ def test_what_is_run_are_targets_of_make() -> None:
     assert 'CMD ["make", "demo", "DEVICE=xla"]' in (ROOT / "Dockerfile").read_text()
 
 
+def test_samples_of_the_suite_exist() -> None:
+    paths = re.findall(r"\btests/\w[\w/.]*", (ROOT / "Makefile").read_text())
+    assert len(paths) > 15
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 def test_pre_commit_uses_the_pinned_ruff() -> None:
     hooks = YAML(typ="safe").load(ROOT / ".pre-commit-config.yaml")["repos"]
     (ruff,) = (repo for repo in hooks if repo["repo"].endswith("ruff-pre-commit"))
