@@ -11,6 +11,8 @@ TORCH_NEWEST := 2.13.0
 SMOLLM2 := 0.1.2
 LATEST := .venv-latest/bin
 LOWEST := .venv-lowest/bin
+OPTIONAL := .venv-optional/bin
+OPTIONAL_INSTALLED := .venv-optional/.installed
 
 export OMP_NUM_THREADS ?= 1
 # Compiled modules are kept also where the environment says otherwise: the tests start Python hundreds of times.
@@ -20,8 +22,18 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= 3
 PYTEST := -m pytest --numprocesses $(WORKERS) --dist worksteal
 EAGER := -m "not xla and not prove"
+# What a pull request runs on the Pythons that have no complete run: commands, fields, checkpoints, training, signals.
+SMOKE := tests/test_public.py tests/config tests/launch tests/sharding tests/checkpoint tests/system/cli/test_cli.py \
+    tests/trainer/test_trainer.py tests/trainer/test_training_loop.py tests/system/parity/test_parity.py \
+    tests/system/fault/test_resume.py tests/system/fault/test_signals.py
+# What needs packages that no other environment has: sentence-transformers, bitsandbytes, lm_eval, deepspeed.
+NEEDING_OPTIONAL := tests/test_public.py tests/trainer/test_sentence_transformers.py \
+    tests/parallel/optimizer/test_eight_bit.py \
+    tests/system/parity/test_whole_parameters.py::test_the_trainer_shards_and_resumes \
+    tests/system/cli/test_lm_eval_example.py tests/interchange/test_deepspeed.py
 
-.PHONY: demo test suite test-newest test-scalar test-latest test-lowest test-cuda check docs fault prove clean
+.PHONY: demo test suite smoke smoke-newest test-newest test-scalar test-latest test-lowest test-optional test-cuda image \
+    check docs fault prove clean
 
 # Trains without torch_xla, whose environment takes minutes to install; on the lazy device with `make demo DEVICE=xla`.
 DEVICE ?= cpu
@@ -36,6 +48,12 @@ test: $(INSTALLED)
 # and says so: a promise that is broken fails twice.
 suite: $(INSTALLED)
 	$(BIN)/python scripts/run_suite.py $(PYTEST)
+
+smoke: $(INSTALLED)
+	$(BIN)/python scripts/run_suite.py $(PYTEST) $(SMOKE)
+
+smoke-newest: $(NEWEST_INSTALLED)
+	$(NEWEST)/python scripts/run_suite.py $(PYTEST) $(EAGER) $(SMOKE)
 
 # The tests that need no torch_xla, on the newest torch.
 test-newest: $(NEWEST_INSTALLED)
@@ -67,6 +85,16 @@ test-lowest:
 	$(LOWEST)/python -m pip install --quiet --editable ".[dev]" --requirement .venv-lowest/lowest.txt
 	$(LOWEST)/python $(PYTEST) $(EAGER) @constraints/lowest-tests.txt
 
+# The tests of optional packages, those of the large matrices too. A package that cannot be imported is an error here;
+# elsewhere its tests are skipped.
+test-optional: $(OPTIONAL_INSTALLED)
+	DS_ACCELERATOR=cpu $(OPTIONAL)/python -W ignore -c "import bitsandbytes, deepspeed, lm_eval, sentence_transformers"
+	$(OPTIONAL)/python $(PYTEST) -m "not xla" $(NEEDING_OPTIONAL)
+
+image:
+	docker build --tag stepmark .
+	docker run --rm --shm-size 4g stepmark # make demo DEVICE=xla
+
 check: $(INSTALLED)
 	$(BIN)/python scripts/budget.py
 	$(BIN)/ruff check .
@@ -92,12 +120,13 @@ prove: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints/torch-$(TORCH_XLA).txt gguf kubernetes-validate kubeflow-trainer-api
 	$(BIN)/python -m tests.prove $(WHAT)
 
-# Makes an environment: its folder, the file of its versions, extras, further packages. The build's own tool is fixed too.
-# pip would compile all of their 14,000 modules, of which one in five is used: an import compiles those.
+# Makes an environment: its folder, the file of its versions, extras, packages to install first, and further ones. The
+# build's own tool is fixed too. pip would compile all of their 14,000 modules, of which one in five is used: an import
+# compiles those.
 define install
 	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 	$(1)/bin/python -m pip install --quiet --no-compile --constraint $(2) setuptools $(4)
-	$(1)/bin/python -m pip install --quiet --no-compile --constraint $(2) --no-build-isolation --editable ".[$(3)]"
+	$(1)/bin/python -m pip install --quiet --no-compile --constraint $(2) --no-build-isolation --editable ".[$(3)]" $(5)
 	USE_TORCH_XLA=0 $(1)/bin/python -W ignore -c "import torch, transformers.trainer, datasets"
 	touch $(1)/.installed
 endef
@@ -108,5 +137,9 @@ $(INSTALLED): pyproject.toml constraints/torch-$(TORCH_XLA).txt
 $(NEWEST_INSTALLED): pyproject.toml constraints/torch-$(TORCH_NEWEST).txt
 	$(call install,.venv-newest,constraints/torch-$(TORCH_NEWEST).txt,dev,torch)
 
+# deepspeed's build looks at the torch that is installed.
+$(OPTIONAL_INSTALLED): pyproject.toml constraints/optional.txt
+	$(call install,.venv-optional,constraints/optional.txt,dev$(,)sentence-transformers,torch ninja wheel,bitsandbytes deepspeed 'lm_eval[hf]')
+
 clean:
-	rm -rf .venv .venv-newest .venv-latest .venv-lowest runs build
+	rm -rf .venv .venv-newest .venv-latest .venv-lowest .venv-optional runs build

@@ -7,6 +7,7 @@ compared without comments and docstrings, which change no result.
 from __future__ import annotations
 
 import ast
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -63,4 +64,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     sys.exit(main())

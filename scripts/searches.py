@@ -35,8 +35,8 @@ SEARCHES = {
     "macos": "start/macos-and-windows/",
     "ray": "engines/",
     "kubeflow": "engines/",
-    "slurm": "running/",
-    "kubernetes": "running/",
+    "slurm": "schedulers/",
+    "kubernetes": "schedulers/",
     "exit codes": "reference/errors/",
     "spot instances": "tutorials/spot-instances/",
     "torchtitan": "why-not/",
@@ -50,6 +50,13 @@ SEARCHES = {
     "recipe fields": FIELDS,
     "metrics.jsonl": "metrics/",
     "prometheus": "metrics/",
+    "muon": "optimizers/",
+    "pipeline schedules": "pipelines/",
+    "mixtures of experts": "experts/",
+    "sharded parameters": "sharding/",
+    "state.json": "checkpoint-values/",
+    "status.json": "run-folder/",
+    "nfs": "operations/",
 }
 
 

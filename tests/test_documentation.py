@@ -32,6 +32,9 @@ FILE = re.compile(r"[\w./-]*\w\.py\Z")
 FOLDER = re.compile(r"(?:[a-z_0-9]+/)+\Z")
 MODULE = re.compile(r"stepmark(?:\.\w+)+\Z")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+ANCHORED = re.compile(r"\]\(([^)#:\s]*)#([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 TOPS = ("src", "tests", "docs", "examples", "scripts", "benchmarks", "constraints")
 MADE = {"reference/fields.md", "reference/commands.md"}  # by scripts/site_pages.py
 EXAMPLES = {"my_module.py"}  # files of the reader
@@ -68,6 +71,21 @@ def test_paths_and_modules_exist(page: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     links = LINK.findall(page.read_text(encoding="utf-8"))
     assert [link for link in links if link not in MADE and not (page.parent / link).exists()] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a page may name: its headings, as the site and GitHub write them, and its own marks."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in HEADING.findall(text)}
+    return headings | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_name_places_of_a_page(page: Path) -> None:
+    for target, anchor in ANCHORED.findall(page.read_text(encoding="utf-8")):
+        path = page.parent / target if target else page
+        if path.suffix == ".md" and path.exists():
+            assert anchor in anchors(path), f"{target}#{anchor}"
 
 
 @pytest.fixture

@@ -12,17 +12,28 @@ from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = set(re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)) | {".venv/.installed"}
-CHECKS = YAML(typ="safe").load(ROOT / ".github" / "workflows" / "checks.yml")
+CI = ("checks", "nightly", "weekly")
+WORKFLOWS = {name: YAML(typ="safe").load(ROOT / ".github" / "workflows" / f"{name}.yml") for name in CI}
 TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
 
-def test_pull_requests_run_on_every_python_and_torch() -> None:
-    matrix = CHECKS["jobs"]["test"]["strategy"]["matrix"]
+def matrix_of(workflow: str, job: str) -> dict[str, Any]:
+    """A job's matrix, whose targets are those of make."""
+    matrix: dict[str, Any] = WORKFLOWS[workflow]["jobs"][job]["strategy"]["matrix"]
+    assert [each["torch"] for each in matrix["include"]] == matrix["torch"]
+    assert {each["target"] for each in matrix["include"]} <= TARGETS
+    return matrix
+
+
+def test_every_night_runs_on_every_python_and_torch() -> None:
+    matrix = matrix_of("nightly", "test")
     assert matrix["python"] == ["3.11", "3.12", "3.13"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == f">={matrix['python'][0]}"
-    assert [each["torch"] for each in matrix["include"]] == matrix["torch"]
-    assert {each["target"] for each in matrix["include"]} == {"test", "test-newest", "test-latest"} <= TARGETS
+    assert {each["target"] for each in matrix["include"]} == {"test", "test-newest", "test-latest"}
+    smoke = matrix_of("checks", "smoke")
+    assert set(smoke["python"]) < set(matrix["python"])
+    assert set(smoke["torch"]) < set(matrix["torch"])
     makefile = (ROOT / "Makefile").read_text()
     for pinned in ("2.9.1", "2.13"):
         assert any(pinned in name for name in matrix["torch"])
@@ -30,12 +41,24 @@ def test_pull_requests_run_on_every_python_and_torch() -> None:
 
 
 def test_what_is_run_are_targets_of_make() -> None:
-    steps = [step["run"] for job in CHECKS["jobs"].values() for step in job["steps"] if "run" in step]
-    named = {found for step in steps for found in re.findall(r"^make ([\w-]+)", step)}
+    jobs = [job for workflow in WORKFLOWS.values() for job in workflow["jobs"].values()]
+    steps = [step["run"].partition("${{")[0].split() for job in jobs for step in job["steps"] if "run" in step]
+    assert {command for command, *_ in steps} == {".ci/run"}
+    assert [".ci/run"] in steps
+    default = re.findall(r"set -- (.+)", (ROOT / ".ci" / "run").read_text())[0].split()
+    assert default == ["test", "test-newest", "test-scalar"]
+    named = {target for _, *targets in steps for target in targets}
     image = set(re.findall(r"&& make (\S+)", (ROOT / "Dockerfile").read_text()))
-    assert {"check", "docs"} <= named <= TARGETS
+    assert {"check", "docs", "test-lowest", "test-optional"} <= named
+    assert named | set(default) <= TARGETS
     assert image == {".venv/.installed"}
     assert 'CMD ["make", "demo", "DEVICE=xla"]' in (ROOT / "Dockerfile").read_text()
+
+
+def test_samples_of_the_suite_exist() -> None:
+    paths = re.findall(r"\btests/\w[\w/.]*", (ROOT / "Makefile").read_text())
+    assert len(paths) > 15
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 def test_pre_commit_uses_the_pinned_ruff() -> None:

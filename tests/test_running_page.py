@@ -1,4 +1,4 @@
-"""docs/running.md quotes messages that the source has, and the examples keep the rules that it states."""
+"""docs/failures.md quotes messages that the source has, and the examples keep the rules of docs/schedulers.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stepmark.config.training_fields import TrainingFields
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
-PAGE = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+FAILURES = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8")
 SCRIPTS = sorted([*EXAMPLES.rglob("*.sbatch"), *EXAMPLES.rglob("*.sh")])
 BATCH_SCRIPTS = [path for path in SCRIPTS if path.suffix == ".sbatch"]
 MANIFESTS = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
@@ -34,8 +34,7 @@ def texts_of(source: str) -> list[str]:
 
 
 def quoted_messages() -> list[str]:
-    table = PAGE.split("## Failures")[1]
-    return re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    return re.findall(r"^\| `([^`]+)` \|", FAILURES, re.MULTILINE)
 
 
 def test_quoted_messages_are_in_the_source() -> None:

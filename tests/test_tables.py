@@ -16,6 +16,8 @@ from tests.prove import COLUMNS, NOT_RUN, matrices, write_rows
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 PROOF = read_rows("proof")
+PROVED = re.compile(r"([\d,]+) (?:SIGKILLs|file system calls|tests)\b[^[]*\[test\]\((.+?)\), (\S+) at (\w+)\)")
+MEASURED = re.compile(r"\[benchmark\]\(benchmarks/(\w+)\.py\), 2 cores, (\S+) at (\w+)\)")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,6 +57,23 @@ def test_code_is_newer_than_a_proof_where_more_than_words_has_changed() -> None:
     before = '"""A module."""\ndef double(x):\n    """Twice."""\n    return 2 * x\n'
     words = '"""A module of numbers."""\n\n\ndef double(x):\n    return 2 * x  # twice\n'
     assert essence(before) == essence(words) != essence(words.replace("2 *", "3 *"))
+
+
+def test_the_readme_says_when_and_of_what_code_its_promises_were_proved() -> None:
+    promises = (ROOT / "README.md").read_text().split("## What it promises\n")[1].split("\n\n")[1]
+    text = " ".join(promises.split())
+    proved = {
+        matrix: (int(figure.replace(",", "")), date, commit) for figure, matrix, date, commit in PROVED.findall(text)
+    }
+    measured = MEASURED.findall(text)
+    assert len(proved) + len(measured) == len(re.findall(r"^- \*\*", promises, re.MULTILINE))
+    rows = {row["matrix"]: row for row in PROOF}
+    for matrix, (figure, date, commit) in proved.items():
+        row = rows[matrix]
+        counted = re.findall(r"(\d+) (?:kills|points)", row["tried"]) or re.findall(r"(\d+) passed", row["tests"])
+        assert (sum(map(int, counted)), row["date"], row["commit"]) == (figure, date, commit)
+    for name, date, commit in measured:
+        assert f"\n{date},{commit}," in (ROOT / "benchmarks" / "results" / f"{name}.csv").read_text()
 
 
 def test_every_matrix_has_its_row() -> None:

@@ -1,4 +1,4 @@
-"""The README is short, and so are the sentences of the documentation."""
+"""The README is short, and so are the pages of the documentation and their sentences."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 README_WORDS = 700
+PAGE_WORDS = 1_500  # of a page of docs/; what exceeds it is divided by subject
 AVERAGE = 16.0  # words per sentence, of all pages
 AVERAGE_OF_A_PAGE = 19.0
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
@@ -42,6 +43,11 @@ def lengths(text: str) -> list[int]:
 
 def test_the_readme_is_read_in_three_minutes() -> None:
     assert len((DOCS.parent / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_a_page_is_read_in_ten_minutes(page: Path) -> None:
+    assert len(page.read_text(encoding="utf-8").split()) <= PAGE_WORDS
 
 
 def test_sentences_are_short() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stepmark.cli.init import KINDS, starter_recipe
+from stepmark.cli.init import KINDS, SCHEMA, starter_recipe
 from stepmark.cli.main import build_parser, run
 from stepmark.config.fields import _helps, fields_of
 from stepmark.config.recipe import all_fields, read_recipe, recipe_schema, sections
@@ -100,6 +100,13 @@ def test_starter_recipes_can_be_read(tmp_path: Path, kind: str) -> None:
     uncommented = starter_recipe(kind, "x.json").replace("# bf16", "bf16").replace("# zero_1", "zero_1")
     (tmp_path / "recipe.yaml").write_text(uncommented)
     assert read_recipe(str(tmp_path / "recipe.yaml"), {}).training.bf16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_init_writes_the_recipe_of_a_kind(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    assert run(["init", str(path), "--kind", kind]) == 0
+    assert path.read_text() == starter_recipe(kind, SCHEMA)
 
 
 def test_a_starter_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

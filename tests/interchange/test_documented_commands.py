@@ -1,5 +1,5 @@
-"""Every command of docs/interchange.md, as it is written there, on a small checkpoint of what its row is about; and
-whether the row's columns say the truth about model, optimizer and step."""
+"""Every command of docs/interchange.md and docs/export.md, as it is written there, on a small checkpoint of what its
+row is about; and whether the row's columns say the truth about model, optimizer and step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tests.interchange import test_peft as program
 from tests.support import foreign_checkpoints as foreign
 from tests.support.foreign_checkpoints import CONFIG, Truth, truth
 
-PAGE = (Path(__file__).parents[2] / "docs" / "interchange.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "".join((DOCS / name).read_text() for name in ("interchange.md", "export.md"))
 STEP = 1000  # of the page's first commands
 
 
 def rows(heading: str) -> dict[str, list[str]]:
     """The cells of the table below a heading, by the first one."""
-    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    section = PAGE.split(f"# {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     return {row[0]: row for row in cells if set(row[0]) != {"-"}}
@@ -116,7 +117,7 @@ SOURCES: dict[str, Callable[[Path, Truth], Path]] = {
     "Lightning": foreign.lightning_folder,
     "a plain state dict": plain,
 }
-IN, OUT = rows("What comes along"), rows("What goes out")
+IN, OUT = rows("What comes along"), rows("Checkpoints for other tools")
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in peft

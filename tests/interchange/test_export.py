@@ -371,7 +371,7 @@ def test_command(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     said = json.loads(capsys.readouterr().out)
     assert (said["step"], said["to"]) == (3, "dcp")
     assert said["notes"]
-    for more in (["--to", "dcp", "--tp", "2"], ["--to", "hf-trainer", "--titan"]):
+    for more in (["--to", "dcp", "--tp", "2"], ["--to", "dcp", "--dp", "2"], ["--to", "hf-trainer", "--titan"]):
         assert run(["export", str(own), str(tmp_path / "more"), *more]) == UsageError.exit_code
     source = str(tmp_path / "source")
     assert run(["export", source, str(tmp_path / "more"), "--to", "dcp"]) == UsageError.exit_code

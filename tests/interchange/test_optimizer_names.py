@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from stepmark.cli.main import run
 from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.interchange.recognition import open_foreign
 from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
@@ -233,6 +234,7 @@ def test_options_of_other_formats(tmp_path: Path) -> None:
         open_foreign(source, ImportOptions(names=[("a", "b")]))
     with pytest.raises(UsageError, match="--heads: .*source has no replicated heads"):
         open_foreign(source, ImportOptions(heads="natural"))
+    assert run(["import", str(source), str(tmp_path / "out"), "--heads", "natural"]) == UsageError.exit_code
 
 
 FROZEN = ("model.embed_tokens.*", "model.layers.0.*")
@@ -264,7 +266,9 @@ def test_frozen_parameters_are_named(groups: int, tmp_path: Path) -> None:
         write_config(source)
     with pytest.raises(CheckpointMismatch, match=r"name those that were frozen \(--frozen 'model.layers.0.\*'\)"):
         states(source)
+    assert run(["import", str(source), str(tmp_path / "out"), "--frozen", *FROZEN]) == 0
     found = states(source, frozen=FROZEN)
+    assert load_file(tmp_path / "out" / "optimizer" / "optimizer.safetensors").keys() == found.keys()
     assert {name.rpartition("/")[0] for name in found} == set(trained)
     for name in trained:
         assert all(torch.equal(found[f"{name}/{key}"], value) for key, value in moments[name].items()), name

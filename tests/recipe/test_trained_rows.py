@@ -171,3 +171,12 @@ def test_texts_of_data_that_have_changed_are_not_shown(data: Path, capsys: pytes
     assert found["missing"].endswith("used_recipe.yaml have changed since")
     (data / "b.jsonl").write_text(text)
     assert all(row["text"] for row in rows("out", capsys, "--step", "1")["rows"])
+
+
+def test_what_a_recipe_names_is_used_where_code_is_trusted(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fields = {"train_file": str(data / "b.jsonl"), "compile_cache": str(data / "graphs")}
+    assert call(["train", str(write_recipe(data, max_steps=1, disable_tqdm=True, **fields))]) == 0
+    for options, left_out in (([], True), (["--trust_remote_code"], False)):
+        caplog.clear()
+        assert call(["rows", "out", "--step", "1", *options]) == 0
+        assert ("is left out; --trust_remote_code uses it" in caplog.text) == left_out

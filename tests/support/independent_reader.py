@@ -1,4 +1,5 @@
-"""A reader of checkpoints that knows nothing but docs/checkpoint-format.md: no torch, and nothing of stepmark's."""
+"""A reader of checkpoints that knows nothing but docs/checkpoint-format.md and docs/checkpoint-values.md: no torch, and
+nothing of stepmark's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pictures and numbers in docs/parallelism.md are those of the schedules."""
+"""The pictures and numbers in docs/pipelines.md are those of the schedules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from stepmark.parallel.pipeline.schedules import SCHEDULES, ideal_idle_share, make_schedule
 from tests.support.schedules import picture
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "parallelism.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "pipelines.md").read_text(encoding="utf-8")
 
 
 def test_pictures() -> None:

@@ -206,6 +206,9 @@ def test_an_evaluation_of_the_best_model_is_one_of_its_step(tmp_path: Path) -> N
     made.train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     known = {line["step"]: (line["eval_loss"], line["epoch"]) for line in lines if "eval_loss" in line}
+    removed = made.pop_callback(Losses)
+    assert isinstance(removed, Losses)
+    made.add_callback(removed)
     made.remove_callback(Losses)
     found = made.evaluate()
     again = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])

@@ -1,6 +1,6 @@
 """The log files of a run: metrics.jsonl, events.jsonl, status.json and the results. Only rank 0 writes them.
 
-docs/metrics.md describes their contents.
+docs/metrics.md, docs/events.md and docs/run-folder.md describe their contents.
 """
 
 from __future__ import annotations
