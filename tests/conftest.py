@@ -26,12 +26,15 @@ import pytest
 from stepmark.runtime.versions import refused_peft
 from tests.support import native
 from tests.support.devices import HAS_XLA, has_cuda
+from tests.support.nightly import mark_nightly
 from tests.support.parameter_ids import parameter_id
 from tests.support.ranks import EAGER_MODULES, Ranks, Zygote
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests whose device is not here, and lets each process of xdist begin with long ones."""
+    """Marks nightly tests, skips those that lack a device, and lets each process of xdist begin with long ones."""
+    mark_nightly(items)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     parts = [[item for item in items if ("tests/system/" in item.nodeid) is long] for long in (True, False)]
     shares = (
