@@ -16,7 +16,6 @@ import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from datetime import date, datetime, timedelta, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,11 @@ _PARTS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     deque: ("deque", lambda value: [list(value), value.maxlen], lambda parts: deque(*parts)),
     range: ("range", lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
     slice: ("slice", lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts)),
-    bytes: ("bytes", lambda value: base64.b64encode(value).decode(), partial(base64.b64decode, validate=True)),
+    bytes: (
+        "bytes",
+        lambda value: base64.b64encode(value).decode(),
+        lambda text: base64.b64decode(text.encode(), validate=True),  # bytes would be decoded too
+    ),
     bytearray: ("bytearray", bytes, bytearray),
     complex: (
         "complex",

@@ -85,7 +85,7 @@ def _tagged(source: Path, tag: str | None) -> Path:
     names = (tag, *(pattern.replace("*", tag) for pattern in _INNER))
     found = next((source / name for name in names if (source / name).exists()), None)
     if found is None:
-        names = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
-        shown = ", ".join([*names[:5], *("…" for _ in names[5:6])]) or "nothing"
+        there = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
+        shown = ", ".join([*there[:5], *("…" for _ in there[5:6])]) or "nothing"
         raise CheckpointNotFound(f"{source} has no checkpoint {tag!r}; it has {shown}")
     return found

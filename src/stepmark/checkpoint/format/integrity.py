@@ -16,7 +16,7 @@ from stepmark.checkpoint.format.checksums import bytes_checksum, file_checksum
 from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, FileEntry, Manifest, read_manifest
 from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
 from stepmark.checkpoint.format.tensor_file import Header, parse_header
-from stepmark.errors import CheckpointDamaged
+from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.filesystem.files import LARGEST, open_for_reading, regular_file_size
 from stepmark.filesystem.json_files import parse_json
 
@@ -119,7 +119,7 @@ def read_header(folder: Path, manifest: Manifest, entry: FileEntry) -> Header:
     data = _read_checked(path, entry.header, entry, f"{path}: its header")
     try:
         header = parse_header(data, entry.size)
-    except CheckpointDamaged as error:
+    except CheckpointError as error:  # the manifest, which has been read, knows all its types
         raise CheckpointDamaged(f"{path}: {error}") from error
     if (header.step, header.save) != (manifest.step, manifest.save):
         raise CheckpointDamaged(f"{path} was written by another save, of step {header.step}")
