@@ -32,8 +32,8 @@ NEEDING_OPTIONAL := tests/test_public.py tests/trainer/test_sentence_transformer
     tests/system/parity/test_whole_parameters.py::test_the_trainer_shards_and_resumes \
     tests/system/cli/test_lm_eval_example.py tests/interchange/test_deepspeed.py
 
-.PHONY: demo test suite smoke smoke-newest test-newest test-scalar test-latest test-lowest test-optional test-cuda image \
-    check docs fault prove clean
+.PHONY: demo test suite smoke smoke-newest test-nightly test-lazy test-newest test-scalar test-latest test-lowest \
+    test-optional test-cuda image check docs fault prove clean
 
 # Trains without torch_xla, whose environment takes minutes to install; on the lazy device with `make demo DEVICE=xla`.
 DEVICE ?= cpu
@@ -46,8 +46,16 @@ test: $(INSTALLED)
 
 # Hundreds of these tests run ranks of their own beside each other. What failed, up to five tests, is run once more alone,
 # and says so: a promise that is broken fails twice.
+# tests/nightly.toml names what of it runs at night alone: long tests of a kind of which another one is here.
 suite: $(INSTALLED)
+	$(BIN)/python scripts/run_suite.py $(PYTEST) -m "not prove and not nightly"
+
+test-nightly: $(INSTALLED)
 	$(BIN)/python scripts/run_suite.py $(PYTEST)
+
+# Of the nightly ones, those that test-newest cannot run.
+test-lazy: $(INSTALLED)
+	$(BIN)/python scripts/run_suite.py $(PYTEST) -m "nightly and xla and not prove"
 
 smoke: $(INSTALLED)
 	$(BIN)/python scripts/run_suite.py $(PYTEST) $(SMOKE)
@@ -64,7 +72,7 @@ test-scalar: $(INSTALLED)
 	ATEN_CPU_CAPABILITY=default $(BIN)/python scripts/run_suite.py $(PYTEST) tests/training tests/parallel/gradients \
 	    tests/parallel/tensor/test_architectures.py tests/system/parity/test_tensor_parallel.py
 
-# The same on a machine with a GPU, where the tests marked `cuda` run as well; an error where there is none.
+# The same as test-newest on a machine with a GPU, where the tests marked `cuda` run as well; an error where there is none.
 test-cuda: $(NEWEST_INSTALLED)
 	$(NEWEST)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("torch sees no CUDA device")'
 	$(NEWEST)/python $(PYTEST) $(EAGER)

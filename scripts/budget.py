@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "stepmark"
-CEILING = 62_050  # lines of Python in all; a commit that needs more raises it and says what the lines buy
+CEILING = 60_000
 
 
 def lines_of(folder: Path) -> dict[str, int]:

@@ -173,7 +173,7 @@ def _describe_module(name: str, module: nn.Module) -> Section:
         if kept[key] == key:
             trained = isinstance(value, Shard) or not parameters.isdisjoint(_keys(value))
             section.add(key, value, first=not trained)
-            if trained or not buffers.isdisjoint(_keys(value)):
+            if isinstance(value, Shard) or trained or not buffers.isdisjoint(_keys(value)):
                 if overlaps_itself(section.entries[key].tensor):
                     raise _unwritable(f"{name}: tensor {key!r}")
             else:
