@@ -16,7 +16,6 @@ from stepmark.errors import UsageError
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a value is None or a positive whole number."""
     return value is None or (type(value) is int and value > 0)
 
 
