@@ -27,9 +27,8 @@ def flops_per_token(model: nn.Module, length: int) -> float | None:
         return None
     if config.get_text_config() is not config or active_experts(config) is None:
         return None
-    sizes: list[Any] = [
-        getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
-    ]
+    names = "num_hidden_layers", "num_attention_heads", "hidden_size"
+    sizes: list[Any] = [getattr(config, name, None) for name in names]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
     layers, heads, hidden = sizes

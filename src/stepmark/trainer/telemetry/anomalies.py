@@ -61,10 +61,6 @@ class SpikeDetector:
             past.append(value)
         return "; ".join(reasons) or None
 
-    def note(self, step: int) -> None:
-        """The step, from 1, is a spike."""
-        self.found = (self.found[0] if self.found else step, step)
-
     def forget(self) -> None:
         self.found = None
 
@@ -137,7 +133,8 @@ class AnomalyDetector:
         if updated:
             self._count(step, {"loss": loss, "grad_norm": norm})
             if self.spikes is not None and (reason := self.spikes.judge(loss, norm)) is not None:
-                self.spikes.note(step)
+                first, _ = self.spikes.found or (step, step)
+                self.spikes.found = first, step
                 self._report(Anomaly("loss_spike", step, f"step {step} is a loss spike: {reason}"))
         self._look_for_repeats(step, loss, norm, rate)
         self._moved += rate > 0.0 and math.isfinite(norm) and norm > 0.0
