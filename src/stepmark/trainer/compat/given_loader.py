@@ -261,7 +261,6 @@ def _whole_turns(batches: Iterator[Any], size: int) -> Iterator[Any]:
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """Calls `set_epoch` of the loader and its samplers."""
     for owner in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         if owner is not None and hasattr(owner, "set_epoch"):
             owner.set_epoch(epoch)

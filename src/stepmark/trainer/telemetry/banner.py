@@ -68,7 +68,6 @@ def _parameters(model: nn.Module) -> str:
 
 
 def _shards(parts: TrainingComponents) -> list[str]:
-    """A line on sharded parameters."""
     sharding, ranks = parts.args.full_sharding, parts.mesh.data_parallel.size
     if sharding is None or ranks == 1:
         return []
