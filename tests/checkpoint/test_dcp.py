@@ -160,18 +160,6 @@ def test_every_leaf_of_any_state_is_in_the_folder(tmp_path: Path) -> None:
         assert values(found) == values(state), seed
 
 
-@pytest.mark.parametrize("key", ["state_dict", "model", "optimizer.param_groups"])
-def test_an_optimizer_is_kept_under_any_key(key: str, tmp_path: Path) -> None:
-    model, optimizer, _ = trained(1)
-    states = get_state_dict(model, optimizer)
-    state = (
-        {"model": states[0], "optim": {key: states[1]}, key: states[1]} if key != "model" else {"o": {key: states[1]}}
-    )
-    found = blank(state)
-    dcp.load(found, checkpoint_id=dcp.save(state, checkpoint_id=tmp_path / "c"))
-    assert values(found) == values(state)
-
-
 def test_an_optimizer_of_named_parameters(tmp_path: Path) -> None:
     model = trained(1)[0]
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.5)

@@ -193,28 +193,6 @@ def test_memory_of_no_use_is_given_back() -> None:
     assert sum(idle.numel() for idle in memory._idle) <= 3 << 20
 
 
-def test_all_threads_copy_what_a_single_copy_would(tmp_path: Path) -> None:
-    """Long and short runs, strided sources, conjugates: the copy is the same bits whatever way it takes."""
-    torch.manual_seed(0)
-    state = {
-        "nest": {
-            "long": torch.randn(5 << 20),
-            "strided": torch.randn(300, 200).t(),
-            "conjugate": torch.randn(100, dtype=torch.complex64).conj(),
-            "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
-            "mask": torch.rand(1000) > 0.5,
-            "empty": torch.zeros(0, 4),
-        }
-    }
-    expected = {name: tensor.clone() for name, tensor in state["nest"].items()}
-    with Checkpointer(tmp_path, threads=3) as checkpointer:
-        checkpointer.save(1, state, block=True)
-        fresh = {"nest": {name: torch.zeros_like(tensor.resolve_conj()) for name, tensor in expected.items()}}
-        assert checkpointer.restore(fresh) == 1
-    for name, tensor in fresh["nest"].items():
-        assert torch.equal(tensor, expected[name]), name
-
-
 class Copied(TorchDispatchMode):
     """The bytes of the copies that torch makes of tensors."""
 

@@ -164,17 +164,6 @@ def of_another_process(patch: pytest.MonkeyPatch, wall: Callable[[], float]) -> 
     patch.setattr(checkpointer_module, "TimestampSource", lambda: TimestampSource(wall))
 
 
-def test_where_the_clock_goes_back_the_last_are_those_saved_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hours = iter(range(1000, 0, -1))
-    of_another_process(monkeypatch, lambda: next(hours) * 3600.0)
-    with Checkpointer(tmp_path, keep_last=3) as checkpointer:
-        for step in range(1, 7):
-            checkpointer.save(step, {"nest": {}}, block=True)
-    assert folders(tmp_path) == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
-
-
 def test_what_a_resumed_run_saves_is_later_than_what_it_has_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,15 +118,6 @@ def test_another_kind_of_optimizer_is_refused_though_it_had_no_state(tmp_path: P
             checkpointer.restore({"model": other, "optimizer": plain})
 
 
-def test_a_state_from_before_the_first_step_clears_later_state(tmp_path: Path) -> None:
-    module, optimizer = trained("adamw_torch", 0)
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(0, {"model": module, "optimizer": optimizer}, block=True)
-        train(module, optimizer, 2)
-        checkpointer.restore({"model": module, "optimizer": optimizer})
-    assert not any(optimizer.named_state().values())
-
-
 def test_comparing_an_optimizer_takes_as_many_calls_as_it_has_parameters(tmp_path: Path) -> None:
     def calls(count: int) -> int:
         module = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(count)])
@@ -194,16 +185,6 @@ def test_state_that_cannot_be_removed_becomes_zero(tmp_path: Path) -> None:
     through(tmp_path, {"model": Pair(), "o": Keeps(5.0, "a")}, {"model": Pair(), "o": restored})
     assert restored.flat.tolist() == [5.0, 5.0, 0.0, 0.0]
     assert restored.step.item() == 5.0
-
-
-def test_making_missing_state_leaves_the_state_that_is_there() -> None:
-    module, optimizer = trained("adamw_torch", 3)
-    before = {key: value.clone() for key, value in optimizer.named_state()["used.weight"].items()}
-    optimizer.ensure_state()
-    assert optimizer.named_state()["pooler.weight"]
-    after = optimizer.named_state()["used.weight"]
-    assert all(torch.equal(before[key], after[key]) for key in before)
-    assert module.used.weight.grad is not None
 
 
 class Scaled(torch.optim.SGD):

@@ -188,12 +188,6 @@ def test_what_is_tied_on_a_lazy_device_is_written_once_and_loaded_tied(tmp_path:
         assert not bool(loaded["parts"][1].any())
 
 
-def test_the_package_has_them() -> None:
-    import stepmark
-
-    assert (stepmark.save, stepmark.load) == (save, load)
-
-
 STUCK = """
 import contextlib, os, sys, time
 from pathlib import Path
@@ -355,16 +349,6 @@ def test_files_without_sums_load(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(3000)
     with pytest.raises(CheckpointDamaged):
-        load(path)
-
-
-def test_a_wrong_sum_is_damage(tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
-    torch.save({"t": torch.arange(1000.0)}, path)
-    data = bytearray(path.read_bytes())
-    data[data.index(torch.arange(1000.0).numpy().tobytes()) + 100] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(CheckpointDamaged, match="data/0"):
         load(path)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from stepmark.cli.main import run
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
@@ -64,24 +62,6 @@ def test_common_tensors_may_be_in_the_first_ranks_files_only(tmp_path: Path) -> 
         for path in source.glob(f"model/*ep_rank_01*.tensors/tensor_{number}.pt") if tensor.dim() != 3 else ():
             path.unlink()
     check(take(source, tmp_path / "out"), expected)
-
-
-def test_missing_data_parallel_rank(tmp_path: Path) -> None:
-    source = expert_folder(tmp_path / "source", expert_truth())
-    for path in source.glob("optim/dp_rank_03*"):
-        path.unlink()
-    refused(source, tmp_path, CheckpointDamaged, "optim", "a data parallel rank's file is missing")
-
-
-def test_files_of_two_saves(tmp_path: Path) -> None:
-    source = expert_folder(tmp_path / "source", expert_truth())
-    later = expert_truth()
-    for state in later.moments.values():
-        state["step"] = torch.tensor(9.0)
-    other = expert_folder(tmp_path / "other", later)
-    name = "dp_rank_03_tp_rank_01_pp_rank_00.pt"
-    shutil.copy(other / "optim" / name, source / "optim" / name)
-    refused(source, tmp_path, CheckpointDamaged, "step")
 
 
 def test_experts_without_a_gate() -> None:

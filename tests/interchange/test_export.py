@@ -24,13 +24,11 @@ from stepmark.interchange.recognition import open_foreign
 from stepmark.interchange.sinks.export_plan import ExportOptions
 from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
 from stepmark.interchange.sources.foreign import ImportOptions
-from stepmark.model_folder.checkpoint_tensors import ChecksumBlock
 from stepmark.model_folder.new_folder import WritingListener
 from stepmark.model_folder.output_files import torch_file, write_files
 from stepmark.tensor_files import streaming, torch_writer
 from stepmark.tensor_files.array_reader import ArrayReader
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
-from stepmark.tensor_files.records import Record
 from stepmark.tensor_files.torch_file import read_torch_file
 from tests.support import foreign_checkpoints
 from tests.support.foreign_checkpoints import STEP, Truth, truth
@@ -423,42 +421,3 @@ def test_commands_need_no_torch_for_a_common_model(tmp_path: Path) -> None:
     imported, megabytes = own.rsplit(" ", 1)
     assert (imported, children) == ("[]", "0")
     assert int(megabytes) < 120
-
-
-def test_records_are_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is read to be written, where that is all of a record."""
-    generator = torch.Generator().manual_seed(0)
-    state = {name: torch.randn(700, 1300, generator=generator) for name in "abc"}
-    source = tmp_path / "source" / "model.pt"
-    source.parent.mkdir()
-    moments = {
-        number: {"exp_avg": tensor + 1, "step": torch.tensor(3.0)} for number, tensor in enumerate(state.values())
-    }
-    groups = [{"params": [0, 1, 2], "lr": 0.1}]
-    torch.save({"model": state, "optimizer": {"state": moments, "param_groups": groups}, "step": 3}, source)
-    checked: list[tuple[str, bool]] = []
-
-    def spy(kind: type[Record]) -> None:
-        original = kind.check
-
-        def check(self: Record, data: memoryview | None = None) -> int:
-            checked.append((f"{self.name} {self.path} {self.begin}", data is not None))
-            return original(self, data)
-
-        monkeypatch.setattr(kind, "check", check)
-
-    spy(Record)
-    spy(ChecksumBlock)
-    imported(source, tmp_path / "own")
-    tensors = [(name, at_hand) for name, at_hand in checked if "/data/" in name]
-    assert len({name for name, _ in tensors}) == 9
-    assert len(tensors) == 9
-    assert all(at_hand for _, at_hand in tensors)
-    checked.clear()
-    export_checkpoint(tmp_path / "own", tmp_path / "out", "dcp", ExportOptions())
-    assert len(checked) == len({name for name, _ in checked})
-    assert len({name.split()[0] for name, _ in checked}) == 9
-    assert all(at_hand for _, at_hand in checked)
-    found = values(imported(tmp_path / "out", tmp_path / "back"))
-    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
-    assert all(torch.equal(found[f"optimizer/{name}/exp_avg"], tensor + 1) for name, tensor in state.items())

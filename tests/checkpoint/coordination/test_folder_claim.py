@@ -210,15 +210,6 @@ def test_a_slow_claim_does_not_win_with_a_number_that_is_free_again(
     claims[0].release(entire=True)
 
 
-def test_a_slow_claim_goes_on_where_the_faster_runs_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def own_twice() -> None:
-        for _ in range(2):
-            FolderClaim.claim(tmp_path).release(entire=True)
-
-    claim_before_rename(monkeypatch, ".term", own_twice)
-    claim_and_release(tmp_path, [".owner.3"])
-
-
 def test_a_claim_that_begins_late_goes_on_where_the_faster_runs_have_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -18,7 +17,6 @@ from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.save.commit import Commit
 from stepmark.errors import CheckpointBusy, CheckpointError
 from stepmark.filesystem import files
-from stepmark.liveness import heartbeat
 from tests.support.faults import Faults
 
 
@@ -108,23 +106,6 @@ def test_a_run_that_was_taken_for_dead_commits_nothing(tmp_path: Path, monkeypat
     assert not (tmp_path / "checkpoint-1").exists()
 
 
-def test_a_dead_run_whose_clock_was_ahead_does_not_hold_the_folder_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heartbeat, "STALE", 1.0)
-    dead = tmp_path / ".stepmark" / "0000dead"
-    dead.mkdir(parents=True)
-    (dead / "claimed").touch()
-    (dead / "alive.0").write_text(json.dumps({"boot": "another machine", "host": "far"}))
-    future = time.time() + 3600
-    os.utime(dead / "alive.0", (future, future))
-    begun = time.monotonic()
-    with Checkpointer(tmp_path) as checkpointer:
-        save(checkpointer, 1)
-    assert time.monotonic() - begun < 60
-    assert not dead.exists()
-
-
 def test_a_run_that_was_killed_while_it_claimed_is_not_waited_for(tmp_path: Path) -> None:
     """Whichever call of the claim came last, the next run begins at once."""
     killed = 0
@@ -141,23 +122,6 @@ def test_a_run_that_was_killed_while_it_claimed_is_not_waited_for(tmp_path: Path
             save(checkpointer, 1)
         assert time.monotonic() - begun < 20, calls
     assert killed > 8
-
-
-def test_of_two_runs_that_claim_at_once_one_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second comes while the first has not yet given its claim its name."""
-    rename, second = files.rename, Checkpointer(tmp_path)
-
-    def rename_after_the_second(source: Path, target: Path) -> None:
-        if source.name.startswith("."):
-            monkeypatch.setattr(files, "rename", rename)
-            second.claim()
-        rename(source, target)
-
-    monkeypatch.setattr(files, "rename", rename_after_the_second)
-    with pytest.raises(CheckpointBusy):
-        Checkpointer(tmp_path).claim()
-    save(second, 1)
-    second.close()
 
 
 def test_a_crash_of_the_machine_does_not_take_the_folder_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

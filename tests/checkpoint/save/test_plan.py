@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
 from itertools import pairwise
 
 import pytest
@@ -242,13 +241,3 @@ def test_ranges_of_thousands_of_ranks_are_compared_with_their_neighbours(monkeyp
     assert disjoint(boxes)
     assert count <= 2 * ranges
     assert not disjoint([*boxes, Box((17, 3), (2, 2))])
-
-
-def test_loads_are_level_over_groups_of_any_size() -> None:
-    sizes = defaultdict(int)
-    rows = [whole(f"state/s{i}", "t", (1 + 97 * i % 3000, 100)) for i in range(200)]
-    plan = plan_save([Holding(tuple(rows), (0, 1, 2))], [0, 0, 0], SAVE)
-    for file in plan.files:
-        for share in file.shares:
-            sizes[share.rank] += share.end - share.begin
-    assert max(sizes.values()) - min(sizes.values()) <= 0.05 * sum(sizes.values()) / 3

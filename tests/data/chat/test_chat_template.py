@@ -181,22 +181,6 @@ def test_forms_of_other_data_sets(row: dict[str, Any], answers: list[str]) -> No
     assert text.startswith("<s>system\nbe kind<e>\n") == ("system" in row)
 
 
-def test_nulls_that_arrow_adds_are_no_content() -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = [
-        {"messages": [CHAT[0], called({"city": "Rome"}), said("tool", "20 C", weight=0)], "tools": TOOLS},
-        {"messages": [CHAT[0], called({"country": "Italy"})], "tools": None},
-    ]
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = THINKING
-    first, second = (
-        tokenizer.decode(each["input_ids"]) for each in Conversations(datasets.Dataset.from_list(rows), tokenizer)
-    )
-    assert json.dumps(TOOLS[0]) in first
-    assert '<call>weather{"city": "Rome"}</call>' in first
-    assert '<call>weather{"country": "Italy"}</call>' in second
-
-
 def test_recipes_read_them_from_tables(tmp_path: Path) -> None:
     """Tables of Arrow have a null for every key that another row has."""
     datasets = pytest.importorskip("datasets")

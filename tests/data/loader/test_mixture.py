@@ -15,8 +15,7 @@ import torch
 
 from stepmark.config.data_arguments import DataArguments
 from stepmark.data.loader.loader import DataLoader
-from stepmark.data.loader.mixture import JoinedSamples, Mixture, MixtureOrder, _stream_part, apportion, limited
-from stepmark.data.loader.order import Stream, generator
+from stepmark.data.loader.mixture import JoinedSamples, Mixture, MixtureOrder, apportion, limited
 from stepmark.data.prepared_data import Prepared, prepare
 from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import CheckpointMismatch, UsageError
@@ -115,12 +114,6 @@ def test_a_position_of_other_shares_or_of_no_mixture_is_refused() -> None:
 
 def test_the_order_is_kept_for_runs_that_were_begun_before() -> None:
     assert MixtureOrder((3, 5), (6, 2)).indices(7, 1, True).tolist() == [0, 5, 1, 2, 1, 3, 0, 2]
-
-
-def test_a_part_of_a_stream_is_that_of_the_whole() -> None:
-    whole = generator(Stream.SOURCE, 5, 1).random_raw(64)
-    for start, count in ((0, 64), (3, 9), (4, 4), (21, 43)):
-        assert _stream_part(5, 1, start, count).tolist() == whole[start : start + count].tolist()
 
 
 def test_a_trainer_keeps_the_order_when_it_leaves_out_columns() -> None:

@@ -27,7 +27,6 @@ from transformers import (
 
 from stepmark import Mesh
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StepmarkError, UsageError
-from stepmark.parallel.loading.deferred_init import DeferredInit
 from stepmark.parallel.loading.load import (
     ModelFactory,
     load_for_parallelism,
@@ -201,17 +200,6 @@ def test_every_way_to_initialise(initialise: Any) -> None:
     whole = construct()
     torch.manual_seed(1)
     check_equal(factory(1, 2).new(construct), whole)
-
-
-def test_no_more_than_one_tensor_at_a_time() -> None:
-    """Constructing holds no values; each tape makes one tensor."""
-    deferral = DeferredInit(0)
-    with deferral:
-        model = AutoModelForCausalLM.from_config(CONFIGS["gpt2"]())
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert not any(buffer.is_meta for buffer in model.buffers())
-    tapes = deferral._tapes.values()
-    assert all(sum(state is not None for state, _ in tape.operations) <= 1 for tape in tapes)
 
 
 @pytest.fixture(params=list(CONFIGS))

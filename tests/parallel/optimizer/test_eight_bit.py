@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepmark import Checkpointer, Trainer, TrainingArguments
+from stepmark import Trainer, TrainingArguments
 from stepmark.errors import UsageError
 from stepmark.parallel.optimizer.distribute import sharding_unit
 from stepmark.parallel.optimizer.own_classes import adamw_8bit_class
@@ -102,31 +102,6 @@ def test_the_update_is_that_of_bitsandbytes() -> None:
         reference.step()
     assert torch.equal(ours.weight, theirs.weight)
     assert torch.equal(ours.bias, theirs.bias)
-
-
-def test_a_custom_loop_with_bitsandbytes_own_is_resumed_bit_for_bit(tmp_path: Path) -> None:
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = nn.Linear(80, 80)
-        return model, bitsandbytes.optim.AdamW8bit(model.parameters(), lr=1e-2)
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-        for step in steps:
-            model(torch.full((2, 80), step / 10)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    model, optimizer = make()
-    train(model, optimizer, range(1, 4))
-    other, resumed = make()
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(3, {"model": model, "optimizer": optimizer}).wait()
-        checkpointer.restore({"model": other, "optimizer": resumed})
-    train(model, optimizer, range(4, 8))
-    train(other, resumed, range(4, 8))
-    assert all(map(torch.equal, model.parameters(), other.parameters()))
-    for one, two in zip(states(optimizer), states(resumed), strict=True):
-        assert all(equal(one[key], two[key]) for key in one)
 
 
 def test_options_that_it_does_not_have_are_named() -> None:

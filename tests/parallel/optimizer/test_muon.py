@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from transformers import (
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.errors import UsageError
-from stepmark.parallel.optimizer.own_classes import MuonAdamW
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.training.optimizer import build_optimizer, decays_by_default, parameter_kinds
 from tests.support.programs import Blocks, tiny_model
@@ -109,32 +107,6 @@ def test_a_head_beside_the_layers_is_no_hidden_matrix() -> None:
     kinds = parameter_kinds(WithoutBase())
     assert kinds.hidden_matrices == {"layer.weight"}
     assert kinds.embeddings == {"table.weight"}
-
-
-def test_a_state_dict_is_loaded() -> None:
-    def make() -> tuple[nn.Linear, MuonAdamW]:
-        torch.manual_seed(0)
-        module = nn.Linear(4, 4)
-        groups = [{"params": [module.weight], "muon": True}, {"params": [module.bias], "muon": False}]
-        return module, MuonAdamW(groups, lr=0.1)
-
-    def train(module: nn.Linear, optimizer: MuonAdamW) -> None:
-        for _ in range(3):
-            module(torch.ones(2, 4)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    module, optimizer = make()
-    train(module, optimizer)
-    other, resumed = make()
-    other.load_state_dict(module.state_dict())
-    resumed.load_state_dict(deepcopy(optimizer.state_dict()))  # torch keeps the tensors
-    for group in (*optimizer.param_groups, *resumed.param_groups):
-        group["lr"] = 0.01
-    train(module, optimizer)
-    train(other, resumed)
-    assert torch.equal(module.weight, other.weight)
-    assert torch.equal(module.bias, other.bias)
 
 
 def test_what_is_refused() -> None:

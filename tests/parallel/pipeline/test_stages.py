@@ -25,7 +25,7 @@ from stepmark.parallel.pipeline.stage_plan import plan_stages
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.training.model_options import enable_gradient_checkpointing
-from tests.support.models import build, configuration
+from tests.support.models import build
 from tests.support.programs import Blocks
 
 FOUR = {"num_hidden_layers": 4}
@@ -196,13 +196,3 @@ def test_a_part_is_evaluated_on_its_own_mesh_only() -> None:
     pipeline = Pipeline(build("llama", **FOUR), 2)
     with pytest.raises(UsageError, match=r"parallelized for another one, \{'pp': 2"):
         evaluate(pipeline.parts[0], Blocks(2), mesh=pipeline_mesh(0, 3))
-
-
-def test_plan_finds_ties() -> None:
-    tied = build("llama", tie_word_embeddings=True, **FOUR)
-    assert plan_stages(tied, 2).tied == ("model.embed_tokens",)
-    assert plan_stages(build("llama", **FOUR), 2).tied == ()
-    plan = plan_stages(AutoModelForCausalLM.from_config(configuration("gpt2", **FOUR)), 4)
-    assert plan.tied == ("transformer.wte",)
-    assert plan.before == ("transformer.wte", "transformer.wpe")
-    assert plan.after == ("transformer.ln_f", "lm_head")

@@ -56,11 +56,6 @@ def of_type(model_type: str, **changes: Any) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
-def test_known_models_pass(kind: str) -> None:
-    check(build(kind))
-
-
 def test_a_variant_whose_plan_omits_a_norm() -> None:
     check(of_type("cohere"))
     with pytest.raises(UsageError, match=r"does not mention model\.layers\.0\.self_attn\.q_norm\.weight"):

@@ -354,11 +354,3 @@ def test_a_recipe_that_train_refuses_will_fail(tmp_path: Path, fields: dict[str,
     (finding,) = look_at_recipe(path, read_recipe(path, {}), "cpu")
     assert finding.status == Status.FAILURE
     assert named in finding.text
-
-
-def test_what_train_refuses_in_a_recipe_is_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = write_recipe(tmp_path, config_name="gpt7")
-    assert run(["doctor", "--recipe", str(recipe)]) == 1
-    page = capsys.readouterr().out
-    assert any(line.startswith("!") and "config_name: 'gpt7'" in line for line in page.splitlines())
-    assert "1 that will fail" in page

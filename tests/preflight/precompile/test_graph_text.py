@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from stepmark.preflight.precompile.graph_text import GraphText
-from tests.support.ranks import Ranks
 
 MAIN = """module @m {{
   func.func @main(%arg0: tensor<4x4xf32>, %arg1: tensor<4xi64>) -> tensor<4x4xf32> {{
@@ -73,29 +71,3 @@ def test_problems_are_named(line: str, operations: int, problems: list[str]) -> 
 def test_operations_that_neurons_list_lacks() -> None:
     lines = ["%1 = stablehlo.logistic %0 : tensor<4x4xf32>", "%2 = stablehlo.tanh %1 : tensor<4x4xf32>"]
     assert GraphText.read(MAIN.format(line="\n".join(lines))).unlisted == ("logistic",)
-
-
-def graphs_of_a_device() -> list[list[str]]:
-    """The problems that real graphs have."""
-    from stepmark.runtime.context import start
-    from stepmark.runtime.xla import pending_graph
-
-    runtime = start("xla").runtime
-    found = []
-    for make in (
-        lambda given: given @ given,
-        lambda given: given.double() * 2.5,
-    ):
-        (given,) = runtime.place([torch.randn(4, 4)])
-        made = make(given)
-        found.append(list(GraphText.read(pending_graph()).problems))
-        runtime.step_boundary(wait=True)
-        del made
-    return found
-
-
-@pytest.mark.xla
-def test_real_graphs(ranks: Ranks) -> None:
-    (found,) = ranks.run(f"{__name__}:graphs_of_a_device").check()
-    assert found[0] == []
-    assert found[1] == ["64-bit floats (tensor<4x4xf64>)"]

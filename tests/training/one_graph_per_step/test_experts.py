@@ -17,7 +17,6 @@ from stepmark.training.one_graph_per_step.experts import (
     block_rows,
     count_blocks,
     padded_blocks_forward,
-    static_experts_forward,
 )
 from tests.support.ranks import Ranks
 
@@ -182,16 +181,3 @@ def test_blocks_are_chosen_where_they_are_less_work(tokens: int, chosen: int, ex
 @pytest.mark.parametrize(("tokens", "chosen", "experts"), [(1, 2, 8), (64, 8, 8), (4096, 4, 4)])
 def test_every_expert_sees_every_token_where_that_is_less_work(tokens: int, chosen: int, experts: int) -> None:
     assert block_rows(tokens, chosen, experts) is None
-
-
-def test_the_form_is_chosen_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    import stepmark.training.one_graph_per_step.experts as module
-
-    taken = []
-    monkeypatch.setattr(module, "all_experts_forward", lambda *given: taken.append("all"))
-    monkeypatch.setattr(module, "padded_blocks_forward", lambda *given: taken.append(given[-1]))
-    experts = made(*KINDS["mixtral"])
-    for tokens in (1, 4096):
-        index = torch.zeros(tokens, 1, dtype=torch.long)
-        static_experts_forward(experts, torch.zeros(tokens, HIDDEN), index, index.float())
-    assert taken == ["all", block_rows(4096, 1, EXPERTS)]
