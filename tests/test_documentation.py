@@ -146,12 +146,6 @@ def test_the_reference_has_every_old_name(site_pages: dict[str, Any]) -> None:
         assert [name for name in refusals(origin) if f"`{name}`" not in page] == []
 
 
-def test_the_readme_leads_to_files_of_the_repository() -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert len(links) > 20
-    assert [link for link in links if not (ROOT / link.partition("#")[0]).exists()] == []
-
-
 INSTALLS = re.compile(r"pip install [\"']?(stepmark\S*)")
 IN_PLACE = {f"stepmark[{extra}]" for extra in ("peft", "trl", "sentence-transformers", "wandb")}
 

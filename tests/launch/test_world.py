@@ -54,12 +54,6 @@ def test_torchrun() -> None:
     assert World.from_environment(TORCHRUN) == World(5, 8, 1, 4, 1, "10.0.0.1", 29500)
 
 
-def test_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    assert World.from_environment().rank == 5
-
-
 def test_only_rank_and_size() -> None:
     world = World.from_environment({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"})
     assert (world.local_rank, world.local_size, world.node, world.master_address) == (1, 2, 0, "127.0.0.1")

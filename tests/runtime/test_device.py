@@ -73,20 +73,6 @@ def test_auto(
 
 
 @pytest.mark.parametrize(
-    ("wish", "hardware_here"),
-    [
-        ("cpu", {"xla": True, "neuron": True, "accelerator": "cuda"}),
-        ("xla", {"xla": True}),
-        ("cuda", {"accelerator": "cuda"}),
-        ("neuron", {"accelerator": "neuron"}),
-    ],
-)
-def test_an_available_device(machine: Machine, wish: str, hardware_here: dict[str, bool]) -> None:
-    machine.has(**hardware_here)
-    assert choose_device(wish) == wish
-
-
-@pytest.mark.parametrize(
     ("wish", "hardware_here", "words"),
     [
         ("xla", {}, r"device: xla needs torch_xla.*pip install 'stepmark\[xla\]'"),

@@ -47,17 +47,9 @@ def test_groups_differ_in_one_coordinate_and_are_in_its_order(axes: dict[str, in
         assert grid.groups(axis) == grid.groups(axis, size)
 
 
-def test_groups_of_a_data_and_tensor_parallel_mesh() -> None:
-    grid = RankGrid({"dp": 2, "tp": 4})
-    assert grid.groups("tp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert grid.groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert grid.groups("tp", 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert grid.origin("tp") == [0, 4]
-    assert group_of(6, grid.groups("dp")) == [2, 6]
-
-
 def test_origin_over_several_axes() -> None:
     grid = RankGrid({"pp": 2, "dp": 3, "tp": 2})
+    assert group_of(6, grid.groups("pp")) == [0, 6]
     assert grid.origin("tp") == [0, 2, 4, 6, 8, 10]
     assert grid.origin("pp", "tp") == [0, 2, 4]
 

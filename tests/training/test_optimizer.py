@@ -285,22 +285,6 @@ def test_adafactor_is_that_of_transformers_with_the_rate_that_is_asked_for(tmp_p
         assert torch.allclose(one, other, atol=1e-6)
 
 
-def test_a_run_with_adafactor_is_resumed_exactly(tmp_path: Path) -> None:
-    def run(folder: Path, *callbacks: Any) -> Any:
-        args = TrainingArguments(
-            output_dir=str(folder), optim="adafactor", max_steps=4, learning_rate=1e-2, save_steps=2,
-            per_device_train_batch_size=2, disable_tqdm=True, device="cpu", resume_from_checkpoint=True,
-        )  # fmt: skip
-        trainer = Trainer(tiny_model(), args, train_dataset=Blocks(8), callbacks=list(callbacks))
-        trainer.train()
-        return trainer.model
-
-    whole = run(tmp_path / "whole")
-    run(tmp_path / "parts", StopsAt(2))
-    for one, other in zip(whole.parameters(), run(tmp_path / "parts").parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 class Counting(torch.optim.Optimizer):
     """Keeps plain values: of each parameter its steps, and of a group their number and the sum of the rates. The update
     depends on all of them, and on every element alone."""
@@ -321,23 +305,6 @@ class Counting(torch.optim.Optimizer):
                 rate = group["lr"] / (state["step"] + group["count"] + group["rates"])
                 if parameter.grad is not None:
                     parameter.sub_(rate * parameter.grad.sign())
-
-
-def trained(folder: Path, *callbacks: Any) -> list[Tensor]:
-    model = tiny_model()
-    args = TrainingArguments(
-        output_dir=str(folder), max_steps=4, save_steps=2, per_device_train_batch_size=2, disable_tqdm=True,
-        device="cpu", resume_from_checkpoint=True,
-    )  # fmt: skip
-    optimizers = (Counting(model.parameters()), None)
-    Trainer(model, args, train_dataset=Blocks(8), callbacks=list(callbacks), optimizers=optimizers).train()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def test_plain_values_of_an_optimizer_of_the_users_are_restored(tmp_path: Path) -> None:
-    whole = trained(tmp_path / "whole")
-    trained(tmp_path / "parts", StopsAt(2))
-    assert all(map(torch.equal, whole, trained(tmp_path / "parts")))
 
 
 class Remembers(Counting):
@@ -406,8 +373,7 @@ class Rates:
         optimizer._get_lr = get_lr
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("scaled", "dtype"), [(True, "float32"), (False, "bfloat16")])
 def test_the_rates_that_adafactor_chooses_are_logged_and_saved(tmp_path: Path, scaled: bool, dtype: str) -> None:
     def made(**options: Any) -> tuple[Trainer, Rates]:
         model = build("gpt2")

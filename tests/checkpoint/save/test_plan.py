@@ -1,4 +1,5 @@
-"""Which rank writes what: every byte once, evenly, complete tensors per node."""
+"""Which rank writes what: every byte once, evenly, complete tensors per node, some by the first rank alone; and headers
+that stay within bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, checksum_blocks, covering_blocks
 from stepmark.checkpoint.format.manifest import Manifest, parse_manifest
-from stepmark.checkpoint.format.tensor_file import Header, parse_header
+from stepmark.checkpoint.format.tensor_file import Header, header_size, parse_header
+from stepmark.checkpoint.save import plan as planning
 from stepmark.checkpoint.save.commit import tensor_entries
 from stepmark.checkpoint.save.plan import Holding, Row, SavePlan, plan_save
 from stepmark.errors import UsageError
@@ -241,3 +243,44 @@ def test_ranges_of_thousands_of_ranks_are_compared_with_their_neighbours(monkeyp
     assert disjoint(boxes)
     assert count <= 2 * ranges
     assert not disjoint([*boxes, Box((17, 3), (2, 2))])
+
+
+def row(name: str, numel: int, *, dtype: str = "F32", first: bool = False) -> Row:
+    return Row("model", name, dtype, (numel,), TensorSlice.full((numel,)), first)
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 0, 0], [0, 0, 1, 1], [1, 0, 1, 0]])
+def test_the_first_rank_writes_all_of_them(nodes: list[int]) -> None:
+    rows = []
+    for layer in range(6):
+        rows.append(row(f"{layer}.weight", 3_000_000))
+        rows.append(row(f"{layer}.mean", 300_000, first=True))
+        rows.append(row(f"{layer}.count", 1, dtype="I64", first=True))
+    plan = plan_save([Holding(tuple(rows), (0, 1, 2, 3))], nodes, "s")
+    loads = check_every_byte_once(plan, 4)
+    assert max(loads) - min(loads) <= 0.2 * sum(loads) / 4 + CHECKSUM_BLOCK
+    for file in plan.files:
+        for tensor in file.tensors:
+            writers = {s.rank for s in file.shares if s.begin < tensor.end and tensor.begin < s.end}
+            assert "weight" in tensor.name or writers == {0}, tensor.name
+        assert len({"weight" in tensor.name for tensor in file.tensors}) == 1  # each kind has its files
+    assert sum(len(file.tensors) for file in plan.files) == len(rows)
+
+
+def test_one_rank_has_one_file() -> None:
+    plan = plan_save([Holding((row("weight", 10), row("mean", 10, first=True)), (0,))], [0], "s")
+    assert [file.name for file in plan.files] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.0.weight", "layers.0.weight" * 9, "\U0001f600" * 120, '"\\' * 60, "\x00é" * 500]
+)
+def test_a_full_file_has_a_header_that_others_read(name: str) -> None:
+    """Of the largest number of tensors with such names: measured for a hundredth of them."""
+    names = [f"{name}{index}" for index in range(planning.MAX_TENSORS + 1)]
+    plan = plan_save([Holding(tuple(row(name, 5) for name in names), (0,))], [0], "s")
+    assert len(plan.files) > 1
+    assert sum(len(file.tensors) for file in plan.files) == len(names)
+    largest = max(plan.files, key=lambda file: len(file.tensors))
+    sample = largest.tensors[: len(largest.tensors) // 100]
+    assert 100 * header_size(sample, "s") < 100_000_000
