@@ -82,12 +82,6 @@ def test_any_other_name_is_missing_as_usual() -> None:
     assert not hasattr(stepmark, "Gizmo")
 
 
-def test_the_pages_send_readers_to_the_table() -> None:
-    docs = Path(__file__).resolve().parents[2] / "docs"
-    for page in ("migrating", "transformers"):
-        assert "(../src/stepmark/config/refusals.csv)" in (docs / f"{page}.md").read_text(encoding="utf-8")
-
-
 def test_an_unknown_name_is_explained_without_importing_transformers() -> None:
     """Which takes seconds."""
     program = (

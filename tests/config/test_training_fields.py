@@ -125,13 +125,6 @@ def test_what_follows_from_other_fields() -> None:
     assert plateau.best_metric_key == "eval_loss"
 
 
-def test_values_are_converted() -> None:
-    args = TrainingFields(learning_rate="1e-3", max_steps=5.0, logging_steps=1)  # type: ignore[arg-type]
-    assert (args.learning_rate, args.max_steps, args.logging_steps) == (1e-3, 5, 1.0)
-    with pytest.raises(UsageError, match="max_steps: should be a whole number"):
-        TrainingFields(max_steps="5")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("given", "names"), [("none", []), (None, []), ("tensorboard", ["tensorboard"]), (["none"], []), ([], [])]
 )

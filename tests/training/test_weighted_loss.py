@@ -81,19 +81,14 @@ def model() -> nn.Module:
     return tiny_model(dropout=0.0).eval()
 
 
-def test_a_causal_models_loss_is_the_mean_over_tokens(model: nn.Module) -> None:
+def test_the_loss_is_the_mean_over_tokens(model: nn.Module) -> None:
+    """Of a model of transformers, and of one whose mean over a micro-batch is weighted by its tokens."""
     batches = micro_batches()
     counts = [shifted_targets(batch) for batch in batches]
-    found = step_loss(MicroBatchLoss(model), model, batches, counts)
-    torch.testing.assert_close(found, mean_over_tokens(model, batches))
-
-
-def test_a_mean_over_a_micro_batch_is_weighted_by_its_tokens() -> None:
-    model = OwnMean()
-    batches = micro_batches()
-    counts = [shifted_targets(batch) for batch in batches]
-    found = step_loss(MicroBatchLoss(model), model, batches, counts)
-    torch.testing.assert_close(found, mean_over_tokens(model.inner, batches))
+    own = OwnMean()
+    for each, plain in ((model, model), (own, own.inner)):
+        found = step_loss(MicroBatchLoss(each), each, batches, counts)
+        torch.testing.assert_close(found, mean_over_tokens(plain, batches))
 
 
 def test_a_micro_batch_without_targets_adds_nothing_and_gives_no_nan() -> None:
@@ -257,20 +252,6 @@ def test_a_loss_of_several_elements_is_refused() -> None:
         MicroBatchLoss(model)(model, {"features": torch.ones(3, 2), "labels": torch.ones(3, 2)}, Weight(one, one))
 
 
-@pytest.mark.parametrize("way", ["mean", "sum"])
-def test_the_users_function_may_return_a_mean_or_divide_a_sum(way: str) -> None:
-    def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
-        logits = outputs[0]
-        if way == "mean":
-            return F.cross_entropy(logits, labels)
-        return F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
-
-    model, inputs = ManyOutputs(), classes(7)
-    micro_batches = [{name: value[rows] for name, value in inputs.items()} for rows in (slice(0, 3), slice(3, 7))]
-    found = step_loss(MicroBatchLoss(model, compute_loss_func=compute), model, micro_batches, [3, 4])
-    torch.testing.assert_close(found, F.cross_entropy(model.linear(inputs["features"]), inputs["labels"]))
-
-
 class Logits(nn.Module):
     """A language model that computes no loss: its forward has no labels."""
 
@@ -373,17 +354,6 @@ def test_the_users_mean_of_a_micro_batch_without_targets_gives_no_nan(compute: C
     assert loss == 0
     assert model.linear.weight.grad is not None
     assert not model.linear.weight.grad.any()
-
-
-def test_labels_of_an_encoder_decoder_are_smoothed_without_a_shift() -> None:
-    case = make("T5ForConditionalGeneration")
-    inputs = batch_of(case.samples)
-    count = int((inputs["labels"] != -100).sum())
-    weight = Weight(torch.tensor(float(count)), torch.tensor(float(count)))
-    found, _ = MicroBatchLoss(case.model, label_smoothing=0.1)(case.model, inputs, weight)
-    logits = case.model(**inputs).logits
-    expected = F.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), label_smoothing=0.1)
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("shifted", [True, False])
