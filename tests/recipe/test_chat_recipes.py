@@ -75,17 +75,20 @@ def adapter(folder: Path, base: Path) -> dict[str, torch.Tensor]:
 
 
 def test_an_adapter_is_trained_and_resumed_exactly(tmp_path: Path, fields: dict[str, Any]) -> None:
-    fields, packed = {**fields, "lr_scheduler_type": "constant"}, [*LORA, "--packing", "true"]
-    losses = train(tmp_path / "whole", fields, *packed)
-    assert losses[-1] < losses[0]
-    train(tmp_path / "parts", {**fields, "max_steps": 3}, *packed)
-    train(tmp_path / "parts", fields, *packed, "--resume_from_checkpoint", "true")
-    whole, resumed = (adapter(tmp_path / name, tmp_path / "model") for name in ("whole", "parts"))
-    assert {name.split(".")[-4] for name in whole} == {
+    whole = train(tmp_path / "whole", fields, *LORA, "--packing", "true")
+    assert whole[-1] < whole[0]
+    base = tmp_path / "model"
+    trained = adapter(tmp_path / "whole", base)
+    assert {name.split(".")[-4] for name in trained} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
     }  # fmt: skip
-    assert any(value.abs().max() > 0 for name, value in whole.items() if "lora_B" in name)
-    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    assert any(value.abs().max() > 0 for name, value in trained.items() if "lora_B" in name)
+    train(tmp_path / "parts", {**fields, "max_steps": 3, "lr_scheduler_type": "constant"}, *LORA, "--packing", "true")
+    constant = {**fields, "lr_scheduler_type": "constant"}
+    train(tmp_path / "parts", constant, *LORA, "--packing", "true", "--resume_from_checkpoint", "true")
+    train(tmp_path / "at once", constant, *LORA, "--packing", "true")
+    resumed, once = adapter(tmp_path / "parts", base), adapter(tmp_path / "at once", base)
+    assert all(torch.equal(resumed[name], once[name]) for name in once)
 
 
 def test_one_module_may_be_named(tmp_path: Path, fields: dict[str, Any]) -> None:

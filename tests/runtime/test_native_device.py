@@ -27,6 +27,17 @@ def close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
+def test_losses_are_those_of_the_cpu(native_ranks: Ranks, tmp_path: Path, nproc: int) -> None:
+    options = {"max_steps": 8}
+    theirs = native_ranks.run(ON_CPU, {**options, "device": "cpu", "output_dir": str(tmp_path / "cpu")}, nproc=nproc)
+    ours = native_ranks.run(ON_DEVICE, {**options, "output_dir": str(tmp_path / "device")}, nproc=nproc)
+    (result, *_), (other, *_) = ours.check(), theirs.check()
+    close(result, other)
+    assert result["device"]["kernels"] > 500
+    assert result["device"]["hazard"] == 0
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_resumes_bit_for_bit_with_the_queue_behind_at_every_save(
     native_ranks: Ranks, tmp_path: Path, nproc: int
 ) -> None:
@@ -41,8 +52,7 @@ def test_resumes_bit_for_bit_with_the_queue_behind_at_every_save(
     assert result["resumed"] in ([1], [2])  # the kill may come before the second is on disk
     assert losses(result) == losses(expected)
     assert result["weights"] == expected["weights"]
-    assert expected["device"]["kernels"] > 250
-    assert expected["device"]["hazard"] == result["device"]["hazard"] == 0
+    assert result["device"]["hazard"] == 0
 
 
 def test_a_pipeline_draws_the_dropout_of_one_rank(native_ranks: Ranks, tmp_path: Path) -> None:
@@ -54,8 +64,9 @@ def test_a_pipeline_draws_the_dropout_of_one_rank(native_ranks: Ranks, tmp_path:
     close(two.check()[0], one.check()[0])
 
 
-def test_what_draws_on_the_host_resumes_bit_for_bit(native_ranks: Ranks, tmp_path: Path) -> None:
-    program, nproc = f"{PROGRAMS}:train_drawing_on_the_host", 2
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_what_draws_on_the_host_resumes_bit_for_bit(native_ranks: Ranks, tmp_path: Path, nproc: int) -> None:
+    program = f"{PROGRAMS}:train_drawing_on_the_host"
     pipeline = {"layers": 2, "gradient_accumulation_steps": 2, "pipeline_parallel_size": nproc}
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1, **pipeline}
     expected = native_ranks.run(program, {**options, "output_dir": str(tmp_path / "straight")}, nproc=nproc).check()[0]
