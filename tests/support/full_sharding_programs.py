@@ -20,7 +20,7 @@ from stepmark.parallel import full_sharding
 from stepmark.runtime.context import start
 from stepmark.sharding.dtensor import is_dtensor
 from tests.support.models import build, training
-from tests.support.programs import LENGTH, VOCABULARY, Blocks, logged, tiny_model
+from tests.support.programs import LENGTH, VOCABULARY, Blocks, StopsAt, logged, tiny_model
 
 GPT2 = {"kind": "gpt2"}
 
@@ -121,7 +121,7 @@ def given_sharded(folder: str) -> list[float]:
             model = parallelize(model, Mesh.create(device="cpu"), fsdp=True)
         fsdp = start("cpu").world.size > 1
         args = small_arguments(folder, fsdp=fsdp or "", resume_from_checkpoint=steps > 2)
-        trainer = Trainer(model, args, train_dataset=Blocks(60), callbacks=[StopAt(steps)])
+        trainer = Trainer(model, args, train_dataset=Blocks(60), callbacks=[StopsAt(steps)])
         trainer.train()
         found += losses_of(trainer)[-1:]
     return [*found, trainer.evaluate(Blocks(5))["eval_loss"]]
@@ -355,18 +355,10 @@ def checkpointed(jobs: list[tuple[str, int, dict[str, Any]]]) -> list[list[float
             output_dir=folder, device="cpu", max_steps=4, logging_steps=1, learning_rate=1e-2, save_steps=1,
             per_device_train_batch_size=8 // start("cpu").world.size, disable_tqdm=True, dtype="bfloat16", **more,
         )  # fmt: skip
-        trainer = Trainer(tiny_model(0.0, layers=2), args, train_dataset=Blocks(60), callbacks=[StopAt(steps)])
+        trainer = Trainer(tiny_model(0.0, layers=2), args, train_dataset=Blocks(60), callbacks=[StopsAt(steps)])
         trainer.train(resume_from_checkpoint=any(Path(folder).glob("checkpoint-*")) or None)
         found.append([values[0] for _, values in sorted(logged(Path(folder))["losses"].items())])
     return found
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= state.global_step == self.step
 
 
 class Branches(nn.Module):

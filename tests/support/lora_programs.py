@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from stepmark import Checkpointer, Mesh, Trainer, TrainingArguments, parallelize
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.sharding.layout import layout_of
-from tests.support.mesh_programs import StopAt
 from tests.support.models import build, with_lora
-from tests.support.programs import Blocks, checksum, logged
+from tests.support.programs import Blocks, StopsAt, checksum, logged
 
 
 class SavesWhatWasRestored(TrainerCallback):
@@ -41,7 +40,7 @@ def make_trainer(options: dict[str, Any]) -> Trainer:
     defaults = {"max_steps": 6, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-3}
     args = TrainingArguments(**{**defaults, "disable_tqdm": True, "device": "cpu", "save_strategy": "no", **options})
     data: dict[str, Any] = {"train_dataset": Blocks(30), "eval_dataset": Blocks(3, seed=1)}
-    return Trainer(adapted, args, callbacks=[StopAt(stop_at)], **data)
+    return Trainer(adapted, args, callbacks=[StopsAt(stop_at)], **data)
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:

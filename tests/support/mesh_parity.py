@@ -18,7 +18,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"kind": "qwen3"},
     "qwen3-tied": {"kind": "qwen3", "tie_word_embeddings": True},
 }
-SAMPLE = ["gpt2", "llama", "qwen3-tied"]
 PROGRAM = "tests.support.models:cases"
 # What changes losses on one rank, too.
 OF_ONE_RANK = (

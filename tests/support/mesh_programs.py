@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, EvalPrediction, TrainerCallback
+from transformers import AutoModelForCausalLM, EvalPrediction
 
 from stepmark import Mesh, Trainer, TrainingArguments, parallelize
 from stepmark.errors import UsageError
 from tests.support.models import build
-from tests.support.programs import Blocks, KillAt, logged
+from tests.support.programs import Blocks, KillAt, StopsAt, logged
 
 SHIFT = 1  # a causal model's label is the next token
 
@@ -22,14 +22,6 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     labels = prediction.label_ids[:, SHIFT:]
     counted = labels != -100
     return {"accuracy": float((guesses == labels)[counted].mean())}
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= state.global_step == self.step
 
 
 def make_trainer(options: dict[str, Any]) -> Trainer:
@@ -47,7 +39,7 @@ def make_trainer(options: dict[str, Any]) -> Trainer:
         train_dataset=Blocks(30),
         eval_dataset=Blocks(eval_samples, seed=1),
         compute_metrics=accuracy,
-        callbacks=[StopAt(stop_at), *([] if kill_at is None else [KillAt(kill_at, None)])],
+        callbacks=[StopsAt(stop_at), *([] if kill_at is None else [KillAt(kill_at, None)])],
     )
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
-from transformers.utils import ModelOutput
 
 from stepmark import Trainer
 from stepmark.errors import StepmarkError
@@ -39,10 +38,6 @@ class AsObject:
 
     def __init__(self, loss: Tensor, logits: Tensor) -> None:
         self.loss, self.logits = loss, logits
-
-
-class Hidden(ModelOutput):
-    """Of a layer."""
 
 
 def returned(kind: str, loss: Tensor, logits: Tensor) -> Any:

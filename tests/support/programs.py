@@ -46,6 +46,36 @@ class Blocks(torch.utils.data.Dataset):
         return {"input_ids": self.tokens[index], "labels": self.labels[index]}
 
 
+Sample = dict[str, torch.Tensor]
+
+
+def drawn(sample: Sample) -> Sample:
+    """The sample with three tokens, one drawn from each global generator."""
+    tokens = [int(VOCABULARY * draw) for draw in (torch.rand(()).item(), random.random(), np.random.rand())]
+    ids = torch.cat([torch.tensor(tokens), sample["input_ids"][3:]])
+    return {"input_ids": ids, "labels": ids}
+
+
+class Augmented(Blocks):
+    def __getitem__(self, index: int) -> Sample:
+        return drawn(super().__getitem__(index))
+
+
+class AugmentedStream(torch.utils.data.IterableDataset[Sample]):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Sample]:
+        return map(drawn, (Blocks(self.samples)[index] for index in range(self.samples)))
+
+
+class GivesLoader(Trainer):
+    """Returns PyTorch's loader."""
+
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.train_dataset, self.args.per_device_train_batch_size, shuffle=True)
+
+
 def tiny_model(dropout: float = 0.1, seed: int | None = 0, layers: int = 1) -> GPT2LMHeadModel:
     if seed is not None:
         torch.manual_seed(seed)
@@ -76,6 +106,16 @@ class KillAt(TrainerCallback):
         rank = int(os.environ.get("RANK", "0"))
         if state.global_step == self.step and (self.ranks is None or rank in self.ranks):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StopsAt(TrainerCallback):
+    """Ends the run after a step."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
 
 
 class SignalAt(TrainerCallback):
@@ -121,12 +161,13 @@ class CountGraphs(TrainerCallback):
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
     """Trains the tiny model and returns its losses, weights and counters. `options` are TrainingArguments and samples,
-    eval_samples, eval_sets (the names of several), ragged, dropout, layers, model_seed (a list: one a rank), kill_at,
-    kill_ranks, kill_at_event, signal_at (what SignalAt is made with), noise (draw random numbers from every generator
-    between steps), counted (count graphs after every step), observed (heartbeats all the time)."""
+    data ("list", or "workers" that read it; "drawn" from global generators, also as a "stream", or by a "loader" of
+    PyTorch's), eval_samples, eval_sets (the names of several), ragged, dropout, layers, model_seed (a list: one a
+    rank), kill_at, kill_ranks, kill_at_event, signal_at (what SignalAt is made with), noise (draw random numbers from
+    every generator between steps), counted (count graphs after every step), observed (heartbeats all the time)."""
     options = dict(options)
     samples, eval_samples = options.pop("samples", 30), options.pop("eval_samples", 7)
-    eval_sets = options.pop("eval_sets", None)
+    eval_sets, data = options.pop("eval_sets", None), options.pop("data", "list")
     dropout, kill_at = options.pop("dropout", 0.1), options.pop("kill_at", None)
     layers = options.pop("layers", 1)
     model_seeds, kill_ranks = options.pop("model_seed", [0]), options.pop("kill_ranks", None)
@@ -144,11 +185,13 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     ragged = options.pop("ragged", True)
     rank = int(os.environ.get("RANK", "0"))
     defaults = {"max_steps": 8, "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 1e-3}
-    args = TrainingArguments(**{**defaults, "save_strategy": "no", "disable_tqdm": True, **options})
-    trainer = Trainer(
+    defaults |= {"save_strategy": "no", "disable_tqdm": True, "dataloader_num_workers": 2 * (data == "workers")}
+    args = TrainingArguments(**{**defaults, **options})
+    makers: dict[str, Any] = {"drawn": Augmented, "stream": AugmentedStream, "loader": Augmented}
+    trainer = (GivesLoader if data == "loader" else Trainer)(
         tiny_model(dropout, model_seeds[rank % len(model_seeds)], layers),
         args,
-        train_dataset=Blocks(samples, ragged=ragged),
+        train_dataset=makers[data](samples) if data in makers else Blocks(samples, ragged=ragged),
         eval_dataset=Blocks(eval_samples, seed=1)
         if eval_sets is None
         else {name: Blocks(eval_samples, seed=seed) for seed, name in enumerate(eval_sets, start=1)},
@@ -163,7 +206,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         "counters": counters(trainer),
         "graphs": count.graphs,
         "rates": count.rates,
-        "weighted": weighted_losses(trainer),
+        "weighted": weighted_losses(trainer) if data == "list" else [],
     }
 
 

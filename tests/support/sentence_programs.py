@@ -13,7 +13,6 @@ from stepmark.runtime.context import start
 from tests.support import trl_programs
 from tests.support.trl_programs import SPECIAL, WORDS, wait_for
 
-ARGUMENTS = "TrainingArguments"
 KINDS = ("ranking", "similarity", "several")
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import BertForSequenceClassification
 
 from stepmark import Trainer, TrainingArguments
 from tests.support.label_models import Case, make
@@ -58,27 +57,11 @@ class FocalTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class DistillingTrainer(Trainer):
-    """Labels are there, but the loss is the distance to a teacher's logits."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        outputs = model(**inputs)
-        loss = (outputs["logits"] - inputs["input_ids"].float().mean(1, keepdim=True) / 50).square().mean()
-        return (loss, outputs) if return_outputs else loss
-
-
 class FocalSteps(Trainer):
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         with torch.no_grad():
             logits = model(**inputs)["logits"]
         return focal(logits, inputs["labels"]), logits, inputs["labels"]
-
-
-class FocalBert(BertForSequenceClassification):
-    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **inputs: Any) -> Any:
-        outputs = super().forward(input_ids, attention_mask, **inputs)
-        outputs["loss"] = focal(outputs["logits"], labels)
-        return outputs
 
 
 def shallow(name: str) -> Case:
@@ -96,10 +79,9 @@ def of_own_losses() -> Iterator[tuple[str, nn.Module, list[dict[str, Any]], type
     made = shallow("BertForSequenceClassification")
     rows = [made.samples[index % len(made.samples)] for index in range(SAMPLES)]
     data = [{**row, "labels": torch.tensor(index % 2)} for index, row in enumerate(rows)]
-    for kind in (FocalTrainer, DistillingTrainer, FocalSteps):
+    for kind in (FocalTrainer, FocalSteps):
         yield kind.__name__, shallow("BertForSequenceClassification").model, data, kind, None
     yield "function", shallow("BertForSequenceClassification").model, data, Trainer, focal_function
-    yield "subclass", FocalBert(made.model.config), data, Trainer, None  # type: ignore[arg-type]
     causal = shallow("GPT2LMHeadModel")
     causal.model.loss_function = lambda logits, labels, **_: focal(logits[:, -1], labels[:, -1])  # type: ignore[assignment]
     tokens = [causal.samples[index % len(causal.samples)] for index in range(SAMPLES)]

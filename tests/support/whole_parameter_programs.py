@@ -103,6 +103,10 @@ def train(name: str, sharded: bool, dtype: str = "float32", more: dict[str, Any]
     return {"weights": weights, "bytes": optimizer.state_bytes(), "norm": float(optimizer.grad_norm)}
 
 
+def train_each(names: list[str], sharded: bool) -> list[dict[str, Any]]:
+    return [train(name, sharded) for name in names]
+
+
 def save(name: str, folder: str, sharded: bool, dtype: str) -> dict[str, list[float]]:
     """Saves after 6 steps, and trains on; the weights after 12."""
     mesh = Mesh.create(device="cpu")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import stepmark
-from stepmark import Checkpointer, Mesh, ZeroRedundancyOptimizer
+from stepmark import Mesh, ZeroRedundancyOptimizer
 from stepmark.errors import UsageError
 from stepmark.training.optimizer import build_optimizer
 
@@ -72,6 +71,10 @@ def train(name: str, options: dict[str, Any], sharded: bool) -> dict[str, list[f
     return values(net)
 
 
+def train_each(optimizers: dict[str, dict[str, Any]], sharded: bool) -> dict[str, dict[str, list[float]]]:
+    return {name: train(name, options, sharded) for name, options in optimizers.items()}
+
+
 def announced(bad: bool) -> dict[str, Any]:
     """Weights after steps of two backward passes, the last of which is announced or not, in buckets of a parameter or
     two; a parameter takes no part. With `bad`, what a third pass after the announced one says."""
@@ -101,16 +104,20 @@ def announced(bad: bool) -> dict[str, Any]:
     return found
 
 
-def refused(name: str) -> str:
+def refused(names: list[str]) -> list[str]:
+    """What is said of each class of optimizer; nothing where it is accepted."""
     mesh = Mesh.create(device="cpu")
-    kinds = {"Lamb": Lamb, "Sign": Sign, "RowNorm": RowNorm, "Derived": Derived}
-    try:
-        ZeroRedundancyOptimizer(
-            Net().named_parameters(), kinds.get(name) or getattr(torch.optim, name), mesh=mesh, lr=0.1
-        )
-    except UsageError as error:
-        return str(error)
-    return ""
+    own = {"Lamb": Lamb, "Sign": Sign, "RowNorm": RowNorm, "Derived": Derived}
+    found = []
+    for name in names:
+        try:
+            ZeroRedundancyOptimizer(
+                Net().named_parameters(), own.get(name) or getattr(torch.optim, name), mesh=mesh, lr=0.1
+            )
+            found.append("")
+        except UsageError as error:
+            found.append(str(error))
+    return found
 
 
 class Sign(torch.optim.Optimizer):
@@ -148,63 +155,6 @@ class Lamb(torch.optim.Adam):
 
 class Derived(torch.optim.AdamW):
     """Derived from an elementwise optimizer, and may do anything."""
-
-
-def save(folder: str, sharded: bool, dtype: str) -> dict[str, Any]:
-    """Trains and saves; the bytes of optimizer state on this rank."""
-    mesh = Mesh.create(device="cpu")
-    net = Net().to(getattr(torch, dtype))
-    optimizer = build(net, mesh, sharded)
-    go_on(net, optimizer, mesh, 0)
-    with Checkpointer(Path(folder), group=mesh.context.host) as checkpointer:
-        checkpointer.save(1, {"model": net, "optimizer": optimizer})
-    return {"bytes": optimizer.state_bytes() if sharded else 0}
-
-
-def restore(folder: str, sharded: bool, dtype: str) -> dict[str, Any]:
-    """Restores on this mesh, saves again beside it, and trains on; the losses."""
-    mesh = Mesh.create(device="cpu")
-    net = Net().to(getattr(torch, dtype))
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.zero_()
-    optimizer = build(net, mesh, sharded)
-    state = {"model": net, "optimizer": optimizer}
-    with Checkpointer(Path(folder), group=mesh.context.host) as checkpointer:
-        assert checkpointer.restore(state) == 1
-    again = Path(folder) / f"again-{mesh.shape['dp']}-{sharded}"
-    with Checkpointer(again, group=mesh.context.host) as checkpointer:
-        checkpointer.save(1, state)
-    return {"losses": go_on(net, optimizer, mesh, 1), "again": str(again / "checkpoint-1")}
-
-
-def build(net: Net, mesh: Mesh, sharded: bool) -> Any:
-    from stepmark.training.optimizer import build_optimizer
-
-    return build_optimizer(
-        "adamw_torch",
-        list(net.named_parameters()),
-        mesh.runtime,
-        learning_rate=0.05,
-        sharded_over=mesh if sharded else None,
-    )
-
-
-def go_on(net: Net, optimizer: Any, mesh: Mesh, begin: int) -> list[float]:
-    gradients = optimizer.gradients(mesh, accumulation=1)
-    losses = []
-    axis = mesh.data_parallel
-    for step in range(begin * STEPS, (begin + 1) * STEPS):
-        loss = net(data(step, axis.rank, axis.size).to(net.first.dtype)) / axis.size
-        loss.backward()
-        gradients.collect()
-        reduced = gradients.reduce(loss.detach(), torch.tensor(1.0))
-        optimizer.set_gradients(reduced.gradients)
-        optimizer.step()
-        optimizer.set_gradients([None] * len(reduced.gradients))
-        gradients.reset()
-        losses.append(float(reduced.loss))
-    return losses
 
 
 def sent_dtypes(options: dict[str, Any]) -> list[str]:

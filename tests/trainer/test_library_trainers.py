@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -213,9 +211,8 @@ def test_a_config_is_replaced(tmp_path: Path, kind: str) -> None:
         dataclasses.replace(config, tf32=True)
 
 
-def test_without_trl_an_import_names_the_extra() -> None:
-    code = "import sys; sys.modules['trl'] = None\nfrom stepmark.trl import SFTTrainer"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def test_without_trl_an_import_names_the_extra(ranks: Ranks) -> None:
+    told = ranks.script("import sys; sys.modules['trl'] = None\nfrom stepmark.trl import SFTTrainer")
     assert (
         told.stderr.splitlines()[-1] == "ImportError: stepmark.trl: trl is not installed; pip install 'stepmark[trl]'"
     )

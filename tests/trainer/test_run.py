@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from stepmark import Trainer, TrainingArguments
-from stepmark.errors import StepmarkError
 from stepmark.trainer import run as run_module
 from stepmark.trainer.run import Run
 from stepmark.trainer.run_folder.run_log import read_metrics
@@ -55,21 +54,6 @@ def test_a_trainer_of_a_script_opens_its_own(tmp_path: Path, prepared: list[Path
     trainer.train()
     assert prepared == [tmp_path / "first", tmp_path / "second"]
     assert len(read_metrics(tmp_path / "first")) == len(read_metrics(tmp_path / "second")) > 0
-
-
-def test_results_that_cannot_be_written_are_an_error_with_advice(tmp_path: Path) -> None:
-    run = Run.open(arguments(tmp_path))
-    (tmp_path / "train_results.json").mkdir()
-    with pytest.raises(StepmarkError, match="results cannot be written"):
-        run.write_results("train", {"train_loss": 1.0}, [[1, 2]])
-
-
-def test_the_number_of_samples_is_among_the_results_where_it_is_known(tmp_path: Path) -> None:
-    run = Run.open(arguments(tmp_path))
-    run.write_results("eval", {"eval_loss": 1.0}, [[1, 2], [3]])
-    assert run.log.read_results("eval") == {"eval_loss": 1.0, "eval_samples": 3}
-    run.write_results("eval", {"eval_loss": 1.0}, [iter([1])])
-    assert run.log.read_results("eval") == {"eval_loss": 1.0}
 
 
 def test_a_process_that_trained_no_step_keeps_the_results(tmp_path: Path) -> None:

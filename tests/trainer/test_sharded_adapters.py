@@ -121,17 +121,6 @@ def test_saves_and_resumes_on_other_meshes(
         check_equal(folder / "checkpoint-3", folder / "again" / "checkpoint-3")
 
 
-@pytest.mark.prove
-def test_the_best_adapter_is_loaded_at_the_end(ranks: Ranks, tmp_path: Path) -> None:
-    best_is_first = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    options = {**best_is_first, "learning_rate": 0.03, **steps("save", 2), **steps("eval", 2)}
-    common = {"base": base(tmp_path / "base"), "lora": LLAMA, **SHARDED, **options}
-    for found in ranks.run(PROGRAMS + "train", {**common, "output_dir": str(tmp_path / "run")}, nproc=2).check():
-        best = max(found["evaluations"].values())
-        assert best > list(found["evaluations"].values())[-1]
-        assert found["evaluation"] == pytest.approx(best, rel=1e-6)
-
-
 def test_adapters_that_ranks_have_drawn_for_themselves(ranks: Ranks) -> None:
     model = {"kind": "llama", "lora": {"target_modules": ["q_proj", "o_proj"]}}
     one, other = ranks.run(PROGRAMS + "drawn_apart", model, nproc=2).check()

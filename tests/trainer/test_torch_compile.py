@@ -228,12 +228,6 @@ def test_lazy_devices_refuse_it() -> None:
         check_device(TrainingFields(torch_compile=True), "xla")
 
 
-def test_a_backend_or_a_mode_asks_for_it() -> None:
-    assert TrainingFields(torch_compile=True).torch_compile_backend == "inductor"
-    assert TrainingFields(torch_compile_mode="reduce-overhead").torch_compile
-    assert not TrainingFields().torch_compile
-
-
 def test_which_modules_are_compiled() -> None:
     llama, other = build("llama"), torch.nn.Sequential(torch.nn.Linear(4, 4))
     assert layers_of(llama) == list(llama.model.layers)

@@ -30,9 +30,8 @@ from stepmark.liveness.host_group import HostGroup
 from stepmark.trainer.interruption.run_end import ending_outside_training
 from stepmark.trainer.run_folder import model_export, output_folder
 from stepmark.trainer.run_folder.output_folder import prepare_output_folder
-from tests.support.programs import Blocks, tiny_model
+from tests.support.programs import Blocks, StopsAt, tiny_model
 from tests.trainer.compat.test_strategies import steps, trainer
-from tests.trainer.test_training_loop import StopsAt
 
 BEST_FIRST = {
     "learning_rate": 3e-2,  # the tokens are random: the longer it trains, the worse the evaluations

@@ -19,7 +19,7 @@ from stepmark.errors import TrainingDiverged
 from stepmark.filesystem.json_files import read_lines
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.trainer.interruption.run_end import record_interruption
-from stepmark.trainer.telemetry.progress import evaluation_line
+from tests.support.programs import StopsAt
 from tests.trainer.compat.test_strategies import run, steps, trainer
 
 
@@ -189,16 +189,6 @@ def test_callbacks_may_iterate_the_loader_that_they_get(tmp_path: Path) -> None:
     assert all((weights[0][key] == value).all() for key, value in weights[1].items())
 
 
-class StopsAt(TrainerCallback):
-    """Ends the run after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= state.global_step == self.step
-
-
 class Fails(TrainerCallback):
     """Raises an error at this step."""
 
@@ -287,11 +277,6 @@ def test_what_was_trained_is_saved_where_a_callback_of_the_evaluation_fails(tmp_
     assert (tmp_path / "checkpoint-4").is_dir()
     recorder = run(tmp_path, resume_from_checkpoint=True, **BOTH)
     assert recorder.order[-1] == "save 4"
-
-
-def test_a_huge_number_is_short() -> None:
-    line = evaluation_line(3, {"eval_perplexity": 3.1e270, "eval_loss": 623.6, "eval_runtime": 1.0}, "eval")
-    assert "perplexity 3.1e+270, loss 623.6000" in line
 
 
 class IsInterrupted(TrainerCallback):

@@ -231,7 +231,7 @@ class Stream(IterableDataset[int]):
     [
         (Stream(), {}, UsageError, "a Stream cannot be indexed"),
         ([], {}, DataError, "the dataset is empty"),
-        ([1], {"drop_last": True}, DataError, "1 samples are fewer than one step's 2"),
+        ([1], {"drop_last": True}, DataError, "1 samples are fewer than one step's 2, .*or lower batch size"),
         ([1], {"rank": 1}, UsageError, "rank must be from 0 to 0"),
         ([1], {"seed": -1}, UsageError, "must not be negative"),
         ([1], {"num_workers": -1}, UsageError, "must not be negative"),

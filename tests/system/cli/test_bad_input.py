@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stepmark.cli.main import run
-from stepmark.runtime import context as context_module
 from stepmark.trainer.run_folder import output_folder as output_module
 from stepmark.trainer.run_folder.run_log import read_metrics
 from tests.support import commands
@@ -215,12 +214,6 @@ def test_evaluation_without_data(refused: Callable[..., str], tmp_path: Path) ->
     assert "validation_file: " in refused(code=1, eval_strategy="epoch", validation_file=str(empty))
 
 
-def test_a_step_that_no_samples_fill(refused: Callable[..., str]) -> None:
-    error = refused(code=1, per_device_train_batch_size=1000, dataloader_drop_last=True)
-    assert "fewer than one step's 1000" in error
-    assert "lower batch size" in error
-
-
 # Models
 
 
@@ -293,37 +286,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model(refused: Callable[..., str]
 # Devices and ranks
 
 
-@pytest.fixture
-def one_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One CUDA device, as far as anyone asks, and it has no bfloat16."""
-    monkeypatch.setattr(context_module, "_started", {})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-
-
-def test_bf16_where_the_device_has_none(refused: Callable[..., str], one_old_gpu: None) -> None:
-    for fields in ({"bf16": True}, {"dtype": "bfloat16"}):
-        assert "Old GPU does not support bfloat16; " in refused(code=1, device="cuda", **fields)
-
-
-def test_a_device_that_is_not_there(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(context_module, "_started", {})
-    assert refused(code=1, device="cuda").startswith("device: cuda is not available")
-
-
-def test_more_ranks_than_devices(
-    refused: Callable[..., str], one_old_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    error = refused(code=1, device="cuda")
-    assert "local rank 1 has no cuda device: this machine has 1" in error
-
-
 def test_numbers_of_ranks(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused("--nproc", "0") == "--nproc: must be at least 1, but is 0"
     assert refused("--nproc=-2") == "--nproc: must be at least 1, but is -2"
@@ -331,13 +293,6 @@ def test_numbers_of_ranks(refused: Callable[..., str], monkeypatch: pytest.Monke
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert "--nproc: this process is already one of several ranks" in refused("--nproc", "2")
-
-
-def test_a_launcher_whose_variables_do_not_fit(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_module, "_started", {})
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "RANK=2 must be below WORLD_SIZE=2; start all ranks with the same launcher" in refused(code=1)
 
 
 # The output folder

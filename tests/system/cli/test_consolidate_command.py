@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -20,8 +19,6 @@ from stepmark.checkpoint import Checkpointer
 from stepmark.cli.main import run
 from stepmark.liveness.host_group import HostGroup
 from stepmark.sharding.layout import Layout, annotate
-from tests.support.checkpoint_states import bits
-from tests.system.distributed.checkpoint_world import run_ranks
 
 
 def make(kind: str) -> PreTrainedModel:
@@ -49,29 +46,6 @@ def save_cut(rank: int, folder: str, kind: str, ranks: int) -> None:
 
     with Checkpointer(folder, group=HostGroup.of_processes()) as checkpointer:
         checkpointer.save(1, {"model": model}, files=files, block=True)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("form", ["safetensors", "pytorch"])
-def test_transformers_loads_the_unsharded_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, form: str
-) -> None:
-    run_ranks(2, save_cut, str(tmp_path / "run"), kind, 2)
-    out = tmp_path / "new" / "out"
-    assert run(["consolidate", str(tmp_path / "run"), str(out), "-f", form, "--max-shard-size", "20KB"]) == 0
-    captured = capsys.readouterr()
-    assert f"checkpoint-1 consolidated into {out}" in captured.out
-    assert captured.err == ""
-    assert (out / "generation_config.json").exists()
-    assert len(list(out.glob("*-of-*"))) > 1
-    loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    expected = make(kind).state_dict()
-    found = loaded.state_dict()
-    assert list(found) == list(expected)
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert bits(found[name]) == bits(tensor), name
 
 
 def test_what_goes_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

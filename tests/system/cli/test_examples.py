@@ -131,6 +131,7 @@ def test_what_transformers_shards_resumes_on_another_mesh(ranks: Ranks, tmp_path
         assert torch.equal(value, exported["model"][name])
 
 
+@pytest.mark.prove
 def test_the_loop_of_plain_torch_runs_under_torchrun(tmp_path: Path) -> None:
     options = ["--folder", str(tmp_path / "run"), "--shard", "2", "--steps", "2", "--every", "1"]
     command = torchrun(str(ROOT / "examples" / "fsdp2_loop.py"), *options)
@@ -139,6 +140,7 @@ def test_the_loop_of_plain_torch_runs_under_torchrun(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2", "checkpoint-1"]
 
 
+@pytest.mark.prove
 def test_a_run_for_each_combination_is_trained_and_resumed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,7 +65,7 @@ def restore_and_go_on(rank: int, folder: Path) -> list[float]:
     return [step(state), step(state)]
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 2), (2, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize(("writers", "readers"), [(1, 3), (3, 2)])
 def test_any_number_of_ranks_restores_what_any_other_saved(tmp_path: Path, writers: int, readers: int) -> None:
     expected = run_ranks(writers, save_and_go_on, tmp_path)
     found = run_ranks(readers, restore_and_go_on, tmp_path)
@@ -122,7 +122,7 @@ def restore_shards(rank: int, size: int, folder: Path) -> None:
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 2), (2, 4), (4, 1), (1, 2)])
+@pytest.mark.parametrize(("writers", "readers"), [(2, 4), (4, 1)])
 def test_shards_are_restored_on_another_mesh(tmp_path: Path, writers: int, readers: int) -> None:
     run_ranks(writers, save_shards, writers, tmp_path)
     run_ranks(readers, restore_shards, readers, tmp_path)
@@ -173,19 +173,13 @@ def test_what_ranks_cannot_save_together_fails_on_all(tmp_path: Path, function: 
     assert not list(tmp_path.glob("*checkpoint*"))
 
 
-def restore_damaged(rank: int, folder: Path) -> int | None:
-    state = make(1)
-    with Checkpointer(folder) as checkpointer:
-        return checkpointer.restore(state)
-
-
 def test_all_ranks_fall_back_together(tmp_path: Path) -> None:
     run_ranks(2, save_and_go_on, tmp_path)
     path = tmp_path / "checkpoint-2" / "model.safetensors"
     with path.open("r+b") as file:
         file.seek(os.stat(path).st_size // 2)
         file.write(b"\xff\xff\xff\xff")
-    assert run_ranks(2, restore_damaged, tmp_path) == [1, 1]
+    assert run_ranks(2, restore_newest, tmp_path) == [1, 1]
     assert (tmp_path / "damaged-checkpoint-2").is_dir()
 
 
@@ -202,33 +196,9 @@ def stages(rank: int, size: int, seed: int) -> dict[str, Any]:
     return {"model": mine, "optimizer": optimizer}
 
 
-def save_stages(rank: int, size: int, folder: Path) -> dict[str, float]:
-    state = stages(rank, size, 0)
+def save_stages(rank: int, size: int, folder: Path) -> None:
     with Checkpointer(folder) as checkpointer:
-        checkpointer.save(1, state, block=True)
-    return sums(state)
-
-
-def sums(state: dict[str, Any]) -> dict[str, float]:
-    found = {name: float(tensor.double().sum()) for name, tensor in state["model"].state_dict().items()}
-    for name, parameter in state["model"].named_parameters():
-        found[f"{name}/m"] = float(state["optimizer"].state[parameter]["momentum_buffer"].double().sum())
-    return found
-
-
-def restore_stages(rank: int, size: int, folder: Path) -> dict[str, float]:
-    state = stages(rank, size, 1)
-    with Checkpointer(folder) as checkpointer:
-        assert checkpointer.restore(state) == 1
-    assert state["optimizer"].param_groups[0]["lr"] == 0.5
-    return sums(state)
-
-
-@pytest.mark.parametrize(("writers", "readers"), [(2, 2), (2, 1), (1, 4)])
-def test_stages_of_a_pipeline_make_up_one_checkpoint(tmp_path: Path, writers: int, readers: int) -> None:
-    saved = run_ranks(writers, save_stages, writers, tmp_path)
-    found = run_ranks(readers, restore_stages, readers, tmp_path)
-    assert {k: v for part in found for k, v in part.items()} == {k: v for part in saved for k, v in part.items()}
+        checkpointer.save(1, stages(rank, size, 0), block=True)
 
 
 def missing_stage(rank: int, folder: Path) -> None:
@@ -352,9 +322,7 @@ def test_a_script_with_its_own_loop_reads_which_rank_it_has_lost(tmp_path: Path,
         assert ".cc" not in message
 
 
-@pytest.mark.parametrize(
-    ("dies", "phase"), [(1, "writing"), (0, "writing"), (2, "copying"), (0, "joining"), (0, "planning")]
-)
+@pytest.mark.parametrize(("dies", "phase"), [(1, "writing"), (2, "copying"), (0, "planning")])
 def test_a_rank_that_is_killed_is_named_and_the_last_checkpoint_stands(tmp_path: Path, dies: int, phase: str) -> None:
     messages = run_ranks(3, die_in_a_save, tmp_path, dies, phase)
     assert messages.pop(dies) is None

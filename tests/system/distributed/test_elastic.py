@@ -16,38 +16,12 @@ import pytest
 from stepmark.filesystem.json_files import read_lines
 from stepmark.report.history import read_attempts, read_history
 from stepmark.trainer.run_folder.run_log import EVENTS, read_metrics
+from tests.support.interference import install_brake
 from tests.support.processes import free_port
 from tests.support.recipes import write_recipe
 
 STEPS = 1500
 WITHIN = 200.0  # seconds in which a start of all ranks ends on a busy machine
-# Steps are slow until a node has come and gone, so that the run lasts as long as that takes.
-SITE = """
-import importlib.util, os, sys, time
-
-class AfterImport:
-    def find_spec(self, name, path=None, target=None):
-        if name != "stepmark.trainer.training_loop":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            show_step = module.show_step
-
-            def show(place):
-                show_step(place)
-                time.sleep(0.0 if os.path.exists({left!r}) else 0.3)
-
-            module.show_step = show
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-sys.meta_path.insert(0, AfterImport())
-"""
 
 
 def agent(folder: Path, port: int) -> subprocess.Popen[bytes]:
@@ -107,9 +81,9 @@ def wait_for_mesh(folder: Path, ranks: int, attempts: int) -> None:
 @pytest.mark.prove
 @pytest.mark.parametrize("leaves", ["killed", "terminated"])
 def test_a_node_joins_and_leaves(tmp_path: Path, leaves: str) -> None:
-    left = tmp_path / "left"
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(SITE.format(left=str(left)))
+    brake = tmp_path / "brake"  # steps are slow until a node has come and gone, so that the run lasts as long
+    brake.touch()
+    install_brake(tmp_path / "site", brake)
     write_recipe(
         tmp_path, max_steps=STEPS, logging_steps=1, save_steps=100, resume_from_checkpoint=True, disable_tqdm=True
     )
@@ -124,7 +98,7 @@ def test_a_node_joins_and_leaves(tmp_path: Path, leaves: str) -> None:
                 second.send_signal(signal.SIGTERM)
                 second.wait(timeout=WITHIN)
         wait_for_mesh(tmp_path, 1, 3)
-        left.touch()
+        brake.unlink()
         assert first.wait(timeout=WITHIN) == 0, (tmp_path / "agents.log").read_text()[-3000:]
     lines = read_metrics(tmp_path / "out")
     assert {line["step"] for line in lines if "loss" in line} == set(range(1, STEPS + 1))

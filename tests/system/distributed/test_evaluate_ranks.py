@@ -69,28 +69,6 @@ def test_a_checkpoint_of_any_mesh_is_evaluated_on_one_rank(
         assert beside == pytest.approx(in_run[str(step)], rel=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("device", "nproc", "tp"),
-    [
-        case("cpu", 2, 1, PROVE),
-        case("cpu", 2, 2),
-        case("xla", 1, 1, XLA, PROVE),
-        case("xla", 2, 1, XLA, PROVE),
-        case("xla", 2, 2, XLA, PROVE),
-    ],
-)
-def test_metrics_and_predictions_after_every_step_change_nothing(
-    ranks: Ranks, tmp_path: Path, device: str, nproc: int, tp: int
-) -> None:
-    name = losses_and_graphs
-    quiet = ranks.run(name, device, str(tmp_path / "quiet"), False, tp, nproc=nproc).check()[0]
-    busy = ranks.run(name, device, str(tmp_path / "busy"), True, tp, nproc=nproc).check()[0]
-    assert busy["losses"] == quiet["losses"]
-    assert len(busy["evaluations"]) == 4
-    if device == "xla" and tp == 1:
-        assert busy["compilations"] == quiet["compilations"] + 1
-
-
 @pytest.mark.xla
 def test_a_lazy_device_compiles_one_graph_for_all_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
     (in_run,) = ranks.run(train_and_save, "cpu", str(tmp_path), {"max_steps": 6}).check()
@@ -163,31 +141,6 @@ def train_and_save(device: str, folder: str, options: dict[str, Any]) -> dict[in
 def evaluate_checkpoint(device: str, path: str) -> float:
     """The loss of a checkpoint, on as many ranks as there are."""
     return evaluate(Path(path), Blocks(7, seed=5), mesh=Mesh.create(device=device), batch_size=3)["eval_loss"]
-
-
-def losses_and_graphs(device: str, folder: str, evaluates: bool, tp: int) -> dict[str, Any]:
-    """Trains with dropout, and where it `evaluates`, two sets with metrics and predictions after every step."""
-    every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1} if evaluates else {}
-    args = TrainingArguments(
-        output_dir=folder, device=device, disable_tqdm=True, tensor_parallel_size=tp, max_steps=4, logging_steps=1,
-        save_strategy="no", per_device_train_batch_size=2, per_device_eval_batch_size=2, learning_rate=1e-2, **every,
-    )  # fmt: skip
-    trainer = Trainer(
-        build(KIND, dropout=0.2),
-        args,
-        train_dataset=Blocks(20),
-        eval_dataset={"a": Blocks(7, seed=5), "b": Blocks(3, seed=6)},
-        compute_metrics=accuracy,
-        preprocess_logits_for_metrics=best_tokens,
-    )
-    trainer.train()
-    history = trainer.state.log_history
-    counters = trainer.context.runtime.counters()
-    return {
-        "losses": [line["loss"] for line in history if "loss" in line],
-        "evaluations": [line["eval_b_accuracy"] for line in history if "eval_b_accuracy" in line],
-        "compilations": counters.compilations if counters is not None else None,
-    }
 
 
 def several_checkpoints(device: str, folder: str, steps: list[int]) -> list[list[float]]:

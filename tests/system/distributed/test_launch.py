@@ -23,7 +23,6 @@ from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 from tests.support.run_folders import read_status
 
-ROOT = Path(__file__).resolve().parents[3]
 STEPMARK = [sys.executable, "-m", "stepmark"]
 TRAIN = ("-m", "stepmark", "train")
 SOON = 60.0  # seconds in which what is to happen at once happens on a busy machine
@@ -69,17 +68,6 @@ def test_a_rank_that_raises_ends_the_job_with_its_error_alone(ranks: Ranks, tmp_
     assert "Traceback" not in done.stderr
     assert "frame #" not in done.stderr  # the C++ stack of the other rank
     assert read_status(tmp_path / "out")["state"] == "failed"
-
-
-@pytest.mark.prove
-def test_a_training_rank_that_is_killed_is_named_with_its_signal(environment: dict[str, str], tmp_path: Path) -> None:
-    environment["PYTHONPATH"] = install(tmp_path / "site", rank=1, what="kill")
-    done = run([*STEPMARK, "train", recipe(tmp_path), "--nproc", "2", "--traceback"], environment, tmp_path)
-    assert done.returncode == 1
-    errors = [line for line in done.stderr.splitlines() if "rror" in line]
-    assert errors == ["error: rank 1: was killed by SIGKILL (out of memory?)"]
-    status = read_status(tmp_path / "out")
-    assert (status["state"], status["reason"]) == ("failed", "rank 1: was killed by SIGKILL (out of memory?)")
 
 
 def test_a_wrong_call_is_reported_before_any_rank_starts(environment: dict[str, str], tmp_path: Path) -> None:
@@ -209,63 +197,9 @@ def test_a_rank_that_is_killed_is_named_under_torchrun(environment: dict[str, st
     assert reason in done.stderr
 
 
-@pytest.mark.prove
-def test_a_missing_device_is_reported_once_under_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
-    done = run(torchrun(*TRAIN, recipe(tmp_path), "--device", "neuron"), environment, tmp_path)
-    assert done.returncode == 1
-    assert [line[:22] for line in done.stderr.splitlines() if line.startswith("error: ")] == ["error: device: neuron "]
-
-
-def slurm_tasks(environment: dict[str, str], folder: Path) -> list[subprocess.Popen[str]]:
-    """The two tasks of a Slurm step, on one node."""
-    step = {
-        "MASTER_PORT": str(free_port()),
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_NODEID": "0",
-    }
-    path = recipe(folder)
-    return [
-        subprocess.Popen(
-            [*STEPMARK, "train", path],
-            env={**environment, **step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
-            cwd=folder,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for task in range(2)
-    ]
-
-
 def test_tasks_of_a_slurm_step_train(ranks: Ranks, tmp_path: Path) -> None:
     tasks = ranks.run("tests.support.commands:slurm_task", recipe(tmp_path), str(tmp_path), str(free_port()), nproc=2)
     assert tasks.codes == [0, 0], tasks.logs
     check_trained(tmp_path)
     assert "device: cpu, 2 ranks" in tasks.logs[0]
     assert tasks.logs[1] == ""
-
-
-@pytest.mark.prove
-def test_slurm_trains(environment: dict[str, str], tmp_path: Path) -> None:
-    tasks = slurm_tasks(environment, tmp_path)
-    told = [task.communicate(timeout=180)[1] for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], told
-    check_trained(tmp_path)
-    assert "device: cpu, 2 ranks" in told[0]
-    assert told[1] == ""
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_task_that_is_killed_is_named_by_the_other(environment: dict[str, str], tmp_path: Path, rank: int) -> None:
-    environment["PYTHONPATH"] = install(tmp_path / "site", rank=rank, what="kill")
-    tasks = slurm_tasks(environment, tmp_path)
-    told = [task.communicate(timeout=180)[1] for task in tasks]
-    assert [task.returncode for task in tasks] == ([-signal.SIGKILL, 1] if rank == 0 else [1, -signal.SIGKILL])
-    (error,) = [line for line in told[1 - rank].splitlines() if line.startswith("error: ")]
-    seen = f" on {socket.gethostname()} (last seen "  # of rank 0 it may not have been seen in the first second
-    assert error.startswith(f"error: rank {rank}{seen if rank else ''}")
-    assert "is gone: it was killed, or its machine" in error
-    assert "pair.cc" not in told[1 - rank]

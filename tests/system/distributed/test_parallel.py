@@ -21,8 +21,10 @@ from tests.support.ranks import Ranks
 from tests.support.replica_threads import replica_environment
 
 
-@pytest.mark.parametrize("options", [{}, {"parallelize_embedding": False}, {"sequence_parallel": True}])
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("gpt2", {}), ("llama", {"parallelize_embedding": False}), ("gpt2", {"sequence_parallel": True})],
+)
 def test_logits_are_complete_where_they_are_used(ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
     for found in ranks.run(logits, {"kind": kind}, options, nproc=2).check():
         assert found["evaluation"] < 1e-5

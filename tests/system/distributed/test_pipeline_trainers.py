@@ -18,7 +18,7 @@ from stepmark import Mesh, PadTo, Trainer, TrainingArguments, evaluate, load_for
 from stepmark.cli.main import run as cli
 from tests.support.mesh_programs import accuracy
 from tests.support.models import build, configuration
-from tests.support.programs import LENGTH, VOCABULARY, Blocks
+from tests.support.programs import LENGTH, VOCABULARY, Blocks, StopsAt
 from tests.support.ranks import Ranks
 
 TWO = {"pipeline_parallel_size": 2}
@@ -41,11 +41,13 @@ CASES: dict[str, Case] = {
         {"model": model("llama"), "loss": "own", "data": "uneven", **EVALUATING},
         INTERLEAVED,
     ),
-    "a first stage that is frozen": ({"model": model("llama"), "frozen": FROZEN_START}, {**HALVES, "zero_1": True}),
     "the best model, tied, recomputed": (
         {"model": model("gpt2", dropout=0.1), "gradient_checkpointing": True, "learning_rate": 0.05, **BEST},
         GPIPE,
     ),
+}
+MORE: dict[str, Case] = {
+    "a first stage that is frozen": ({"model": model("llama"), "frozen": FROZEN_START}, {**HALVES, "zero_1": True}),
     "an optimizer of the user's": ({"model": model("gpt2"), "optimizer": "given", "max_grad_norm": 0}, TWO),
     "random numbers that nothing shows, recomputed": (
         {"model": model("llama"), "hooked": True, "gradient_checkpointing": True},
@@ -55,8 +57,6 @@ CASES: dict[str, Case] = {
         {"model": model("gemma2"), "label_smoothing_factor": 0.1, "data": "uneven", "unlabelled": True},
         TWO,
     ),
-}
-MORE: dict[str, Case] = {
     "early stopping": (
         {"model": model("llama"), "metric_for_best_model": "accuracy", "patience": 2, **EARLY},
         INTERLEAVED,
@@ -283,7 +283,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
         eval_dataset=data(7, seed=1),
         compute_metrics=own_metrics,
         compute_loss_func=own_loss if loss == "own" else None,
-        callbacks=[seen, *([EarlyStoppingCallback(patience)] if patience else []), StopAt(stop_at)],
+        callbacks=[seen, *([EarlyStoppingCallback(patience)] if patience else []), StopsAt(stop_at)],
         optimizers=(made, None),
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -313,14 +313,6 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
 
 def unpadded(predictions: Any) -> np.ndarray:
     return np.where(predictions == -100, 0, predictions).astype(float)
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= state.global_step == self.step
 
 
 def own_metrics(prediction: EvalPrediction) -> dict[str, float]:

@@ -12,7 +12,6 @@ from tests.support.ranks import Ranks
 PROGRAM = "tests.support.mesh_programs:train"
 TENSOR_PARALLEL = {"tensor_parallel_size": 2}
 PIPELINE = {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-INTERLEAVED = {**PIPELINE, **TENSOR_PARALLEL, "pipeline_schedule": "interleaved", "pipeline_chunks": 2}
 SHARDED = {"fsdp": "full_shard", "per_device_train_batch_size": 2}
 EVERYTHING = {**TENSOR_PARALLEL, "sequence_parallel": True, "zero_1": True, "per_device_train_batch_size": 2}
 
@@ -92,16 +91,6 @@ def test_ranks_that_do_not_divide_are_refused(ranks: Ranks, tmp_path: Path) -> N
     options = {"tensor_parallel_size": 3, "output_dir": str(tmp_path), "device": "cpu"}
     for message in ranks.run("tests.support.mesh_programs:refused", options, nproc=2).check():
         assert message.startswith("tensor_parallel_size: 3 ")
-
-
-@pytest.mark.prove
-def test_an_interleaved_pipeline_trains_like_one_rank(ranks: Ranks, tmp_path: Path) -> None:
-    """Evaluations go through it in groups of batches, of which the last is smaller."""
-    options = {"num_hidden_layers": 4, "eval_strategy": "steps", "eval_steps": 3, "device": "cpu"}
-    options |= {"per_device_eval_batch_size": 2}
-    (whole,) = ranks.run(PROGRAM, {**options, "output_dir": str(tmp_path / "one")}).check()
-    for each in ranks.run(PROGRAM, {**options, **INTERLEAVED, "output_dir": str(tmp_path / "four")}, nproc=4).check():
-        same(each, whole, 1e-5)
 
 
 def test_what_a_pipeline_cannot_do_is_refused(ranks: Ranks, tmp_path: Path) -> None:

@@ -108,8 +108,9 @@ def start(resumable: bool, rank: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-@pytest.mark.parametrize("resumable", [True, False])
+@pytest.mark.parametrize(
+    ("number", "resumable"), [(signal.SIGTERM, True), (signal.SIGUSR1, False), (signal.SIGINT, True)]
+)
 def test_a_signal_ends_the_wait_for_the_next_attempt(number: signal.Signals, resumable: bool) -> None:
     process = start(resumable, "import sys; sys.exit(3)")
     assert process.stdout is not None

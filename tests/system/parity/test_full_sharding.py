@@ -25,15 +25,10 @@ MORE: list[dict[str, Any]] = [
     {"fsdp": "shard_grad_op", "smoothing": 0.1},
     {"checkpointing": True, "unlabelled": [1, 3]},
 ]
-SAMPLE = [("gpt2", MORE[1]), ("bert", MORE[3])]
 
 
 def options(model: str, more: dict[str, Any], **others: Any) -> dict[str, Any]:
     return {"model": FAMILIES[model], "steps": 20, "batch": 8, "fsdp": True, **more, **others}
-
-
-def test_two_ranks_train_like_one(ranks: Ranks) -> None:
-    compare(ranks, "cpu", 2, [options(model, more, steps=5) for model, more in SAMPLE])
 
 
 def test_replicas_and_uneven_tokens_train_like_one_rank(ranks: Ranks) -> None:

@@ -37,11 +37,6 @@ def compare_all(ranks: Ranks, kind: str, meshes: list[str], steps: int) -> None:
         compare(ranks, "cpu", count, options)
 
 
-def test_steps_are_those_of_one_rank(ranks: Ranks) -> None:
-    """GPT-2's fused projections are shards of several boxes, and the last rank's part of its tables is padded."""
-    compare_all(ranks, "gpt2", ["tp2"], steps=6)
-
-
 @pytest.mark.prove
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_twenty_steps_are_those_of_one_rank_on_any_mesh(ranks: Ranks, kind: str) -> None:
@@ -54,28 +49,13 @@ def test_twenty_steps_are_those_of_one_rank_on_any_mesh(ranks: Ranks, kind: str)
 def test_a_checkpoint_of_any_mesh_restores_on_any_other(ranks: Ranks, tmp_path: Path, optim: str, bf16: bool) -> None:
     """Every tensor of it, master weights included, and training goes on alike."""
     model = {"kind": "gpt2"}
-    meshes = (
-        ["tp2", "dp2-tp2-zero"] if optim == "lamb" and bf16 else ["tp2", "dp2-tp2-zero", "pp2-tp2", "dp4-zero", "dp1"]
-    )
-    for mesh in meshes:
+    targets = ["dp1", "tp2", "dp2-tp2-zero", "pp2-tp2", "dp4-zero"]
+    sources = targets
+    if optim == "lamb" and bf16:  # in `make test`
+        sources, targets = ["dp2-tp2-zero"], ["dp1", "tp2"]
+    for mesh in sources:
         save(ranks, tmp_path, mesh, model, optim=optim, bf16=bf16)
-    check_pairs(ranks, tmp_path, meshes, ["dp1", *meshes], 2e-2 if bf16 else 1e-5, model=model, optim=optim, bf16=bf16)
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("optim", ["adafactor", "muon"])
-def test_the_trainer_resumes_exactly(ranks: Ranks, tmp_path: Path, optim: str) -> None:
-    common = {"device": "cpu", "save_strategy": "steps", "save_steps": 2, "dropout": 0.0, "optim": optim}
-
-    def run(name: str, **more: Any) -> dict[int, Any]:
-        told = {**common, **more, "output_dir": str(tmp_path / name)}
-        ranks.run("tests.support.programs:train", told, nproc=2)
-        return logged(tmp_path / name)["losses"]
-
-    undisturbed = run("undisturbed", tensor_parallel_size=2, dtype="bfloat16")
-    run("killed", tensor_parallel_size=2, dtype="bfloat16", kill_at=5)
-    assert run("killed", tensor_parallel_size=2, dtype="bfloat16", resume_from_checkpoint=True) == undisturbed
-    assert len(undisturbed) == 8
+    check_pairs(ranks, tmp_path, sources, targets, 2e-2 if bf16 else 1e-5, model=model, optim=optim, bf16=bf16)
 
 
 def test_an_optimizer_that_the_user_has_made_gets_whole_parameters(ranks: Ranks, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from tests.support.ranks import ROOT, Ranks
 from tests.support.xla_flags import FASTER
 
 COUNT = "tests.support.lazy_models:count"
-SAMPLE = ("gpt2", "t5")
 LIMIT = 5 * TIMEOUT  # seconds; some compile hundreds of graphs
 UNDISTURBED = dict(zip(KINDS, EXPECTED, strict=True))
 COUNTED = {name: row for name, row in read_rows().items() if row[1]}
@@ -88,9 +87,8 @@ def test_a_run_warns_once_of_the_line_that_reads_the_device(ranks: Ranks) -> Non
     assert f"tests/system/parity/test_lazy_models.py:{line} (aten._local_scalar_dense.default)" in warning
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-def test_a_sample_of_models_is_undisturbed(ranks: Ranks, name: str) -> None:
-    assert counted(ranks, name) == {**UNDISTURBED, "lines": []}
+def test_a_model_is_undisturbed(ranks: Ranks) -> None:
+    assert counted(ranks, "gpt2") == {**UNDISTURBED, "lines": []}
 
 
 def train_blocks_of_experts() -> dict[str, Any]:

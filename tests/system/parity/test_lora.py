@@ -10,7 +10,6 @@ pytest.importorskip("peft")
 
 from tests.support.mesh_parity import compare
 from tests.support.ranks import Ranks
-from tests.system.parity.test_tensor_parallel import MESHES as PLAIN
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CONV = ["c_attn", "c_proj", "c_fc"]
@@ -39,7 +38,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-tied": {"kind": "qwen3", "tie_word_embeddings": True, "lora": {"target_modules": [*LINEAR, "embed_tokens"]}},
 }
 MESHES: dict[int, list[dict[str, Any]]] = {
-    2: PLAIN[2],
+    2: [
+        {"tp": 2},
+        {"tp": 2, "sequence": True},
+        {"tp": 2, "embedding": False},
+        {"tp": 2, "embedding": False, "sequence": True},
+        {"tp": 2, "accumulation": 2, "sequence": True},
+        {"tp": 2, "checkpointing": True},
+        {"tp": 2, "checkpointing": True, "sequence": True},
+    ],
     4: [
         {"tp": 4},
         {"tp": 4, "sequence": True},

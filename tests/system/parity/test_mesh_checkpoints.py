@@ -48,7 +48,7 @@ OF_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp4-ep2-zero": (4, {"ep": 2, "zero_1": True}),
     "pp2-dp2-ep2": (4, {"pp": 2, "ep": 2, "accumulation": 2}),
 }
-ALL = MESHES | OF_EXPERTS
+ALL = MESHES | OF_EXPERTS | {"dp3-zero": (3, {"zero_1": True})}
 FEW = ["dp1", "tp4", "dp2-tp2-zero", "pp2-dp2-zero", "pp2-interleaved", "pp2-dp2-tp2-zero"]
 
 
@@ -86,6 +86,13 @@ def test_sample(ranks: Ranks, tmp_path: Path) -> None:
     assert told["slices"] <= 4 * 3
     save(ranks, tmp_path, "pp2-tp2", model)
     check_pairs(ranks, tmp_path, ["dp2-tp2-zero", "pp2-tp2"], ["dp1", "dp2-tp2-zero", "pp2-dp2-zero"], model=model)
+
+
+def test_sample_in_bf16(ranks: Ranks, tmp_path: Path) -> None:
+    """With the fp32 masters, in shares that are not equal, and complete."""
+    options = {"model": MODELS["gpt2"], "bf16": True, "batch": 12}
+    save(ranks, tmp_path, "dp3-zero", **options)
+    check_pairs(ranks, tmp_path, ["dp3-zero"], ["dp1", "dp4-zero"], tolerance=2e-2, **options)
 
 
 def test_experts_sample(ranks: Ranks, tmp_path: Path) -> None:

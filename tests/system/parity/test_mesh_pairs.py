@@ -19,6 +19,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-sequence": (2, {"tp": 2, "sequence": True}),
     "pp2": (2, {"pp": 2}),
     "pp2-interleaved": (2, {"pp": 2, "schedule": "interleaved", "chunks": 2}),
+    "tp4": (4, {"tp": 4}),
     "dp2-tp2": (4, {"tp": 2}),
     "dp2-pp2": (4, {"pp": 2, "schedule": "gpipe"}),
     "pp2-tp2": (4, {"pp": 2, "tp": 2, "sequence": True}),

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from stepmark import Trainer, TrainingArguments
 from tests.support.mesh_parity import compare
-from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
 
 
@@ -56,14 +55,6 @@ def test_steps_without_targets_on_eager_devices(ranks: Ranks) -> None:
 def test_steps_without_targets_on_lazy_devices(ranks: Ranks) -> None:
     options = [{**COMMON, **more} for more in ({}, {"zero_1": True, "accumulation": 2})]
     compare(ranks, "threads", 2, options, cut=True)
-
-
-def test_the_trainer_logs_the_mean_of_steps_with_targets(ranks: Ranks, tmp_path: Path) -> None:
-    program = unlabelled
-    (expected,) = ranks.run(program, str(tmp_path), 4).check()
-    found = ranks.run(program, str(tmp_path), 2, nproc=2).check()[0]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 # What ranks run
@@ -152,16 +143,3 @@ def train(folder: str, model_name: str, batch: int, options: dict[str, Any]) -> 
     trainer = Trainer(model, args, train_dataset=Data(), optimizers=(given, None))
     trainer.train()
     return {name: p.detach().double().flatten().tolist() for name, p in model.named_parameters()}
-
-
-def unlabelled(folder: str, batch: int) -> list[Any]:
-    """What a Trainer logs, and its mean loss, where no sample of the second step has a target."""
-    data = Blocks(24)
-    data.labels[4:8] = -100
-    args = TrainingArguments(
-        output_dir=folder, device="cpu", per_device_train_batch_size=batch, max_steps=6, logging_steps=3,
-        train_sampling_strategy="sequential", save_strategy="no", disable_tqdm=True, learning_rate=1e-3,
-    )  # fmt: skip
-    trainer = Trainer(tiny_model(dropout=0.0), args, train_dataset=data)
-    result = trainer.train()
-    return [*([each["loss"], each["grad_norm"]] for each in trainer.state.log_history[:2]), [result.training_loss]]

@@ -65,45 +65,15 @@ def test_one_rank_equals_a_hand_written_loop_bit_for_bit(ranks: Ranks, tmp_path:
     assert losses(ours) == expected
 
 
-@pytest.mark.parametrize(
-    ("device", "accumulation"),
-    [
-        ("cpu", 1),
-        ("cpu", 2),
-        pytest.param("xla", 1, marks=[pytest.mark.xla, pytest.mark.prove]),
-        pytest.param("xla", 2, marks=[pytest.mark.xla, pytest.mark.prove]),
-    ],
-)
-def test_two_ranks_equal_one_with_the_same_global_batch(
-    ranks: Ranks, tmp_path: Path, device: str, accumulation: int
-) -> None:
-    options = {"device": device, "dropout": 0.0, "gradient_accumulation_steps": accumulation}
-    one = {**options, "output_dir": str(tmp_path / "1"), "per_device_train_batch_size": 4}
-    two = {**options, "output_dir": str(tmp_path / "2"), "per_device_train_batch_size": 2}
-    (alone,) = ranks.run(PROGRAM, one).check()
-    together = ranks.run(PROGRAM, two, nproc=2).check()
-    close(together[0], alone, 1e-5)
-    assert together[0]["weights"] == together[1]["weights"]
-
-
 @pytest.mark.xla
-@pytest.mark.parametrize("options", [{}, {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"}, marks=pytest.mark.prove)]
+)
 def test_xla_equals_cpu(ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
     options = {**options, "dropout": 0.0, "weight_decay": 0.01, "gradient_accumulation_steps": 2}
     (eager,) = ranks.run(PROGRAM, {**options, "device": "cpu", "output_dir": str(tmp_path / "cpu")}).check()
     (lazy,) = ranks.run(PROGRAM, {**options, "device": "xla", "output_dir": str(tmp_path / "xla")}).check()
     close(lazy, eager, 1e-4)
-
-
-@pytest.mark.parametrize("device", devices(pytest.mark.prove))
-def test_accumulation_equals_one_large_batch(ranks: Ranks, tmp_path: Path, device: str) -> None:
-    """Micro-batches with unequal numbers of target tokens: the mean is over tokens, not over batches."""
-    options = {"device": device, "dropout": 0.0}
-    whole = {**options, "output_dir": str(tmp_path / "1"), "per_device_train_batch_size": 4}
-    cut = {**options, "output_dir": str(tmp_path / "4"), "per_device_train_batch_size": 1}
-    (at_once,) = ranks.run(PROGRAM, whole).check()
-    (in_parts,) = ranks.run(PROGRAM, {**cut, "gradient_accumulation_steps": 4}).check()
-    close(in_parts, at_once, 1e-5)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=[pytest.mark.xla, pytest.mark.prove])])
@@ -118,8 +88,8 @@ def test_ranks_start_from_identical_weights(ranks: Ranks, tmp_path: Path, device
 @pytest.mark.parametrize("device", devices(pytest.mark.prove))
 @pytest.mark.parametrize(
     "options",
-    [{"bf16": True}, {"dtype": "bfloat16"}, {"gradient_checkpointing": True}, {"label_smoothing_factor": 0.1}],
-    ids=lambda options: next(iter(options)),
+    [{"bf16": True}, {"dtype": "bfloat16"}],
+    ids=["autocast", "bfloat16"],
 )
 def test_training_learns_with(ranks: Ranks, tmp_path: Path, device: str, options: dict[str, Any]) -> None:
     check_learning(ranks, tmp_path, device, options)

@@ -76,6 +76,7 @@ def test_stages_with_nothing_to_train(ranks: Ranks) -> None:
     compare(ranks, 4, options)
 
 
+@pytest.mark.prove
 def test_a_stage_in_the_middle_with_nothing_to_train(ranks: Ranks) -> None:
     common = {"pp": 3, "dp": 2, "layers": [1, 2, 1], "accumulation": 4, "clip": 0.5, "frozen": MIDDLE}
     compare(ranks, 6, [case("llama", **common), case("llama", optim="adafactor", zero_1=True, **common)])

@@ -6,35 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.mesh_parity import MODELS, SAMPLE, compare
+from tests.support.mesh_parity import MODELS, compare
 from tests.support.ranks import Ranks
-
-# What is trained how, by number of ranks.
-MESHES: dict[int, list[dict[str, Any]]] = {
-    2: [
-        {"tp": 2},
-        {"tp": 2, "sequence": True},
-        {"tp": 2, "embedding": False},
-        {"tp": 2, "embedding": False, "sequence": True},
-        {"tp": 2, "accumulation": 2, "sequence": True},
-        {"tp": 2, "checkpointing": True},
-        {"tp": 2, "checkpointing": True, "sequence": True},
-    ],
-    4: [
-        {"tp": 4},
-        {"tp": 4, "sequence": True},
-        {"tp": 2},
-        {"tp": 2, "sequence": True, "accumulation": 2},
-    ],
-}
-
-
-def matrix(names: list[str], ranks: int, steps: int) -> list[dict[str, Any]]:
-    return [{"model": MODELS[name], "steps": steps, **mesh} for name in names for mesh in MESHES[ranks]]
-
-
-def test_key_value_heads_fewer_than_ranks(ranks: Ranks) -> None:
-    compare(ranks, "cpu", 4, [{"model": MODELS["qwen3"], "steps": 3, **mesh} for mesh in MESHES[4][:2]])
 
 
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.prove), True])
@@ -67,25 +40,3 @@ def test_in_the_graph(ranks: Ranks) -> None:
     llama = {"model": MODELS["llama"], "steps": 2, "tp": 2}
     gpt2 = {"model": MODELS["gpt2"], "steps": 2, "zero_1": True, "accumulation": 2}
     compare(ranks, "threads", 2, [qwen3, llama, gpt2])
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize("count", [2, 4])
-def test_complete_matrix(ranks: Ranks, count: int) -> None:
-    compare(ranks, "cpu", count, matrix(list(MODELS), count, steps=20))
-
-
-@pytest.mark.prove
-@pytest.mark.xla
-@pytest.mark.parametrize("count", [2, 4])
-def test_complete_matrix_in_the_graph(ranks: Ranks, count: int) -> None:
-    names = ["gpt2", "llama-one-kv-head", "qwen3-tied"]
-    compare(ranks, "threads", count, matrix(names, count, steps=20))
-
-
-@pytest.mark.prove
-@pytest.mark.xla
-@pytest.mark.parametrize("name", SAMPLE)
-@pytest.mark.parametrize("sequence", [False, True])
-def test_over_the_host(ranks: Ranks, name: str, sequence: bool) -> None:
-    compare(ranks, "xla", 2, [{"model": MODELS[name], "steps": 20, "tp": 2, "sequence": sequence}])

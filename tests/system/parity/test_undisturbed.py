@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.devices import devices
 from tests.support.ranks import Ranks
 
 PROGRAM, EACH = "tests.support.programs:train", "tests.support.programs:train_each"
@@ -86,17 +85,6 @@ def test_a_resumed_run_compiles_no_more_than_a_fresh_one(ranks: Ranks, tmp_path:
     (resumed,) = ranks.run(PROGRAM, {**options, "max_steps": 6}).check()
     assert resumed["resumed"] == [3]
     assert resumed["counters"][0] == fresh["counters"][0]
-
-
-@pytest.mark.parametrize("device", devices())
-def test_epoch_strategies_fire_at_every_end(ranks: Ranks, tmp_path: Path, device: str) -> None:
-    """Also where max_steps ends the run inside an epoch."""
-    strategies = dict.fromkeys(["save_strategy", "eval_strategy", "logging_strategy"], "epoch")
-    options = {"device": device, "samples": 8, "max_steps": 10, "output_dir": str(tmp_path), **strategies}
-    (result,) = ranks.run(PROGRAM, options).check()
-    assert list(result["losses"]) == list(result["evaluations"]) == ["4", "8", "10"]
-    saved = {path.name for path in tmp_path.glob("checkpoint-*")}
-    assert saved == {"checkpoint-4", "checkpoint-8", "checkpoint-10"}
 
 
 def test_the_best_model_is_saved_whenever_it_is_found(ranks: Ranks, tmp_path: Path) -> None:

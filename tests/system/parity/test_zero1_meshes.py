@@ -7,30 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.mesh_parity import MODELS, PROGRAM, SAMPLE, compare
+from tests.support.mesh_parity import MODELS, PROGRAM, compare
 from tests.support.ranks import Ranks
 from tests.support.replica_threads import replica_environment
 
 MESH = {"tp": 2, "zero_1": True}
 
-# What is combined with the mesh.
-PLAIN: list[dict[str, Any]] = [
-    {},
-    {"sequence": True},
-    {"accumulation": 2},
-    {"sequence": True, "accumulation": 2, "checkpointing": True, "clip": 0.1},
-    {"sequence": True, "embedding": False},
-    {"smoothing": 0.1},
-]
-
 
 def cases(names: list[str], steps: int, combined: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"model": MODELS[name], "steps": steps, **MESH, **more} for name, more in product(names, combined)]
-
-
-@pytest.mark.prove
-def test_complete_matrix(ranks: Ranks) -> None:
-    compare(ranks, "cpu", 4, cases(list(MODELS), 20, PLAIN))
 
 
 @pytest.mark.prove
@@ -76,19 +61,6 @@ def test_every_rank_has_its_share_of_the_state(ranks: Ranks) -> None:
 @pytest.mark.xla
 def test_in_the_graph(ranks: Ranks) -> None:
     compare(ranks, "threads", 4, cases(["llama-one-kv-head"], 3, [{"sequence": True, "accumulation": 2}]))
-
-
-@pytest.mark.prove
-@pytest.mark.xla
-@pytest.mark.parametrize("name", SAMPLE)
-def test_complete_matrix_in_the_graph(ranks: Ranks, name: str) -> None:
-    compare(ranks, "threads", 4, cases([name], 20, PLAIN[:4]))
-
-
-@pytest.mark.prove
-@pytest.mark.xla
-def test_over_the_host(ranks: Ranks) -> None:
-    compare(ranks, "xla", 4, cases(["gpt2", "qwen3-tied"], 20, PLAIN[3:4]))
 
 
 @pytest.mark.xla

@@ -210,6 +210,12 @@ def test_training_goes_on_in_silence_where_nobody_reads(monkeypatch: pytest.Monk
         broken.close()
 
 
+def callbacks_of(run_log: RunLog, folder: Path, max_restarts: int = 0) -> Any:
+    """Of a run that has trained three steps."""
+    args = SimpleNamespace(max_restarts=max_restarts, resume_from_checkpoint=None, output_dir=str(folder))
+    return SimpleNamespace(run_log=run_log, state=SimpleNamespace(global_step=3), begun=True, args=args)
+
+
 def test_a_status_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = RunLog(tmp_path, writes=True)
 
@@ -217,12 +223,7 @@ def test_a_status_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("stepmark.trainer.run_folder.run_log.replace_json", full)
-    callbacks: Any = SimpleNamespace(
-        run_log=journal,
-        state=SimpleNamespace(global_step=3),
-        begun=True,
-        args=SimpleNamespace(max_restarts=0, resume_from_checkpoint=None, output_dir=str(tmp_path)),
-    )
+    callbacks = callbacks_of(journal, tmp_path)
     for error in (RunInterrupted("SIGTERM: saved"), ValueError("x")):
         record_end(callbacks, error, HostGroup())
     with pytest.raises(OSError, match="No space"):
@@ -249,12 +250,7 @@ def test_a_run_that_may_be_started_again_has_not_failed_yet(
     monkeypatch.delenv(REPORTS, raising=False)
     if supervised:
         monkeypatch.setenv(REPORTS, str(tmp_path))
-    callbacks: Any = SimpleNamespace(
-        run_log=RunLog(tmp_path, writes=True),
-        state=SimpleNamespace(global_step=3),
-        begun=True,
-        args=SimpleNamespace(max_restarts=max_restarts, resume_from_checkpoint=None, output_dir=str(tmp_path)),
-    )
+    callbacks = callbacks_of(RunLog(tmp_path, writes=True), tmp_path, max_restarts)
     record_end(callbacks, error, HostGroup())
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["state"], status["step"], status["reason"]) == (state, 3, f"{type(error).__name__}: x")
@@ -269,12 +265,7 @@ def lose_rank_0(rank: int, folder: Path, state: str) -> None:
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     wait_until(lambda: host.is_gone(0), 60)
-    callbacks: Any = SimpleNamespace(
-        run_log=run_log,
-        state=SimpleNamespace(global_step=3),
-        begun=True,
-        args=SimpleNamespace(max_restarts=0, resume_from_checkpoint=None, output_dir=str(folder)),
-    )
+    callbacks = callbacks_of(run_log, folder)
     record_end(callbacks, PeerLost("rank 0 is gone"), host)
     (folder / f"recorded-{rank}").touch()
     wait_until(lambda: len(list(folder.glob("recorded-*"))) == 2, 60)
@@ -304,12 +295,7 @@ def test_a_peer_that_a_signal_has_ended_is_no_failure(
 ) -> None:
     """The signal came when training had ended on one rank and not yet on this one, which then writes the model."""
     run_log = RunLog(tmp_path, writes=True)
-    callbacks: Any = SimpleNamespace(
-        run_log=run_log,
-        state=SimpleNamespace(global_step=3),
-        begun=True,
-        args=SimpleNamespace(max_restarts=0, resume_from_checkpoint=None, output_dir=str(tmp_path)),
-    )
+    callbacks = callbacks_of(run_log, tmp_path)
     if stops:
         run_log.stopping(3, "SIGINT: stopping")
     record_end(callbacks, error, HostGroup())

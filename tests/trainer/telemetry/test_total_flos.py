@@ -10,8 +10,7 @@ import torch
 from stepmark import Trainer, TrainingArguments
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.trainer.telemetry.throughput import TotalFlos
-from tests.support.programs import Blocks, tiny_model
-from tests.trainer.test_training_loop import StopsAt
+from tests.support.programs import Blocks, StopsAt, tiny_model
 
 
 def trained(folder: Path, *stops: int, resume: bool = False) -> Trainer:
