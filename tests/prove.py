@@ -42,6 +42,7 @@ PACKAGES = {
     "system/hostile": "checkpoint cli filesystem interchange launch liveness trainer watcher",
     "system/parity": "parallel runtime sharding training",
     "system/distributed/test_sharded_loading": "model_folder parallel sharding",
+    "system/parity/test_chat_model": "data training",
     "system/parity/test_hooks": "parallel runtime sharding trainer training",
     "system/parity/test_imported_runs": "checkpoint interchange trainer",
     "system/parity/test_mesh_checkpoints": "checkpoint parallel sharding",
