@@ -31,7 +31,7 @@ from stepmark.checkpoint.checkpointer import MAX_FILE_SIZE
 from stepmark.checkpoint.format.checksums import bytes_checksum
 from stepmark.checkpoint.format.manifest import FileEntry, Manifest, TensorEntry, parse_manifest
 from stepmark.checkpoint.save.commit import tensor_entries
-from stepmark.checkpoint.save.plan import Row, SavePlan
+from stepmark.checkpoint.save.plan import SavePlan, SliceRecord
 from stepmark.checkpoint.save.request import RankReport, SavePlanner, SaveRequest
 from stepmark.checkpoint.save.snapshot import extents_of
 from stepmark.checkpoint.save.table_exchange import RankTables, encode_rows
@@ -65,12 +65,12 @@ class World:
         rows = SHAPE[0] // self.tensor_parallel
         return TensorSlice.of_box((rank % self.tensor_parallel * rows, 0), (rows, SHAPE[1]))
 
-    def model(self, rank: int) -> list[Row]:
+    def model(self, rank: int) -> list[SliceRecord]:
         """What the rank holds of the model."""
         tensor_slice = self._slice(rank)
-        return [Row(MODEL, f"layers.{i}.weight", "BF16", SHAPE, tensor_slice) for i in range(self.tensors)]
+        return [SliceRecord(MODEL, f"layers.{i}.weight", "BF16", SHAPE, tensor_slice) for i in range(self.tensors)]
 
-    def optimizer(self, rank: int) -> list[Row]:
+    def optimizer(self, rank: int) -> list[SliceRecord]:
         """What the rank holds of the optimizer's states: its range over the concatenated slices."""
         tensor_slice = self._slice(rank)
         total, each = tensor_slice.numel * self.tensors, tensor_slice.numel
@@ -79,7 +79,7 @@ class World:
         rows = []
         for i in range(first // each, -(-last // each)):
             part = TensorSlice(tensor_slice.box, max(0, first - i * each), min(each, last - i * each))
-            rows += [Row(OPTIMIZER, f"layers.{i}.weight/{key}", "F32", SHAPE, part) for key in STATES]
+            rows += [SliceRecord(OPTIMIZER, f"layers.{i}.weight/{key}", "F32", SHAPE, part) for key in STATES]
         return rows
 
     def tables(self) -> Iterator[RankTables]:

@@ -26,7 +26,7 @@ from page_cache import drop_cache
 from stepmark.checkpoint.format.checksums import block_checksum, bytes_checksum
 from stepmark.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
 from stepmark.checkpoint.format.tensor_file import Header
-from stepmark.checkpoint.save.plan import Holding, PlannedFile, Row, plan_save
+from stepmark.checkpoint.save.plan import Holding, PlannedFile, SliceRecord, plan_save
 from stepmark.sharding.layout import Shape, TensorSlice
 
 RANKS, HIDDEN, INNER, VOCABULARY = 8, 4096, 11008, 32000
@@ -62,7 +62,8 @@ def make_checkpoint(folder: Path, gigabytes: float) -> int:
     holdings = [
         Holding(
             tuple(
-                Row("model", name, "BF16", shape, piece_of(shape, dim, rank)) for name, (shape, dim) in tensors.items()
+                SliceRecord("model", name, "BF16", shape, piece_of(shape, dim, rank))
+                for name, (shape, dim) in tensors.items()
             ),
             (rank,),
         )

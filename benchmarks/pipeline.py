@@ -50,6 +50,7 @@ from stepmark.data.loader.labels import LabelRule  # noqa: E402
 from stepmark.launch.supervisor import supervise  # noqa: E402
 from stepmark.parallel.pipeline.schedules import ideal_idle_share  # noqa: E402
 from stepmark.parallel.pipeline.staged_model import StagedModel, staged  # noqa: E402
+from stepmark.training.micro_batches import StepHooks  # noqa: E402
 from stepmark.training.optimizer import build_optimizer  # noqa: E402
 from stepmark.training.pipelined_micro_batches import PipelinedSchedule  # noqa: E402
 from stepmark.training.step import TrainStep  # noqa: E402
@@ -104,7 +105,7 @@ def own_schedule(model: Any, mesh: Mesh, kind: str, batch: StepBatch) -> Callabl
     optimizer = build_optimizer("sgd", list(model.named_parameters()), mesh.runtime)
     gradients = optimizer.gradients(mesh, accumulation=len(batch))
     schedule = PipelinedSchedule(stages, MicroBatchLoss(model), gradients, mesh, kind)
-    return lambda: float(schedule.run(0, batch, lambda: None)[0])
+    return lambda: float(schedule.forward_backward(0, batch, StepHooks())[0])
 
 
 class StageOfTorch(nn.Module):

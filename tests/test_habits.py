@@ -30,7 +30,7 @@ def test_every_night_runs_on_every_python_and_torch() -> None:
     assert matrix["python"] == ["3.11", "3.12", "3.13"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == f">={matrix['python'][0]}"
-    assert {each["target"] for each in matrix["include"]} == {"test", "test-newest", "test-latest"}
+    assert {each["target"] for each in matrix["include"]} == {"test-nightly", "test-newest", "test-latest"}
     smoke = matrix_of("checks", "smoke")
     assert set(smoke["python"]) < set(matrix["python"])
     assert set(smoke["torch"]) < set(matrix["torch"])
@@ -46,7 +46,7 @@ def test_what_is_run_are_targets_of_make() -> None:
     assert {command for command, *_ in steps} == {".ci/run"}
     assert [".ci/run"] in steps
     default = re.findall(r"set -- (.+)", (ROOT / ".ci" / "run").read_text())[0].split()
-    assert default == ["test", "test-newest", "test-scalar"]
+    assert default == ["test", "test-newest", "test-scalar", "test-lazy"]
     named = {target for _, *targets in steps for target in targets}
     image = set(re.findall(r"&& make (\S+)", (ROOT / "Dockerfile").read_text()))
     assert {"check", "docs", "test-lowest", "test-optional"} <= named

@@ -43,7 +43,7 @@ INNER_ORDER: dict[str, list[list[str]]] = tomllib.loads(Path(__file__).with_name
 FORMAT_MAY_IMPORT = (
     "stepmark.errors",
     "stepmark.filesystem",
-    "stepmark.liveness.collection",  # pauses the collection of garbage while many small objects are made
+    "stepmark.liveness.gc_pause",  # pauses the collection of garbage while many small objects are made
     "stepmark.sharding",
     "stepmark.checkpoint.format",
 )

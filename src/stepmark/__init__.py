@@ -88,7 +88,7 @@ def __getattr__(name: str) -> Any:
         if message is not None:
             raise ImportError(message)
         raise AttributeError(f"module 'stepmark' has no attribute {name!r}")
-    from stepmark.liveness.collection import without_collection
+    from stepmark.liveness.gc_pause import without_collection
 
     with without_collection():
         module = importlib.import_module(_MODULES[name])

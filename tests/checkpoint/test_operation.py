@@ -10,7 +10,7 @@ import pytest
 from stepmark.checkpoint import SaveHandle
 from stepmark.checkpoint.operation import Operation
 from stepmark.errors import CheckpointError, CheckpointTimeout
-from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.status_board import StatusBoard
 
 
 def test_the_first_outcome_counts() -> None:
@@ -48,7 +48,7 @@ def test_waiting_ends_with_the_outcome_or_in_time() -> None:
 
 def test_the_rank_that_is_late_is_named_and_not_the_one_that_waits_for_it(tmp_path: Path) -> None:
     """Rank 1 waits for rank 0, which waits for rank 2."""
-    boards = [StatusStore(tmp_path / "save", rank) for rank in range(3)]
+    boards = [StatusBoard(tmp_path / "save", rank) for rank in range(3)]
     boards[0].open()
     for board, phase in zip(boards, ["finalizing", "committing", "writing"], strict=True):
         board.enter(phase)

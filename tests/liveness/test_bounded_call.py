@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from stepmark.liveness.bounded_call import BoundedCall, within
+from stepmark.liveness.bounded_call import BoundedCall, call_with_timeout
 from stepmark.liveness.host_group import HostGroup
 
 
@@ -16,8 +16,8 @@ def broken() -> str:
 
 def test_the_result_or_something_else_in_time() -> None:
     hangs = threading.Event()
-    assert within(10.0, lambda: 3, None) == 3
-    assert within(0.01, hangs.wait, "late") == "late"
+    assert call_with_timeout(10.0, lambda: 3, None) == 3
+    assert call_with_timeout(0.01, hangs.wait, "late") == "late"
     call = BoundedCall(hangs.wait)
     assert not call.ended(0.01)
     hangs.set()
@@ -35,7 +35,7 @@ def test_an_error_is_raised_for_the_caller_that_asks_for_it() -> None:
 def test_an_error_is_printed_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[str] = []
     monkeypatch.setattr(threading, "excepthook", lambda failed: printed.append(str(failed.exc_value)))
-    assert within(10.0, broken, "other") == "other"
+    assert call_with_timeout(10.0, broken, "other") == "other"
     for thread in threading.enumerate():
         if thread.name == "stepmark-bounded":
             thread.join(10.0)
@@ -47,7 +47,7 @@ def test_it_runs_here_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyP
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert within(0.0, threading.get_ident, 0) == threading.get_ident()
+    assert call_with_timeout(0.0, threading.get_ident, 0) == threading.get_ident()
 
 
 def test_a_store_that_this_rank_has_left_has_nothing_to_say() -> None:

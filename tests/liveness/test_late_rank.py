@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stepmark.liveness.late_rank import Beat, Finding, find_stuck
+from stepmark.liveness.late_rank import Beat, LateRank, find_stuck
 
 
 def beat(step: int, order: int, seconds: float = 31.0, **more: Any) -> Beat:
@@ -14,11 +14,11 @@ def beat(step: int, order: int, seconds: float = 31.0, **more: Any) -> Beat:
     return Beat(5, "host", step, order, f"phase {order}", "f (a.py, line 3)", seconds, **given)
 
 
-def find(*beats: Beat) -> Finding | None:
+def find(*beats: Beat) -> LateRank | None:
     return find_stuck(dict(enumerate(beats)), lambda rank: f"rank {rank} on host")
 
 
-def found(*beats: Beat) -> Finding:
+def found(*beats: Beat) -> LateRank:
     finding = find(*beats)
     assert finding is not None
     return finding

@@ -15,11 +15,11 @@ from stepmark.liveness.progress import (
     REDUCE,
     SAVE,
     START,
-    Position,
     Progress,
+    StepPhase,
     current,
-    entering,
-    staying,
+    enter_phase,
+    in_phase,
 )
 
 
@@ -48,7 +48,7 @@ def steps(at: Progress, clock: Clock, *seconds: float, wait: float = 0.0, graphs
 
 
 def limits(at: Progress, phase: str) -> tuple[float | None, float | None]:
-    return at.limits(Position(9, 1, phase, None, progress.running_time()))
+    return at.limits(StepPhase(9, 1, phase, None, progress.running_time()))
 
 
 def test_short_steps_have_the_floors(clock: Clock) -> None:
@@ -107,7 +107,7 @@ def test_batches_of_an_evaluation_end_a_run_the_first_one_later(clock: Clock) ->
     """A batch that generates takes longer than a step."""
     at = Progress()
     steps(at, clock, 0.1, 0.1, 0.1)
-    first, second = (Position(9, 1, EVALUATION, part, clock.now) for part in (1, 2))
+    first, second = (StepPhase(9, 1, EVALUATION, part, clock.now) for part in (1, 2))
     assert (at.limits(first), at.limits(second)) == ((30.0, 3600.0), (30.0, 300.0))
     with at.follow():
         at.enter(EVALUATION, 1)
@@ -147,14 +147,14 @@ def test_phases_of_a_step_are_counted_and_the_one_before_comes_back(clock: Clock
     at = Progress()
     with at.follow():
         at.at_step(3)
-        entering(PASSES)
-        entering(PASSES, 2)
+        enter_phase(PASSES)
+        enter_phase(PASSES, 2)
         before = at.position
-        with staying(SAVE):
+        with in_phase(SAVE):
             assert (at.position.step, at.position.phase, at.position.order) == (3, SAVE, before.order + 1)
         assert (at.position.phase, at.position.words) == (PASSES, "forward and backward passes of micro-batch 2")
         at.at_step(4)
-        entering(DATA)
+        enter_phase(DATA)
         assert (at.position.step, at.position.order) == (4, 1)
     assert current() is None
 
@@ -162,8 +162,8 @@ def test_phases_of_a_step_are_counted_and_the_one_before_comes_back(clock: Clock
 def test_other_threads_are_in_no_phase(clock: Clock) -> None:
     at = Progress()
     with at.follow():
-        entering(PASSES)
-        other = threading.Thread(target=entering, args=(SAVE,))
+        enter_phase(PASSES)
+        other = threading.Thread(target=enter_phase, args=(SAVE,))
         other.start()
         other.join()
         assert at.position.phase is PASSES

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import sys, threading, time
-from stepmark.liveness.watchdog import Deadline, end_unless
+from stepmark.liveness.watchdog import Deadline, exit_unless_handled
 
 def refuse(thread):
     raise RuntimeError("can't start new thread")
@@ -17,12 +17,12 @@ def refuse(thread):
 def expire(_):
     if sys.argv[1] == "the limit of threads":
         threading.Thread.start = refuse
-        end_unless(threading.Event(), TimeoutError("it is late"), 0)
+        exit_unless_handled(threading.Event(), TimeoutError("it is late"), 0)
     elif sys.argv[1] == "an error":
         raise TimeoutError("it is late")
     else:
         collected = threading.Event()
-        end_unless(collected, TimeoutError("it is late"), 0)
+        exit_unless_handled(collected, TimeoutError("it is late"), 0)
         collected.set()
 
 deadline = Deadline("an operation", 0.0, expire)

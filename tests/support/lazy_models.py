@@ -26,7 +26,7 @@ from stepmark.trainer.telemetry import progress
 VOCABULARY, LENGTH, FIRST_TOKEN = 67, 16, 3
 STEPS, WARM_UP, BATCHES = 6, 2, 3
 Counts = list[int]  # compilations, executions, transfers to the host
-READS = "every step reads values"  # in the warning of trainer/telemetry/monitor.py
+READS = "every step reads values"  # in the warning of trainer/telemetry/telemetry.py
 
 
 class Samples(torch.utils.data.Dataset):

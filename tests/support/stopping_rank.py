@@ -16,7 +16,7 @@ from typing import Any
 
 from stepmark.__main__ import main
 from stepmark.checkpoint.operation import Operation
-from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.status_board import StatusBoard
 
 
 def stop_before(owner: type, name: str, stops: Callable[..., bool]) -> None:
@@ -70,7 +70,7 @@ def stop_in_evaluation() -> None:
 
 def stop_after_saving() -> None:
     """When this rank's part of the first save is done, and it has heard that all is committed."""
-    stop_before(StatusStore, "leave", lambda self: self.has("committed", 0))
+    stop_before(StatusBoard, "leave", lambda self: self.has("committed", 0))
 
 
 PLACES: dict[str, Callable[[], None]] = {

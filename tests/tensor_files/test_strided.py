@@ -15,7 +15,7 @@ from torch import Tensor
 from stepmark.errors import CheckpointDamaged
 from stepmark.model_folder.output_files import in_memory
 from stepmark.sharding.layout import Shape
-from stepmark.tensor_files.array_reader import ArrayReader, Part
+from stepmark.tensor_files.array_reader import ArrayReader, ElementRange
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
 from stepmark.tensor_files.strided import as_written, strided
 
@@ -49,7 +49,7 @@ def read(tensor: GlobalTensor) -> Tensor:
     tensor.check()
     memory = bytearray(tensor.nbytes)
     if memory:
-        ArrayReader().fill([Part(tensor, 0, math.prod(tensor.shape), memoryview(memory))])
+        ArrayReader().fill([ElementRange(tensor, 0, math.prod(tensor.shape), memoryview(memory))])
     return torch.tensor(memoryview(memory).cast("i").tolist(), dtype=torch.int32).reshape(tensor.shape)
 
 

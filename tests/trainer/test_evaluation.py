@@ -13,7 +13,7 @@ from stepmark import Trainer, TrainingArguments
 from stepmark.checkpoint.host_memory import _RESERVE as RESERVE
 from stepmark.checkpoint.host_memory import MACHINE
 from stepmark.errors import DataError, PredictionsTooLarge, UsageError
-from stepmark.trainer.evaluation import PausableEvaluation, evaluation_sets, logged_evaluation
+from stepmark.trainer.evaluation import EvaluationProgress, evaluation_sets, logged_evaluation
 from stepmark.training.pipelined_forward import EvaluationPaused
 from tests.support.programs import Blocks, tiny_model
 
@@ -39,7 +39,7 @@ def test_an_evaluation_finds_its_pause_behind_a_users_method(tmp_path: Path) -> 
         left -= 1
         return left >= 0
 
-    stopped = PausableEvaluation(may_continue)
+    stopped = EvaluationProgress(may_continue)
     with pytest.raises(EvaluationPaused), trainer._hooks.evaluating(stopped):
         trainer.evaluate()
     assert list(stopped.completed) == ["eval_a", "eval_a (2)"]  # of two batches each; the fifth was the third set's
@@ -50,7 +50,7 @@ def test_an_evaluation_finds_its_pause_behind_a_users_method(tmp_path: Path) -> 
         batches += 1
         return True
 
-    resumed = PausableEvaluation(count, stopped.completed)
+    resumed = EvaluationProgress(count, stopped.completed)
     with trainer._hooks.evaluating(resumed):
         metrics = trainer.evaluate()
     assert batches == (8 - 2) * 2  # both sets twice, by each of the two calls for all of them
@@ -61,7 +61,7 @@ def test_an_evaluation_finds_its_pause_behind_a_users_method(tmp_path: Path) -> 
 def test_outside_training_nothing_stops_an_evaluation(tmp_path: Path) -> None:
     trainer = made(tmp_path)
     assert trainer.evaluate()["eval_b_loss"] > 0
-    with trainer._hooks.evaluating(PausableEvaluation(lambda: False)), pytest.raises(EvaluationPaused):
+    with trainer._hooks.evaluating(EvaluationProgress(lambda: False)), pytest.raises(EvaluationPaused):
         trainer.evaluate()
     assert trainer.evaluate()["eval_b_loss"] > 0
 

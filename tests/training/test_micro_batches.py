@@ -62,7 +62,7 @@ def test_the_reducer_is_called_after_each_backward_pass_and_the_last_is_announce
     gradients = Recorder(model)
     batch = step_batch(rows)
     hooks = StepHooks(after_micro_step=lambda: gradients.calls.append("hook"), looks=False)
-    loss, tokens = schedule(model, gradients).run(0, batch, hooks)
+    loss, tokens = schedule(model, gradients).forward_backward(0, batch, hooks)
     between = ["collect", "hook"] * (len(rows) - 1)
     assert gradients.calls == ["begin", *between, "last backward", "collect"]
     expected = sum(micro_batch.targets or 0 for micro_batch in batch.micro_batches)
@@ -74,7 +74,9 @@ def test_random_numbers_depend_on_seed_and_step_alone() -> None:
     def loss(step: int, seed: int) -> float:
         torch.rand(7)  # draws between steps must not matter
         model = tiny_model(dropout=0.5).train()
-        return float(schedule(model, Recorder(model), seed).run(step, step_batch([[0, 1], [2, 3]]), StepHooks())[0])
+        return float(
+            schedule(model, Recorder(model), seed).forward_backward(step, step_batch([[0, 1], [2, 3]]), StepHooks())[0]
+        )
 
     assert loss(3, 1) == loss(3, 1)
     assert len({loss(3, 1), loss(4, 1), loss(3, 2)}) == 3

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
-from stepmark.parallel.optimizer.arrivals import Arrivals
+from stepmark.parallel.optimizer.pending_gathers import PendingGathers
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from stepmark.training.micro_batches import StepHooks
@@ -28,7 +28,7 @@ class OtherOptimizer:
 
     def __init__(self, model: nn.Module) -> None:
         self.inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        self.arrivals = Arrivals()
+        self.gathers = PendingGathers()
         self.reducer = Recorder(model)
         self.given: list[list[Tensor | None]] = []
 

@@ -63,8 +63,8 @@ from stepmark.filesystem.local_paths import local_path
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.process_exit import end_process
-from stepmark.liveness.progress import SAVE, staying
-from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.progress import SAVE, in_phase
+from stepmark.liveness.status_board import StatusBoard
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import can_pin
@@ -214,7 +214,7 @@ class Checkpointer:
 
     @contextmanager
     def _attempt(
-        self, what: str, failure: str, board: StatusStore, handle: SaveHandle | None = None, folder: Path | None = None
+        self, what: str, failure: str, board: StatusBoard, handle: SaveHandle | None = None, folder: Path | None = None
     ) -> Iterator[Operation]:
         """A save, which has a handle and a folder, or a restore, until it has ended or goes on in the background. An
         error of the file system is raised as CheckpointError, after the words of `failure`."""
@@ -450,7 +450,7 @@ class Checkpointer:
                 f"this Checkpointer belongs to process {self._process}, from which process {os.getpid()} was forked: "
                 "save and restore there, or create another Checkpointer for another folder"
             )
-        with staying(SAVE), self._lock, torch.inference_mode(False):
+        with in_phase(SAVE), self._lock, torch.inference_mode(False):
             yield
 
     def _join(self) -> RunOwnership:

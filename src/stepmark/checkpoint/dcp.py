@@ -32,7 +32,7 @@ from stepmark.filesystem import files
 from stepmark.filesystem.local_paths import local_path
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.host_group import HostGroup
-from stepmark.liveness.status_store import UnsharedStore
+from stepmark.liveness.status_board import UnsharedStore
 
 logger = logging.getLogger("stepmark")
 

@@ -14,8 +14,8 @@ from typing import Any
 from stepmark.errors import CheckpointError, CheckpointTimeout, StepmarkError
 from stepmark.liveness.failure_report import describe_error, late
 from stepmark.liveness.process_exit import print_stacks
-from stepmark.liveness.status_store import RankFailed, StatusStore
-from stepmark.liveness.watchdog import Deadline, end_unless
+from stepmark.liveness.status_board import RankFailed, StatusBoard
+from stepmark.liveness.watchdog import Deadline, exit_unless_handled
 
 
 class SaveHandle:
@@ -104,7 +104,7 @@ class Operation:
 
     what: str
     failure: str
-    board: StatusStore
+    board: StatusBoard
     timeout: float
     handle: SaveHandle | None = None
     folder: Path | None = None
@@ -172,7 +172,7 @@ class Operation:
         problem.__cause__ = error
         self.fail(problem if isinstance(error, OSError | StepmarkError) else error)
         if isinstance(error, CheckpointTimeout):
-            end_unless(self.collected, problem, self.board.rank)
+            exit_unless_handled(self.collected, problem, self.board.rank)
 
     def _tell(self, error: BaseException) -> None:
         """Tells the other ranks why this one cannot continue, unless one of them has told this one."""
@@ -186,5 +186,5 @@ class Operation:
     def _expired(self, error: CheckpointTimeout) -> None:
         """In another thread: a phase has missed its deadline."""
         self.fail(error)
-        end_unless(self.collected, error, self.board.rank)
+        exit_unless_handled(self.collected, error, self.board.rank)
         self._tell(error)  # which does not wait for a file system that hangs

@@ -21,7 +21,7 @@ from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER, STATE, WRITTEN
 from stepmark.checkpoint.written_form import own_class, written_form
 from stepmark.errors import UsageError
 from stepmark.filesystem.json_values import KeyPath, ValueEncoder, show
-from stepmark.liveness.collection import without_collection
+from stepmark.liveness.gc_pause import without_collection
 from stepmark.runtime.base import Runtime, has_addresses
 from stepmark.runtime.device import runtime_for
 from stepmark.sharding.dtensor import is_dtensor, layout_of_dtensor, local_of, shard_of

@@ -31,7 +31,7 @@ from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFou
 from stepmark.filesystem import files
 from stepmark.filesystem.local_paths import local_path
 from stepmark.liveness.failure_report import describe_error
-from stepmark.liveness.watchdog import Deadline, end_unless
+from stepmark.liveness.watchdog import Deadline, exit_unless_handled
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import runtime_for
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
@@ -137,7 +137,7 @@ def _known_device(storage: Any, location: str) -> Any:
 def _deadline(path: Path, doing: str, timeout: float) -> Iterator[None]:
     ended = threading.Event()
     what = f"{path}: rank {_rank()} ({doing}) has not ended this"
-    deadline = Deadline(what, timeout, lambda error: end_unless(ended, error, _rank()), "timeout")
+    deadline = Deadline(what, timeout, lambda error: exit_unless_handled(ended, error, _rank()), "timeout")
     try:
         yield
     finally:

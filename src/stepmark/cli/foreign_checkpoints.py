@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepmark.liveness.collection import without_collection
+from stepmark.liveness.gc_pause import without_collection
 from stepmark.trainer.telemetry.progress import aligned
 
 if TYPE_CHECKING:

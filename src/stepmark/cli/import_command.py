@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepmark.liveness.collection import without_collection
+from stepmark.liveness.gc_pause import without_collection
 
 if TYPE_CHECKING:
     from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions

@@ -8,7 +8,7 @@ import json
 from stepmark.cli.recipe_fields import add_recipe_arguments, recipe_of
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.errors import UsageError
-from stepmark.liveness.collection import quick_imports
+from stepmark.liveness.gc_pause import quick_imports
 from stepmark.recipe.early_checks import work_offline_without_hub
 
 HELP = "estimate a recipe's memory per rank, steps and checkpoints, and which meshes fit; needs no device"

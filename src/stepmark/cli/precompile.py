@@ -6,7 +6,7 @@ import argparse
 
 from stepmark.cli.recipe_fields import add_run_arguments, recipe_of
 from stepmark.launch.supervisor import follow_supervisor, start_ranks
-from stepmark.liveness.collection import quick_imports
+from stepmark.liveness.gc_pause import quick_imports
 
 HELP = "compile every graph of a recipe's run ahead of time, without data or weights; nothing of the run is saved"
 

@@ -15,8 +15,8 @@ from stepmark.launch.restarts import check_restarts
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 from stepmark.launch.supervisor import follow_supervisor, rank_command, start_ranks
 from stepmark.launch.world import World
-from stepmark.liveness.collection import quick_imports
 from stepmark.liveness.failure_report import REPORTS, FailureReport, keep_failure
+from stepmark.liveness.gc_pause import quick_imports
 
 HELP = "train a model from a recipe"
 ENDS_AT_SIGNALS = True  # with exit code 75, from its first instruction on

@@ -29,7 +29,7 @@ from stepmark.evaluation.predictions import (
     with_last,
 )
 from stepmark.liveness.host_group import HostGroup
-from stepmark.liveness.progress import EVALUATION, entering, staying
+from stepmark.liveness.progress import EVALUATION, enter_phase, in_phase
 from stepmark.parallel.full_sharding import compare_calls
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.base import Runtime
@@ -140,7 +140,7 @@ class Evaluator:
         computed: Any = None
         loss_only = not gather and batch_metrics is None
         prefetcher = DevicePrefetcher(loader, self.runtime)
-        with staying(EVALUATION), evaluating(self.model), contextlib.closing(iter(prefetcher)) as batches:
+        with in_phase(EVALUATION), evaluating(self.model), contextlib.closing(iter(prefetcher)) as batches:
             forward = functools.partial(self._forward, loss_only=loss_only, ignore_keys=ignore_keys)
             results = self._results(batches, before_batch, forward)
             for (micro_batch, result), last in with_last(results) if batch_metrics else ((each, 0) for each in results):
@@ -187,7 +187,7 @@ class Evaluator:
 
         def source() -> Iterator[MicroBatch]:
             for number, batch in enumerate(batches, start=1):
-                entering(EVALUATION, number)
+                enter_phase(EVALUATION, number)
                 before()
                 yield batch.micro_batches[0]
 

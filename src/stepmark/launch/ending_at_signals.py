@@ -35,7 +35,7 @@ def ending_at_signals(
         record: Called with the reason, perhaps in another thread.
         is_done: Whether the work is complete, in which case signals are ignored.
     """
-    ending = _Ending(what, record, is_done)
+    ending = _Interruption(what, record, is_done)
     with listening(ending.heard, ending.in_main_thread):
         try:
             yield
@@ -51,7 +51,7 @@ def ending_at_signals(
             raise RunInterrupted(ending.reason, recorded=True)
 
 
-class _Ending:
+class _Interruption:
     def __init__(self, what: str, record: Callable[[str], None], is_done: Callable[[], bool]) -> None:
         self.reason: str | None = None
         self.unwound = threading.Event()

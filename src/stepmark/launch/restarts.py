@@ -33,7 +33,7 @@ def may_be_restarted(max_restarts: int, error: BaseException) -> bool:
     return max_restarts > 0 and REPORTS in os.environ and not is_permanent(error)
 
 
-class SupervisedRun(Protocol):
+class RestartedRun(Protocol):
     """A run as seen by the supervisor of its ranks, which knows neither recipes nor checkpoints."""
 
     def resuming_command(self) -> Sequence[str]:
@@ -57,7 +57,7 @@ class Restarts:
     """The restarts of one run; `limit` is `max_restarts`."""
 
     limit: int
-    run: SupervisedRun
+    run: RestartedRun
     attempts: int = 1
     _furthest: StepPlace = field(default_factory=StepPlace)
     _failures: int = 0

@@ -30,7 +30,7 @@ from typing import Any
 from stepmark.errors import LaunchError, UsageError
 from stepmark.filesystem.error_advice import with_advice
 from stepmark.filesystem.locks import try_lock
-from stepmark.launch.restarts import Restarts, SupervisedRun
+from stepmark.launch.restarts import RestartedRun, Restarts
 from stepmark.launch.signal_handlers import IGNORABLE, STOPPING, handler_afterwards
 from stepmark.launch.signal_listener import Interrupts
 from stepmark.launch.step_board import NO_STEP, StepBoard, StepPlace
@@ -53,7 +53,7 @@ def supervise(
     resumable: bool = False,
     show_traceback: bool = False,
     unblocks_sigint: bool = False,
-    run: SupervisedRun | None = None,
+    run: RestartedRun | None = None,
     max_restarts: int = 0,
 ) -> int:
     """Runs `command` as `nproc` ranks and returns the job's exit code.
@@ -84,7 +84,7 @@ def supervise(
             except OSError as error:  # the limit of processes or descriptors, or no room in TMPDIR
                 what = f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}"
                 problem = LaunchError(with_advice(f"ranks cannot be started: {what}", error))
-                ended = _Ending(1, FailureReport.of(problem, 0), str(problem))
+                ended = _Outcome(1, FailureReport.of(problem, 0), str(problem))
             if ended.failure is None:
                 if ended.code == INTERRUPTED and run is not None:
                     run.interrupted(signals.received or "a signal", waiting=False)
@@ -140,7 +140,7 @@ def rank_command(arguments: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Ending:
+class _Outcome:
     """How an attempt ended: its exit code, and if it failed the first failure, its message, and the step.
     `interrupted`: a signal has ended at least one rank."""
 
@@ -151,7 +151,7 @@ class _Ending:
     interrupted: bool = False
 
 
-def _attempt(make: Callable[..., _Ranks], command: Sequence[str], nproc: int, signals: ForwardedSignals) -> _Ending:
+def _attempt(make: Callable[..., _Ranks], command: Sequence[str], nproc: int, signals: ForwardedSignals) -> _Outcome:
     """Starts the ranks once, and returns when all have ended. Raises OSError if they cannot be started."""
     with _reports_folder() as reports, socket.create_server(("127.0.0.1", 0)) as listener:
         board = StepBoard(reports, nproc)
@@ -161,19 +161,21 @@ def _attempt(make: Callable[..., _Ranks], command: Sequence[str], nproc: int, si
             listener.close()
             ranks.wait()
         if not ranks.failed:
-            return _Ending(0)
+            return _Outcome(0)
         if ranks.ended_at_once():
             shutil.rmtree(reports, ignore_errors=True)
             end_by_signal(signal.SIGINT)
         reported = read_failure_reports(reports)
         if ranks.interrupted(reported):
-            return _Ending(INTERRUPTED)
+            return _Outcome(INTERRUPTED)
         failure = ranks.first_failure(reported)
         if failure.message == OUTPUT_CLOSED:  # as with `| head`
-            return _Ending(failure.exit_code)
+            return _Outcome(failure.exit_code)
         prefix = f"rank {failure.rank}: " if nproc > 1 and failure.exit_code != 2 else ""
         place = board.read()[failure.rank]
-        return _Ending(failure.exit_code, failure, f"{prefix}{failure.message}", place, INTERRUPTED in ranks.exit_codes)
+        return _Outcome(
+            failure.exit_code, failure, f"{prefix}{failure.message}", place, INTERRUPTED in ranks.exit_codes
+        )
 
 
 @contextlib.contextmanager

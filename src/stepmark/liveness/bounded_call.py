@@ -59,7 +59,7 @@ class BoundedCall(Generic[Result]):
         return self._result  # type: ignore[return-value]
 
 
-def within(seconds: float, function: Callable[[], Result], otherwise: Other) -> Result | Other:
+def call_with_timeout(seconds: float, function: Callable[[], Result], otherwise: Other) -> Result | Other:
     """The function's result, or `otherwise` if it takes longer, or raises an error, which is printed."""
     call = BoundedCall(function)
     return call.result() if call.ended(seconds) and call.error is None else otherwise

@@ -17,7 +17,7 @@ from stepmark.liveness.thread_frames import innermost, is_waiting, places_of, st
 
 LEFT = "left"  # instead of a heartbeat: the rank has exited normally
 _NAMED = 8  # ranks that a message names
-_OWN = ("stepmark/liveness/silent_ranks.py", "stepmark/liveness/late_rank.py")
+_OWN = ("stepmark/liveness/hang_detector.py", "stepmark/liveness/late_rank.py")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Finding:
+class LateRank:
     """Ranks that the others wait for, the first of which is `rank`. `silent`: it has no heartbeat, and nothing else is
     known. `ends`: the run has to end."""
 
@@ -103,7 +103,7 @@ class Finding:
         return self.rank, self.silent, *at
 
 
-def find_stuck(beats: Mapping[int, Beat], describe: Callable[[int], str]) -> Finding | None:
+def find_stuck(beats: Mapping[int, Beat], describe: Callable[[int], str]) -> LateRank | None:
     """The rank that is behind, if it has been in its phase for too long; `describe` names a rank and its host."""
     if not beats:
         return None
@@ -132,7 +132,7 @@ def find_stuck(beats: Mapping[int, Beat], describe: Callable[[int], str]) -> Fin
         text += "; the others wait for it"
     elif len(chosen) > 1:
         text += "; all ranks wait there: look at the network and the devices"
-    return Finding(chosen[0], one, text, ends=ends)
+    return LateRank(chosen[0], one, text, ends=ends)
 
 
 def listed(ranks: Sequence[str]) -> str:

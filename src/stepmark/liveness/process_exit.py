@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from stepmark.liveness.bounded_call import within
+from stepmark.liveness.bounded_call import call_with_timeout
 from stepmark.liveness.console import Console, installed
 from stepmark.liveness.failure_report import REPORTS, FailureReport
 from stepmark.liveness.thread_frames import all_stacks
@@ -36,14 +36,14 @@ def say(line: str, *, stacks: bool = False) -> None:
             os.write(STDERR, "".join(f"{each}\n" for each in lines).encode())
         console.keep(lines)
 
-    within(FLUSHING, write, None)  # standard error may be a pipe that is full
+    call_with_timeout(FLUSHING, write, None)  # standard error may be a pipe that is full
 
 
 def end_process(error: BaseException, rank: int) -> None:
     """Ends this process at once as a failed one, and reports the error like any error of a rank."""
     failure = FailureReport.of(error, rank)
     try:
-        if not within(RECORDING, lambda: reported(failure), False):
+        if not call_with_timeout(RECORDING, lambda: reported(failure), False):
             say(f"error: rank {rank}: {failure.message}")
     finally:
         leave(failure.exit_code)
@@ -64,14 +64,14 @@ def end_interrupted(reason: str, record: Callable[[str], None], seconds: float =
     RunInterrupted in time. `record(reason)` is called first, and is given up after `seconds`: a file system may
     hang."""
     try:
-        within(seconds, lambda: record(reason), None)
+        call_with_timeout(seconds, lambda: record(reason), None)
     finally:
         leave(INTERRUPTED)
 
 
 def end_by_signal(number: int) -> NoReturn:
     """Ends this process at once, from any thread, with the signal's own exit code."""
-    within(FLUSHING, _flush, None)
+    call_with_timeout(FLUSHING, _flush, None)
     with contextlib.suppress(Exception):  # `signal.signal` works in the main thread only
         ctypes.pythonapi.PyOS_setsig(ctypes.c_int(number), None)
         os.kill(os.getpid(), number)
@@ -82,7 +82,7 @@ def end_by_signal(number: int) -> NoReturn:
 def leave(exit_code: int) -> NoReturn:
     """Ends this process at once. Its output is flushed, unless that fails or blocks."""
     try:
-        within(FLUSHING, _flush, None)
+        call_with_timeout(FLUSHING, _flush, None)
     finally:
         os._exit(exit_code)
 

@@ -1,6 +1,6 @@
 """What the training thread is doing, and how long that may take.
 
-The thread announces each phase (`entering`, `staying`), which costs an assignment and never blocks. The thread that
+The thread announces each phase (`enter_phase`, `in_phase`), which costs an assignment and never blocks. The thread that
 sends heartbeats reads it, and compares the time with limits that are learned from earlier steps. Only running time
 counts.
 """
@@ -42,7 +42,7 @@ _STEP = (PASSES, REDUCE, UPDATE)
 _ENDS = (DATA, *_STEP, EVALUATION)  # ended by `step_timeout: auto`; a user's code may take any time
 
 
-class Position(NamedTuple):
+class StepPhase(NamedTuple):
     """A phase that began at `since` (running_time). `order` counts the phases of a step, which are the same on all
     ranks; `part` is the number of a micro-batch or batch."""
 
@@ -64,7 +64,7 @@ class Progress:
 
     def __init__(self, step_timeout: float | str = AUTO, *, lazy: bool = False) -> None:
         self.timeout = step_timeout
-        self.position = Position(0, 0, BEFORE, None, running_time())
+        self.position = StepPhase(0, 0, BEFORE, None, running_time())
         self.thread = threading.get_ident()
         self.places: Callable[[], dict[int, str]] = dict  # where each rank was seen last
         self.collective = ""  # what the last one of this phase does, where it is not the same on all ranks for sure
@@ -96,7 +96,7 @@ class Progress:
             self._longest[left.phase] = max(self._longest.get(left.phase, 0.0), now - left.since)
         self._order += 1
         self.collective = ""
-        self.position = Position(self._step, self._order, phase, part, now)
+        self.position = StepPhase(self._step, self._order, phase, part, now)
 
     def at_step(self, step: int) -> None:
         """The following phases belong to step number `step`, from 1."""
@@ -119,7 +119,7 @@ class Progress:
 
     # What another thread asks
 
-    def seconds(self, position: Position) -> float:
+    def seconds(self, position: StepPhase) -> float:
         """Seconds since the phase began, not counting compilations by torch.compile."""
         now = running_time()
         if now - position.since > FLOOR / 2 and is_compiling(places_of(self.thread)):
@@ -137,7 +137,7 @@ class Progress:
             return self.usual_step() if self.position.phase == DATA else 0.0
         return max(0.0, self.usual_step() - (now - began))
 
-    def limits(self, position: Position) -> tuple[float | None, float | None]:
+    def limits(self, position: StepPhase) -> tuple[float | None, float | None]:
         """After how many seconds of the phase it is named, and the run ended; None: never."""
         phase, named = position.phase, self._named(position.phase)
         if phase == SAVE:
@@ -162,7 +162,7 @@ class Progress:
 _current = threading.local()
 
 
-def entering(phase: str, part: int | None = None) -> None:
+def enter_phase(phase: str, part: int | None = None) -> None:
     """The calling thread begins a phase; nothing happens where it does not train."""
     progress = current()
     if progress is not None:
@@ -170,16 +170,16 @@ def entering(phase: str, part: int | None = None) -> None:
 
 
 @contextmanager
-def staying(phase: str) -> Iterator[None]:
+def in_phase(phase: str) -> Iterator[None]:
     """Inside the block, the calling thread is in this phase; afterwards it is back in the previous one."""
     progress = current()
     before = None if progress is None else progress.position
-    entering(phase)
+    enter_phase(phase)
     try:
         yield
     finally:
         if before is not None:
-            entering(before.phase, before.part)
+            enter_phase(before.phase, before.part)
 
 
 def current() -> Progress | None:

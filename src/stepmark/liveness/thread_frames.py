@@ -24,7 +24,7 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+).*:\n((?:  .*\n?)*
 _PLACE = re.compile(r'  File "(.*)", line (\d+|\?+) in (.*)')
 
 
-class Place(NamedTuple):
+class CodeLocation(NamedTuple):
     """A function that a thread is in, and at which line."""
 
     file: str
@@ -45,26 +45,26 @@ def all_stacks() -> str:
         return ""
 
 
-def places_of(thread: int) -> list[Place]:
+def places_of(thread: int) -> list[CodeLocation]:
     """Where the thread of this identity is, the innermost function first, at most 100; the calling one is where it
     calls this. Empty where it has ended, or where the system gives no file."""
     lines = next((each[2] for each in _THREAD.finditer(all_stacks()) if int(each[1], 16) == thread), "")
     own = 2 if thread == threading.get_ident() else 0  # all_stacks, and this function
-    return [Place(*found) for found in _PLACE.findall(lines)][own:]
+    return [CodeLocation(*found) for found in _PLACE.findall(lines)][own:]
 
 
-def is_compiling(places: Sequence[Place]) -> bool:
+def is_compiling(places: Sequence[CodeLocation]) -> bool:
     """Whether a thread is in a compilation of torch.compile."""
     return any(each.function in _COMPILERS and "/torch/_" in each.file for each in places)
 
 
-def is_waiting(places: Sequence[Place]) -> bool:
+def is_waiting(places: Sequence[CodeLocation]) -> bool:
     """Whether a thread waits in a collective or in a wait of this package, rather than in a function of the user's."""
     first = next((each for each in places if not _is_library(each)), None)
     return first is not None and ("/torch/distributed/" in first.file or Path(first.file).is_relative_to(_PACKAGE))
 
 
-def innermost(places: Sequence[Place]) -> str:
+def innermost(places: Sequence[CodeLocation]) -> str:
     """The innermost function of a thread that is neither torch's nor Python's own, with file and line."""
     if not places:
         return "an unknown place"
@@ -75,13 +75,13 @@ def innermost(places: Sequence[Place]) -> str:
     return f"{found.function} ({shown}, line {found.line})"
 
 
-def stack(places: Sequence[Place], number: int = 12) -> list[str]:
+def stack(places: Sequence[CodeLocation], number: int = 12) -> list[str]:
     """The innermost functions of a thread, the innermost last. Source files, whose file system may hang, are not
     read."""
     return [f'File "{each.file}", line {each.line}, in {each.function}' for each in places[:number]][::-1]
 
 
-def _is_library(place: Place) -> bool:
+def _is_library(place: CodeLocation) -> bool:
     """Whether a function is of Python's own library, or of what calls torch's operators."""
     own = place.file.startswith((_LIBRARY, "<frozen")) and "site-packages" not in place.file
     return own or place.file.endswith("/torch/_ops.py")

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from stepmark.errors import CheckpointError, CheckpointTimeout
-from stepmark.liveness.bounded_call import BoundedCall, within
+from stepmark.liveness.bounded_call import BoundedCall, call_with_timeout
 from stepmark.liveness.failure_report import describe_error, describe_lost_peer, late
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.process_exit import print_stacks
-from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.status_board import StatusBoard
 
 _ABSENT = "not all ranks joined"
 _LOOKING = 5.0  # seconds for finding out which ranks did not join
@@ -27,7 +27,7 @@ class TimedGroup:
         self._timeout = timeout
         self._broken: CheckpointError | None = None
 
-    def all_gather(self, value: Any, what: str, board: StatusStore | None = None) -> list[Any]:
+    def all_gather(self, value: Any, what: str, board: StatusBoard | None = None) -> list[Any]:
         """The values of all ranks. `what` is the purpose, for errors; the board, if any, shows which ranks have joined.
 
         Raises CheckpointTimeout, which names the ranks that did not join, and CheckpointError if one is gone.
@@ -36,7 +36,7 @@ class TimedGroup:
         return values
 
     def ask_first(
-        self, function: Callable[[], Any], what: str, timeout: float | None = None, board: StatusStore | None = None
+        self, function: Callable[[], Any], what: str, timeout: float | None = None, board: StatusBoard | None = None
     ) -> Any:
         """The result of `function` on rank 0, on all ranks. An error that it raises there is raised on all."""
         answer: tuple[Any, CheckpointError | None] = (None, None)
@@ -57,7 +57,7 @@ class TimedGroup:
         self,
         collective: Callable[[], Any],
         what: str,
-        board: StatusStore | None,
+        board: StatusBoard | None,
         timeout: float | None = None,
         absent: str = _ABSENT,
     ) -> Any:
@@ -82,7 +82,7 @@ class TimedGroup:
             self._broken = CheckpointError(f"{missing}; {describe_lost_peer(str(error))}")
             raise self._broken from error
 
-    def _missing(self, what: str, board: StatusStore | None, absent: str) -> str:
+    def _missing(self, what: str, board: StatusBoard | None, absent: str) -> str:
         """Which ranks did not join; with a deadline, since the board's file system may hang."""
         if board is None:
             return f"{what}: {absent}"
@@ -96,7 +96,7 @@ class TimedGroup:
                 return f"{what}: {board.describe(missing)} did not join"
             return silent
 
-        return within(_LOOKING, look, silent)
+        return call_with_timeout(_LOOKING, look, silent)
 
 
 def _topic(what: str) -> str:

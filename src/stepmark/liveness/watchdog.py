@@ -207,7 +207,7 @@ os.register_at_fork(  # with the lock, so that the child does not inherit it whi
 )
 
 
-def end_unless(collected: threading.Event, error: BaseException, rank: int) -> None:
+def exit_unless_handled(collected: threading.Event, error: BaseException, rank: int) -> None:
     """Ends the process with exit code 1 and this error, unless the program has received the error within GRACE seconds.
 
     The program may be stuck where no exception can reach it, such as in a collective with a rank that is gone.

@@ -25,7 +25,7 @@ from stepmark.model_folder.new_folder import WritingListener, check_room, writin
 from stepmark.tensor_files.array_reader import ArrayReader
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray, row_major_strides
 from stepmark.tensor_files.records import Record, RecordChecks
-from stepmark.tensor_files.streaming import Place, write_jobs
+from stepmark.tensor_files.streaming import WrittenTensor, write_jobs
 from stepmark.tensor_files.torch_writer import TorchArchive
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 THREADS = 4
 AHEAD = 4 * THREADS  # jobs given to the threads at a time
 Job = Callable[[], int]  # returns the bytes of tensors that it has written
-WriteTensors = Callable[[Iterable[Place], FileOutput, int], None]  # windows are counted from a byte of the file
+WriteTensors = Callable[[Iterable[WrittenTensor], FileOutput, int], None]  # windows are counted from a byte of the file
 MAX_SHARD = 5_000_000_000
 
 
@@ -109,7 +109,7 @@ class SafetensorsFile:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write(self, path: Path, write_tensors: WriteTensors) -> None:
-        places = [Place(self.tensors[name], at) for name, at in make_header(path, self.tensors).items()]
+        places = [WrittenTensor(self.tensors[name], at) for name, at in make_header(path, self.tensors).items()]
         with FileOutput(path, path.stat().st_size) as output:
             write_tensors(places, output, 0)
 
@@ -181,7 +181,7 @@ def write_files(
     """Writes the files into a folder, and verifies the records. Raises CheckpointDamaged for a corrupted source."""
     reader = ArrayReader(RecordChecks(records))
 
-    def write_tensors(places: Iterable[Place], output: FileOutput, origin: int) -> None:
+    def write_tensors(places: Iterable[WrittenTensor], output: FileOutput, origin: int) -> None:
         run_jobs(pool, write_jobs(places, reader, output, origin), listener.advance)
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="stepmark-write") as pool:

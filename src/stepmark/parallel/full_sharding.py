@@ -2,7 +2,7 @@
 
 torch gathers a layer's parameters before its forward and its backward pass, and frees them afterwards. It calls
 `LayerGradients` to reduce the layer's gradients, so that dtypes and sums are those of all other reducers:
-see gradients/sums.py and docs/decisions/0019-sharded-parameters.md.
+see gradients/accumulators.py and docs/decisions/0019-sharded-parameters.md.
 """
 
 from __future__ import annotations

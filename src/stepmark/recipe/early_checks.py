@@ -15,7 +15,7 @@ from stepmark.config.optimizers import check_optimizer
 from stepmark.config.recipe import Recipe
 from stepmark.data.sources.source_files import find_files
 from stepmark.errors import UsageError
-from stepmark.liveness.bounded_call import within
+from stepmark.liveness.bounded_call import call_with_timeout
 from stepmark.runtime.hardware import check_device_name
 from stepmark.trainer.run_folder.output_folder import check_named_checkpoint, check_no_earlier_run
 
@@ -162,4 +162,4 @@ def _answers(endpoint: str) -> bool:
                 return False
         return True
 
-    return within(SECONDS, ask, False)
+    return call_with_timeout(SECONDS, ask, False)

@@ -18,7 +18,7 @@ from stepmark.config.yaml_file import parse_options
 from stepmark.data.prepared_data import choose_block_size
 from stepmark.data.tokenize.tokenizer import check_own_code, load_tokenizer
 from stepmark.errors import DataError, StepmarkError, UsageError
-from stepmark.liveness.collection import quick_imports
+from stepmark.liveness.gc_pause import quick_imports
 from stepmark.model_folder.model_config import check_fits, load_config
 from stepmark.parallel.loading.load import ModelFactory, patched_constructors
 from stepmark.recipe.early_checks import check_model_folder

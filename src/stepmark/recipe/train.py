@@ -13,7 +13,7 @@ from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.metric_functions import load_metrics
-from stepmark.liveness.collection import quick_imports
+from stepmark.liveness.gc_pause import quick_imports
 from stepmark.recipe.early_checks import check_early, work_offline_without_hub
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment

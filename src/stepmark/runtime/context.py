@@ -18,7 +18,7 @@ from stepmark.errors import DeviceError, LaunchError, PeerFailed
 from stepmark.launch.join_clock import JoinClock, join_timeout
 from stepmark.launch.joining import connect
 from stepmark.launch.world import World
-from stepmark.liveness.bounded_call import within
+from stepmark.liveness.bounded_call import call_with_timeout
 from stepmark.liveness.host_group import HostGroup, leave
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import choose_device, create_runtime
@@ -190,7 +190,7 @@ def _ask_store(ask: Callable[[dist.Store], bool], *, alone: bool, gone: bool, si
         except RuntimeError:
             return gone
 
-    return within(ANSWER_SECONDS, call, silent)
+    return call_with_timeout(ANSWER_SECONDS, call, silent)
 
 
 @contextlib.contextmanager

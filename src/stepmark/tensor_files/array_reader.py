@@ -36,7 +36,7 @@ Run = tuple[int, int, memoryview]  # bytes [begin, end) of a file, and the memor
 Runs = dict[Path, list[Run]]
 
 
-class Part(NamedTuple):
+class ElementRange(NamedTuple):
     """Elements [start, stop) of a flattened tensor, and the memory for them in the tensor's dtype."""
 
     tensor: GlobalTensor
@@ -56,14 +56,14 @@ class ArrayReader:
         of it can be written past the cache."""
         return thread_memory("window", size)[shift % PAGE :][:size]
 
-    def fill(self, parts: Sequence[Part]) -> None:
+    def fill(self, parts: Sequence[ElementRange]) -> None:
         """Reads parts of tensors.
 
         Raises CheckpointDamaged, naming file and tensor, where a file is truncated or does not match its checksum or
         replicas differ, and CheckpointMismatch where a conversion that has to be exact is not.
         """
         runs: Runs = defaultdict(list)
-        later: list[tuple[Part, memoryview]] = []
+        later: list[tuple[ElementRange, memoryview]] = []
         others = []
         for part in parts:
             tensor, start, _, memory = part
@@ -95,7 +95,7 @@ class ArrayReader:
         self._copy(array, found)
         return found
 
-    def _plan(self, part: Part, stored: memoryview, runs: Runs) -> None:
+    def _plan(self, part: ElementRange, stored: memoryview, runs: Runs) -> None:
         """Adds what is in order in file and memory to `runs`, and reads all else of a part into `stored`."""
         tensor, rest = part.tensor, []
         for piece in tensor.pieces:
@@ -114,7 +114,7 @@ class ArrayReader:
                 if common is not None:
                     self._copy(piece.part(common), view[common.index_in(block)])
 
-    def _compare(self, part: Part, stored: memoryview) -> None:
+    def _compare(self, part: ElementRange, stored: memoryview) -> None:
         """Raises CheckpointDamaged where a replica holds other values."""
         tensor = part.tensor
         for block, view in _views(part, stored):
@@ -166,7 +166,7 @@ class ArrayReader:
             target[...] = _strided(mapped, begin - low, array)
 
 
-def _convert(part: Part, stored: memoryview) -> None:
+def _convert(part: ElementRange, stored: memoryview) -> None:
     tensor = part.tensor
     if not conversion.convert(stored, tensor.source_dtype, tensor.dtype, part.memory) and not tensor.rounds:
         raise CheckpointMismatch(
@@ -174,7 +174,7 @@ def _convert(part: Part, stored: memoryview) -> None:
         )
 
 
-def _views(part: Part, stored: memoryview) -> Iterator[tuple[Box, Elements]]:
+def _views(part: ElementRange, stored: memoryview) -> Iterator[tuple[Box, Elements]]:
     """The boxes that a part of a flattened tensor is made of, each with its memory in the box's shape."""
     elements = np.frombuffer(stored, f"u{item_size(part.tensor.source_dtype)}")
     for block in TensorSlice.of_range(part.tensor.shape, part.start, part.stop).blocks():

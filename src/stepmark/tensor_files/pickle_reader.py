@@ -1,7 +1,7 @@
 """Reads pickles of other tools without running any code of theirs.
 
 The stack machine is Python's own, in Python: `pickle._Unpickler`, with the opcodes that checkpoints have. Nothing is
-imported: a class or function of a pickle is a `Global`, which is accepted if its name is in a table here, and stays a
+imported: a class or function of a pickle is a `PickledName`, which is accepted if a table here has it, and stays a
 name. Objects become `PickledObject`s with their attributes, tensors `StoredArray`s that say where their elements are.
 Every opcode takes time and memory in proportion to its bytes. The machine in C cannot promise that: it hashes whatever
 a file has as a key, of which some take forever and others end the process, and allocates what a file says.
@@ -64,7 +64,7 @@ _OBJECTS = {
 
 
 @dataclass(frozen=True)
-class Global:
+class PickledName:
     """A class or function, by its full name."""
 
     name: str
@@ -166,7 +166,7 @@ class _Machine(pickle._Unpickler):
             raise CheckpointError("it has views of storages as torch wrote them before version 0.4; save it again")
         if self._locate is None:
             raise CheckpointError("its pickle refers to data outside itself; this is not a file of a known format")
-        if type(kind) is not Global:
+        if type(kind) is not PickledName:
             raise ValueError("an unknown persistent id")
         dtype = storage_dtype(kind.name)
         if dtype is None and kind.name not in _UNTYPED:
@@ -239,7 +239,7 @@ def _set_items(target: Any, items: list[Any]) -> Any:
 def _key(value: Any, depth: int = 0) -> Any:
     """The value, if it is one that formats use as a key and that is quick to hash."""
     kind = type(value)
-    if kind in (str, bytes, bool, Global, PickledObject) or value is None:
+    if kind in (str, bytes, bool, PickledName, PickledObject) or value is None:
         return value
     if kind is int and abs(value) < _LARGEST_KEY:
         return value
@@ -251,11 +251,11 @@ def _key(value: Any, depth: int = 0) -> Any:
 
 
 @cache
-def _known(name: str) -> Global:
+def _known(name: str) -> PickledName:
     """Raises CheckpointError, which names the class, for one that no known format has."""
     dtype = name.startswith("torch.") and dtype_of(name) is not None
     if dtype or name in _FUNCTIONS or name in _NAMES or storage_dtype(name) is not None:
-        return Global(name)
+        return PickledName(name)
     raise CheckpointError(
         f"its pickle contains {name[:120]}, which is not among the classes of checkpoints; nothing of it was run. Save "
         "tensors and plain values only"
@@ -277,7 +277,7 @@ def dtype_of(name: str) -> str | None:
 
 def _made(kind: Any, arguments: Any) -> Any:
     """What a class or function of another tool stands for, made from its arguments."""
-    if not isinstance(kind, Global) or type(arguments) is not tuple:
+    if not isinstance(kind, PickledName) or type(arguments) is not tuple:
         raise TypeError("a call of what is no class or function")
     known = _FUNCTIONS.get(kind.name)
     if known is None:
@@ -332,7 +332,7 @@ def _rebuilt(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> S
 def _rebuilt_with_dtype(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
 ) -> StoredArray:
-    if not isinstance(storage, StorageBytes) or not isinstance(dtype, Global):
+    if not isinstance(storage, StorageBytes) or not isinstance(dtype, PickledName):
         raise TypeError("a tensor without a storage or dtype")
     name = dtype_of(dtype.name)
     if name is None:

@@ -9,13 +9,13 @@ from typing import NamedTuple
 from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
 from stepmark.checkpoint.format.dtypes import item_size
-from stepmark.tensor_files.array_reader import ArrayReader, Part
+from stepmark.tensor_files.array_reader import ArrayReader, ElementRange
 from stepmark.tensor_files.global_tensor import GlobalTensor
 
 WINDOW = 8 * CHECKSUM_BLOCK  # bytes that a thread assembles at a time: of one tensor, or of several that follow
 
 
-class Place(NamedTuple):
+class WrittenTensor(NamedTuple):
     """Where a tensor goes: to byte `at` of a file. `written` is told of its bytes from `begin` on, before they are
     written, from any thread; None stands for bytes that could not be read. Those of one tensor are begun in order."""
 
@@ -24,11 +24,11 @@ class Place(NamedTuple):
     written: Callable[[int, memoryview | None], None] | None = None
 
 
-_Stretch = tuple[Place, int, int, int]  # bytes [begin, end) of a tensor, which begin at byte `low` of the file
+_Stretch = tuple[WrittenTensor, int, int, int]  # bytes [begin, end) of a tensor, which begin at byte `low` of the file
 
 
 def write_jobs(
-    places: Iterable[Place], reader: ArrayReader, output: FileOutput, origin: int = 0
+    places: Iterable[WrittenTensor], reader: ArrayReader, output: FileOutput, origin: int = 0
 ) -> Iterator[Callable[[], int]]:
     """The jobs that write tensors, in the order of the file; each returns the bytes that it has written.
 
@@ -62,7 +62,7 @@ def _write(run: Sequence[_Stretch], reader: ArrayReader, output: FileOutput) -> 
     parts = []
     for place, begin, end, at in run:
         size = item_size(place.tensor.dtype)
-        parts.append(Part(place.tensor, begin // size, end // size, memory[at - low : at - low + end - begin]))
+        parts.append(ElementRange(place.tensor, begin // size, end // size, memory[at - low : at - low + end - begin]))
     complete = False
     try:
         reader.fill(parts)

@@ -21,8 +21,8 @@ from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.errors import CheckpointMismatch
 from stepmark.tensor_files.global_tensor import GlobalTensor, row_major_strides
-from stepmark.tensor_files.pickle_reader import STORAGES, Global
-from stepmark.tensor_files.streaming import Place
+from stepmark.tensor_files.pickle_reader import STORAGES, PickledName
+from stepmark.tensor_files.streaming import WrittenTensor
 from stepmark.tensor_files.torch_file import CENTRAL, ELSEWHERE, END, LARGE_END, LOCAL, LOCATOR
 
 _ALIGNMENT = 64  # bytes: where torch lets a record's data begin
@@ -33,7 +33,7 @@ _STORAGES = {dtype: f"{kind}Storage" for kind, dtype in STORAGES.items()}  # of 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    function: Global
+    function: PickledName
     arguments: tuple[Any, ...]
 
 
@@ -41,13 +41,13 @@ class Call:
 class Instance:
     """An object of a class that is made without arguments, with its state: a dict, or what its class takes."""
 
-    kind: Global
+    kind: PickledName
     state: Any
 
 
 @dataclass(frozen=True)
 class _Storage:
-    kind: Global
+    kind: PickledName
     key: str
     numel: int
 
@@ -68,7 +68,7 @@ class _Pickler(pickle._Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
         self.tensors: list[GlobalTensor] = []
-        self._globals: dict[Global, Global] = {}
+        self._globals: dict[PickledName, PickledName] = {}
         self._calls: dict[int, tuple[Any, Call]] = {}  # a tensor that occurs twice is stored once
 
     def persistent_id(self, obj: Any) -> Any:
@@ -83,11 +83,11 @@ class _Pickler(pickle._Pickler):
                 self._calls[id(obj)] = obj, self._rebuilt(obj)
             obj = self._calls[id(obj)][1]
         kind = type(obj)
-        if kind is Global:
+        if kind is PickledName:
             obj = self._globals.setdefault(obj, obj)  # equal ones are one thing
-        if kind in (Global, Call, Instance) and id(obj) in self.memo:
+        if kind in (PickledName, Call, Instance) and id(obj) in self.memo:
             self.write(self.get(self.memo[id(obj)][0]))
-        elif kind is Global:
+        elif kind is PickledName:
             module, _, name = obj.name.rpartition(".")
             self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
             self.memoize(obj)
@@ -111,10 +111,10 @@ class _Pickler(pickle._Pickler):
         self.tensors.append(tensor)
         view: tuple[Any, ...] = (0, tuple(tensor.shape), row_major_strides(tensor.shape), False, OrderedDict())
         if tensor.dtype in _STORAGES:
-            storage = _Storage(Global(f"torch.{_STORAGES[tensor.dtype]}"), key, numel)
-            return Call(Global("torch._utils._rebuild_tensor_v2"), (storage, *view))
-        storage = _Storage(Global("torch.storage.UntypedStorage"), key, numel * size)
-        return Call(Global("torch._utils._rebuild_tensor_v3"), (storage, *view, Global(f"torch.{name}")))
+            storage = _Storage(PickledName(f"torch.{_STORAGES[tensor.dtype]}"), key, numel)
+            return Call(PickledName("torch._utils._rebuild_tensor_v2"), (storage, *view))
+        storage = _Storage(PickledName("torch.storage.UntypedStorage"), key, numel * size)
+        return Call(PickledName("torch._utils._rebuild_tensor_v3"), (storage, *view, PickledName(f"torch.{name}")))
 
 
 def dumps(value: Any) -> bytes:
@@ -198,10 +198,10 @@ class TorchArchive:
     def tensor_bytes(self) -> int:
         return sum(record.size for record in self._records if record.tensor is not None)
 
-    def places(self, base: int = 0) -> list[Place]:
+    def places(self, base: int = 0) -> list[WrittenTensor]:
         """Where its tensors go in a file in which the archive begins at byte `base`."""
         return [
-            Place(record.tensor, base + record.start, record.checksum.add)
+            WrittenTensor(record.tensor, base + record.start, record.checksum.add)
             for record in self._records
             if record.tensor is not None
         ]

@@ -17,7 +17,7 @@ from stepmark.evaluation.metrics import by_batch, summarize
 from stepmark.evaluation.prompt_samples import PromptSampler
 from stepmark.filesystem.sizes import size
 from stepmark.liveness.process_exit import say
-from stepmark.parallel.optimizer.arrivals import of_known_libraries
+from stepmark.parallel.optimizer.pending_gathers import of_known_libraries
 from stepmark.runtime.seeds import derive_seed
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.loaders import LoaderFactory
@@ -30,7 +30,7 @@ Metrics = dict[str, float]
 logger = logging.getLogger("stepmark")
 
 
-class PausableEvaluation:
+class EvaluationProgress:
     """The progress of an evaluation that a signal may stop between two batches, and that a resumed run continues.
 
     `completed` has the metrics of each finished set, by the prefix of its keys (numbered where a prefix occurs again);
@@ -65,7 +65,7 @@ class TrainerEvaluation:
     callbacks: RunCallbacks
     loaders: LoaderFactory
     compute_metrics: Callable[..., Any] | None
-    pause: PausableEvaluation | None = None  # that of the run, inside of which this is
+    pause: EvaluationProgress | None = None  # that of the run, inside of which this is
 
     def run(
         self,
@@ -86,7 +86,7 @@ class TrainerEvaluation:
             include=self.args.include_for_metrics or (),
             batch_metrics=None if by_batches is None else by_batch(by_batches),
             ignore_keys=ignore_keys,
-            before_batch=(self.pause or PausableEvaluation()).before_batch,
+            before_batch=(self.pause or EvaluationProgress()).before_batch,
             after_batch=lambda: self.callbacks.event("on_prediction_step") if announces else None,
         )
 
@@ -114,7 +114,7 @@ class TrainerEvaluation:
         loop: Callable[[], Metrics] | None = None,
     ) -> Metrics:
         """Evaluates one set, unless it is complete already, and logs its metrics. `loop`: a subclass's own."""
-        pause = self.pause or PausableEvaluation()
+        pause = self.pause or EvaluationProgress()
         key = pause.key(prefix)
         if key not in pause.completed:
             metrics = self._metrics_of(batches, prefix, ignore_keys) if loop is None else dict(loop())

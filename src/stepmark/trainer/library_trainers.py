@@ -31,7 +31,7 @@ from stepmark.trainer.compat.transformers_arguments import converted
 from stepmark.trainer.run import Run
 from stepmark.trainer.trainer import Trainer
 from stepmark.trainer.training_arguments import TrainingArguments
-from stepmark.training.one_graph_per_step.deferred_reads import plain
+from stepmark.training.one_graph_per_step.deferred_reads import read_numbers
 
 ARGUMENTS = {"trl": "Config", "sentence_transformers": "TrainingArguments"}  # what they are called in a library
 
@@ -58,8 +58,8 @@ class Base(Trainer, _Refused, transformers.Trainer):  # type: ignore[misc, overr
         found, own = self.run_state(), vars(self)
         if "train" in own.get("_metrics", ()):
             found |= {
-                "metrics": plain(dict(own["_metrics"]["train"])),
-                "tokens": plain(own.get("_total_train_tokens", 0)),
+                "metrics": read_numbers(dict(own["_metrics"]["train"])),
+                "tokens": read_numbers(own.get("_total_train_tokens", 0)),
             }
         if "accum_loss_components" in own:
             parts = {name: each.item() for name, each in own["accum_loss_components"]["train"].items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.errors import UsageError
-from stepmark.trainer.evaluation import PausableEvaluation
+from stepmark.trainer.evaluation import EvaluationProgress
 from stepmark.training.micro_batches import Passes
 
 Action = Callable[[], None]
@@ -28,7 +28,7 @@ class RunHooks:
         self._trainer = trainer
         self._passes: Passes | None = None  # of the micro-batch whose `training_step` is called
         self._save: tuple[Action, Action] | None = None  # what begins the save in progress, and waits for it
-        self.evaluation: PausableEvaluation | None = None
+        self.evaluation: EvaluationProgress | None = None
 
     # A step
 
@@ -53,7 +53,7 @@ class RunHooks:
 
     # Evaluations
 
-    def evaluate(self, evaluation: PausableEvaluation) -> dict[str, float]:
+    def evaluate(self, evaluation: EvaluationProgress) -> dict[str, float]:
         """Evaluates the Trainer's own data, and writes samples of text. Collective."""
         trainer, callbacks = self._trainer, self._trainer._callbacks
         with self.evaluating(evaluation):
@@ -64,7 +64,7 @@ class RunHooks:
         return metrics
 
     @contextmanager
-    def evaluating(self, evaluation: PausableEvaluation) -> Iterator[None]:
+    def evaluating(self, evaluation: EvaluationProgress) -> Iterator[None]:
         """Inside the block this is the evaluation in progress, whatever a user's `evaluate` calls."""
         before, self.evaluation = self.evaluation, evaluation
         try:

@@ -33,7 +33,7 @@ from stepmark.evaluation.run_options import RunOptions, function_name
 from stepmark.filesystem.files import make_folder
 from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.restarts import check_restarts
-from stepmark.liveness.silent_ranks import PeerWatch
+from stepmark.liveness.hang_detector import HangDetector
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.device import runtime_for
 from stepmark.runtime.module_placement import place_module
@@ -56,8 +56,8 @@ from stepmark.trainer.compat.overrides import (
 )
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
 from stepmark.trainer.components import TrainingComponents, count_steps, make_checkpointer, make_step
-from stepmark.trainer.evaluation import PausableEvaluation, TrainerEvaluation, evaluation_sets, logged_evaluation
-from stepmark.trainer.interruption.peer_watch import PeerWatches
+from stepmark.trainer.evaluation import EvaluationProgress, TrainerEvaluation, evaluation_sets, logged_evaluation
+from stepmark.trainer.interruption.peer_watch import HangDetectors
 from stepmark.trainer.loaders import LoaderFactory, ModelColumns, default_collator
 from stepmark.trainer.run import Run
 from stepmark.trainer.run_folder.adapters import Adapter
@@ -75,7 +75,7 @@ from stepmark.training.micro_batches import autocast, autocast_dtype
 from stepmark.training.model_labels import label_names
 from stepmark.training.model_options import attention_of
 from stepmark.training.model_wrappers import without_wrapper
-from stepmark.training.one_graph_per_step.deferred_reads import plain
+from stepmark.training.one_graph_per_step.deferred_reads import read_numbers
 from stepmark.training.optimizer import check_step, optimizer_class
 from stepmark.training.weighted_loss import MicroBatchLoss
 
@@ -231,7 +231,7 @@ class Trainer:
             self.init_hf_repo()
             if self.args.hub_strategy != "end":
                 self.add_callback(self._hub)
-        self._watches = PeerWatches(self.mesh, self._callbacks)
+        self._watches = HangDetectors(self.mesh, self._callbacks)
         self._callbacks.event("on_init_end")
         self._memory_tracker.stop_and_update_metrics()
 
@@ -313,7 +313,7 @@ class Trainer:
             logs: Plain numbers by name.
             start_time: Ignored; part of transformers' signature.
         """
-        self._callbacks.record(plain(logs))
+        self._callbacks.record(read_numbers(logs))
 
     # Parts
 
@@ -570,7 +570,7 @@ class Trainer:
         self._memory_tracker.stop_and_update_metrics(output.metrics)
         return output
 
-    def _train(self, watch: PeerWatch, resume: bool | str | None, save_model: bool) -> TrainOutput:
+    def _train(self, watch: HangDetector, resume: bool | str | None, save_model: bool) -> TrainOutput:
         folder, run = Path(self.args.output_dir), self._run
         run.begin_training(folder)
         self._callbacks.reset()
@@ -741,7 +741,7 @@ class Trainer:
         last = self._callbacks.last_evaluation
         if last is not None and last[0] == step:
             return last[1]
-        with self._hooks.evaluating(PausableEvaluation()):
+        with self._hooks.evaluating(EvaluationProgress()):
             return logged_evaluation(self.state.log_history, step, self._eval_sets()) or self.evaluate()
 
     def predict(

@@ -24,12 +24,12 @@ from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.signal_listener import RunInterrupted, how_to_go_on
 from stepmark.launch.step_board import StepPlace, show_step
 from stepmark.liveness.process_exit import say
-from stepmark.liveness.progress import BETWEEN, END, entering
+from stepmark.liveness.progress import BETWEEN, END, enter_phase
 from stepmark.model_folder.consolidate import EVALUATION
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.trainer.callbacks import RunCallbacks, is_better
 from stepmark.trainer.components import TrainingComponents
-from stepmark.trainer.evaluation import PausableEvaluation
+from stepmark.trainer.evaluation import EvaluationProgress
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.run_end import reason_to_stop, record_end, withdraw
 from stepmark.trainer.resume import locate_best, restore_run
@@ -39,7 +39,7 @@ from stepmark.trainer.run_folder.status import INTERRUPTED
 from stepmark.trainer.run_hooks import RunHooks
 from stepmark.trainer.telemetry.banner import banner
 from stepmark.trainer.telemetry.loss_meter import LossMeter, load_fields
-from stepmark.trainer.telemetry.monitor import Monitor
+from stepmark.trainer.telemetry.telemetry import Telemetry
 from stepmark.trainer.telemetry.throughput import TotalFlos
 from stepmark.training.learning_rate_schedule import (
     advance,
@@ -78,7 +78,7 @@ class TrainingLoop:
         self._callbacks = callbacks
         self._checkpointer = checkpointer
         self._hooks = hooks
-        self._monitor = Monitor(parts, callbacks.run_log)
+        self._monitor = Telemetry(parts, callbacks.run_log)
         self._flos = TotalFlos(parts.model)
         self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look, parts.step.experts)
         self._epoch_open = False
@@ -90,7 +90,7 @@ class TrainingLoop:
         self._changes: dict[str, str] = {}  # what the resumption has changed, in words
         self._spikes = self._monitor.spikes
         self._positions: dict[int, dict[str, Any]] = {}  # in the data, after steps that may be rolled back
-        callbacks.before_hearing = parts.optimizer.arrivals.settle
+        callbacks.before_hearing = parts.optimizer.gathers.wait
         if self._args.on_loss_spike == ROLLBACK and not isinstance(parts.loader, DataLoader):
             raise UsageError(
                 "on_loss_spike: a rollback leaves samples out, which an iterable dataset or a loader of the program's "
@@ -235,7 +235,7 @@ class TrainingLoop:
         if self._args.eval_on_start and restored is None:
             self._evaluate()
         self._monitor.begin()
-        self._parts.step.defer_arrivals()
+        self._parts.step.defer_gathers()
         self._finish_step_of_earlier_process()
         if restored is not None and self._args.ignore_data_skip:
             self._parts.loader.begin_epoch()
@@ -246,7 +246,7 @@ class TrainingLoop:
         self._monitor.saves.close()
         if self._preemption is not None:  # another rank may still wait for an answer of this one's thread
             self._parts.context.host.barrier()
-        entering(END)
+        enter_phase(END)
 
     def _train_to_the_end(self) -> _LossSpike | None:
         """Trains to the last step. Returns the spike for which the run goes back before that."""
@@ -273,7 +273,7 @@ class TrainingLoop:
         callbacks, parts, spikes = self._callbacks, self._parts, self._spikes
         assert spikes is not None
         count, after, attempt = spikes.rollbacks, self._positions[last], callbacks.run_log.attempts()
-        parts.optimizer.arrivals.settle()
+        parts.optimizer.gathers.wait()
         if count == self._args.max_rollbacks:
             raise TrainingDiverged(
                 f"step {first} is a loss spike after {count} rollbacks (max_rollbacks); {path.name} is from before it: "
@@ -356,7 +356,7 @@ class TrainingLoop:
 
     def _end_epoch(self) -> None:
         self._epoch_open = False
-        entering(BETWEEN)
+        enter_phase(BETWEEN)
         self._check_targets()
         self._skip_rest_of_epoch()
         self._callbacks.event("on_epoch_end")
@@ -380,7 +380,7 @@ class TrainingLoop:
         self._monitor.step_begins(self._step + 1, batch, self._learning_rate)
         with self._monitor.within_step():
             statistics = parts.step(self._step, batch, hooks)
-            entering(BETWEEN)
+            enter_phase(BETWEEN)
             self._losses.add(statistics)
         if shows_rates(parts.schedule):
             self._learning_rate = float(parts.schedule.get_last_lr()[0])
@@ -528,7 +528,7 @@ class TrainingLoop:
         """An evaluation that a signal can stop; sets that an earlier process completed are not evaluated again."""
         earlier = {} if self._unfinished is None else self._unfinished["evaluated"]
         may_continue = (lambda: True) if self._preemption is None else self._preemption.may_continue
-        evaluation = PausableEvaluation(may_continue, earlier)
+        evaluation = EvaluationProgress(may_continue, earlier)
         self._parts.optimizer.switch("eval")  # where a callback has changed that
         try:
             with self._monitor.within("evaluation", self._step):
@@ -546,7 +546,7 @@ class TrainingLoop:
                 self._checkpointer.wait()
             raise
 
-    def _postpone(self, evaluation: PausableEvaluation) -> None:
+    def _postpone(self, evaluation: EvaluationProgress) -> None:
         """Keeps what is left to do after this step, for the resumed run."""
         control = {flag: getattr(self._callbacks.control, flag) for flag in FLAGS_AFTER_EVALUATION}
         completed = self._parts.context.host.broadcast(evaluation.completed)  # each rank has its own runtimes in it
@@ -648,7 +648,7 @@ class TrainingLoop:
             self._stop(self._preemption)
 
     def _stop(self, preemption: PreemptionCoordinator, where: str = "") -> NoReturn:
-        self._parts.optimizer.arrivals.settle()
+        self._parts.optimizer.gathers.wait()
         saves = self._step != self._saved_step
         if saves:
             self._parts.context.runtime.step_boundary(wait=True)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch, computing
 from stepmark.errors import UsageError
-from stepmark.liveness.progress import PASSES, entering
+from stepmark.liveness.progress import PASSES, enter_phase
 from stepmark.parallel.full_sharding import LOSS
 from stepmark.parallel.gradients.reducer import GradientReducer
-from stepmark.parallel.optimizer.arrivals import Arrivals
+from stepmark.parallel.optimizer.pending_gathers import PendingGathers
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed, seed_host
@@ -94,7 +94,7 @@ class StepHooks:
             return
         waiting = list(in_flight)
         before = _versions(waiting)
-        with gradients.shown_so_far():
+        with gradients.grads_exposed_so_far():
             self.after_micro_step()
         if before != _versions(waiting):
             raise UsageError(
@@ -111,7 +111,7 @@ def _versions(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int, bool]]
 class MicroBatchSchedule(Protocol):
     """Runs the forward and backward passes of a step."""
 
-    def run(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
+    def forward_backward(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
         """Leaves the sums of the gradients of a step, numbered from 0, in the reducer. Of the hooks, those after each
         micro-batch but the last are called.
 
@@ -135,7 +135,7 @@ class SequentialSchedule:
         gradients: GradientReducer,
         mesh: Mesh,
         *,
-        arrivals: Arrivals | None = None,
+        gathers: PendingGathers | None = None,
         autocast: torch.dtype | None = None,
         scaler: LossScaler | None = None,
         around: AroundPasses | None = None,
@@ -144,7 +144,7 @@ class SequentialSchedule:
     ) -> None:
         self._around: AroundPasses = around or (lambda inputs, _, passes: passes(inputs))
         self._model = model
-        self._arrivals = arrivals or Arrivals()
+        self._gathers = gathers or PendingGathers()
         self._loss = loss
         self._gradients = gradients
         self._mesh = mesh
@@ -157,7 +157,7 @@ class SequentialSchedule:
         self._seed = seed
         self._loads = loads or ExpertLoads(model, mesh)
 
-    def run(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
+    def forward_backward(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
         """See `MicroBatchSchedule`."""
         targets = [self._loss.count(micro_batch) for micro_batch in batch.micro_batches]
         counts = TokenCounts.of(targets, self._mesh)
@@ -167,12 +167,12 @@ class SequentialSchedule:
         last = max((index for index, present in enumerate(rows) if present), default=len(rows) - 1)
         for index, micro_batch in enumerate(batch.micro_batches[: last + 1]):
             if index:
-                entering(PASSES, index + 1)
+                enter_phase(PASSES, index + 1)
             seed_micro_batch(self._runtime, derive_seed(self._seed, step, index, self._rank))
             weight = Weight(counts.each[index].reshape(()), counts.divisor.reshape(()))
 
             def passes(inputs: Any, index: int = index, weight: Weight = weight) -> Tensor:
-                with self._arrivals.first_use() if index == 0 else nullcontext():
+                with self._gathers.first_use() if index == 0 else nullcontext():
                     loss = self._forward(batch.micro_batches[index], inputs, weight)
                 if index == last:
                     self._gradients.last_backward()

@@ -66,7 +66,7 @@ class PipelinedSchedule:
         self.kind = kind
         self._seed = seed
 
-    def run(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
+    def forward_backward(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
         """See `MicroBatchSchedule`; the loss of all ranks but those of the last stage is 0."""
         targets = [self.loss.count(micro_batch) for micro_batch in batch.micro_batches]
         counts = TokenCounts.of(targets, self.mesh)

@@ -13,11 +13,11 @@ from stepmark.config.contradictions import reduction_contradictions, schedule_co
 from stepmark.config.fields import fields_of, refuse
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.batch import StepBatch
-from stepmark.liveness.progress import PASSES, REDUCE, UPDATE, entering
+from stepmark.liveness.progress import PASSES, REDUCE, UPDATE, enter_phase
 from stepmark.parallel.gradients.arithmetic import scale_to
 from stepmark.parallel.gradients.reduced import ReducedGradients
-from stepmark.parallel.optimizer.arrivals import of_known_libraries
 from stepmark.parallel.optimizer.named import NamedOptimizer
+from stepmark.parallel.optimizer.pending_gathers import of_known_libraries
 from stepmark.parallel.parallelize import check_adapted
 from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B
 from stepmark.parallel.pipeline.staged_model import staged
@@ -115,7 +115,7 @@ class TrainStep:
         stages = staged(model)
         options: dict[str, Any] = {"autocast": autocast, "scaler": scaler, "seed": seed, "loads": self._loads}
         if stages is None:
-            options |= {"arrivals": optimizer.arrivals, "around": around}
+            options |= {"gathers": optimizer.gathers, "around": around}
             self._schedule = SequentialSchedule(model, loss, self._gradients, mesh, **options)
             return
         fields_of(TrainingFields)["pipeline_schedule"].checked(pipeline_schedule)
@@ -135,17 +135,17 @@ class TrainStep:
         """
         hooks = hooks or StepHooks()
         self.optimizer.switch("train")
-        entering(PASSES)
+        enter_phase(PASSES)
         on_host = torch.random.fork_rng(devices=[]) if self._runtime.lazy else nullcontext()
         with kept_host_generators(), on_host:
             self._loads.begin()
-            loss, tokens = self._schedule.run(step, batch, hooks)
-        entering(REDUCE)
+            loss, tokens = self._schedule.forward_backward(step, batch, hooks)
+        enter_phase(REDUCE)
         reduced, updates = self._unscaled(self._gradients.reduce(loss, tokens, self._loads.counts()))
         scale_to(reduced.gradients, reduced.norm, self._max_grad_norm)
-        entering(UPDATE)
+        enter_phase(UPDATE)
         self._update(reduced, hooks, updates=updates)
-        self.optimizer.arrivals.watch()
+        self.optimizer.gathers.watch()
         statistics = torch.stack([reduced.loss.float(), reduced.tokens, reduced.norm.float()])
         self._runtime.step_boundary()
         return StepStatistics(step, statistics, updates, reduced.loads)
@@ -153,7 +153,7 @@ class TrainStep:
     def settle(self) -> None:
         """Waits for what the last step has left: new values, and whether its ranks have used the same layers; raises
         UsageError on all ranks where they have not. Collective."""
-        self.optimizer.arrivals.settle()
+        self.optimizer.gathers.wait()
         self._gradients.settle()
 
     def close(self) -> None:
@@ -166,13 +166,13 @@ class TrainStep:
         """The number of experts of every layer of the complete model that has some, by the name of their module."""
         return {name: each.number for name, each in self._loads.experts.items()}
 
-    def defer_arrivals(self) -> None:
+    def defer_gathers(self) -> None:
         """Lets the all-gather of updated parameters overlap with the next forward pass, in models of known libraries.
-        What uses a parameter in between waits for it; call `optimizer.arrivals.settle()` before reading its memory by
+        What uses a parameter in between waits for it; call `optimizer.gathers.wait()` before reading its memory by
         other means, and after the last step."""
         sequential = isinstance(self._schedule, SequentialSchedule)
         known = of_known_libraries(self.model) and not _is_compiled(self.model)
-        self.optimizer.arrivals.defer = sequential and known
+        self.optimizer.gathers.defer = sequential and known
 
     def _unscaled(self, reduced: ReducedGradients) -> tuple[ReducedGradients, bool]:
         """The true gradients, and whether they may update the parameters; with a scaler this waits for the device."""
@@ -187,7 +187,7 @@ class TrainStep:
 
     def _update(self, reduced: ReducedGradients, hooks: StepHooks, *, updates: bool) -> None:
         looks = hooks.looks and (hooks.before_update or hooks.after_update)
-        take = self._gradients.show(reduced) if looks else None
+        take = self._gradients.expose_grads(reduced) if looks else None
         call(hooks.before_update)
         reduced = reduced if take is None else take()
         self.optimizer.set_gradients(reduced.gradients, reduced.used)

@@ -18,7 +18,7 @@ from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointNotFound
 from stepmark.evaluation.run_options import RunOptions
 from stepmark.filesystem.printable import printable
-from stepmark.liveness.collection import quick_imports
+from stepmark.liveness.gc_pause import quick_imports
 from stepmark.recipe.used_recipe import USED_RECIPE, read_used_recipe, recipe_file_of
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment, warn_not_saved
 from stepmark.trainer.telemetry.progress import QUIET, aligned

@@ -22,10 +22,10 @@ from stepmark.checkpoint.save import background as background_module
 from stepmark.checkpoint.save import write as saving
 from stepmark.checkpoint.save.delete_old_checkpoints import CheckpointCleaner
 from stepmark.errors import CheckpointError, CheckpointTimeout, UsageError
-from stepmark.liveness import status_store as board_module
+from stepmark.liveness import status_board as board_module
 from stepmark.liveness import timed_collectives as meeting_module
 from stepmark.liveness.host_group import HostGroup
-from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.status_board import StatusBoard
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.liveness.watchdog import watchdog
 from tests.support.checkpoint_states import net, same, snapshot, train
@@ -311,7 +311,7 @@ def test_the_next_save_removes_what_a_failed_one_has_left(tmp_path: Path, monkey
     """On a full disk the other ranks cannot say that they are done with it."""
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"nest": {}}, block=True)
-        board = StatusStore(tmp_path / ".stepmark" / "run" / "save", 0)
+        board = StatusBoard(tmp_path / ".stepmark" / "run" / "save", 0)
         board.folder.mkdir(parents=True)
         left = tmp_path / ".checkpoint-2.left"
         left.mkdir()
@@ -436,7 +436,7 @@ def test_a_folder_that_does_not_answer_holds_up_no_meeting(tmp_path: Path, monke
 
     monkeypatch.setattr(board_module.files, "replace_file", stuck)
     monkeypatch.setattr(meeting_module, "_LOOKING", 0.2)
-    board = StatusStore(tmp_path / "run" / "save", 0)
+    board = StatusBoard(tmp_path / "run" / "save", 0)
     board.folder.mkdir(parents=True)
     with pytest.raises(CheckpointTimeout, match=r"reading: .* did not join|does not answer"):
         TimedGroup(Two(), 0.3).all_gather(1, "reading", board)

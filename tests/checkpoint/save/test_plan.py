@@ -16,7 +16,7 @@ from stepmark.checkpoint.format.manifest import Manifest, parse_manifest
 from stepmark.checkpoint.format.tensor_file import Header, header_size, parse_header
 from stepmark.checkpoint.save import plan as planning
 from stepmark.checkpoint.save.commit import tensor_entries
-from stepmark.checkpoint.save.plan import Holding, Row, SavePlan, plan_save
+from stepmark.checkpoint.save.plan import Holding, SavePlan, SliceRecord, plan_save
 from stepmark.errors import UsageError
 from stepmark.sharding.layout import Box, TensorSlice
 from stepmark.sharding.overlap import disjoint
@@ -24,8 +24,8 @@ from stepmark.sharding.overlap import disjoint
 SAVE = "0123abcd-000001"
 
 
-def whole(group: str, name: str, shape: tuple[int, ...], dtype: str = "F32") -> Row:
-    return Row(group, name, dtype, shape, TensorSlice.full(shape))
+def whole(group: str, name: str, shape: tuple[int, ...], dtype: str = "F32") -> SliceRecord:
+    return SliceRecord(group, name, dtype, shape, TensorSlice.full(shape))
 
 
 def check_every_byte_once(plan: SavePlan, ranks: int) -> list[int]:
@@ -114,10 +114,12 @@ def test_shards_go_to_files_of_their_own_replicas() -> None:
     held = []
     for half in range(2):
         rows = [
-            Row("model", "w", "F32", (8, 4), TensorSlice.of_box((4 * half, 0), (4, 4))),
+            SliceRecord("model", "w", "F32", (8, 4), TensorSlice.of_box((4 * half, 0), (4, 4))),
             whole("model", "norm", (4,)),
         ]
-        rows.append(Row("optimizer/o", "w/m", "F32", (8, 4), TensorSlice.of_range((8, 4), 16 * half, 16 * half + 16)))
+        rows.append(
+            SliceRecord("optimizer/o", "w/m", "F32", (8, 4), TensorSlice.of_range((8, 4), 16 * half, 16 * half + 16))
+        )
         held.append(Holding(tuple(rows), (half, half + 2)))
     plan = plan_save(held, [0] * 4, SAVE)
     check_every_byte_once(plan, 4)
@@ -127,20 +129,20 @@ def test_shards_go_to_files_of_their_own_replicas() -> None:
 
 
 def test_several_shards_of_a_tensor_on_a_rank_go_to_several_files() -> None:
-    rows = tuple(Row("model", "qkv", "F32", (4, 6), TensorSlice.of_box((0, 2 * i), (4, 2))) for i in range(3))
+    rows = tuple(SliceRecord("model", "qkv", "F32", (4, 6), TensorSlice.of_box((0, 2 * i), (4, 2))) for i in range(3))
     plan = plan_save([Holding(rows, (0,))], [0], SAVE)
     assert len(plan.files) == 3
     check_every_byte_once(plan, 1)
 
 
 def test_holes_and_overlaps_and_disagreement_are_refused() -> None:
-    half = Row("model", "w", "F32", (8,), TensorSlice.of_range((8,), 0, 4))
-    more = Row("model", "w", "F32", (8,), TensorSlice.of_range((8,), 2, 8))
+    half = SliceRecord("model", "w", "F32", (8,), TensorSlice.of_range((8,), 0, 4))
+    more = SliceRecord("model", "w", "F32", (8,), TensorSlice.of_range((8,), 2, 8))
     with pytest.raises(UsageError, match="tensor 'w' is incomplete: the ranks' shards cover only 4 of 8 elements"):
         plan_save([Holding((half,), (0,))], [0], SAVE)
     with pytest.raises(UsageError, match="overlap, with 10 of 8"):
         plan_save([Holding((half,), (0,)), Holding((more,), (1,))], [0, 0], SAVE)
-    other = Row("model", "w", "F32", (9,), TensorSlice.full((9,)))
+    other = SliceRecord("model", "w", "F32", (9,), TensorSlice.full((9,)))
     with pytest.raises(UsageError, match="all ranks have to save the same tensor"):
         plan_save([Holding((half,), (0,)), Holding((other,), (1,))], [0, 0], SAVE)
 
@@ -166,7 +168,7 @@ def large_world(ranks: int, tensors: int, tensor_parallel: int) -> list[Holding]
     held = []
     for t in range(tensor_parallel):
         box = TensorSlice.of_box((t * local[0], 0), local)
-        model = tuple(Row("model", f"layers.{i}.weight", "BF16", shape, box) for i in range(tensors))
+        model = tuple(SliceRecord("model", f"layers.{i}.weight", "BF16", shape, box) for i in range(tensors))
         members = tuple(range(t, ranks, tensor_parallel))
         held.append(Holding(model, members))
         total = per_tensor * tensors
@@ -177,7 +179,7 @@ def large_world(ranks: int, tensors: int, tensor_parallel: int) -> list[Holding]
                 start, stop = max(0, first - i * per_tensor), min(per_tensor, last - i * per_tensor)
                 tensor_slice = TensorSlice(box.box, start, stop)
                 rows += [
-                    Row("optimizer/optimizer", f"layers.{i}.weight/{key}", "F32", shape, tensor_slice)
+                    SliceRecord("optimizer/optimizer", f"layers.{i}.weight/{key}", "F32", shape, tensor_slice)
                     for key in ("master", "exp_avg", "exp_avg_sq")
                 ]
             held.append(Holding(tuple(rows), (rank,)))
@@ -245,8 +247,8 @@ def test_ranges_of_thousands_of_ranks_are_compared_with_their_neighbours(monkeyp
     assert not disjoint([*boxes, Box((17, 3), (2, 2))])
 
 
-def row(name: str, numel: int, *, dtype: str = "F32", first: bool = False) -> Row:
-    return Row("model", name, dtype, (numel,), TensorSlice.full((numel,)), first)
+def row(name: str, numel: int, *, dtype: str = "F32", first: bool = False) -> SliceRecord:
+    return SliceRecord("model", name, dtype, (numel,), TensorSlice.full((numel,)), first)
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0, 0], [0, 0, 1, 1], [1, 0, 1, 0]])

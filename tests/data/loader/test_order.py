@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.data.loader.loader import DataLoader
-from stepmark.data.loader.order import BatchLayout, Epoch, Position, sample_order
+from stepmark.data.loader.order import BatchLayout, Epoch, SamplePosition, sample_order
 from stepmark.errors import UsageError
 
 LAYOUTS = st.builds(BatchLayout, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
@@ -108,10 +108,10 @@ def test_walking_agrees_with_counting(size: int, global_batch: int, taken: int, 
     epoch = Epoch(size, global_batch, drop_last)
     if not epoch.steps():
         return
-    start = epoch.begin(Position(3, min(taken, size)))
+    start = epoch.begin(SamplePosition(3, min(taken, size)))
     walked = list(epoch.walk(start))
     assert len(walked) == epoch.steps(start.samples) > 0
-    assert walked[-1][2] == Position(start.epoch + 1, 0)
+    assert walked[-1][2] == SamplePosition(start.epoch + 1, 0)
     covered = sum(samples for _, samples, _ in walked)
     left = size - start.samples
     assert covered == (left - left % global_batch if drop_last else left)

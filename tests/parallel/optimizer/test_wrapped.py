@@ -1,4 +1,4 @@
-"""What `take_empty_step` leaves as it was."""
+"""What `initialize_state` leaves as it was."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepmark.parallel.optimizer.named import take_empty_step
+from stepmark.parallel.optimizer.named import initialize_state
 from stepmark.runtime.eager import EagerRuntime
 
 
@@ -33,7 +33,7 @@ def test_groups_do_not_count_it() -> None:
     optimizer = Counting(layer.parameters())
     (group,) = optimizer.param_groups
     total = group["total"]
-    take_empty_step(optimizer, list(layer.parameters()), EagerRuntime(torch.device("cpu")))
+    initialize_state(optimizer, list(layer.parameters()), EagerRuntime(torch.device("cpu")))
     assert optimizer.state[layer.weight]["momentum_buffer"] is not None
     assert (group["steps"], group["history"], group["lr"]) == (3, [1, 2, 3], 0.1)
     assert group["total"] is total

@@ -27,7 +27,7 @@ from stepmark.checkpoint.save import background
 from stepmark.checkpoint.save import write as saving
 from stepmark.errors import CheckpointError, StepmarkError
 from stepmark.filesystem import files
-from stepmark.liveness import status_store
+from stepmark.liveness import status_board
 from stepmark.sharding.layout import Box, Layout, Part, Shard, TensorSlice
 from tests.system.distributed.checkpoint_world import RankError, join_ranks, run_ranks, start_ranks
 
@@ -274,7 +274,7 @@ def test_a_disk_that_fills_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> 
 
 def die_in_a_save(rank: int, folder: Path, dies: int, phase: str) -> str:
     """No deadline passes in the test."""
-    status_store._SILENT = 0.5
+    status_board._SILENT = 0.5
     state = make(0)
     enter = Operation.enter
 
@@ -336,7 +336,7 @@ def test_a_rank_that_is_killed_is_named_and_the_last_checkpoint_stands(tmp_path:
 
 def stop_for_a_while_in_a_save(rank: int, folder: Path) -> str:
     """The others are silent too, and alive."""
-    status_store._SILENT = 0.5
+    status_board._SILENT = 0.5
     state = make(0)
     with Checkpointer(folder, save_timeout=600) as checkpointer:
         if rank == 1:

@@ -20,8 +20,8 @@ from transformers import TrainerCallback
 from stepmark import Trainer, TrainingArguments
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.parallel import buckets
-from stepmark.parallel.optimizer import arrivals
-from stepmark.parallel.optimizer.arrivals import Arrivals
+from stepmark.parallel.optimizer import pending_gathers
+from stepmark.parallel.optimizer.pending_gathers import PendingGathers
 from stepmark.runtime.collectives import GroupCollectives
 from tests.support.full_sharding_programs import t5
 from tests.support.gradient_programs import Inner
@@ -270,16 +270,16 @@ def train(folder: str, model: str, options: dict[str, Any], case: str, late: boo
     deferred: list[bool] = []
     buckets.HOST_BUCKET_ELEMENTS = 400
     if case != "unknown":
-        arrivals.LIBRARIES |= {"tests"}
+        pending_gathers.LIBRARIES |= {"tests"}
     if late:
         GroupCollectives.start_gather_in_place = _late(arrived)  # type: ignore[method-assign]
-        first_use = Arrivals.first_use
+        first_use = PendingGathers.first_use
 
-        def used(self: Arrivals) -> Any:
+        def used(self: PendingGathers) -> Any:
             deferred.append(self.pending)
             return first_use(self)
 
-        Arrivals.first_use = used  # type: ignore[method-assign]
+        PendingGathers.first_use = used  # type: ignore[method-assign]
     torch.manual_seed(0)
     made, rows = MODELS[model](), _rows()
     reader = Reader(case if case.startswith("on_") else "on_train_end")

@@ -24,7 +24,7 @@ from stepmark.launch.signal_listener import RunInterrupted, listening
 from stepmark.liveness import process_exit
 from stepmark.liveness.failure_report import REPORTS
 from stepmark.liveness.host_group import HostGroup
-from stepmark.liveness.progress import SAVE, Progress, staying
+from stepmark.liveness.progress import SAVE, Progress, in_phase
 from stepmark.runtime.context import Context
 from stepmark.trainer.interruption import run_end
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
@@ -123,7 +123,7 @@ def test_a_save_in_line_ends_before_the_run_does(monkeypatch: pytest.MonkeyPatch
     with PreemptionCoordinator(ALONE, 3.0, lambda reason: None, lambda reason: None) as stopper:
         stopper.add_save(slow)
         assert stopper.may_continue()
-        with stopper._at.follow(), staying(SAVE):
+        with stopper._at.follow(), in_phase(SAVE):
             os.kill(os.getpid(), signal.SIGTERM)
             assert not ended.wait(1)
         assert ended.wait(30)

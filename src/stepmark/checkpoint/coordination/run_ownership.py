@@ -9,7 +9,7 @@ from stepmark.checkpoint.coordination.folder_claim import FolderClaim
 from stepmark.checkpoint.format.checkpoint_folders import check_writable
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.heartbeat import STALE, boot_id
-from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.status_board import StatusBoard
 from stepmark.liveness.timed_collectives import TimedGroup
 
 logger = logging.getLogger("stepmark")
@@ -49,9 +49,9 @@ class RunOwnership:
             own = FolderClaim.join(folder, identity, meeting.rank, beat=nodes[meeting.rank] == meeting.rank)
         return cls(own, meeting, nodes)
 
-    def board(self, name: str) -> StatusStore:
+    def board(self, name: str) -> StatusBoard:
         """A new status store for these ranks; open it."""
-        return StatusStore(self._owner.folder / name, self._meeting.rank, self._meeting.group)
+        return StatusBoard(self._owner.folder / name, self._meeting.rank, self._meeting.group)
 
     def release(self) -> None:
         """Releases this rank's share of the claim, on rank 0 the whole claim. The next owner removes any remains."""

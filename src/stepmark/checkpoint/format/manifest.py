@@ -19,7 +19,7 @@ from stepmark.checkpoint.format.tensor_file import LARGEST_HEADER, natural_numbe
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.filesystem.files import read_file, regular_files
 from stepmark.filesystem.json_files import LATEST, parse_json
-from stepmark.liveness.collection import without_collection
+from stepmark.liveness.gc_pause import without_collection
 from stepmark.sharding.layout import Box, Shape, TensorSlice
 
 VALUES = "state.json"

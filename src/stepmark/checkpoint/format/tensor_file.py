@@ -26,7 +26,7 @@ from stepmark.checkpoint.format.checksums import BLOCK_CHECKSUM_LENGTH, CHECKSUM
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.filesystem.json_files import parse_json
-from stepmark.liveness.collection import without_collection
+from stepmark.liveness.gc_pause import without_collection
 from stepmark.sharding.layout import Shape, TensorSlice
 
 PAGE = 4096

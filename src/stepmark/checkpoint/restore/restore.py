@@ -29,8 +29,8 @@ from stepmark.checkpoint.sections import Section, describe, runtime_of
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from stepmark.filesystem.json_values import check_types
-from stepmark.liveness.collection import without_collection
 from stepmark.liveness.failure_report import describe_error
+from stepmark.liveness.gc_pause import without_collection
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.xla_environment import extracting_graphs

@@ -32,7 +32,7 @@ _LARGEST_FILE = 1_000_000_000_000  # bytes
 ANY_ONE = 2
 
 
-class Row(NamedTuple):
+class SliceRecord(NamedTuple):
     """A slice of a tensor that a rank holds. `group` is the file it goes to, without number and suffix: model,
     state/loader.
 
@@ -106,7 +106,7 @@ class SavePlan:
 class Holding:
     """A table of slices, and the ranks that hold exactly these."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[SliceRecord, ...]
     ranks: tuple[int, ...]
 
 
@@ -138,18 +138,18 @@ def file_name(group: str, number: int, count: int) -> str:
     return f"{group}.safetensors" if count == 1 else f"{group}-{number:05d}-of-{count:05d}.safetensors"
 
 
-def _by_replicas(holdings: Sequence[Holding]) -> Iterable[tuple[str, tuple[int, ...], list[Row]]]:
+def _by_replicas(holdings: Sequence[Holding]) -> Iterable[tuple[str, tuple[int, ...], list[SliceRecord]]]:
     """(group, ranks that write, rows) for the rows of a group that the same ranks hold, in the order in which they are
     first held."""
-    holders: dict[Row, list[int]] = {}
+    holders: dict[SliceRecord, list[int]] = {}
     for index, holding in enumerate(holdings):
         for row in holding.rows:
             holders.setdefault(row, []).append(index)
     _check_coverage(holders)
     ranks_of: dict[tuple[int, ...], tuple[int, ...]] = {}
     alone: dict[int, int] = defaultdict(int)  # bytes that a rank writes alone, although others hold them
-    from_one: dict[tuple[str, tuple[int, ...]], list[Row]] = defaultdict(list)
-    together: dict[tuple[str, tuple[int, ...]], list[Row]] = defaultdict(list)
+    from_one: dict[tuple[str, tuple[int, ...]], list[SliceRecord]] = defaultdict(list)
+    together: dict[tuple[str, tuple[int, ...]], list[SliceRecord]] = defaultdict(list)
     for row, indices in holders.items():
         key = tuple(indices)
         if key not in ranks_of:
@@ -166,7 +166,7 @@ def _by_replicas(holdings: Sequence[Holding]) -> Iterable[tuple[str, tuple[int, 
             yield group, replicas, rows
 
 
-def _check_coverage(rows: Iterable[Row]) -> None:
+def _check_coverage(rows: Iterable[SliceRecord]) -> None:
     """Raises UsageError unless the ranks agree on each tensor and hold all of it."""
     tensors: dict[tuple[str, str], tuple[str, Shape]] = {}
     held: dict[tuple[str, str], int] = defaultdict(int)
@@ -191,8 +191,8 @@ def _check_coverage(rows: Iterable[Row]) -> None:
 
 
 def _divide_among_nodes(
-    rows: list[Row], replicas: tuple[int, ...], nodes: Sequence[int]
-) -> list[tuple[tuple[int, ...], list[Row]]]:
+    rows: list[SliceRecord], replicas: tuple[int, ...], nodes: Sequence[int]
+) -> list[tuple[tuple[int, ...], list[SliceRecord]]]:
     """Divides slices among the nodes of their replicas, the largest first, each to the node that has the least."""
     members: dict[int, list[int]] = defaultdict(list)
     for rank in replicas:
@@ -214,13 +214,13 @@ def _divide_among_nodes(
     ]
 
 
-def _files_of(rows: list[Row], max_file_size: int) -> list[list[Row]]:
+def _files_of(rows: list[SliceRecord], max_file_size: int) -> list[list[SliceRecord]]:
     """Rows in order, split where a file would exceed a limit. No file has two slices of one tensor."""
     names = {row.name for row in rows}
     alone = len(names) == len(rows)
     if alone and sum(map(_header_units, names)) <= MAX_TENSORS and sum([r.nbytes for r in rows]) <= max_file_size:
         return [rows]
-    lanes: dict[int, list[list[Row]]] = {}
+    lanes: dict[int, list[list[SliceRecord]]] = {}
     sizes: dict[int, int] = {}
     units: dict[int, int] = {}
     seen: dict[str, int] = defaultdict(int)

@@ -19,8 +19,8 @@ from stepmark.errors import CheckpointError, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.json_values import encode_plain
 from stepmark.filesystem.sizes import distinct_sizes, size
-from stepmark.liveness.collection import without_collection
-from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.gc_pause import without_collection
+from stepmark.liveness.status_board import StatusBoard
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.runtime.versions import software_versions
 
@@ -114,7 +114,7 @@ class RankReport:
 
 
 def agree(
-    meeting: TimedGroup, board: StatusStore, what: str, report: RankReport, problem: BaseException | None
+    meeting: TimedGroup, board: StatusBoard, what: str, report: RankReport, problem: BaseException | None
 ) -> list[RankReport]:
     """The reports of all ranks; collective. Raises, on every rank, where a rank has a problem or is at another step."""
     reports: list[RankReport] = meeting.all_gather(report, what, board)
@@ -140,7 +140,7 @@ class SavePlanner:
         self._last: tuple[Any, SavePlan] | None = None
 
     def plan(
-        self, request: SaveRequest, reports: Sequence[RankReport], board: StatusStore | None = None
+        self, request: SaveRequest, reports: Sequence[RankReport], board: StatusBoard | None = None
     ) -> tuple[SavePlan, dict[str, Any]]:
         """The plan, and the values of all ranks. Collective where ranks' values differ, or a tensor has changed."""
         checksums = [report.checksums for report in reports]

@@ -32,7 +32,7 @@ from stepmark.checkpoint.host_memory import GROUP_BYTES, in_groups
 from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.sections import Entry, Section
 from stepmark.checkpoint.threads import in_parallel
-from stepmark.liveness.collection import without_collection
+from stepmark.liveness.gc_pause import without_collection
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import can_pin
 from stepmark.sharding.layout import Part, TensorSlice

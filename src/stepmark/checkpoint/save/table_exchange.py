@@ -11,12 +11,12 @@ from typing import Any
 
 from stepmark.checkpoint.format.checksums import bytes_checksum
 from stepmark.checkpoint.format.manifest import KINDS
-from stepmark.checkpoint.save.plan import Holding, Row
+from stepmark.checkpoint.save.plan import Holding, SliceRecord
 from stepmark.checkpoint.sections import Section
 from stepmark.errors import UsageError
 from stepmark.filesystem.json_values import TAG
-from stepmark.liveness.collection import without_collection
-from stepmark.liveness.status_store import StatusStore
+from stepmark.liveness.gc_pause import without_collection
+from stepmark.liveness.status_board import StatusBoard
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.sharding.layout import Box, TensorSlice
 
@@ -42,7 +42,7 @@ def tabulate(sections: Sequence[Section], *, first: bool = False) -> RankTables:
     rows = {}
     for section in sections:
         listed = [
-            Row(entry.group, entry.name, entry.dtype, entry.layout.shape, part.slice, entry.first)
+            SliceRecord(entry.group, entry.name, entry.dtype, entry.layout.shape, part.slice, entry.first)
             for entry in section.entries.values()
             for part in entry.layout.parts
         ]
@@ -52,14 +52,14 @@ def tabulate(sections: Sequence[Section], *, first: bool = False) -> RankTables:
     return RankTables(rows, json.dumps(values).encode(), first)
 
 
-def encode_rows(rows: Sequence[Row]) -> bytes:
+def encode_rows(rows: Sequence[SliceRecord]) -> bytes:
     """A table of rows of one group in portable form; complete tensors have null as their slice."""
     slices = (None if row.slice.is_full(row.shape) else row.slice for row in rows)
     table = [[row.name, row.dtype, row.shape, each, row.first] for row, each in zip(rows, slices, strict=True)]
     return json.dumps(table).encode()
 
 
-def _rows_from_json(group: str, data: bytes) -> tuple[Row, ...]:
+def _rows_from_json(group: str, data: bytes) -> tuple[SliceRecord, ...]:
     """The rows. Those that follow each other with the same shape and place, as an optimizer's states do, share both."""
     rows = []
     last: Any = None
@@ -73,7 +73,7 @@ def _rows_from_json(group: str, data: bytes) -> tuple[Row, ...]:
             else:
                 (offsets, lengths), start, stop = place
                 tensor_slice = TensorSlice(Box(tuple(offsets), tuple(lengths)), start, stop)
-        rows.append(Row(group, name, dtype, shape, tensor_slice, first))
+        rows.append(SliceRecord(group, name, dtype, shape, tensor_slice, first))
     return tuple(rows)
 
 
@@ -81,7 +81,7 @@ TableChecksums = Sequence[dict[str, str]]  # each rank's `RankTables.checksums()
 
 
 def gather_rows(
-    tables: RankTables, checksums_of_all: TableChecksums, meeting: TimedGroup, board: StatusStore | None = None
+    tables: RankTables, checksums_of_all: TableChecksums, meeting: TimedGroup, board: StatusBoard | None = None
 ) -> list[Holding]:
     """All distinct tables, each with the ranks that hold it; collective."""
     holders = {key: ranks for key, ranks in _holders(checksums_of_all).items() if key[0]}
@@ -92,7 +92,7 @@ def gather_rows(
 
 
 def gather_values(
-    tables: RankTables, checksums_of_all: TableChecksums, meeting: TimedGroup, board: StatusStore | None = None
+    tables: RankTables, checksums_of_all: TableChecksums, meeting: TimedGroup, board: StatusBoard | None = None
 ) -> dict[str, Any]:
     """The values of all ranks in one; collective where they differ.
 
@@ -120,7 +120,7 @@ def _exchange(
     mine: dict[str, bytes],
     holders: dict[tuple[str, str], list[int]],
     meeting: TimedGroup,
-    board: StatusStore | None,
+    board: StatusBoard | None,
     what: str,
 ) -> dict[tuple[str, str], bytes]:
     """Each distinct table, from the first rank that holds it, in the order of `holders`."""

@@ -23,7 +23,7 @@ from stepmark.data.loader.collate import FIXED_SHAPES, CollateFn, Collation, Pad
 from stepmark.data.loader.fetcher import CAUSE, Fetcher, MicroTask
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.mixture import MixtureOrder
-from stepmark.data.loader.order import BatchLayout, Epoch, LengthGroups, Position, sample_order
+from stepmark.data.loader.order import BatchLayout, Epoch, LengthGroups, SamplePosition, sample_order
 from stepmark.errors import CheckpointMismatch, DataError, DataWorkerLost, StepmarkError, UsageError
 from stepmark.filesystem.error_advice import with_advice
 from stepmark.launch.signal_handlers import STOPPING
@@ -108,7 +108,7 @@ class DataLoader:
         self._check()
         self._fetcher = Fetcher(dataset, self._collation, rule)
         self._mixture: MixtureOrder | None = getattr(dataset, "mixture_order", None)
-        self._position = Position(0, 0)
+        self._position = SamplePosition(0, 0)
         self._shapes: dict[str, torch.Size] | None = None
         self._lengths: np.ndarray | None = None
 
@@ -170,7 +170,7 @@ class DataLoader:
                     f"data position: {name} was {saved!r} when it was saved and is {now!r} now; resume with the"
                     " same data and data seed"
                 )
-        position = Position(int(state["epoch"]), int(state["samples"]))
+        position = SamplePosition(int(state["epoch"]), int(state["samples"]))
         if position.epoch < 0 or not 0 <= position.samples <= self._epoch.size:
             raise CheckpointMismatch(
                 f"data position: epoch {position.epoch}, samples {position.samples} is outside a dataset of"
@@ -217,12 +217,12 @@ class DataLoader:
 
     def begin_epoch(self) -> None:
         """Moves to the beginning of the epoch."""
-        self._position = Position(self._position.epoch, 0)
+        self._position = SamplePosition(self._position.epoch, 0)
 
     def again(self) -> DataLoader:
         """Another loader of the same samples, at its beginning."""
         other = copy.copy(self)
-        other._position = Position(0, 0)
+        other._position = SamplePosition(0, 0)
         return other
 
     def state_after(self, steps: int, epoch: float) -> dict[str, Any]:
@@ -230,11 +230,11 @@ class DataLoader:
         number of steps if they are as many passes here, else the same fraction of the data."""
         passes, rest = divmod(steps, self.steps_per_epoch)
         if abs(steps / self.steps_per_epoch - epoch) * self.steps_per_epoch < 1 or not epoch:
-            return self._state(Position(passes, min(rest * self.layout.global_batch, self._epoch.size)))
+            return self._state(SamplePosition(passes, min(rest * self.layout.global_batch, self._epoch.size)))
         whole = int(epoch)
-        return self._state(Position(whole, min(round((epoch - whole) * self._epoch.size), self._epoch.size)))
+        return self._state(SamplePosition(whole, min(round((epoch - whole) * self._epoch.size), self._epoch.size)))
 
-    def _state(self, position: Position) -> dict[str, Any]:
+    def _state(self, position: SamplePosition) -> dict[str, Any]:
         order = ORDERS[self.shuffle] if self._mixture is None else self._mixture.name(self.shuffle)
         return {
             "epoch": position.epoch,
@@ -253,7 +253,7 @@ class DataLoader:
             order = sample_order(self._epoch.size, self.seed, epoch, self.shuffle)
         return order if self._groups is None else self._groups.order(order)
 
-    def _tasks(self, start: Position, rank: int, order: np.ndarray | None = None) -> Iterator[MicroTask]:
+    def _tasks(self, start: SamplePosition, rank: int, order: np.ndarray | None = None) -> Iterator[MicroTask]:
         """A rank's tasks from a position to the end of its epoch, in order. `order`: that of the epoch, if known."""
         begin = self._epoch.begin(start)
         order = self._order(begin.epoch) if order is None else order

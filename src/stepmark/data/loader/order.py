@@ -31,7 +31,7 @@ class Stream(IntEnum):
 
 
 @dataclass(frozen=True)
-class Position:
+class SamplePosition:
     """The first `samples` samples of `epoch` have been used."""
 
     epoch: int
@@ -78,24 +78,24 @@ class Epoch:
         left = self.size - taken
         return left // self.global_batch if self.drop_last else -(-left // self.global_batch)
 
-    def begin(self, position: Position) -> Position:
+    def begin(self, position: SamplePosition) -> SamplePosition:
         """The position itself, or the beginning of the next epoch if no step remains in this one."""
-        return position if self.steps(position.samples) else Position(position.epoch + 1, 0)
+        return position if self.steps(position.samples) else SamplePosition(position.epoch + 1, 0)
 
-    def after(self, position: Position, steps: int) -> Position:
+    def after(self, position: SamplePosition, steps: int) -> SamplePosition:
         """The position after `steps` steps from another, in later epochs too."""
         position = self.begin(position)
         while steps >= (left := self.steps(position.samples)):
-            steps, position = steps - left, Position(position.epoch + 1, 0)
-        return Position(position.epoch, position.samples + steps * self.global_batch)
+            steps, position = steps - left, SamplePosition(position.epoch + 1, 0)
+        return SamplePosition(position.epoch, position.samples + steps * self.global_batch)
 
-    def walk(self, position: Position) -> Iterator[tuple[Position, int, Position]]:
+    def walk(self, position: SamplePosition) -> Iterator[tuple[SamplePosition, int, SamplePosition]]:
         """The steps from a position to the end of its epoch: where each begins, how many samples it has, and the
         position after it, which is the beginning of the next epoch after the last one."""
         position = self.begin(position)
         for _ in range(self.steps(position.samples)):
             samples = min(self.global_batch, self.size - position.samples)
-            after = self.begin(Position(position.epoch, position.samples + samples))
+            after = self.begin(SamplePosition(position.epoch, position.samples + samples))
             yield position, samples, after
             position = after
 

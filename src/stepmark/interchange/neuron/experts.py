@@ -16,7 +16,7 @@ from typing import Any
 
 from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.neuron.optimizer import add_optimizer
-from stepmark.interchange.neuron.rank_files import Place
+from stepmark.interchange.neuron.rank_files import RankCoordinates
 from stepmark.interchange.neuron.stages import Stage, fill_from_masters
 from stepmark.interchange.sources.torch_optimizer import shared_value
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, moved
@@ -53,7 +53,7 @@ def joined_experts(name: str, arrays: list[GlobalTensor]) -> GlobalTensor:
 
 
 def add_expert_optimizer(
-    stage: Stage, files: Mapping[Place, Path], experts: int, records: list[Record], lost: list[str]
+    stage: Stage, files: Mapping[RankCoordinates, Path], experts: int, records: list[Record], lost: list[str]
 ) -> str | None:
     """Adds the states of a stage, whose tensors are those of all `experts` ranks; returns the rule by which they got
     names, or None where the files do not have all of them, which is added to `lost`.

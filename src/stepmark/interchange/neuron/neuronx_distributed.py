@@ -16,7 +16,7 @@ from stepmark.interchange.neuron import lora as neuron_lora
 from stepmark.interchange.neuron.experts import LOST_STORE, add_expert_optimizer, is_expert, joined_experts
 from stepmark.interchange.neuron.optimizer import add_optimizer
 from stepmark.interchange.neuron.rank_files import (
-    Place,
+    RankCoordinates,
     check_grid,
     first_layout_files,
     first_layout_optimizers,
@@ -89,12 +89,12 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     return finish(found, options, outline)
 
 
-def read_models(files: dict[Place, Path], found: ForeignCheckpoint) -> dict[Place, dict[str, Any]]:
+def read_models(files: dict[RankCoordinates, Path], found: ForeignCheckpoint) -> dict[RankCoordinates, dict[str, Any]]:
     """The state dicts of all ranks. Raises CheckpointDamaged where one is missing."""
     found.mesh = {axis: size for axis, size in check_grid(files, found.folder).items() if axis != "dp"}
     contents = {}
     for place, path in files.items():
-        other = files[Place(place.pp, place.tp, place.dp, 0)] if place.ep else None
+        other = files[RankCoordinates(place.pp, place.tp, place.dp, 0)] if place.ep else None
         value = read_rank_file(path, found.records, other)
         if not isinstance(value, dict):
             raise CheckpointMismatch(f"{path} holds no state dict")
@@ -103,7 +103,7 @@ def read_models(files: dict[Place, Path], found: ForeignCheckpoint) -> dict[Plac
 
 
 def _read_extras(
-    tag: Path, found: ForeignCheckpoint, contents: dict[Place, dict[str, Any]], first_layout: bool
+    tag: Path, found: ForeignCheckpoint, contents: dict[RankCoordinates, dict[str, Any]], first_layout: bool
 ) -> None:
     """The step and the schedule; in the first layout, the model lies inside each file."""
     user = read_dict(tag / "user_content.pt")
@@ -120,7 +120,9 @@ def _read_extras(
         found.lost.append(f"user_content.pt: {', '.join(sorted(map(str, user)))[:200]}, apart from the step")
 
 
-def stages_of(files: dict[Place, Path], contents: dict[Place, dict[str, Any]], found: ForeignCheckpoint) -> list[Stage]:
+def stages_of(
+    files: dict[RankCoordinates, Path], contents: dict[RankCoordinates, dict[str, Any]], found: ForeignCheckpoint
+) -> list[Stage]:
     """The stages, each with the tensors of its ranks. Raises CheckpointDamaged where ranks have different names."""
     stages = []
     for pp in range(found.mesh["pp"]):
@@ -128,27 +130,29 @@ def stages_of(files: dict[Place, Path], contents: dict[Place, dict[str, Any]], f
         for tp, rank in enumerate(ranks):
             other = next((name for name in {*rank} ^ {*ranks[0]}), None)
             if other is not None:
-                path = files[Place(pp, tp)]
+                path = files[RankCoordinates(pp, tp)]
                 raise CheckpointDamaged(f"{path}: tensor {other!r} is not on every tensor parallel rank")
         stages.append(Stage({name: [rank[name] for rank in ranks] for name in ranks[0]}))
     return stages
 
 
 def _rank_tensors(
-    files: dict[Place, Path], contents: dict[Place, dict[str, Any]], pp: int, tp: int, experts: int
+    files: dict[RankCoordinates, Path], contents: dict[RankCoordinates, dict[str, Any]], pp: int, tp: int, experts: int
 ) -> dict[str, GlobalTensor | Missing]:
     """A rank's tensors, those of all expert parallel ranks together."""
     found: dict[str, GlobalTensor | Missing] = {}
-    for name, value in contents[Place(pp, tp)].items():
+    for name, value in contents[RankCoordinates(pp, tp)].items():
         if name == LORA_CONFIG:
             continue
-        paths = [files[Place(pp, tp, 0, ep)] for ep in range(experts)]
-        values = [contents[Place(pp, tp, 0, ep)].get(name) for ep in range(experts)]
+        paths = [files[RankCoordinates(pp, tp, 0, ep)] for ep in range(experts)]
+        values = [contents[RankCoordinates(pp, tp, 0, ep)].get(name) for ep in range(experts)]
         missing = next((item for item in values if isinstance(item, Missing)), None)
         if missing is not None:
             found[name] = missing
         elif not isinstance(value, StoredArray):
-            raise CheckpointMismatch(f"{files[Place(pp, tp)]}: {name!r} is a {type(value).__name__}, not a tensor")
+            raise CheckpointMismatch(
+                f"{files[RankCoordinates(pp, tp)]}: {name!r} is a {type(value).__name__}, not a tensor"
+            )
         else:
             found[name] = _experts(name, values, paths)
     return found
@@ -178,7 +182,9 @@ def _experts(name: str, values: list[Any], paths: list[Path]) -> GlobalTensor:
     return joined_experts(name, tensors)
 
 
-def add_optimizers(stages: list[Stage], files: dict[Place, Path], found: ForeignCheckpoint, tag: Path) -> None:
+def add_optimizers(
+    stages: list[Stage], files: dict[RankCoordinates, Path], found: ForeignCheckpoint, tag: Path
+) -> None:
     experts = found.mesh["ep"]
     if experts == 1 and any(place.ep for place in files):
         raise CheckpointDamaged(f"{tag}: the optimizer is of several expert parallel ranks, and the model of one")

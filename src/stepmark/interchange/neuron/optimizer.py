@@ -8,7 +8,7 @@ from typing import Any
 
 from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
-from stepmark.interchange.neuron.rank_files import Place
+from stepmark.interchange.neuron.rank_files import RankCoordinates
 from stepmark.interchange.neuron.stages import Stage
 from stepmark.interchange.neuron.unsharding import row_chunks
 from stepmark.interchange.sources.optimizer_names import numbered_names
@@ -34,12 +34,12 @@ class Unrecoverable(Exception):
 
 def add_optimizer(
     stage: Stage,
-    files: Mapping[Place, Path],
+    files: Mapping[RankCoordinates, Path],
     records: list[Record],
     lost: list[str],
     *,
     only_first: bool = False,
-    given: Mapping[Place, Any] | None = None,
+    given: Mapping[RankCoordinates, Any] | None = None,
 ) -> str:
     """Adds the states in a stage's optimizer files to it; returns the rule by which they got names.
 

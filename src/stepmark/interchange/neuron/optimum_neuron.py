@@ -17,7 +17,7 @@ from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.neuron import lora as neuron_lora
 from stepmark.interchange.neuron import neuronx_distributed as nxd
 from stepmark.interchange.neuron.optimizer import Unrecoverable, add_optimizer
-from stepmark.interchange.neuron.rank_files import Place, check_grid, first_layout_files, rank_files
+from stepmark.interchange.neuron.rank_files import RankCoordinates, check_grid, first_layout_files, rank_files
 from stepmark.interchange.neuron.stages import Stage, fill_from_masters, head_layout, model_of, optimizer_of
 from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
@@ -72,7 +72,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     contents = nxd.read_models(files, found)
     whole = dict(contents)
     if old:
-        metadata = [_old_stage(contents[Place(pp, 0)]) for pp in range(found.mesh["pp"])]
+        metadata = [_old_stage(contents[RankCoordinates(pp, 0)]) for pp in range(found.mesh["pp"])]
         for place, value in contents.items():
             if not isinstance(value.get("model"), dict):
                 raise CheckpointDamaged(f"{files[place]} holds no model")
@@ -107,8 +107,10 @@ def heads_config(
 
 
 def _own_parameters(
-    contents: Mapping[Place, dict[str, Any]], metadata: list[StageMetadata], files: Mapping[Place, Path]
-) -> dict[Place, dict[str, Any]]:
+    contents: Mapping[RankCoordinates, dict[str, Any]],
+    metadata: list[StageMetadata],
+    files: Mapping[RankCoordinates, Path],
+) -> dict[RankCoordinates, dict[str, Any]]:
     found = {}
     for place, value in contents.items():
         names = metadata[place.pp].parameters
@@ -173,15 +175,15 @@ def _add_optimizers(
     stages: list[Stage],
     folder: Path,
     shards: Path,
-    models: Mapping[Place, Path],
-    whole: Mapping[Place, dict[str, Any]],
+    models: Mapping[RankCoordinates, Path],
+    whole: Mapping[RankCoordinates, dict[str, Any]],
     old: bool,
     found: ForeignCheckpoint,
 ) -> None:
     files = dict(models) if old else rank_files(shards / "optim")
     alone = folder / "optimizer.pt"
     if not files and alone.is_file():
-        files = {Place(0, 0): alone}
+        files = {RankCoordinates(0, 0): alone}
     if not files:
         found.lost.append("optimizer: the checkpoint has none (save_only_model)")
         return

@@ -9,7 +9,7 @@ from typing import Any
 from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.neuron import neuronx_distributed as nxd
 from stepmark.interchange.neuron.optimum_neuron import StageMetadata, heads_config, metadata_files, read_metadata
-from stepmark.interchange.neuron.rank_files import Place, rank_files
+from stepmark.interchange.neuron.rank_files import RankCoordinates, rank_files
 from stepmark.interchange.neuron.stages import fill_from_masters, head_layout, model_of
 from stepmark.interchange.sources.complete_state import finish
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
@@ -61,7 +61,11 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
 
 
 def _own(
-    value: dict[str, Any], described: StageMetadata, adapter: str, place: Place, files: dict[Place, Path]
+    value: dict[str, Any],
+    described: StageMetadata,
+    adapter: str,
+    place: RankCoordinates,
+    files: dict[RankCoordinates, Path],
 ) -> dict[str, Any]:
     """The adapter's tensors that are the stage's; the metadata names those of all adapters and of the base."""
     known = {_ADAPTER.sub(r"\1", name) for name in described.parameters or {} if f".{adapter}." in name}

@@ -19,7 +19,7 @@ _LARGEST_RANK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoordinates:
     """A rank's coordinates. `dp` is -1 for a file that holds what all data parallel ranks have."""
 
     pp: int
@@ -28,41 +28,41 @@ class Place:
     ep: int = 0
 
 
-def rank_files(folder: Path) -> dict[Place, Path]:
+def rank_files(folder: Path) -> dict[RankCoordinates, Path]:
     """The files of a folder `model` or `optim`, by place."""
     return {
-        Place(int(match["pp"]), int(match["tp"]), int(match["dp"] or -1), int(match["ep"] or 0)): path
+        RankCoordinates(int(match["pp"]), int(match["tp"]), int(match["dp"] or -1), int(match["ep"] or 0)): path
         for match, path in matching(folder, _FILE)
         if path.is_file()
     }
 
 
-def first_layout_files(folder: Path) -> dict[Place, Path]:
+def first_layout_files(folder: Path) -> dict[RankCoordinates, Path]:
     """The model files of the first layout: `tp_rank_00_pp_rank_00/checkpoint.pt`, or xser without a folder."""
     return {
-        Place(int(match["pp"] or 0), int(match["tp"])): file
+        RankCoordinates(int(match["pp"] or 0), int(match["tp"])): file
         for match, path in matching(folder, _FOLDER)
         if (file := path / "checkpoint.pt" if path.is_dir() else path).is_file()
     }
 
 
-def first_layout_optimizers(folder: Path) -> dict[Place, Path]:
+def first_layout_optimizers(folder: Path) -> dict[RankCoordinates, Path]:
     """The optimizer files `optim.dp_rank_00.tp_rank_00` of the first layout."""
     return {
-        Place(0, int(match["tp"]), int(match["dp"])): path
+        RankCoordinates(0, int(match["tp"]), int(match["dp"])): path
         for match, path in matching(folder, _FIRST_OPTIMIZER)
         if path.is_file()
     }
 
 
-def check_grid(files: dict[Place, Path], where: Path) -> dict[str, int]:
+def check_grid(files: dict[RankCoordinates, Path], where: Path) -> dict[str, int]:
     """The mesh's sizes. Raises CheckpointDamaged where a rank's file is missing."""
     sizes = {axis: max(getattr(place, axis) for place in files) + 1 for axis in ("pp", "tp", "dp", "ep")}
     count = max(sizes["dp"], 1) * sizes["pp"] * sizes["tp"] * sizes["ep"]
     if count > _LARGEST_RANK or len(files) != count:
         dps = range(sizes["dp"]) if sizes["dp"] else (-1,)
         grid = product(range(sizes["pp"]), range(sizes["tp"]), dps, range(sizes["ep"]))
-        place = next(place for place in starmap(Place, grid) if place not in files)
+        place = next(place for place in starmap(RankCoordinates, grid) if place not in files)
         raise CheckpointDamaged(
             f"{where}: the file of pipeline rank {place.pp}, tensor rank {place.tp}, data rank {max(place.dp, 0)}"
             f"{f', expert rank {place.ep}' if sizes['ep'] > 1 else ''} is missing; the mesh is pp {sizes['pp']}, tp "

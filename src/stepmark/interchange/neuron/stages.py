@@ -19,7 +19,7 @@ from stepmark.interchange.neuron.unsharding import unsharded
 from stepmark.interchange.sources.foreign import ForeignOptimizer
 from stepmark.interchange.sources.torch_optimizer import shared_value
 from stepmark.sharding.layout import Shape
-from stepmark.tensor_files.array_reader import ArrayReader, Part
+from stepmark.tensor_files.array_reader import ArrayReader, ElementRange
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.torch_file import Missing
 
@@ -235,7 +235,7 @@ def _head_bytes(tensor: GlobalTensor, heads: HeadLayout) -> list[int]:
     count = math.prod(tensor.shape) // elements
     reader, found = ArrayReader(), []
     for p in range(count):
-        part = Part(tensor, p * elements, (p + 1) * elements, reader.memory(elements * item_size(tensor.dtype)))
+        part = ElementRange(tensor, p * elements, (p + 1) * elements, reader.memory(elements * item_size(tensor.dtype)))
         reader.fill([part])
         found.append(xxhash.xxh3_64_intdigest(part.memory))
     return found

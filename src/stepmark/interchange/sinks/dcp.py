@@ -22,7 +22,7 @@ from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.model_folder.output_files import ArchivesFile, DataFile, OutputFile, copied_files
 from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor
-from stepmark.tensor_files.pickle_reader import Global
+from stepmark.tensor_files.pickle_reader import PickledName
 from stepmark.tensor_files.torch_writer import Call, Instance, TorchArchive, dumps
 
 CHUNK = 64 << 20  # bytes of a tensor in one record, unless a row has more
@@ -33,8 +33,8 @@ _MASTERS = (
 )
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_BYTES = Instance(Global(f"{_METADATA}.BytesStorageMetadata"), {})
-_STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem._StorageInfo")
+_BYTES = Instance(PickledName(f"{_METADATA}.BytesStorageMetadata"), {})
+_STORAGE_INFO = PickledName("torch.distributed.checkpoint.filesystem._StorageInfo")
 
 Path = tuple[str | int, ...]
 _Index = tuple[str, Shape | None, int | None]  # of a record: name, where it begins in the tensor, and its number
@@ -42,15 +42,15 @@ _Place = tuple[str, int, int]  # file, first byte and size
 
 
 def _size(shape: Shape) -> Call:
-    return Call(Global("torch.Size"), (tuple(shape),))
+    return Call(PickledName("torch.Size"), (tuple(shape),))
 
 
 def _properties(dtype: str) -> Instance:
     """torch's TensorProperties: of a strided tensor that needs no gradient and is not pinned."""
-    layout = Call(Global("torch.serialization._get_layout"), ("torch.strided",))
-    memory_format = Call(Global(f"{_METADATA}._MEM_FORMAT_ENCODING"), (0,))
-    state = (Global(f"torch.{DTYPES[dtype][1]}"), layout, False, memory_format, False)
-    return Instance(Global(f"{_METADATA}.TensorProperties"), state)
+    layout = Call(PickledName("torch.serialization._get_layout"), ("torch.strided",))
+    memory_format = Call(PickledName(f"{_METADATA}._MEM_FORMAT_ENCODING"), (0,))
+    state = (PickledName(f"torch.{DTYPES[dtype][1]}"), layout, False, memory_format, False)
+    return Instance(PickledName(f"{_METADATA}.TensorProperties"), state)
 
 
 def _is_value(value: Any) -> bool:
@@ -102,12 +102,12 @@ class _Writer:
             sizes = (rows, *shape[1:]) if shape else ()
             offsets = (start, *(0 for _ in shape[1:])) if shape else ()
             described = {"offsets": _size(offsets), "sizes": _size(sizes)}
-            chunks.append(Instance(Global(f"{_METADATA}.ChunkStorageMetadata"), described))
+            chunks.append(Instance(PickledName(f"{_METADATA}.ChunkStorageMetadata"), described))
             records.append((name, offsets, number))
             self._place(records[-1], TorchArchive(part))
         self._known[id(value)] = value, name, records  # an id is that of no other tensor while it is kept
         tensor_state = {"properties": _properties(value.dtype), "size": _size(shape), "chunks": chunks}
-        self.described[name] = Instance(Global(f"{_METADATA}.TensorStorageMetadata"), tensor_state)
+        self.described[name] = Instance(PickledName(f"{_METADATA}.TensorStorageMetadata"), tensor_state)
 
     def _place(self, index: _Index, archive: TorchArchive) -> None:
         if self.files[-1].length and self.files[-1].length + archive.size > FILE:
@@ -121,7 +121,7 @@ class _Writer:
         for (name, offset, number), (file, begin, length) in self.places.items():
             index = {"fqn": name, "index": number, "offset": None if offset is None else _size(offset)}
             place = {"relative_path": file, "offset": begin, "length": length}
-            records[Instance(Global(f"{_METADATA}.MetadataIndex"), index)] = Instance(_STORAGE_INFO, place)
+            records[Instance(PickledName(f"{_METADATA}.MetadataIndex"), index)] = Instance(_STORAGE_INFO, place)
         state = {
             "state_dict_metadata": self.described,
             "planner_data": self.paths,
@@ -129,7 +129,7 @@ class _Writer:
             "storage_meta": None,
             "version": None,
         }
-        return DataFile(METADATA, dumps(Instance(Global(f"{_METADATA}.Metadata"), state)))
+        return DataFile(METADATA, dumps(Instance(PickledName(f"{_METADATA}.Metadata"), state)))
 
 
 def _chunks(tensor: GlobalTensor) -> Iterator[tuple[int, int, GlobalTensor]]:

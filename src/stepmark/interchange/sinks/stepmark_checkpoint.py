@@ -19,7 +19,7 @@ from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum, bytes_checksum, checksum_blocks
 from stepmark.checkpoint.format.manifest import ADAPTER, MODEL, OPTIMIZER, WRITTEN, Manifest
 from stepmark.checkpoint.save.commit import Commit, values_to_bytes
-from stepmark.checkpoint.save.plan import Holding, PlannedFile, Row, plan_save
+from stepmark.checkpoint.save.plan import Holding, PlannedFile, SliceRecord, plan_save
 from stepmark.checkpoint.save.write import write_header
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import UsageError
@@ -31,7 +31,7 @@ from stepmark.model_folder.output_files import THREADS, DataFile, WriteTensors, 
 from stepmark.runtime.versions import software_versions
 from stepmark.sharding.layout import TensorSlice
 from stepmark.tensor_files.global_tensor import GlobalTensor
-from stepmark.tensor_files.streaming import Place
+from stepmark.tensor_files.streaming import WrittenTensor
 
 SECTION = "optimizer"
 GROUP = f"{OPTIMIZER}/{SECTION}"
@@ -54,7 +54,9 @@ def write_checkpoint(source: ForeignCheckpoint, out: Path, listener: WritingList
     for tensor in tensors.values():
         tensor.check()
     save = uuid.uuid4().hex[:16]
-    rows = [Row(group, name, t.dtype, t.shape, TensorSlice.full(t.shape)) for (group, name), t in tensors.items()]
+    rows = [
+        SliceRecord(group, name, t.dtype, t.shape, TensorSlice.full(t.shape)) for (group, name), t in tensors.items()
+    ]
     plan = plan_save([Holding(tuple(rows), (0,))], [0], save)
     tensor_files = [_TensorFile(file, tensors, step, save) for file in plan.files]
     state = DataFile(TRAINER_STATE, trainer_state_bytes(source))
@@ -93,7 +95,7 @@ class _TensorFile:
         file = self.file
         checksums: dict[str, dict[int, str]] = {stored.name: {} for stored in file.tensors}
         places = [
-            Place(
+            WrittenTensor(
                 self.tensors[file.group, stored.name],
                 file.header_size + stored.begin,
                 partial(_add_checksums, checksums[stored.name], stored.begin),

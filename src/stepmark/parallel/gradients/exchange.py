@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import is_fake
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import LAZY_BUCKET_ELEMENTS, Bucket, for_each_axis, runs_of
 from stepmark.parallel.full_sharding import Calls
+from stepmark.parallel.gradients.accumulators import BucketAccumulator, ParameterAccumulator, ShardAccumulator
 from stepmark.parallel.gradients.arithmetic import (
     add_ends,
     add_ends_of_buckets,
@@ -27,8 +28,7 @@ from stepmark.parallel.gradients.arithmetic import (
     squares,
     totals,
 )
-from stepmark.parallel.gradients.reduced import ReducedGradients, Used, show, show_shards
-from stepmark.parallel.gradients.sums import FlatSums, ShardSums, TensorSums
+from stepmark.parallel.gradients.reduced import ReducedGradients, Used, expose_grads, expose_shard_grads
 from stepmark.runtime.collectives import Collectives, GroupCollectives, start_gather_in_place
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
@@ -51,7 +51,7 @@ class AllReduce:
         self._bucket_elements = bucket_elements or LAZY_BUCKET_ELEMENTS
         self._replications = [replication_of(parameter, mesh.tensor_parallel.size) for parameter in self._parameters]
 
-    def start(self, sums: FlatSums, number: int) -> Callable[[], Tensor]:
+    def start(self, sums: BucketAccumulator, number: int) -> Callable[[], Tensor]:
         """Starts the sum of a bucket over the ranks; the result waits for it."""
         flat, axis = sums.complete(number), sums.buckets[number].axis
         if not isinstance(axis, GroupCollectives):  # experts that no other rank holds
@@ -61,7 +61,7 @@ class AllReduce:
         return axis.start_all_reduce_in(self._reduce_dtype, flat)
 
     def reduced(
-        self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor, loads: Tensor | None
+        self, sums: BucketAccumulator, means: list[Tensor], loss: Tensor, tokens: Tensor, loads: Tensor | None
     ) -> ReducedGradients:
         """Completes what has been started for every bucket."""
         flat = add_ends_of_buckets(means, sums.buckets, self._mesh)
@@ -71,7 +71,7 @@ class AllReduce:
         loss, square, head, loads = totals(shards, copies_of(sums.buckets), loss, loads, self._mesh, used)
         return ReducedGradients(self._members_of(sums, flat, head), loss, tokens, square.sqrt(), loads)
 
-    def _members_of(self, sums: FlatSums, flat: Sequence[Tensor], counts: Tensor) -> list[Tensor | None]:
+    def _members_of(self, sums: BucketAccumulator, flat: Sequence[Tensor], counts: Tensor) -> list[Tensor | None]:
         """Views of each parameter's mean gradient, in the parameters' order; None where no rank has used it. A rank
         that has used all of them need not wait for the device to know."""
         pairs = zip(sums.buckets, flat, strict=True)
@@ -86,7 +86,9 @@ class AllReduce:
         }
         return [found.get(id(parameter)) for parameter in self._parameters]
 
-    def at_once(self, sums: TensorSums, loss: Tensor, tokens: Tensor, loads: Tensor | None) -> ReducedGradients:
+    def at_once(
+        self, sums: ParameterAccumulator, loss: Tensor, tokens: Tensor, loads: Tensor | None
+    ) -> ReducedGradients:
         gradients = add_partial(sums.tensors(), self._replications, self._mesh)
         if self._axis.size > 1:
             gradients, loss = self._sum(gradients, loss)
@@ -140,9 +142,11 @@ class AllReduce:
             square, loss = both[0], both[1]
         return square.reshape(()).sqrt(), loss, loads
 
-    def show(self, sums: FlatSums | TensorSums, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
-        """See `GradientReducer.show`."""
-        take = show(list(zip(self._parameters, reduced.gradients, strict=True)))
+    def expose_grads(
+        self, sums: BucketAccumulator | ParameterAccumulator, reduced: ReducedGradients
+    ) -> Callable[[], ReducedGradients]:
+        """See `GradientReducer.expose_grads`."""
+        take = expose_grads(list(zip(self._parameters, reduced.gradients, strict=True)))
         return lambda: replace(reduced, gradients=take())
 
 
@@ -158,7 +162,7 @@ class ReduceScatter:
         self._mesh = mesh
         self._reduce_dtype = reduce_dtype
 
-    def start(self, sums: FlatSums, number: int) -> Callable[[], Tensor]:
+    def start(self, sums: BucketAccumulator, number: int) -> Callable[[], Tensor]:
         axis, complete = self._buckets[number].axis, sums.complete(number)
         if not isinstance(axis, GroupCollectives):  # experts that no other rank holds
             return lambda: complete
@@ -166,7 +170,7 @@ class ReduceScatter:
         return lambda: finish().float()
 
     def reduced(
-        self, sums: FlatSums, means: list[Tensor], loss: Tensor, tokens: Tensor, loads: Tensor | None
+        self, sums: BucketAccumulator, means: list[Tensor], loss: Tensor, tokens: Tensor, loads: Tensor | None
     ) -> ReducedGradients:
         shards = add_ends_of_buckets(means, self._buckets, self._mesh)
         got = sums.got()
@@ -174,7 +178,9 @@ class ReduceScatter:
         loss, square, counts, loads = totals(shards, copies_of(self._buckets), loss, loads, self._mesh, counts)
         return ReducedGradients(list(shards), loss, tokens, square.sqrt(), loads, used_anywhere(got, counts))
 
-    def at_once(self, sums: TensorSums, loss: Tensor, tokens: Tensor, loads: Tensor | None) -> ReducedGradients:
+    def at_once(
+        self, sums: ParameterAccumulator, loss: Tensor, tokens: Tensor, loads: Tensor | None
+    ) -> ReducedGradients:
         used: Used = [each is not None for each in sums.tensors()]
         joined, order = self._joined(sums), self._order(sums)
         shards = [each.float() for each in for_each_axis("reduce_scatter", self._buckets, joined, order)]
@@ -182,7 +188,7 @@ class ReduceScatter:
         loss, square, _, loads = totals(shards, copies_of(self._buckets), loss, loads, self._mesh)
         return ReducedGradients(list(shards), loss, tokens, square.sqrt(), loads, None if all(used) else used)
 
-    def _order(self, sums: TensorSums) -> list[int]:
+    def _order(self, sums: ParameterAccumulator) -> list[int]:
         """The buckets in the order in which their gradients were complete. A graph runs its collectives in the order in
         which they were recorded, so those of the last layers must not wait for those of the first, which are complete
         after all of the backward pass."""
@@ -190,7 +196,7 @@ class ReduceScatter:
         last = [max(islice(arrivals, len(bucket.members))) for bucket in self._buckets]
         return sorted(range(len(last)), key=lambda number: (last[number], -number))
 
-    def _joined(self, sums: TensorSums) -> list[Tensor]:
+    def _joined(self, sums: ParameterAccumulator) -> list[Tensor]:
         """Each bucket's gradients."""
         pairs = zip(sums.parameters, sums.tensors(), strict=True)
         tensors = iter([torch.zeros_like(parameter) if each is None else each for parameter, each in pairs])
@@ -201,10 +207,12 @@ class ReduceScatter:
         return [flat.to(bucket.dtype) for bucket, flat in zip(self._buckets, found, strict=True)]
 
     @torch.no_grad()
-    def show(self, sums: FlatSums | TensorSums, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
+    def expose_grads(
+        self, sums: BucketAccumulator | ParameterAccumulator, reduced: ReducedGradients
+    ) -> Callable[[], ReducedGradients]:
         """All-gathers the means into the sums. Of tensors nothing is shown: what is in `parameter.grad` is this rank's
         alone."""
-        if isinstance(sums, TensorSums):
+        if isinstance(sums, ParameterAccumulator):
             for parameter in sums.parameters:
                 parameter.grad = None
             return lambda: reduced
@@ -220,7 +228,7 @@ class ReduceScatter:
         members = [(member, flat) for bucket, flat in of_buckets for member in bucket.members]
         used = reduced.used or [True] * len(members)
         complete = [member.read(flat) if there else None for (member, flat), there in zip(members, used, strict=True)]
-        take = show([(member.parameter, each) for (member, _), each in zip(members, complete, strict=True)])
+        take = expose_grads([(member.parameter, each) for (member, _), each in zip(members, complete, strict=True)])
 
         @torch.no_grad()
         def take_all() -> ReducedGradients:
@@ -256,7 +264,7 @@ class ReducedShards:
         self._mesh = mesh
         self._last: tuple[Calls, Tensor] | None = None  # of the last step, and the sum of the ranks' digests
 
-    def at_once(self, sums: ShardSums, loss: Tensor, tokens: Tensor, loads: Tensor | None) -> ReducedGradients:
+    def at_once(self, sums: ShardAccumulator, loss: Tensor, tokens: Tensor, loads: Tensor | None) -> ReducedGradients:
         sums.collect()
         shards, calls = sums.tensors(), sums.calls.take()
         present = [shard for shard in shards if shard is not None]
@@ -280,7 +288,7 @@ class ReducedShards:
         if total is not None and not is_fake(total) and total.tolist() != [size * each for each in calls.digest()]:
             calls.compare(self._mesh.context.host)
 
-    def show(self, sums: ShardSums, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
+    def expose_grads(self, sums: ShardAccumulator, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
         """Each parameter's gradient is a DTensor of this rank's shard."""
-        take = show_shards(list(zip(sums.parameters, reduced.gradients, strict=True)))
+        take = expose_shard_grads(list(zip(sums.parameters, reduced.gradients, strict=True)))
         return lambda: replace(reduced, gradients=take())

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from stepmark.errors import UsageError
-from stepmark.parallel.gradients.sums import FlatSums
+from stepmark.parallel.gradients.accumulators import BucketAccumulator
 from stepmark.runtime.collectives import GroupCollectives, keep_abandoned
 
 Finish = Callable[[], Tensor]
-Start = Callable[[FlatSums, int], Finish]
+Start = Callable[[BucketAccumulator, int], Finish]
 
 _overlapping: weakref.WeakKeyDictionary[GroupCollectives, weakref.ref[OverlappedReduction]]
 _overlapping = weakref.WeakKeyDictionary()  # by axis: what sends while a backward pass runs
@@ -33,7 +33,7 @@ class OverlappedReduction:
     """Sends each bucket's sums once a step, overlapped with one backward pass from `last_backward` on, to `finish`.
     `start` starts the reduction of the bucket with a number; its result waits for what this rank gets."""
 
-    def __init__(self, sums: FlatSums, start: Start, axis: GroupCollectives, device: torch.device) -> None:
+    def __init__(self, sums: BucketAccumulator, start: Start, axis: GroupCollectives, device: torch.device) -> None:
         self._sums = sums
         self._start = start
         self._axis = axis

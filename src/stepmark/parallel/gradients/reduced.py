@@ -37,7 +37,7 @@ class ReducedGradients:
 Taken = Callable[[], list[Tensor | None]]
 
 
-def show(pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Taken:
+def expose_grads(pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Taken:
     """Gives each parameter its gradient, rounded to the parameter's dtype where that is another one; calling the result
     returns the gradients with what was changed: None where one was cleared."""
     shown = []
@@ -61,7 +61,7 @@ def show(pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Taken:
     return take
 
 
-def show_shards(pairs: Sequence[tuple[Any, Tensor | None]]) -> Taken:
+def expose_shard_grads(pairs: Sequence[tuple[Any, Tensor | None]]) -> Taken:
     """The same for parameters that are DTensors, and gradients of their local tensors. Values are compared: writing to
     a DTensor does not change its version."""
     for parameter, gradient in pairs:

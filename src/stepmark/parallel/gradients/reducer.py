@@ -3,13 +3,14 @@
 Phases of a step: `begin`; `collect` after each backward pass, `last_backward` before the last one; `reduce`; `reset`.
 Two choices make a reducer, where the fp32 sums live and what is sent:
 
-|                             | `AllReduce`: means of all parameters | `ReduceScatter`: this rank's shards of them |
-| --------------------------- | ------------------------------------ | ------------------------------------------- |
-| `FlatSums`: flat buckets    | eager, several data parallel ranks   | eager, ZeRO-1                               |
-| `TensorSums`: one tensor    | one data parallel rank; lazy         | lazy, ZeRO-1                                |
-| a parameter                 |                                      |                                             |
-| `ShardSums`: one shard of   |                                      | sharded parameters (`ReducedShards`)        |
-| a parameter                 |                                      |                                             |
+|                           | `AllReduce`: means of all parameters | `ReduceScatter`: this rank's shards of them |
+| ------------------------- | ------------------------------------ | ------------------------------------------- |
+| `BucketAccumulator`:      | eager, several data parallel ranks   | eager, ZeRO-1                               |
+| flat buckets              |                                      |                                             |
+| `ParameterAccumulator`:   | one data parallel rank; lazy         | lazy, ZeRO-1                                |
+| one tensor a parameter    |                                      |                                             |
+| `ShardAccumulator`:       |                                      | sharded parameters (`ReducedShards`)        |
+| one shard of a parameter  |                                      |                                             |
 
 Flat buckets are sent while the last backward pass makes their gradients, tensors after it, and those of sharded
 parameters, layer by layer, during every backward pass.
@@ -24,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepmark.parallel.gradients.accumulators import BucketAccumulator, ParameterAccumulator, ShardAccumulator
 from stepmark.parallel.gradients.arithmetic import add_partial_of_buckets
 from stepmark.parallel.gradients.exchange import ReducedShards
 from stepmark.parallel.gradients.overlap import OverlappedReduction
-from stepmark.parallel.gradients.reduced import ReducedGradients, show, show_shards
-from stepmark.parallel.gradients.sums import FlatSums, ShardSums, TensorSums
+from stepmark.parallel.gradients.reduced import ReducedGradients, expose_grads, expose_shard_grads
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 
@@ -37,18 +38,20 @@ class GradientReducer:
     """Turns the backward passes of one step into mean gradients over all ranks. Collective. Gradients are added up in
     `sums`, and `exchange` sends them."""
 
-    def __init__(self, sums: FlatSums | TensorSums | ShardSums, exchange: Any, mesh: Mesh) -> None:
+    def __init__(
+        self, sums: BucketAccumulator | ParameterAccumulator | ShardAccumulator, exchange: Any, mesh: Mesh
+    ) -> None:
         self.sums = sums
         self._exchange = exchange
         self._mesh = mesh
         self._overlap: OverlappedReduction | None = None
-        if isinstance(sums, FlatSums) and isinstance(mesh.data_parallel, GroupCollectives):
+        if isinstance(sums, BucketAccumulator) and isinstance(mesh.data_parallel, GroupCollectives):
             self._overlap = OverlappedReduction(sums, exchange.start, mesh.data_parallel, mesh.runtime.device)
 
     def begin(self) -> None:
         """Announces the step. Optional."""
         self._take_hooks()
-        if isinstance(self.sums, ShardSums):
+        if isinstance(self.sums, ShardAccumulator):
             self.sums.begin()
             return
         ranks = self._mesh.data_parallel.size
@@ -79,7 +82,7 @@ class GradientReducer:
         self.sums.hooks.check()
         if loads is not None:
             (loads,) = self._mesh.data_parallel.all_reduce([loads])
-        if not isinstance(self.sums, FlatSums):
+        if not isinstance(self.sums, BucketAccumulator):
             return self._exchange.at_once(self.sums, loss, tokens, loads)
         if self._overlap is not None:
             self._overlap.check_unchanged()
@@ -90,7 +93,7 @@ class GradientReducer:
             means = self._overlap.finish()
         return self._exchange.reduced(self.sums, means, loss, tokens, loads)
 
-    def _complete_partial(self, sums: FlatSums) -> None:
+    def _complete_partial(self, sums: BucketAccumulator) -> None:
         """Completes the gradients of which tensor parallel neighbours have a part each."""
         if self._mesh.tensor_parallel.size > 1:
             flat = [sums.complete(number) for number in range(len(sums.buckets))]
@@ -98,16 +101,16 @@ class GradientReducer:
                 if total is not own:
                     own.copy_(total)
 
-    def show(self, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
+    def expose_grads(self, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
         """Makes `parameter.grad` what `reduce` has made of it on all ranks, for callbacks; calling the result returns
         it with what they have changed. Collective. On lazy devices ZeRO-1 shows nothing."""
-        return self._exchange.show(self.sums, reduced)
+        return self._exchange.expose_grads(self.sums, reduced)
 
     @contextmanager
-    def shown_so_far(self) -> Iterator[None]:
+    def grads_exposed_so_far(self) -> Iterator[None]:
         """Inside the block, between two backward passes, `parameter.grad` is what has been added up so far; what is
         changed there counts."""
-        shows = show_shards if isinstance(self.sums, ShardSums) else show
+        shows = expose_shard_grads if isinstance(self.sums, ShardAccumulator) else expose_grads
         take = shows(list(zip(self.sums.parameters, self.sums.tensors(), strict=True)))
         yield
         self.sums.replace(take())

@@ -15,7 +15,7 @@ import torch
 
 from stepmark.errors import UsageError
 from stepmark.parallel.full_sharding import is_fully_sharded
-from stepmark.parallel.optimizer.named import Distribution, Groups
+from stepmark.parallel.optimizer.named import Groups, OptimizerSharding
 from stepmark.parallel.optimizer.replicated import LocalShards, Replicated
 from stepmark.parallel.optimizer.whole_parameters import WholeParameters
 from stepmark.parallel.optimizer.zero1_shards import FlatShards
@@ -113,11 +113,11 @@ def distribute(
     zero_1: bool = False,
     master_weights: bool = True,
     bucket_elements: int | None = None,
-) -> Distribution:
+) -> OptimizerSharding:
     """The tensors that an optimizer of the class `kind` updates on this rank. Collective.
 
     Args:
-        groups, order, bucket_elements: See `Distribution`.
+        groups, order, bucket_elements: See `OptimizerSharding`.
         mesh: The mesh that the parameters are on. None: without `zero_1`, and where none of them is sharded.
         zero_1: Divide the state over the data parallel ranks.
         master_weights: Update fp32 copies of parameters of another dtype. ZeRO-1 by elements does so in any case.

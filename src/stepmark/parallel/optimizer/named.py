@@ -1,8 +1,8 @@
 """A `torch.optim` optimizer whose state is keyed by parameter names, whichever slices of parameters a rank updates.
 
-It updates tensors, each of which holds named slices of parameters (`Held`). A `Distribution` says which ones: all
-parameters (`Replicated`), this rank's shard of each (`LocalShards`), its flat shards of buckets (`FlatShards`), or some
-of the parameters, each of them whole (`WholeParameters`). The last two are ZeRO-1.
+It updates tensors, each of which holds named slices of parameters (`OptimizerTensor`). `OptimizerSharding` says which
+ones: all parameters (`Replicated`), this rank's shard of each (`LocalShards`), its flat shards of buckets
+(`FlatShards`), or some of the parameters, each of them whole (`WholeParameters`). The last two are ZeRO-1.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import make_buckets
+from stepmark.parallel.gradients.accumulators import BucketAccumulator, ParameterAccumulator
 from stepmark.parallel.gradients.exchange import AllReduce
 from stepmark.parallel.gradients.reduced import Used
 from stepmark.parallel.gradients.reducer import GradientReducer
-from stepmark.parallel.gradients.sums import FlatSums, TensorSums
-from stepmark.parallel.optimizer.arrivals import Arrivals
+from stepmark.parallel.optimizer.pending_gathers import PendingGathers
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
@@ -35,7 +35,7 @@ Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # from groups wi
 
 
 @dataclass(frozen=True)
-class Held:
+class OptimizerTensor:
     """A tensor that the optimizer updates on this rank. `members`: the parameters of which it has elements, or which on
     a lazy device are in the same bucket: the name, and which slices of the global tensor are where in `tensor`; None:
     all of an unsharded parameter."""
@@ -60,7 +60,7 @@ class Held:
                 yield name, value
 
 
-class Distribution:
+class OptimizerSharding:
     """Which tensors this rank updates, and how ranks share gradients and new values.
 
     Args:
@@ -69,7 +69,7 @@ class Distribution:
         bucket_elements: How many gradients are sent at a time; None: by the device.
     """
 
-    held: list[Held]  # what this rank updates, in the groups' order
+    held: list[OptimizerTensor]  # what this rank updates, in the groups' order
     divided_by: str | None = None  # the field by which ranks update different elements, `zero_1` or `fsdp`
     separate = True  # whether each of `held` has one parameter, so that states come and go with parameters
 
@@ -80,9 +80,9 @@ class Distribution:
         self.groups = [[name for name, _ in group["params"]] for group in groups]
         self.names = [name for name in order or parameters if name in parameters]
         self.parameters: list[nn.Parameter] = [parameters[name] for name in self.names]
-        self.arrivals = Arrivals()  # what `publish` has left to wait for
+        self.gathers = PendingGathers()  # what `publish` has left to wait for
         self.place: dict[str, Any] = {}  # what this rank's own state fits, in plain values
-        self.masked: list[tuple[Held, Tensor]] = []  # what the next update leaves as it is where a mask is 0
+        self.masked: list[tuple[OptimizerTensor, Tensor]] = []  # what the next update leaves as it is where a mask is 0
         self._bucket_elements = bucket_elements
 
     def gradients(
@@ -96,8 +96,8 @@ class Distribution:
         if isinstance(mesh.data_parallel, GroupCollectives):
             named = list(zip(self.names, self.parameters, strict=True))
             buckets = make_buckets([named], mesh, elements, reordered=False)
-            return GradientReducer(FlatSums(buckets, mesh.runtime), exchange, mesh)
-        sums = TensorSums(self.parameters, mesh.runtime, accumulation=accumulation, on_arrival=on_arrival)
+            return GradientReducer(BucketAccumulator(buckets, mesh.runtime), exchange, mesh)
+        sums = ParameterAccumulator(self.parameters, mesh.runtime, accumulation=accumulation, on_arrival=on_arrival)
         return GradientReducer(sums, exchange, mesh)
 
     def assigned(self, gradients: Sequence[Tensor | None], used: Used | None) -> list[Tensor | None]:
@@ -130,11 +130,11 @@ class NamedOptimizer:
     """
 
     def __init__(
-        self, distribution: Distribution, groups: Groups, make: Make, runtime: Runtime, *, given: bool = False
+        self, distribution: OptimizerSharding, groups: Groups, make: Make, runtime: Runtime, *, given: bool = False
     ) -> None:
         self.distribution = distribution
         self.names, self.parameters = distribution.names, distribution.parameters
-        self.arrivals = distribution.arrivals
+        self.gathers = distribution.gathers
         self.given = given
         self._runtime = runtime
         self._held = distribution.held
@@ -177,11 +177,11 @@ class NamedOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates the parameters on all ranks. Collective. With `arrivals.defer`, new values may arrive later. What the
+        """Updates the parameters on all ranks. Collective. With `gathers.defer`, new values may arrive later. What the
         script has written to parameters since the last step is kept. A parameter without a gradient keeps its value and
         its state. Raises UsageError where a parameter was added to the optimizer."""
         self.check_groups()
-        self.arrivals.settle()
+        self.gathers.wait()
         self.distribution.follow()
         with self._unchanged_where_masked():
             self.inner.step()
@@ -208,7 +208,7 @@ class NamedOptimizer:
                     kept = old.get(key, torch.zeros_like(value))
                     value.copy_(torch.where(mask.to(value.device), value, kept))
 
-    def _tensors_of(self, held: Held) -> dict[str, Tensor]:
+    def _tensors_of(self, held: OptimizerTensor) -> dict[str, Tensor]:
         state = {key: each for key, each in self.inner.state.get(held.tensor, {}).items() if isinstance(each, Tensor)}
         return {**state, "": held.tensor}
 
@@ -217,7 +217,7 @@ class NamedOptimizer:
         """Puts an optimizer that has modes, as schedule-free ones do, into `train` or `eval`. Collective."""
         method = getattr(self.inner, mode, None)
         if callable(method):
-            self.arrivals.settle()
+            self.gathers.wait()
             self.distribution.follow()
             method()
             self.distribution.publish()
@@ -232,7 +232,7 @@ class NamedOptimizer:
         for held in self._held:
             held.tensor.grad = None
         saved = self._runtime.to_host(missing)
-        take_empty_step(self.inner, missing, self._runtime)
+        initialize_state(self.inner, missing, self._runtime)
         for tensor, value in zip(missing, saved, strict=True):
             self._runtime.write(tensor, value)
         for held, gradient in zip(self._held, gradients, strict=True):
@@ -252,13 +252,13 @@ class NamedOptimizer:
             self.inner.state.pop(held.tensor, None)
         return True
 
-    def _having(self, names: Sequence[str]) -> list[Held]:
+    def _having(self, names: Sequence[str]) -> list[OptimizerTensor]:
         wanted = set(names)
         return [held for held in self._held if any(name in wanted for name, _ in held.members)]
 
     # What is saved
 
-    def _state_of(self, held: Held) -> dict[str, Any]:
+    def _state_of(self, held: OptimizerTensor) -> dict[str, Any]:
         """The live state of a tensor, and `master` where it is master weights."""
         return {**self.inner.state.get(held.tensor, {}), **({MASTER: held.tensor} if held.master else {})}
 
@@ -277,7 +277,7 @@ class NamedOptimizer:
         UsageError as `step`."""
         self.check_groups()
         return [
-            {key: list(names) if key == "params" else plain(value) for key, value in group.items()}
+            {key: list(names) if key == "params" else to_python(value) for key, value in group.items()}
             for group, names in zip(self.param_groups, self.distribution.groups, strict=True)
         ]
 
@@ -306,7 +306,7 @@ class NamedOptimizer:
             held.key: {k: v.detach() if isinstance(v, Tensor) else v for k, v in self._state_of(held).items()}
             for held in self._held
         }
-        groups = [{key: plain(value) for key, value in group.items()} for group in self.param_groups]
+        groups = [{key: to_python(value) for key, value in group.items()} for group in self.param_groups]
         for number, group in enumerate(groups):
             group["params"] = [held.key for held in self._held if held.group == number]
         return {"state": states, "param_groups": groups, "zero_1": self.distribution.place}
@@ -358,7 +358,7 @@ class NamedOptimizer:
 OWN = frozenset({"params", "param_names", "foreach", "fused", "capturable"})
 
 
-def take_empty_step(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], runtime: Runtime) -> None:
+def initialize_state(inner: torch.optim.Optimizer, tensors: Sequence[Tensor], runtime: Runtime) -> None:
     """Takes one step with zero gradients and learning rate 0, in which any optimizer creates its state. What it keeps
     in its groups and attributes, such as a count of steps, is as before. Restore the tensors afterwards: weight decay
     and the like may have changed them."""
@@ -401,6 +401,6 @@ def load_plain_values(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
             state[key] = value
 
 
-def plain(value: Any) -> Any:
+def to_python(value: Any) -> Any:
     """A hyperparameter as a plain value: a 0-dim tensor becomes a number."""
     return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.parallel.buckets import check_real
+from stepmark.parallel.gradients.accumulators import ShardAccumulator
 from stepmark.parallel.gradients.exchange import ReducedShards
 from stepmark.parallel.gradients.reducer import GradientReducer
-from stepmark.parallel.gradients.sums import ShardSums
-from stepmark.parallel.optimizer.named import Distribution, Groups, Held
+from stepmark.parallel.optimizer.named import Groups, OptimizerSharding, OptimizerTensor
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.dtensor import layout_of_dtensor
@@ -51,9 +51,9 @@ def follow(master: Tensor, parameter: Tensor) -> Tensor:
     return master
 
 
-class Replicated(Distribution):
+class Replicated(OptimizerSharding):
     """All parameters. Where one is not fp32 and `master_weights` is set, the optimizer updates an fp32 copy, and the
-    parameter is that copy rounded. For the other arguments see `Distribution`; `runtime` is the device."""
+    parameter is that copy rounded. For the other arguments see `OptimizerSharding`; `runtime` is the device."""
 
     def __init__(
         self,
@@ -75,13 +75,15 @@ class Replicated(Distribution):
         self._masters = [(parameters[str(held.key)], held.tensor) for held in self.held if held.master]
         self._written = WrittenParameters([parameter for parameter, _ in self._masters], runtime)
 
-    def _hold(self, name: str, parameter: nn.Parameter, group: int, master_weights: bool) -> Held:
+    def _hold(self, name: str, parameter: nn.Parameter, group: int, master_weights: bool) -> OptimizerTensor:
         check_real(name, parameter)
         members = ((name, layout_of(parameter)),)
         if not master_weights or parameter.dtype == torch.float32:
-            return Held(parameter, group, members, master=False, key=name)
+            return OptimizerTensor(parameter, group, members, master=False, key=name)
         (on_host,) = self._runtime.to_host([parameter])
-        return Held(nn.Parameter(self._runtime.place(on_host.float())), group, members, master=True, key=name)
+        return OptimizerTensor(
+            nn.Parameter(self._runtime.place(on_host.float())), group, members, master=True, key=name
+        )
 
     def follow(self) -> None:
         if not self._runtime.lazy:
@@ -116,7 +118,7 @@ class LocalShards(Replicated):
         self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype | None, on_arrival: bool
     ) -> GradientReducer:
         """torch makes a gradient as soon as it arrives, whatever the accumulation is."""
-        sums = ShardSums(self.names, self.parameters, reduce_dtype or torch.float32)
+        sums = ShardAccumulator(self.names, self.parameters, reduce_dtype or torch.float32)
         return GradientReducer(sums, ReducedShards(mesh), mesh)
 
     def follow(self) -> None:

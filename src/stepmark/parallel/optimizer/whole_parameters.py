@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import runs_of
 from stepmark.parallel.gradients.reduced import Used
-from stepmark.parallel.optimizer.named import Distribution, Groups, Held
+from stepmark.parallel.optimizer.named import Groups, OptimizerSharding, OptimizerTensor
 from stepmark.parallel.optimizer.replicated import Replicated, follow
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
@@ -172,7 +172,7 @@ def _fill(views: Sequence[Tensor], flat: Tensor) -> None:
         view.copy_(values.view(view.shape))
 
 
-class WholeParameters(Distribution):
+class WholeParameters(OptimizerSharding):
     """This rank's parameters, each of them complete; with `zero_1` they are divided over the data parallel ranks. Of a
     group that `elementwise_group` says is updated element by element, shards will do. A rank sends at most
     `bucket_elements` at a time. For the other arguments see `Replicated`."""
@@ -226,7 +226,7 @@ class WholeParameters(Distribution):
         if zero_1 and self._axis.size > 1:
             self._rounds = make_rounds(self.parameters, sizes, owners, self._axis.size, bucket_elements)
 
-    def _complete(self, held: Held) -> Held:
+    def _complete(self, held: OptimizerTensor) -> OptimizerTensor:
         """A parameter that was gathered has another layout, and perhaps another dtype, than this rank's shard of it."""
         name = str(held.key)
         if name not in self._needed:

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import Bucket, Member, complete_on_host, for_each_axis, make_buckets
+from stepmark.parallel.gradients.accumulators import BucketAccumulator, ParameterAccumulator
 from stepmark.parallel.gradients.exchange import ReduceScatter
 from stepmark.parallel.gradients.reduced import Used
 from stepmark.parallel.gradients.reducer import GradientReducer
-from stepmark.parallel.gradients.sums import FlatSums, TensorSums
-from stepmark.parallel.optimizer.arrivals import Arrivals
-from stepmark.parallel.optimizer.named import Distribution, Groups, Held
+from stepmark.parallel.optimizer.named import Groups, OptimizerSharding, OptimizerTensor
+from stepmark.parallel.optimizer.pending_gathers import PendingGathers
 from stepmark.parallel.optimizer.replicated import WrittenParameters, follow
 from stepmark.runtime.collectives import start_gather_in_place
 from stepmark.runtime.mesh import Mesh
@@ -31,13 +31,13 @@ from stepmark.sharding.layout import Layout
 class _Piece(NamedTuple):
     """What the optimizer holds of a bucket's shard: a part of it, with elements of some members."""
 
-    held: Held
+    held: OptimizerTensor
     bucket: int
     part: slice
     members: Sequence[Member]
 
 
-class FlatShards(Distribution):
+class FlatShards(OptimizerSharding):
     """This rank's shard of each bucket: parameter by parameter, so that one without a gradient is left out as torch
     does, and on a lazy device, where the cuts are data, as one tensor. Where parameters are not fp32, the shards are
     fp32 master weights, which are saved. The complete state is never materialized.
@@ -60,7 +60,7 @@ class FlatShards(Distribution):
         self._masks: dict[tuple[int, tuple[bool, ...]], Tensor] = {}
         members = [[member.parameter for member in bucket.members] for bucket in self.buckets]
         self._written = [WrittenParameters(parameters, self._runtime) for parameters in members]
-        self.arrivals = Arrivals(members)
+        self.arrivals = PendingGathers(members)
         self.place = {
             "mesh": mesh.shape,
             "rank": mesh.context.world.rank,
@@ -98,7 +98,7 @@ class FlatShards(Distribution):
             members = tuple((m.name, here.get(id(m), Layout(tuple(m.parameter.shape), ()))) for m in bucket.members)
             # No other tensor keeps the memory that an update gives up.
             self._shards[number] = whole = nn.Parameter(shard)
-            held = Held(whole, bucket.group, members, master, key=number)
+            held = OptimizerTensor(whole, bucket.group, members, master, key=number)
             yield _Piece(held, number, slice(None), bucket.members)
         for member in bucket.members if self.separate else ():
             begin, end = (min(max(at - bucket.begin, 0), bucket.shard_size) for at in (member.begin, member.end))
@@ -106,18 +106,20 @@ class FlatShards(Distribution):
                 layout = here[id(member)]
                 moved = tuple(part._replace(at=part.at - begin) for part in layout.parts if isinstance(part.at, int))
                 layout = layout._replace(parts=moved)
-                held = Held(nn.Parameter(shard[begin:end]), bucket.group, ((member.name, layout),), master, member.name)
+                held = OptimizerTensor(
+                    nn.Parameter(shard[begin:end]), bucket.group, ((member.name, layout),), master, member.name
+                )
                 yield _Piece(held, number, slice(begin, end), [member])
 
     def gradients(
         self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype | None, on_arrival: bool
     ) -> GradientReducer:
-        sums: FlatSums | TensorSums
+        sums: BucketAccumulator | ParameterAccumulator
         if mesh.runtime.lazy:
             options: dict[str, Any] = {"accumulation": accumulation, "on_arrival": on_arrival, "watched": True}
-            sums = TensorSums(self.parameters, mesh.runtime, **options)
+            sums = ParameterAccumulator(self.parameters, mesh.runtime, **options)
         else:
-            sums = FlatSums(self.buckets, mesh.runtime)
+            sums = BucketAccumulator(self.buckets, mesh.runtime)
         sums.reset()
         return GradientReducer(sums, ReduceScatter(self.buckets, mesh, reduce_dtype=reduce_dtype), mesh)
 

@@ -23,7 +23,7 @@ from stepmark.parallel.tensor.autograd_collectives import (
     scatter,
 )
 from stepmark.parallel.tensor.dropout import RegionSeeds
-from stepmark.parallel.tensor.sequence import SEQUENCE_DIM, Block
+from stepmark.parallel.tensor.sequence import SEQUENCE_DIM, SequenceBlock
 from stepmark.runtime.collectives import Collectives
 
 
@@ -32,7 +32,7 @@ class TensorParallelRegion:
     under sequence parallelism, if it is a block."""
 
     def __init__(
-        self, module: nn.Module, axis: Collectives, seeds: RegionSeeds, number: int, block: Block | None
+        self, module: nn.Module, axis: Collectives, seeds: RegionSeeds, number: int, block: SequenceBlock | None
     ) -> None:
         self.axis = axis
         self._seeds = seeds

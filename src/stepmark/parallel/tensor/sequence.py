@@ -48,7 +48,7 @@ REFUSED = {
 
 
 @dataclass(frozen=True)
-class Block:
+class SequenceBlock:
     """A module of a layer that gets the complete sequence."""
 
     name: str
@@ -65,7 +65,7 @@ class Stack:
 
     layers: nn.ModuleList
     last: nn.Module
-    blocks: tuple[Block, ...]
+    blocks: tuple[SequenceBlock, ...]
     on_shards: tuple[nn.Parameter, ...]
 
     @property
@@ -92,7 +92,7 @@ def sequence_stacks(model: Any, plan: Mapping[str, Style]) -> list[Stack]:
 
 
 def _stack(model: nn.Module, name: str, layers: nn.ModuleList, plan: Mapping[str, Style], width: int) -> Stack:
-    blocks: list[Block] = []
+    blocks: list[SequenceBlock] = []
     on_shards: list[nn.Parameter] = []
     for number, layer in enumerate(layers):
         on_shards += layer.parameters(recurse=False)
@@ -147,7 +147,7 @@ def _treats_tokens_alone(module: nn.Module, width: int) -> bool:
             return False
 
 
-def _block(name: str, module: nn.Module, plan: Mapping[str, Style]) -> Block:
+def _block(name: str, module: nn.Module, plan: Mapping[str, Style]) -> SequenceBlock:
     inside = {own: style.kind for own, style in plan.items() if f"{own}.".startswith(f"{name}.")}
     kinds = {own: kind for own, kind in inside.items() if kind != "local_params"}  # which says nothing of the module
     rows = [own for own, kind in kinds.items() if kind in ROW_STYLES]
@@ -156,7 +156,7 @@ def _block(name: str, module: nn.Module, plan: Mapping[str, Style]) -> Block:
     covered = all(is_covered(own, on_own_shard) for own, _ in module.named_parameters(name))
     columns = any(kind in COLUMN_STYLES for kind in kinds.values())
     scatters = bool(rows) and direct
-    return Block(name, module, columns and scatters and covered, scatters, tuple(rows) if scatters else ())
+    return SequenceBlock(name, module, columns and scatters and covered, scatters, tuple(rows) if scatters else ())
 
 
 def shard_sequence(stack: Stack, number: int, axis: Collectives, seeds: RegionSeeds, partial: bool) -> None:
@@ -191,7 +191,7 @@ def refuse_hidden_states(model: Any) -> None:
     model.base_model.register_forward_pre_hook(check, with_kwargs=True)
 
 
-def _wire(block: Block, axis: Collectives, seeds: RegionSeeds) -> None:
+def _wire(block: SequenceBlock, axis: Collectives, seeds: RegionSeeds) -> None:
     def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if block.partial:
             return _with_input(args, kwargs, lambda tensor: gather_partial(tensor, axis, SEQUENCE_DIM))

@@ -20,9 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.errors import UsageError
+from stepmark.parallel.gradients.accumulators import ShardAccumulator
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.gradients.reducer import GradientReducer
-from stepmark.parallel.gradients.sums import ShardSums
 from stepmark.parallel.optimizer.named import NamedOptimizer
 from stepmark.parallel.parallelize import check_adapted, parallelize
 from stepmark.preflight.plan.allocations import (
@@ -251,7 +251,7 @@ def _watch(optimizer: NamedOptimizer, parameters: list[nn.Parameter], tracker: A
 
         def assign() -> None:
             tracker.assign((parameter.grad for parameter in parameters), GRADIENTS)
-            if isinstance(reducer.sums, ShardSums):
+            if isinstance(reducer.sums, ShardAccumulator):
                 tracker.assign(reducer.sums.tensors(), GRADIENTS)
 
         def collect() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from stepmark.errors import StepTimeout
 from stepmark.launch.restarts import may_be_restarted
-from stepmark.liveness.late_rank import Finding
+from stepmark.liveness.hang_detector import HangDetector
+from stepmark.liveness.late_rank import LateRank
 from stepmark.liveness.progress import AUTO, Progress
-from stepmark.liveness.silent_ranks import PeerWatch
 from stepmark.liveness.watchdog import watchdog
 from stepmark.runtime.mesh import PIPELINE, Mesh
 from stepmark.runtime.xla_environment import extracting_graphs
@@ -18,20 +18,20 @@ from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.run_folder.status import STUCK
 
 
-class PeerWatches:
+class HangDetectors:
     """The watches over the ranks of a Trainer's runs, one for each. The first begins with the Trainer where other ranks
     may wait for this one."""
 
     def __init__(self, mesh: Mesh, callbacks: RunCallbacks) -> None:
         self._mesh, self._callbacks = mesh, callbacks
-        self._next: PeerWatch | None = None
+        self._next: HangDetector | None = None
         if mesh.context.store is not None and not extracting_graphs():
             self._next = watch_peers(mesh, callbacks)
             self._next.start()
             weakref.finalize(self, self._next.close)
 
     @contextlib.contextmanager
-    def begun(self) -> Iterator[PeerWatch]:
+    def begun(self) -> Iterator[HangDetector]:
         """Inside the block, the calling thread is followed. Enter the watch itself where the run may fail."""
         watch, self._next = self._next or watch_peers(self._mesh, self._callbacks), None
         watch.begin()
@@ -41,7 +41,7 @@ class PeerWatches:
             watch.close()
 
 
-def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:
+def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> HangDetector:
     """Inside the block, a rank that stays in a phase of training for too long is named, and after `step_timeout` ends
     the run as a failed one; so does a rank without a heartbeat for `save_timeout` seconds."""
     context, args, run_log = mesh.context, callbacks.args, callbacks.run_log
@@ -53,7 +53,7 @@ def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:
 
     final, size = not may_be_restarted(args.max_restarts, StepTimeout()), mesh.pipeline.size
 
-    def found(finding: Finding | None) -> None:
+    def found(finding: LateRank | None) -> None:
         if finding is None:
             run_log.event("unstuck", step())
             run_log.describe_now(**{STUCK: None})
@@ -72,7 +72,7 @@ def watch_peers(mesh: Mesh, callbacks: RunCallbacks) -> PeerWatch:
         record = None if ends is None else run_log.failure(step(), final=final, kind=STUCK)
         watchdog.stand_by(prints, ends, doing, record)
 
-    return PeerWatch(
+    return HangDetector(
         context.store,
         context.host.rank,
         context.host.size,

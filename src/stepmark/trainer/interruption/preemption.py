@@ -34,7 +34,7 @@ import torch.distributed as dist
 from stepmark.checkpoint import SaveHandle
 from stepmark.launch.signal_listener import RunInterrupted, conclude, listening, program_handler, send_again
 from stepmark.liveness import progress
-from stepmark.liveness.bounded_call import within
+from stepmark.liveness.bounded_call import call_with_timeout
 from stepmark.liveness.failure_report import FailureReport
 from stepmark.liveness.process_exit import RECORDING, end_interrupted, print_stacks
 from stepmark.liveness.progress import Progress
@@ -180,7 +180,7 @@ class PreemptionCoordinator:
                 passed = self._passed
             self._store.set(f"passed/{self._rank}", str(passed))
             reason = f"{self.signal_name}: stopping"
-            within(RECORDING, lambda: self._announce(reason), None)
+            call_with_timeout(RECORDING, lambda: self._announce(reason), None)
 
     def _stop(self) -> None:
         while not self._closed:

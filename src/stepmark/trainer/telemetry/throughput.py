@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.data.loader.batch import StepBatch
-from stepmark.liveness.progress import BETWEEN, DATA, METRICS, staying
+from stepmark.liveness.progress import BETWEEN, DATA, METRICS, in_phase
 from stepmark.parallel.pipeline.staged_model import complete_size
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.hardware import host_memory, neuron_device_present
@@ -96,7 +96,7 @@ class RunTimers:
     def within(self, part: str) -> Iterator[None]:
         began = time.perf_counter()
         try:
-            with staying(_PHASES[part]):
+            with in_phase(_PHASES[part]):
                 yield
         finally:
             self._parts[part] += time.perf_counter() - began

@@ -35,19 +35,21 @@ class DeferredNumber:
         return self._value
 
 
-def plain(value: Any) -> Any:
+def read_numbers(value: Any) -> Any:
     """A nest of numbers, with those read that are unread, as plain values."""
     if isinstance(value, DeferredNumber):
         return value.value
     if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {name: read_numbers(each) for name, each in value.items()}
+    return [read_numbers(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _method(operation: Callable[..., Any], *, deferred: bool, swapped: bool = False) -> Callable[..., Any]:
     def apply(*values: Any) -> Any:
         ordered = values[::-1] if swapped else values
-        return DeferredNumber(lambda: operation(*plain(ordered))) if deferred else operation(*plain(ordered))
+        return (
+            DeferredNumber(lambda: operation(*read_numbers(ordered))) if deferred else operation(*read_numbers(ordered))
+        )
 
     return apply
 

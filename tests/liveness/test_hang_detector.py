@@ -11,14 +11,14 @@ import pytest
 import torch.distributed as dist
 
 from stepmark.errors import PeerLost
-from stepmark.liveness import progress, silent_ranks
+from stepmark.liveness import hang_detector, progress
+from stepmark.liveness.hang_detector import HangDetector
 from stepmark.liveness.late_rank import Beat
 from stepmark.liveness.progress import Progress
 from stepmark.liveness.running_time import Silence
-from stepmark.liveness.silent_ranks import PeerWatch
 
 LIMIT = 1.6  # seconds: a beat every 0.2
-RANKS: dict[int, PeerWatch] = {}
+RANKS: dict[int, HangDetector] = {}
 
 
 @pytest.fixture
@@ -30,10 +30,10 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         reasons.append(f"rank {rank}: {error}")
         RANKS[rank]._closed.set()
 
-    monkeypatch.setattr(silent_ranks, "end_process", end)
-    monkeypatch.setattr(silent_ranks, "print_stacks", lambda reason: None)
+    monkeypatch.setattr(hang_detector, "end_process", end)
+    monkeypatch.setattr(hang_detector, "print_stacks", lambda reason: None)
     # This process's children belong to other tests: ending one fails whatever runs in the main thread.
-    monkeypatch.setattr(silent_ranks.multiprocessing, "active_children", list)
+    monkeypatch.setattr(hang_detector.multiprocessing, "active_children", list)
     yield reasons
     for one in RANKS.values():
         one.close()
@@ -41,12 +41,12 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     RANKS.clear()
 
 
-def watch(store: dist.Store, rank: int, size: int = 3, reported: list[str] | None = None) -> PeerWatch:
-    silent_ranks._watches = 0  # the ranks of this test are in one process
+def watch(store: dist.Store, rank: int, size: int = 3, reported: list[str] | None = None) -> HangDetector:
+    hang_detector._watches = 0  # the ranks of this test are in one process
     received = reported if reported is not None else []
     at = Progress()
     at.at_step(7)
-    RANKS[rank] = PeerWatch(store, rank, size, LIMIT, at, ending=lambda reason: received.append(reason))
+    RANKS[rank] = HangDetector(store, rank, size, LIMIT, at, ending=lambda reason: received.append(reason))
     return RANKS[rank]
 
 
@@ -57,7 +57,7 @@ def wait_for(reasons: list[str], count: int, seconds: float) -> list[str]:
     return sorted(reasons)
 
 
-def stop_beating(one: PeerWatch) -> None:
+def stop_beating(one: HangDetector) -> None:
     """Simulates a stopped rank: nothing that its threads do reaches the others."""
     one._store = one._reachable = dist.HashStore()
     one._closed.set()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stepmark import ZeroRedundancyOptimizer
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import make_buckets
-from stepmark.parallel.gradients.sums import FlatSums
+from stepmark.parallel.gradients.accumulators import BucketAccumulator
 from stepmark.runtime.mesh import Mesh
 
 
@@ -28,14 +28,14 @@ class Net(nn.Module):
         return (self.first.float() * x).sum() * self.scale.float()
 
 
-def sums_of(net: Net, seen: list[int] | None = None) -> FlatSums:
+def sums_of(net: Net, seen: list[int] | None = None) -> BucketAccumulator:
     buckets = make_buckets([list(net.named_parameters())], Mesh.create(device="cpu"))
-    sums = FlatSums(buckets, Mesh.create(device="cpu").runtime)
+    sums = BucketAccumulator(buckets, Mesh.create(device="cpu").runtime)
     sums.arrived = lambda number, _: (seen if seen is not None else []).append(number)
     return sums
 
 
-def found(sums: FlatSums) -> list[float]:
+def found(sums: BucketAccumulator) -> list[float]:
     return sums.complete(0).tolist()
 
 
@@ -96,7 +96,7 @@ def test_gradients_that_are_cleared_between_passes_do_not_count() -> None:
 def test_sparse_gradients_are_added() -> None:
     table = nn.Embedding(4, 2, sparse=True)
     buckets = make_buckets([list(table.named_parameters())], Mesh.create(device="cpu"))
-    sums = FlatSums(buckets, Mesh.create(device="cpu").runtime)
+    sums = BucketAccumulator(buckets, Mesh.create(device="cpu").runtime)
     for _ in range(2):
         table(torch.tensor([1, 1, 3])).sum().backward()
     assert sums.complete(0).tolist() == [0.0, 0.0, 4.0, 4.0, 0.0, 0.0, 2.0, 2.0]

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from stepmark.liveness import collection
-from stepmark.liveness.collection import quick_imports, without_collection
+from stepmark.liveness import gc_pause
+from stepmark.liveness.gc_pause import quick_imports, without_collection
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -34,7 +34,7 @@ def test_what_is_imported_is_not_collected_and_the_collector_goes_on_as_before(e
 def test_names_of_stepmark_are_imported_without_collections() -> None:
     """In a process of its own, which has imported nothing."""
     code = (
-        "import gc, sys, stepmark, stepmark.liveness.collection\n"
+        "import gc, sys, stepmark, stepmark.liveness.gc_pause\n"
         "name, seen = 'stepmark.config.data_arguments', []\n"
         "gc.callbacks.append(lambda phase, _: hasattr(sys.modules.get(name), 'DataArguments') or seen.append(phase))\n"
         "stepmark.DataArguments\n"
@@ -66,11 +66,11 @@ def test_a_forked_process_does_not_wait_for_the_others_blocks() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        collection._pause.lock.acquire()  # as in the middle of entering or leaving
+        gc_pause._pause.lock.acquire()  # as in the middle of entering or leaving
         with without_collection():
             inside.set()
             leave.wait(30)
-        collection._pause.lock.release()
+        gc_pause._pause.lock.release()
 
     thread = threading.Thread(target=other)
     thread.start()

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from stepmark.parallel.optimizer.arrivals import Arrivals, ArrivingParameter, of_known_libraries
+from stepmark.parallel.optimizer.pending_gathers import PendingGathers, PendingParameter, of_known_libraries
 
-MADE: list[Arrivals] = []
+MADE: list[PendingGathers] = []
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def nothing_is_left_on_its_way() -> Iterator[None]:
         MADE.pop().settle()
 
 
-def on_its_way(*shape: int) -> tuple[nn.Parameter, Arrivals, list[int]]:
+def on_its_way(*shape: int) -> tuple[nn.Parameter, PendingGathers, list[int]]:
     """A parameter of NaN that becomes one of ones, and a list that gets a number when somebody has waited."""
     parameter = nn.Parameter(torch.full(shape or (2, 2), torch.nan))
     waited: list[int] = []
@@ -37,13 +37,13 @@ def on_its_way(*shape: int) -> tuple[nn.Parameter, Arrivals, list[int]]:
         waited.append(1)
         parameter.data.fill_(1.0)
 
-    arrivals = Arrivals([[parameter]])
-    MADE.append(arrivals)
-    arrivals.defer = arrivals._trial.over = True
-    arrivals.start({0: finish})
-    arrivals.watch()
-    assert arrivals.pending
-    return parameter, arrivals, waited
+    gathers = PendingGathers([[parameter]])
+    MADE.append(gathers)
+    gathers.defer = gathers._trial.over = True
+    gathers.start({0: finish})
+    gathers.watch()
+    assert gathers.pending
+    return parameter, gathers, waited
 
 
 def _saved(parameter: nn.Parameter) -> Any:
@@ -94,13 +94,13 @@ USES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 @pytest.mark.parametrize("name", USES)
 def test_a_use_waits(name: str) -> None:
-    parameter, arrivals, waited = on_its_way()
+    parameter, gathers, waited = on_its_way()
     found = USES[name](parameter)
     assert waited == [1]
     assert bool((found == 1.0).all())
-    assert type(found) is not ArrivingParameter
+    assert type(found) is not PendingParameter
     assert type(parameter) is nn.Parameter
-    assert not arrivals.pending
+    assert not gathers.pending
 
 
 def test_printing_waits() -> None:
@@ -146,7 +146,7 @@ def test_only_models_of_libraries_are_known() -> None:
 
 
 def test_what_is_known_without_values_does_not_wait() -> None:
-    parameter, arrivals, waited = on_its_way(3, 4)
+    parameter, gathers, waited = on_its_way(3, 4)
     assert parameter.shape == (3, 4) == parameter.size()
     assert (parameter.dim(), parameter.numel(), len(parameter), parameter.ndim) == (2, 12, 3, 2)
     assert parameter.dtype == torch.float32 and parameter.is_floating_point() and torch.is_floating_point(parameter)  # noqa: PT018
@@ -160,8 +160,8 @@ def test_what_is_known_without_values_does_not_wait() -> None:
     parameter.grad = None
     parameter.requires_grad = True
     assert waited == []
-    assert type(parameter) is ArrivingParameter
-    arrivals.settle()
+    assert type(parameter) is PendingParameter
+    gathers.wait()
     assert waited == [1]
 
 
@@ -171,15 +171,15 @@ def test_a_failure_is_raised_where_the_values_are_used() -> None:
     def finish() -> None:
         raise ConnectionError("the other rank has gone")
 
-    arrivals = Arrivals([[parameter]])
-    arrivals.defer = arrivals._trial.over = True
-    arrivals.start({0: finish})
-    arrivals.watch()
+    gathers = PendingGathers([[parameter]])
+    gathers.defer = gathers._trial.over = True
+    gathers.start({0: finish})
+    gathers.watch()
     for _ in range(2):  # not only the first time
         with pytest.raises(ConnectionError, match="has gone"):
             parameter + 1
-    arrivals._pending = {0: lambda: None}  # so that later tests find nothing on its way
-    arrivals.settle()
+    gathers._pending = {0: lambda: None}  # so that later tests find nothing on its way
+    gathers.wait()
 
 
 def test_parameters_of_a_class_of_their_own_are_waited_for_at_once() -> None:
@@ -187,15 +187,15 @@ def test_parameters_of_a_class_of_their_own_are_waited_for_at_once() -> None:
         pass
 
     waited: list[int] = []
-    arrivals = Arrivals([[Special(torch.zeros(1))]])
-    arrivals.defer = arrivals._trial.over = True
-    arrivals.start({0: lambda: waited.append(1)})
-    arrivals.watch()
+    gathers = PendingGathers([[Special(torch.zeros(1))]])
+    gathers.defer = gathers._trial.over = True
+    gathers.start({0: lambda: waited.append(1)})
+    gathers.watch()
     assert waited == [1]
 
 
 def test_without_leave_to_defer_nothing_is_left_on_its_way() -> None:
     waited: list[int] = []
-    arrivals = Arrivals([[nn.Parameter(torch.zeros(1))]])
-    arrivals.start({0: lambda: waited.append(1)})
+    gathers = PendingGathers([[nn.Parameter(torch.zeros(1))]])
+    gathers.start({0: lambda: waited.append(1)})
     assert waited == [1]

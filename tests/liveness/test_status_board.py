@@ -12,11 +12,11 @@ import pytest
 from stepmark.errors import CheckpointTimeout
 from stepmark.filesystem import files
 from stepmark.liveness.running_time import running_time
-from stepmark.liveness.status_store import RankFailed, StatusStore
+from stepmark.liveness.status_board import RankFailed, StatusBoard
 
 
-def board(folder: Path, rank: int, phase: str) -> StatusStore:
-    made = StatusStore(folder / "run" / "save", rank)
+def board(folder: Path, rank: int, phase: str) -> StatusBoard:
+    made = StatusBoard(folder / "run" / "save", rank)
     made.folder.mkdir(parents=True, exist_ok=True)
     made.enter(phase)
     return made
@@ -43,7 +43,7 @@ def test_a_phase_that_cannot_be_posted_is_not_an_error(tmp_path: Path, monkeypat
         replace(path, data)
 
     monkeypatch.setattr(files, "replace_file", full)
-    monkeypatch.setattr("stepmark.liveness.status_store._POST_EVERY", 0.05)
+    monkeypatch.setattr("stepmark.liveness.status_board._POST_EVERY", 0.05)
     boards[0].enter("finalizing")
     with pytest.raises(CheckpointTimeout, match=r"rank 1 \(writing\) has not written"):
         boards[0].wait("written", [1], running_time() + 0.3)

@@ -80,7 +80,7 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
         handle.remove()
 
 
-class FlatSums:
+class BucketAccumulator:
     """One flat float32 tensor per bucket, which gets each gradient as soon as autograd has made it.
 
     Autograd makes the first gradient of a step in memory of its own, from where it is copied; where the bucket has the
@@ -181,7 +181,7 @@ class FlatSums:
             parameter.grad = None
 
 
-class TensorSums:
+class ParameterAccumulator:
     """One float32 tensor a parameter, to which gradients are added after each backward pass.
 
     Without accumulation, fp32 gradients stay where autograd puts them. On a lazy device views of a bucket would be
@@ -237,7 +237,7 @@ class TensorSums:
 
     @torch.no_grad()
     def replace(self, sums: Sequence[Tensor | None]) -> None:
-        """See `FlatSums`."""
+        """See `BucketAccumulator`."""
         for index, total in enumerate(self._sums or ()):
             given = sums[index]
             self._present[index] = given is not None
@@ -257,7 +257,7 @@ class TensorSums:
             total.zero_()
 
 
-class ShardSums:
+class ShardAccumulator:
     """One float32 tensor a parameter, of this rank's shard of its mean gradient.
 
     Each layer's gradients are reduced in every backward pass: kept for the last one, they would be complete on each
@@ -319,7 +319,7 @@ class ShardSums:
         return list(self._sums)
 
     def replace(self, sums: Sequence[Tensor | None]) -> None:
-        """See `FlatSums`."""
+        """See `BucketAccumulator`."""
         self._sums = list(sums)
         for parameter in self.parameters:
             parameter.grad = None

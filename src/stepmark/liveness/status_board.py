@@ -46,7 +46,7 @@ class RankFailed(CheckpointError):
     """Another rank has reported that it cannot continue."""
 
 
-class StatusStore:
+class StatusBoard:
     """The posts of one save."""
 
     def __init__(self, folder: Path, rank: int, group: HostGroup | None = None) -> None:
@@ -201,7 +201,7 @@ class StatusStore:
         return f"{phase}, silent for {silent:.0f} s" if silent > _SILENT else str(phase)
 
 
-class UnsharedStore(StatusStore):
+class UnsharedStore(StatusBoard):
     """Of ranks that may have no folder to write to, such as readers of `folder`: nothing is posted, and no late rank is
     named."""
 

@@ -31,10 +31,10 @@ import torch.distributed as dist
 
 from stepmark.errors import PeerLost, StepTimeout
 from stepmark.liveness import progress
-from stepmark.liveness.bounded_call import within
+from stepmark.liveness.bounded_call import call_with_timeout
 from stepmark.liveness.failure_report import REPORTS, is_lost_peer
 from stepmark.liveness.host_group import launcher_serves
-from stepmark.liveness.late_rank import LEFT, Beat, Finding, find_stuck, listed
+from stepmark.liveness.late_rank import LEFT, Beat, LateRank, find_stuck, listed
 from stepmark.liveness.process_exit import RECORDING, end_process, print_stacks, say
 from stepmark.liveness.progress import Progress
 from stepmark.liveness.running_time import Silence
@@ -50,7 +50,7 @@ logger = logging.getLogger("stepmark")
 _watches = 0
 
 
-class PeerWatch:
+class HangDetector:
     """A context in which a rank that keeps the others waiting is named, and eventually ends the run.
 
     All ranks exit with code 1 when one of them has no heartbeat for `limit` seconds (`save_timeout`), or stays in a
@@ -71,7 +71,7 @@ class PeerWatch:
         at: Progress,
         *,
         ending: Callable[[str], None],
-        found: Callable[[Finding | None], None] = lambda finding: None,
+        found: Callable[[LateRank | None], None] = lambda finding: None,
         standby: Callable[[float | None, float | None, str], None] = lambda seconds, last, doing: None,
         place: Callable[[int], str] = lambda rank: "",
     ) -> None:
@@ -88,8 +88,8 @@ class PeerWatch:
         self._started: set[int] = set()  # ranks with a first heartbeat
         self._latest: dict[int, Beat] = {}  # latest heartbeat of each rank, including this one
         self._left: set[int] = set()  # ranks that have exited normally
-        self._suspect: Finding | None = None  # found once, which does not count: heartbeats are of different moments
-        self._named: Finding | None = None
+        self._suspect: LateRank | None = None  # found once, which does not count: heartbeats are of different moments
+        self._named: LateRank | None = None
         self._following = contextlib.ExitStack()
         # A separate connection: a request that waits for an answer blocks all others on the same connection.
         alone = store is None or size == 1
@@ -123,7 +123,7 @@ class PeerWatch:
         for thread in filter(threading.Thread.is_alive, self._threads):
             thread.join(2 * self._beat)  # a thread blocked by a store that does not answer is abandoned
 
-    def __enter__(self) -> PeerWatch:
+    def __enter__(self) -> HangDetector:
         if self._at.position.phase == progress.BEFORE:
             self.begin()
         return self
@@ -240,7 +240,7 @@ class PeerWatch:
             cause = "find out what stopped the process" if finding.silent else "find out what it waits for"
             self._end(self._reason(finding.rank, finding.text, cause))
 
-    def _silent(self, beats: Mapping[int, Beat], silent: Mapping[int, float]) -> Finding | None:
+    def _silent(self, beats: Mapping[int, Beat], silent: Mapping[int, float]) -> LateRank | None:
         """Ranks that have had no heartbeat for too long, while any rank trains."""
         late = [rank for rank, seconds in silent.items() if seconds > self._quiet]
         if not late or all(beat.outside for beat in beats.values()):
@@ -248,7 +248,7 @@ class PeerWatch:
         longest = max(late, key=silent.__getitem__)
         text = f"{listed([self._describe(rank) for rank in late])}: no heartbeat for {silent[longest]:.0f} s"
         ends = silent[longest] > self._deadline(longest)[0] and not beats[self._rank].outside
-        return Finding(longest, self._latest.get(longest), text, silent=True, ends=ends)
+        return LateRank(longest, self._latest.get(longest), text, silent=True, ends=ends)
 
     def _deadline(self, rank: int) -> tuple[float, str]:
         """After how many seconds without a heartbeat of this rank the run ends, and the setting that says so: the limit
@@ -261,7 +261,7 @@ class PeerWatch:
     def _reason(self, rank: int, text: str, remedy: str) -> str:
         return f"stuck: {text} ({self._deadline(rank)[1]}); {remedy}, {_THEN}"
 
-    def _tell(self, finding: Finding | None) -> None:
+    def _tell(self, finding: LateRank | None) -> None:
         """Prints once which rank keeps the others waiting, or with None that it makes progress again. If the judging
         rank itself is silent, one of the others prints it."""
         about = finding or self._named
@@ -272,7 +272,7 @@ class PeerWatch:
             seen = about.beat.stack if about.beat else []
             shown = [f"{about.text}; {_CAUSES}"] if about.silent else [about.text, *seen]
             say("stepmark: " + ("stuck: " + "\n  ".join(shown) if finding else f"{self._name(about.rank)} goes on"))
-        within(RECORDING, lambda: self._found(finding), None)
+        call_with_timeout(RECORDING, lambda: self._found(finding), None)
 
     def _name(self, rank: int, *more: str) -> str:
         beat, notes = self._latest.get(rank), ", ".join(filter(None, (self._place(rank), *more)))
@@ -312,9 +312,11 @@ class PeerWatch:
             if self._closed.is_set():
                 return
             print_stacks(reason)
-            within(RECORDING, lambda: self._ending(reason), None)  # the main thread may hang with the log's lock
+            call_with_timeout(
+                RECORDING, lambda: self._ending(reason), None
+            )  # the main thread may hang with the log's lock
             if self._reachable is not None and self._rank == self._first:  # last: a launcher may then end this rank
-                within(RECORDING, lambda: self._tell_all(reason), None)
+                call_with_timeout(RECORDING, lambda: self._tell_all(reason), None)
             for worker in multiprocessing.active_children():  # one that is stopped would outlive this process
                 worker.kill()
             end_process(StepTimeout(reason), self._rank)

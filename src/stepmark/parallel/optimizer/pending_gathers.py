@@ -55,7 +55,7 @@ def of_known_libraries(model: nn.Module) -> bool:
     return all(type(module).__module__.partition(".")[0] in LIBRARIES for module in model.modules())
 
 
-class ArrivingParameter(nn.Parameter):
+class PendingParameter(nn.Parameter):
     """What a parameter is until its values are there. New ones, such as copies, are parameters like others."""
 
     def __new__(cls, data: Tensor, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
@@ -75,7 +75,7 @@ class ArrivingParameter(nn.Parameter):
 def _arriving(values: Iterable[Any]) -> Iterator[Tensor]:
     """Those of the values, and of what they contain, that are on their way."""
     for each in values:
-        if type(each) is ArrivingParameter:
+        if type(each) is PendingParameter:
             yield each
         elif isinstance(each, (list, tuple)):
             yield from _arriving(each)
@@ -87,7 +87,7 @@ def _mark(parameters: Iterable[Tensor], use: Use) -> None:
     """From now on `use` is called before anything uses the values of one of the parameters."""
     for each in parameters:
         _uses[id(each)] = partial(use, each)
-        each.__class__ = ArrivingParameter
+        each.__class__ = PendingParameter
 
 
 def _unmark(parameters: Iterable[Tensor]) -> None:
@@ -97,7 +97,7 @@ def _unmark(parameters: Iterable[Tensor]) -> None:
             del _uses[id(each)]
 
 
-class Arrivals:
+class PendingGathers:
     """What an optimizer's step has left to wait for, in groups of parameters that arrive together.
 
     Without `defer`, nothing is on its way once the optimizer's step has returned. The first forward pass after it was
@@ -127,7 +127,7 @@ class Arrivals:
         self._pending.update(started)
         self._trial.end()
         if not self.defer or not self._trial.passed:
-            self.settle()
+            self.wait()
 
     def watch(self) -> None:
         """From now on, what uses parameters waits for their values."""
@@ -140,7 +140,7 @@ class Arrivals:
             self._hook = register_module_forward_pre_hook(_use_own)
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits for everything."""
         with self._lock:
             for number in list(self._pending):
@@ -171,7 +171,7 @@ class Arrivals:
                 yield
             return
         yield
-        self.settle()
+        self.wait()
 
 
 class _Trial:
@@ -225,7 +225,7 @@ def _use_own(module: nn.Module, _: object) -> None:
     """Before a module is called: its own parameters are used; in place of them it may have been given what somebody has
     made of some parameters (`torch.func.functional_call`)."""
     for each in module._parameters.values():
-        if type(each) is ArrivingParameter:
+        if type(each) is PendingParameter:
             _uses[id(each)]()
         elif type(each) is Tensor:
             for use in list(_uses.values()):

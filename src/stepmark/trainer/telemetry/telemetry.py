@@ -44,7 +44,7 @@ LONGEST_COMMAND = 2000  # characters
 MAX_LINES = 5  # that read the device, named in one warning
 
 
-class Monitor:
+class Telemetry:
     """The monitors of one run on one rank. Only the rank that writes the run's log reports findings."""
 
     def __init__(self, parts: TrainingComponents, run_log: RunLog) -> None:
