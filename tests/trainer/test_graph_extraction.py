@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -73,11 +74,12 @@ class CountingRuntime(EagerRuntime):
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and ".stepmark" not in path.parts
-    }
+    found = {}
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != ".stepmark"]  # a save that has ended may be clearing it
+        paths = [Path(root, name) for name in names]
+        found |= {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    return found
 
 
 def test_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
