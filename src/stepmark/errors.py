@@ -69,7 +69,7 @@ class StepTimeout(StepmarkError):
 
 
 class FileRefused(StepmarkError, OSError):
-    """A file in a folder is a link, no regular file, or larger than such a file can be: nobody's run has written it."""
+    """A file in a folder is a link, not a regular file, or too large: no run has written it."""
 
     def __str__(self) -> str:
         return f"{self.filename} {self.strerror}; remove it, or name another folder"
@@ -84,7 +84,7 @@ class PeerFailed(LaunchError):
 
 
 class PeerLost(PeerFailed):
-    """Another rank is gone: it was killed, or its machine or network has failed. Nobody else may be left to say so."""
+    """Another rank is gone: it was killed, or its machine or network has failed. No rank may be left to say so."""
 
     @classmethod
     def of(cls, who: str) -> PeerLost:

@@ -107,8 +107,8 @@ def shortage(
     one: str = "its copy of the state",
     several: str = "the copies of the",
 ) -> str | None:
-    """What is missing where the ranks of one node, each of which `needs` so many more bytes, find too few of
-    them. `free` is what free_host_memory says on each: only ranks under the same limit need what it leaves together."""
+    """Says which memory is missing where ranks of one node, which need `needs[rank]` more bytes each, would not fit;
+    None where they do. `free` is each rank's free_host_memory: ranks under one limit share what it leaves."""
     for limit in sorted({name for known in free for name in known}):
         ranks = [rank for rank, known in enumerate(free) if limit in known]
         more, left = sum(needs[rank] for rank in ranks), min(free[rank][limit] for rank in ranks)

@@ -8,7 +8,7 @@ ready    A rank that finds itself in the roster says so; once all have, rank 0 r
 
 If rank 0 serves the store, the store is new, and a second hello under one rank comes from another run. Hellos are
 stored under the run's name and size, so that runs that share a port by mistake do not join each other. With a secret
-(messages.py), names begin with what only this run's ranks know, and nobody else can make a hello or a roster.
+(messages.py), names begin with what only this run's ranks know, and no one else can make a hello or a roster.
 """
 
 from __future__ import annotations

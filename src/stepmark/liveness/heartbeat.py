@@ -107,7 +107,7 @@ class HeartbeatMonitor:
         except (FileNotFoundError, NotADirectoryError):
             self._silence.forget(path)
             return False
-        if not stat.S_ISREG(status.st_mode):  # nobody's
+        if not stat.S_ISREG(status.st_mode):  # not a run's
             return False
         time_of_file = status.st_mtime_ns
         if self._silence.seconds({path: time_of_file})[path] >= STALE:

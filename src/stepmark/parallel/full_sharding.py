@@ -186,7 +186,7 @@ def is_fully_sharded(parameter: Tensor) -> bool:
 
 
 def has_hooks(parameter: Tensor, own: int = 0) -> bool:
-    """Whether somebody has registered hooks of a parameter's gradient, besides `own` ones."""
+    """Whether a parameter's gradient has hooks besides `own` ones."""
     found: Any = parameter._post_accumulate_grad_hooks
     return bool(parameter._backward_hooks) or len(found or ()) > own
 

@@ -104,7 +104,7 @@ class StepHooks:
 
 
 def _versions(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int, bool]]:
-    """What tells whether somebody changes parameters."""
+    """Differs once parameters are changed."""
     return [(each.untyped_storage()._cdata, each._version, each.requires_grad) for each in parameters]
 
 

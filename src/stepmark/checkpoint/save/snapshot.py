@@ -5,7 +5,7 @@ to the host, in groups, so that memory besides the copy is bounded by the larges
 because each slice on the device would be a separate graph.
 
 What only an optimizer writes is copied while training goes on. Until then torch's copy-on-write keeps its values:
-whoever writes, through whichever view, gets other memory. Optimizers wait, so that this memory is not needed. An
+a write, through any view, gets other memory. Optimizers wait, so that this memory is not needed. An
 accelerator copies on a stream of its own, and its other streams wait in place of the host.
 """
 
@@ -284,7 +284,7 @@ def written_by_optimizers(sections: Sequence[Section]) -> set[tuple[str, str]]:
 
 
 def _frozen(tensor: Tensor, *, aliased: bool) -> Tensor | None:
-    """A tensor that keeps these values, without a copy as long as nobody writes, through whichever tensor. None where
+    """A tensor that keeps these values, without a copy as long as nothing is written, through any tensor. None where
     the memory is not torch's own, such as that of a file or shared between processes, or where others may write to it,
     which torch's copy-on-write does not see. They hold a reference. Where torch has such `aliased` tensors itself, only
     numpy arrays are told from them: torch fixes the size of their storage."""

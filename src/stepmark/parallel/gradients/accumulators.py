@@ -280,7 +280,7 @@ class ShardAccumulator:
 
     def begin(self) -> None:
         """Announces a step. Gradients that were set since the last one are those of all ranks. Raises UsageError where
-        somebody has registered hooks, which would have no effect."""
+        hooks are registered, which would have no effect."""
         hooked = self.hooks.hooked
         for index, each in enumerate(self.parameters):
             if has_hooks(each, own=index in hooked):
@@ -304,7 +304,7 @@ class ShardAccumulator:
         parameter.grad = None
 
     def collect(self) -> None:
-        """Ends a backward pass. Raises UsageError where somebody has set a gradient in it."""
+        """Ends a backward pass. Raises UsageError where a gradient was set in it."""
         for layer in self._layers:
             layer.pass_ended()
         given = next((each for each in self.parameters if each.grad is not None), None)

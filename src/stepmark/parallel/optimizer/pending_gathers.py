@@ -2,7 +2,7 @@
 
 ZeRO-1's all-gather overlaps with what follows the step, up to the next forward pass: each parameter is waited for when
 its values are used. That is seen in two ways. Until its values are there, a parameter has a class whose functions wait
-for them (`__torch_function__`), whoever calls them; and a module that is called waits for the parameters of its own,
+for them (`__torch_function__`), wherever they are called; and a module that is called waits for its own parameters,
 which may go to code that is none of torch's functions.
 
 Neither sees compiled code that is given parameters of other modules, nor the transforms of torch.func, which hide them
@@ -101,8 +101,8 @@ class PendingGathers:
     """What an optimizer's step has left to wait for, in groups of parameters that arrive together.
 
     Without `defer`, nothing is on its way once the optimizer's step has returned. The first forward pass after it was
-    set is a trial: where a parameter gets a gradient though nobody was seen to use it, such as in a graph that is
-    replayed, steps wait at once. Whoever sets it calls `watch` after each step, before anything else uses parameters.
+    set is a trial: where a parameter gets a gradient though no use of it was seen, such as in a graph that is
+    replayed, steps wait at once. Its setter calls `watch` after each step, before anything else uses parameters.
     """
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]] = ()) -> None:
@@ -222,7 +222,7 @@ class _Trial:
 
 
 def _use_own(module: nn.Module, _: object) -> None:
-    """Before a module is called: its own parameters are used; in place of them it may have been given what somebody has
+    """Before a module is called: its own parameters are used; in place of them it may have been given what was
     made of some parameters (`torch.func.functional_call`)."""
     for each in module._parameters.values():
         if type(each) is PendingParameter:

@@ -64,8 +64,8 @@ DeferredNumber.__format__ = _method(format, deferred=False)  # type: ignore[meth
 
 
 class DeferredTensor(Tensor):
-    """A tensor whose `item()` is read later. That a count of it is more than 0 is taken to be so, as it is in a batch
-    with targets, and checked later; other decisions read it."""
+    """A tensor whose `item()` is read later. Comparisons `count > 0` are assumed true, as in a batch with targets, and
+    checked later; other decisions read the value."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -121,7 +121,7 @@ def capturing_checkpoint(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """A reentrant activation checkpointing function, `checkpoint(function, *args)`, through which losses of what
     transformers captures inside of `function`, such as router logits, have gradients.
 
-    Hooks capture it in the first pass, which has no gradients, and nobody looks at what they find in the second. So
+    Hooks capture it in the first pass, which has no gradients, and what they find in the second is not read. So
     what is captured is given back by the function, too.
     """
 
