@@ -1,4 +1,4 @@
-"""What is said about names that Stepmark does not have."""
+"""Refuses names that Stepmark does not have, in recipes, flags and arguments, and says what was meant."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Makes a transformers model tensor parallel: shards its parameters, then inserts the collectives.
-
-On a mesh with a pipeline it is cut into stages afterwards.
-"""
+"""Makes a model parallel: by fsdp, or by experts and tensor parallel layers and then pipeline stages, in this order."""
 
 from __future__ import annotations
 

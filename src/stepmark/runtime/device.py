@@ -1,4 +1,4 @@
-"""The choice of a run's device."""
+"""Chooses a run's device, from the field `device` and what the machine has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for float16: P. Micikevicius et al., Mixed Precision Training (2018), with the constants of
+"""Dynamic loss scaling for float16, as in Mixed Precision Training (Micikevicius et al., 2018), with the constants of
 torch.amp.GradScaler."""
 
 from __future__ import annotations

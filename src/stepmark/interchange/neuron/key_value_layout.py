@@ -1,4 +1,4 @@
-"""How neuronx-distributed and optimum-neuron cut a model over tensor parallel ranks: names and rows, nothing else.
+"""How neuronx-distributed and optimum-neuron cut a model over tensor parallel ranks, and permute key/value heads.
 
 A rank's tensor becomes parts of one or more tensors with Hugging Face's names. All cuts of one tensor are along one
 dim: a `Move` says which rows (or columns) of which rank become which rows of which tensor. Where key/value heads are

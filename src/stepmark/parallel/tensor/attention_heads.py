@@ -1,4 +1,4 @@
-"""Attention heads, distributed over ranks."""
+"""Which attention heads a tensor parallel rank holds, where key/value heads may be fewer than ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers of a tensor parallel model.
+"""Seeds the dropout of a tensor parallel model, so that ranks drop the same elements where activations are replicated.
 
 Where activations are replicated, dropout must drop the same elements on all ranks; where they are sharded, it should
 not. So the generator is seeded during the forward pass: on entering a region of sharded activations from (the seed in

@@ -1,4 +1,4 @@
-"""The doctor's findings."""
+"""What the doctor has found: one line each, with its status and, for a warning or failure, its remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that autograd saves for the backward pass, on lazy devices.
+"""Keeps copies of weights out of the results of a pipeline stage's forward graph, on lazy devices.
 
 A stage of a pipeline ends its graph after the forward pass, and everything that autograd has saved becomes a result of
 the graph. Of a linear layer that is the transposed weight, and under autocast its copy in another dtype: on an eager

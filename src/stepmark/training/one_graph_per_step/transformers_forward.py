@@ -1,4 +1,4 @@
-"""transformers' models on devices of which a read waits, without reading values.
+"""Runs transformers' models without reading values, on devices where a read waits.
 
 Models read tensors on the host to choose a path, to warn or to check. On a lazy device each read ends the graph and
 waits for the device; and where ranks read different values, their graphs differ and the next collective hangs.
