@@ -270,7 +270,9 @@ def test_small_tensors_go_in_runs_and_large_ones_in_windows(tmp_path: Path) -> N
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
     assert not verify(own).faults
-    places = [streaming.Place(GlobalTensor.whole("x", scalar), 4 * n) for n, scalar in enumerate(_scalars(tmp_path))]
+    places = [
+        streaming.WrittenTensor(GlobalTensor.whole("x", scalar), 4 * n) for n, scalar in enumerate(_scalars(tmp_path))
+    ]
     with FileOutput(tmp_path / "out", 4000) as output:
         (job,) = streaming.write_jobs(places, ArrayReader(), output)
         assert job() == 4000
@@ -283,7 +285,7 @@ def test_a_large_tensor_may_begin_at_any_byte(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(data)
     tensor = GlobalTensor.whole("x", StoredArray.contiguous(tmp_path / "data", 0, "I32", (5_000_000,)))
     with FileOutput(tmp_path / "out", len(data) + 4099) as output:
-        jobs = list(streaming.write_jobs([streaming.Place(tensor, 4099)], ArrayReader(), output))
+        jobs = list(streaming.write_jobs([streaming.WrittenTensor(tensor, 4099)], ArrayReader(), output))
         assert len(jobs) > 2
         assert sum(job() for job in jobs) == len(data)
     assert (tmp_path / "out").read_bytes() == bytes(4099) + data

@@ -87,3 +87,15 @@ def test_without_a_file_to_write_to_nothing_is_known(monkeypatch: pytest.MonkeyP
     assert places_of(threading.get_ident()) == []
     monkeypatch.delattr(os, "memfd_create")
     assert places_of(threading.get_ident())
+
+
+def test_a_thread_finds_itself_among_more_than_100() -> None:
+    ended = threading.Event()
+    threads = [threading.Thread(target=ended.wait) for _ in range(120)]
+    for each in threads:
+        each.start()
+    try:
+        here = places_of(threading.get_ident())[0]
+    finally:
+        ended.set()
+    assert here.function == "test_a_thread_finds_itself_among_more_than_100"

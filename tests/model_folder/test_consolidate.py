@@ -438,5 +438,5 @@ def test_memory_is_bounded_by_a_window(tmp_path: Path) -> None:
     array = StoredArray.contiguous(tmp_path / "file", 0, "BF16", half)
     tensor = GlobalTensor("big", "BF16", shape, (Piece(array, (0, 0)), Piece(array, (0, 1 << 19))))
     output: Any = None
-    found = list(streaming.write_jobs([streaming.Place(tensor, 0)], ArrayReader(), output))
+    found = list(streaming.write_jobs([streaming.WrittenTensor(tensor, 0)], ArrayReader(), output))
     assert len(found) == tensor.nbytes // streaming.WINDOW

@@ -32,7 +32,7 @@ class Recorder:
     def last_backward(self) -> None:
         self.calls.append("last backward")
 
-    def reduce(self, loss: Tensor, tokens: Tensor) -> ReducedGradients:
+    def reduce(self, loss: Tensor, tokens: Tensor, loads: Tensor | None = None) -> ReducedGradients:
         self.calls.append("reduce")
         found = [parameter.grad for parameter in self._model.parameters()]
         norm = nn.utils.get_total_norm([gradient for gradient in found if gradient is not None])

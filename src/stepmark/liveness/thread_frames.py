@@ -32,13 +32,13 @@ class CodeLocation(NamedTuple):
     function: str
 
 
-def all_stacks() -> str:
-    """The stacks of all threads as text; empty where the system gives no file. Not through a pipe: faulthandler holds
-    the interpreter's lock while it is full."""
+def all_stacks(*, others: bool = True) -> str:
+    """The stacks of this thread and of up to 99 `others` as text; empty where the system gives no file. Not through a
+    pipe: faulthandler holds the interpreter's lock while it is full."""
     memory = hasattr(os, "memfd_create")  # a file system may hang
     try:
         with open(os.memfd_create("stacks"), "r+b") if memory else tempfile.TemporaryFile() as file:
-            faulthandler.dump_traceback(file)
+            faulthandler.dump_traceback(file, all_threads=others)
             file.seek(0)
             return file.read().decode(errors="replace")
     except OSError:
@@ -48,9 +48,13 @@ def all_stacks() -> str:
 def places_of(thread: int) -> list[CodeLocation]:
     """Where the thread of this identity is, the innermost function first, at most 100; the calling one is where it
     calls this. Empty where it has ended, or where the system gives no file."""
-    lines = next((each[2] for each in _THREAD.finditer(all_stacks()) if int(each[1], 16) == thread), "")
-    own = 2 if thread == threading.get_ident() else 0  # all_stacks, and this function
-    return [CodeLocation(*found) for found in _PLACE.findall(lines)][own:]
+    if thread == threading.get_ident():  # by itself: of more than 100 threads faulthandler leaves out the first ones
+        return _places(all_stacks(others=False))[2:]  # without all_stacks and this function
+    return _places(next((each[2] for each in _THREAD.finditer(all_stacks()) if int(each[1], 16) == thread), ""))
+
+
+def _places(text: str) -> list[CodeLocation]:
+    return [CodeLocation(*found) for found in _PLACE.findall(text)]
 
 
 def is_compiling(places: Sequence[CodeLocation]) -> bool:

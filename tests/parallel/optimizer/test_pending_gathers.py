@@ -25,7 +25,7 @@ def nothing_is_left_on_its_way() -> Iterator[None]:
     """The hook of all modules is gone before other tests run."""
     yield
     while MADE:
-        MADE.pop().settle()
+        MADE.pop().wait()
 
 
 def on_its_way(*shape: int) -> tuple[nn.Parameter, PendingGathers, list[int]]:
