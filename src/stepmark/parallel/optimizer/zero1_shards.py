@@ -60,7 +60,7 @@ class FlatShards(OptimizerSharding):
         self._masks: dict[tuple[int, tuple[bool, ...]], Tensor] = {}
         members = [[member.parameter for member in bucket.members] for bucket in self.buckets]
         self._written = [WrittenParameters(parameters, self._runtime) for parameters in members]
-        self.arrivals = PendingGathers(members)
+        self.gathers = PendingGathers(members)
         self.place = {
             "mesh": mesh.shape,
             "rank": mesh.context.world.rank,
@@ -179,7 +179,7 @@ class FlatShards(OptimizerSharding):
             if flat.dtype != shard.dtype:
                 axis.own_shard(flat).copy_(shard)
         started = [start_gather_in_place(axis, flat) for axis, flat in zip(axes, complete, strict=True)]
-        self.arrivals.start({number: partial(self._arrived, number, wait) for number, wait in enumerate(started)})
+        self.gathers.start({number: partial(self._arrived, number, wait) for number, wait in enumerate(started)})
 
     def _arrived(self, number: int, wait: Callable[[], Tensor]) -> None:
         flat = wait()
