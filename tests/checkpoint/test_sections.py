@@ -710,7 +710,7 @@ def test_a_state_restored_in_inference_mode_can_be_trained(tmp_path: Path) -> No
     assert held["t"].eq(1).all()
 
 
-@pytest.mark.parametrize("checkpoint", [True, 1.5, None])
+@pytest.mark.parametrize("checkpoint", [True, 1.5, None, torch.tensor(3.0), np.ones(2)])
 def test_a_checkpoint_is_a_step_or_a_path(tmp_path: Path, checkpoint: Any) -> None:
     state = {"nest": {"x": 1}}
     with Checkpointer(tmp_path) as checkpointer:

@@ -44,6 +44,20 @@ def test_frozen_parameters_of_a_model_in_bf16(stage: int, ranks: int, tmp_path: 
     assert all(torch.equal(model[name], drawn.model[name] if name in trained else low[name]) for name in model)
 
 
+@pytest.mark.parametrize("name", [0, ("a",), b"a"])
+def test_names_that_are_none(name: Any, tmp_path: Path) -> None:
+    source = deepspeed_folder(tmp_path / "source", truth(), stage=3)
+    for path in (source / STEP_FOLDER).glob("*_model_states.pt"):
+        content = torch.load(path, weights_only=True)
+        shapes, module = content["param_shapes"][0], content["module"]
+        first = next(iter(shapes))
+        content["param_shapes"][0] = {name: shapes.pop(first), **shapes}
+        content["module"] = {name: module.pop(first), **module}
+        torch.save(content, path)
+    with pytest.raises((CheckpointDamaged, CheckpointMismatch)):
+        open_foreign(source, ImportOptions())
+
+
 @pytest.mark.parametrize("kind", ["optim", "model"])
 def test_a_rank_that_is_missing(kind: str, tmp_path: Path) -> None:
     source = deepspeed_folder(tmp_path / "source", truth())

@@ -269,6 +269,14 @@ def test_missing_file_of_a_rank(tmp_path: Path) -> None:
     refused(source, tmp_path, CheckpointDamaged, "tensor rank 2", "missing")
 
 
+@pytest.mark.parametrize("rank", [1_000_000_000, 10**15])
+def test_a_rank_of_a_huge_number(rank: int, tmp_path: Path) -> None:
+    """The mesh that it stands for is not laid out."""
+    source = foreign_checkpoints.nxd_folder(tmp_path / "source", truth())
+    (source / "model" / f"dp_rank_00_tp_rank_{rank}_pp_rank_00.pt").touch()
+    refused(source, tmp_path, CheckpointDamaged, "missing")
+
+
 def test_missing_last_data_parallel_rank(tmp_path: Path) -> None:
     source = foreign_checkpoints.nxd_folder(tmp_path / "source", truth())
     for path in (source / "optim").glob("dp_rank_01*"):

@@ -16,7 +16,7 @@ from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -367,10 +367,12 @@ class Checkpointer:
     def _resolve(self, checkpoint: str | Path | int) -> Path:
         if isinstance(checkpoint, (str, Path)):
             path = resolve_link(local_path(checkpoint, "checkpoint"))
-        elif isinstance(checkpoint, SupportsIndex) and not isinstance(checkpoint, bool):
-            path = checkpoint_path(self.folder, operator.index(checkpoint))
         else:
-            raise UsageError(f"checkpoint: {checkpoint!r} is neither a step nor a path")
+            step: Any = None if isinstance(checkpoint, bool) else checkpoint
+            try:
+                path = checkpoint_path(self.folder, operator.index(step))
+            except TypeError:
+                raise UsageError(f"checkpoint: {checkpoint!r} is neither a step nor a path") from None
         if not path.is_dir():
             raise CheckpointNotFound(f"there is no checkpoint {path}")
         if not (path / MANIFEST).exists() and (found := checkpoints(path)):

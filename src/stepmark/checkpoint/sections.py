@@ -43,7 +43,7 @@ class Entry(NamedTuple):
     tensor: Tensor
     layout: Layout
     dtype: str
-    first: int = False  # of ranks with the same slice, only the first one's is saved; see `Row`
+    first: int = False  # of ranks with the same slice, only the first one's is saved; see `SliceRecord`
 
 
 @dataclass

@@ -201,7 +201,7 @@ def leaves(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
 
 @dataclass(frozen=True)
 class Missing:
-    """A tensor that is referred to, and whose file is not there; with the type that the archive records."""
+    """A tensor that is referred to, and whose file is not there; with what the `.info.pt` beside it records."""
 
     path: Path
     dtype: str | None

@@ -18,9 +18,12 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
+from stepmark.checkpoint.format.dtypes import item_size
+from stepmark.checkpoint.format.tensor_file import StoredTensor
 from stepmark.checkpoint.format.verify import verify
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError
 from stepmark.filesystem import files
+from stepmark.sharding.layout import Layout, Shard
 from tests.support.checkpoint_states import net, same, snapshot, train
 from tests.support.corruption import flip_bit
 
@@ -323,3 +326,26 @@ def test_a_second_live_run_is_refused_and_a_dead_one_is_cleaned_up(tmp_path: Pat
         "checkpoint-1",
         "checkpoint-2",
     ]
+
+
+def test_a_tensor_that_begins_within_an_element_is_read_in_boxes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As no writer of ours lays out a file: three bytes, then float32 values over several blocks."""
+    whole = torch.arange(2000 * 1000, dtype=torch.float32).view(2000, 1000)
+
+    def by_name(tensors: Any) -> tuple[StoredTensor, ...]:
+        found, begin = [], 0
+        for name, dtype, shape, part in sorted(tensors, key=lambda each: each[0]):
+            found.append(StoredTensor(name, dtype, shape, part, begin))
+            begin += part.numel * item_size(dtype)
+        return tuple(found)
+
+    monkeypatch.setattr("stepmark.checkpoint.save.plan.order", by_name)
+    state = {"nest": {"a": torch.arange(3, dtype=torch.uint8), "b": whole}}
+    columns = Layout.box((2000, 1000), (0, 300), (2000, 400))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        part = torch.zeros(2000, 400)
+        checkpointer.restore({"nest": {"a": torch.zeros(3, dtype=torch.uint8), "b": Shard(part, columns)}}, 1)
+    assert torch.equal(part, whole[:, 300:700])

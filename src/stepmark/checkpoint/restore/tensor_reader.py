@@ -299,11 +299,13 @@ def _copy_boxes(file: VerifiedFile, stored: StoredTensor, begin: int, end: int, 
     have in common. Raises CheckpointDamaged for bytes that differ from their checksum."""
     assert target.host is not None
     size = item_size(stored.dtype)
-    start, stop = ((at - stored.begin) // size + stored.slice.start for at in (begin, end))
-    pairs = overlaps(TensorSlice(stored.slice.box, start, stop), part.slice)
+    start, stop = ((at - stored.begin) // size for at in (begin, end))
+    shift = stored.slice.start
+    pairs = overlaps(TensorSlice(stored.slice.box, shift + start, shift + stop), part.slice)
     if not pairs:
         return
     first, last = _span(pairs)
+    begin = stored.begin + start * size  # a block of the file may begin within an element
     read = np.frombuffer(file.read(stored, begin + first * size, begin + last * size), dtype=f"u{size}")
     views = block_views(target.host, part, 0, part.slice.numel)
     arrays = [(block.box, host_array(view, write=True)) for block, view in views]

@@ -60,8 +60,8 @@ def check_grid(files: dict[RankCoordinates, Path], where: Path) -> dict[str, int
     sizes = {axis: max(getattr(place, axis) for place in files) + 1 for axis in ("pp", "tp", "dp", "ep")}
     count = max(sizes["dp"], 1) * sizes["pp"] * sizes["tp"] * sizes["ep"]
     if count > _LARGEST_RANK or len(files) != count:
-        dps = range(sizes["dp"]) if sizes["dp"] else (-1,)
-        grid = product(range(sizes["pp"]), range(sizes["tp"]), dps, range(sizes["ep"]))
+        pps, tps, dps, eps = (range(min(sizes[axis], len(files) + 1)) for axis in ("pp", "tp", "dp", "ep"))  # one lacks
+        grid = product(pps, tps, dps if sizes["dp"] else (-1,), eps)
         place = next(place for place in starmap(RankCoordinates, grid) if place not in files)
         raise CheckpointDamaged(
             f"{where}: the file of pipeline rank {place.pp}, tensor rank {place.tp}, data rank {max(place.dp, 0)}"

@@ -21,7 +21,7 @@ from stepmark.filesystem.files import read_file
 from stepmark.interchange.sources import transformers_trainer
 from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer, ImportOptions
-from stepmark.interchange.sources.torch_optimizer import STEP, as_tensor, shapes_of, shared_value, split_state_dict
+from stepmark.interchange.sources.torch_optimizer import STEP, as_tensor, named_shapes, shared_value, split_state_dict
 from stepmark.model_folder.adapted_model import ADAPTER_CONFIG
 from stepmark.sharding.layout import Shape, TensorSlice
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
@@ -136,7 +136,7 @@ def _units(
     states, listed = zip(*(split_state_dict(one.get(inner), where) for one in ranks), strict=True)
     groups: list[dict[str, Any]] = listed[0]
     numbers = [each for group in groups for each in group["params"]]
-    shapes = [shapes_of(one, where) for one in first.get("param_shapes") or ()]
+    shapes = [named_shapes(one, where) for one in first.get("param_shapes") or ()]
     flat: list[Any] = [one.get(weights) for one in ranks]
     if any(not isinstance(one, list) or len(one) != len(numbers) for one in flat):
         raise CheckpointDamaged(f"{where}: the groups of fp32 weights are not those of the optimizer")
@@ -241,7 +241,7 @@ def _model(
 ) -> dict[str, GlobalTensor]:
     """The model's tensors: of what is trained the fp32 weights, rounded where the module is bf16."""
     first, fragments = models[0], [one.get("frozen_param_fragments") or {} for one in models]
-    frozen, shared = shapes_of(first.get("frozen_param_shapes") or {}, where), first.get("shared_params") or {}
+    frozen, shared = named_shapes(first.get("frozen_param_shapes") or {}, where), first.get("shared_params") or {}
     model: dict[str, GlobalTensor] = {}
     for name, item in first["module"].items():
         source = shared.get(name, name)

@@ -40,6 +40,11 @@ def shapes_of(value: Any, where: str) -> dict[Any, Shape]:
         raise CheckpointDamaged(f"{where}: its shapes of parameters are malformed") from error
 
 
+def named_shapes(value: Any, where: str) -> dict[str, Shape]:
+    """The same by name, whatever a damaged file has in place of names."""
+    return {str(name): shape for name, shape in shapes_of(value, where).items()}
+
+
 def group_settings(groups: Sequence[Any], where: str) -> list[dict[str, Any]]:
     """The groups of an optimizer's state dict, as plain values. Raises CheckpointDamaged where one is malformed."""
     if not all(isinstance(group, dict) for group in groups):
