@@ -77,11 +77,11 @@ def with_stepmark(options: argparse.Namespace, mesh: Mesh, zero_1: bool = False,
         reduce_dtype=getattr(torch, options.reduce_dtype),
     )
 
-    step.defer_arrivals()  # as the Trainer does
+    step.defer_gathers()  # as the Trainer does
 
     def run(batches: list[Tensor] | None) -> None:
         if batches is None:
-            optimizer.arrivals.settle()
+            optimizer.gathers.wait()
             return
         targets = options.rows * (LENGTH - 1)
         made = [MicroBatch({"input_ids": tokens, "labels": tokens}, len(tokens), targets) for tokens in batches]

@@ -65,8 +65,8 @@ def configuration(options: argparse.Namespace) -> Qwen3MoeConfig:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=options.width // 4,
         vocab_size=VOCABULARY,
+        head_dim=options.width // 4,  # type: ignore[call-arg]
     )
     config._experts_implementation = "grouped_mm"
     return config
@@ -137,7 +137,8 @@ def their_layer(options: argparse.Namespace, mesh: Mesh, folder: Path) -> Step:
     plan |= layer._ep_plan
     apply_expert_parallelism(layer, axes.get_mesh("ep"), axes.get_mesh("tp"), plan, ep_implementation="all_to_all")
     with torch.no_grad():
-        for shard, each in zip(layer.parameters(), whole.parameters(), strict=True):
+        shards: Any = layer.parameters()
+        for shard, each in zip(shards, whole.parameters(), strict=True):
             shard.to_local().copy_(each.chunk(options.nproc)[mesh.experts.rank])
     return layer_step(layer, options, mesh.context.world.rank)
 

@@ -92,7 +92,7 @@ def make_model(options: argparse.Namespace) -> torch.nn.Module:
         return BertForSequenceClassification(BertConfig(**sizes, **special))
     layers = max(1, layers // 2)  # of the encoder and of the decoder
     size = {"d_model": width, "d_kv": width // heads, "d_ff": 4 * width, "num_heads": heads, "num_layers": layers}
-    return T5ForConditionalGeneration(T5Config(**size, **special, decoder_start_token_id=0))
+    return T5ForConditionalGeneration(T5Config(**{**size, **special, "decoder_start_token_id": 0}))
 
 
 class Clock(TrainerCallback):

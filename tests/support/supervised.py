@@ -8,7 +8,7 @@ from stepmark.launch.step_board import StepPlace
 
 
 class PrintingRun:
-    """See `stepmark.launch.restarts.SupervisedRun`; `command` is that of restarted ranks."""
+    """See `stepmark.launch.restarts.RestartedRun`; `command` is that of restarted ranks."""
 
     def __init__(self, command: Sequence[str] = ()) -> None:
         self.command = command

@@ -118,6 +118,14 @@ def test_beams_are_refused_where_shapes_are_static() -> None:
         greedy_tokens(small_t5(), {}, config, EagerRuntime(torch.device("cpu")))
 
 
+@pytest.mark.parametrize("setting", ["guidance_scale", "repetition_penalty"])
+def test_a_factor_of_zero_is_no_default(setting: str) -> None:
+    config = GenerationConfig(max_length=LENGTH)
+    setattr(config, setting, 0.0)
+    with pytest.raises(UsageError, match=f"^predict_with_generate: {setting} is 0"):
+        greedy_tokens(small_t5(), {}, config, EagerRuntime(torch.device("cpu")))
+
+
 def test_generation_with_sharded_parameters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="^predict_with_generate and fsdp: "):
         Seq2SeqTrainingArguments(output_dir=str(tmp_path), predict_with_generate=True, fsdp="full_shard")

@@ -271,6 +271,9 @@ def test_a_script_prints_and_saves_metrics(tmp_path: Path, capsys: pytest.Captur
     ours = capsys.readouterr().out
     log_metrics(made, "predict", metrics)  # transformers' own
     assert ours == capsys.readouterr().out
+    made.log_metrics("predict", {"nothing": None, "rows": [1, 2]})  # at which transformers' raises, on this rank alone
+    assert "rows    = [1, 2]" in capsys.readouterr().out
+    made.log_metrics("predict", {})
     made.save_metrics("predict", {"predict_loss": 0.25})
     made.save_metrics("test", {"test_loss": 0.5}, combined=False)
     assert read(tmp_path / "predict_results.json") == {"predict_loss": 0.25}

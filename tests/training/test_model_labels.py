@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,6 +160,19 @@ def test_the_type_of_a_loss_says_whether_it_shifts() -> None:
 
     found = [known_shift(Own(name)) for name in ("ForCausalLM", "ForTokenClassification", "Other")]
     assert found == [True, False, None]
+
+
+def test_a_loss_of_the_users_needs_no_hash() -> None:
+    @dataclass
+    class Focal:
+        power: float = 2.0
+
+        def __call__(self, logits: Tensor, labels: Tensor, **others: Any) -> Tensor:
+            return logits.sum()
+
+    model = make("LlamaForCausalLM").model
+    model.loss_function = Focal()
+    assert known_shift(model) is True
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def describe_samples(place: StepPlace) -> str:
 
 
 class SupervisedRun:
-    """See `stepmark.launch.restarts.SupervisedRun`. Create it before the ranks start; `command` is that of a rank."""
+    """See `stepmark.launch.restarts.RestartedRun`. Create it before the ranks start; `command` is that of a rank."""
 
     describe = staticmethod(describe_samples)
 

@@ -312,9 +312,8 @@ class HangDetector:
             if self._closed.is_set():
                 return
             print_stacks(reason)
-            call_with_timeout(
-                RECORDING, lambda: self._ending(reason), None
-            )  # the main thread may hang with the log's lock
+            # The main thread may hang with the log's lock.
+            call_with_timeout(RECORDING, lambda: self._ending(reason), None)
             if self._reachable is not None and self._rank == self._first:  # last: a launcher may then end this rank
                 call_with_timeout(RECORDING, lambda: self._tell_all(reason), None)
             for worker in multiprocessing.active_children():  # one that is stopped would outlive this process

@@ -47,8 +47,9 @@ def read_checkpoints(history: History) -> list[Checkpoint]:
         one = _of_events(step, events)
         found.setdefault(one.name, one)
     restored = Counter(str(event.get("checkpoint")) for event in history.of_kind("resumed"))
-    counted = [replace(one, restored=restored[one.name]) for one in found.values()]
-    return sorted(counted, key=lambda one: (one.step, one.time or 0.0, one.name))
+    whole = [one for one in found.values() if one.state in ("complete", "corrupted", "deleted")]
+    found |= {one.name: replace(one, restored=restored[one.name]) for one in whole}
+    return sorted(found.values(), key=lambda one: (one.step, one.time or 0.0, one.name))
 
 
 def _last(history: History, kind: str) -> dict[int, dict[str, Any]]:

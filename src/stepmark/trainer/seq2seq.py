@@ -199,7 +199,7 @@ def _check(model: Any, config: Any) -> None:
     defaults = {**config._get_default_generation_params(), "guidance_scale": 1.0}
     for name in _NEUTRAL.split():
         value, default = getattr(config, name, None), defaults.get(name)
-        if value and value != default:
+        if value not in (None, default) and (value or default):  # where nothing is the default, so are 0 and []
             raise UsageError(
                 f"predict_with_generate: {name} is {value}, and a lazy device generates greedily, with static shapes; "
                 f"set it to {default}, or evaluate on device: cpu or cuda"

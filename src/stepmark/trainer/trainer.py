@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
-from transformers import trainer_pt_utils
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import (
     EvalLoopOutput,
@@ -67,6 +66,7 @@ from stepmark.trainer.run_folder.run_identity import identity
 from stepmark.trainer.run_hooks import RunHooks
 from stepmark.trainer.run_model import align_special_tokens, check_packed, make_again, model_of, prepare_model
 from stepmark.trainer.run_optimizer import RunOptimizer
+from stepmark.trainer.telemetry.progress import metric_lines
 from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.trainer.training_loop import TrainingLoop
 from stepmark.training.compiled_layers import compile_layers
@@ -1025,7 +1025,8 @@ class Trainer:
             split: The heading: `train`, `eval` or `predict` for example.
             metrics: The metrics by name.
         """
-        trainer_pt_utils.log_metrics(self, split, dict(metrics))
+        if self.is_world_process_zero():
+            print("\n".join(metric_lines(split, metrics)), flush=True)
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Writes metrics to `<split>_results.json` in the run's folder, on rank 0.

@@ -241,15 +241,16 @@ class TrainingLoop:
             self._parts.loader.begin_epoch()
         self._record_position()
         while (spike := self._train_to_the_end()) is not None:
-            self._roll_back(*spike.args)
+            self._roll_back(*spike)
         self._checkpointer.wait()
         self._monitor.saves.close()
         if self._preemption is not None:  # another rank may still wait for an answer of this one's thread
             self._parts.context.host.barrier()
         enter_phase(END)
 
-    def _train_to_the_end(self) -> _LossSpike | None:
-        """Trains to the last step. Returns the spike for which the run goes back before that."""
+    def _train_to_the_end(self) -> tuple[Any, ...] | None:
+        """Trains to the last step. Returns the arguments of `_roll_back` where the run goes back before that: the error
+        itself would keep a step's batch alive."""
         try:
             if self._step < self._parts.total_steps:
                 self._stop_if_asked()
@@ -261,7 +262,7 @@ class TrainingLoop:
             self._parts.step.settle()
             self._check_finite()
         except _LossSpike as spike:
-            return spike
+            return spike.args
         return None
 
     def _roll_back(self, first: int, last: int, path: Path) -> None:

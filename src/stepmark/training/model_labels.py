@@ -170,8 +170,8 @@ def shown_shift(model: nn.Module) -> bool | None:
             return None
         if isinstance(model.loss_function, VocabParallelLoss):
             return True
-        shifts: dict[Any, bool] = {LOSS_MAPPING[name]: shift for name, shift in _SHIFTS_OF_LOSSES.items()}
-        return shifts.get(model.loss_function)
+        shifts = _SHIFTS_OF_LOSSES.items()
+        return next((shift for name, shift in shifts if LOSS_MAPPING.get(name) is model.loss_function), None)
     return False if _has_unshifted_head(model, forward) else None
 
 

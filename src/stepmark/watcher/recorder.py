@@ -62,7 +62,7 @@ class BestTracker:
         return sum(best is None or line["step"] > best for line in evaluated)
 
 
-@dataclass
+@dataclass(eq=False)
 class EvaluationRecorder:
     """Keeps the records of one setup. `failures` counts the evaluations that failed; `best` is the step of the best
     evaluated checkpoint that exists, which the run's link follows with `moves_best`. `show` gets each line of

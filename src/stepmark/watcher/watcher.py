@@ -38,7 +38,7 @@ class _EvaluationOutcome:
     there: bool = True
 
 
-@dataclass
+@dataclass(eq=False)
 class Watcher:
     """Watches the run that is asked for. `make_setup` is called with the first checkpoint that exists, on all ranks.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.cli.main import run as call
+from stepmark.data.loader.batch import StepBatch
 from stepmark.errors import TrainingDiverged, UsageError
 from stepmark.filesystem.json_files import read_lines
 from stepmark.trainer.telemetry.anomalies import SpikeDetector
@@ -121,6 +123,19 @@ def test_a_run_that_never_is_finite_still_stops(tmp_path: Path) -> None:
 
     with pytest.raises(TrainingDiverged, match="since step 5 nothing is finite"):
         train(tmp_path, on_loss_spike="warn", callbacks=[Nan()], **SPIKES)
+
+
+def test_a_batch_of_a_spike_is_not_kept(tmp_path: Path) -> None:
+    class Counts(TrainerCallback):
+        found: ClassVar[list[int]] = []
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            gc.collect()
+            self.found.append(sum(type(each) is StepBatch for each in gc.get_objects()))
+
+    train(tmp_path, 20, on_loss_spike="rollback", callbacks=[Counts()], **SPIKES)
+    assert len(Counts.found) > 30
+    assert Counts.found[-1] == Counts.found[2]
 
 
 def test_a_run_goes_back_and_leaves_the_samples_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,9 +100,9 @@ def _unmark(parameters: Iterable[Tensor]) -> None:
 class PendingGathers:
     """What an optimizer's step has left to wait for, in groups of parameters that arrive together.
 
-    Without `defer`, nothing is on its way once the optimizer's step has returned. The first forward pass after it was
-    set is a trial: where a parameter gets a gradient though no use of it was seen, such as in a graph that is
-    replayed, steps wait at once. Its setter calls `watch` after each step, before anything else uses parameters.
+    Without `defer`, nothing is on its way once the optimizer's step has returned. The first forward pass with it is a
+    trial: where a parameter gets a gradient though no use of it was seen, such as in a graph that is replayed, steps
+    wait at once. Whatever sets `defer` calls `watch` after each step, before anything else uses parameters.
     """
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]] = ()) -> None:

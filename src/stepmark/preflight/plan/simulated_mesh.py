@@ -151,9 +151,8 @@ class SimulatedLinks:
         if self._device.lazy:
             for form in [*map(Form.of, sent), *incoming]:
                 with self._tracker.within(COMMUNICATION):
-                    torch.empty(
-                        (2, *form.shape), dtype=form.dtype
-                    )  # an all-gather of the pair, of which one half is taken
+                    # An all-gather of the pair, of which one half is taken.
+                    torch.empty((2, *form.shape), dtype=form.dtype)
         return self.exchange_on_host(other, sent, incoming)
 
     def exchange_on_host(self, other: int, outgoing: Sequence[Tensor], incoming: Sequence[Form]) -> Exchange:
