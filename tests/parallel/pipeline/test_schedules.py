@@ -17,7 +17,7 @@ from stepmark.parallel.pipeline.schedules import (
     ideal_idle_share,
     make_schedule,
 )
-from tests.support.schedules import idle_share
+from tests.support.schedules import idle_share, picture
 
 Case = tuple[str, int, int, int]  # kind, ranks, micro-batches, chunks
 CASES: list[Case] = [
@@ -83,3 +83,35 @@ def test_backward_passes_of_a_stage_are_in_order(schedules: dict[Case, Schedule]
             tasks = [task for tick in schedule.ticks for tasks in tick for task in tasks]
             order = [task.micro_batch for task in tasks if (task.kind, task.stage) == (kind, stage)]
             assert order == sorted(order), case
+
+
+@pytest.mark.parametrize("case", [(2, 4, 2), (4, 8, 2), (4, 8, 3)])
+def test_interleaved_order_equals_that_of_torch(case: tuple[int, int, int]) -> None:
+    ranks, micro_batches, chunks = case
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    rank_operations = getattr(schedules, "_get_1f1b_rank_ops", None)
+    if rank_operations is None:
+        pytest.skip("this torch has no function of its own for the order")
+    for rank in range(ranks):
+        total, warm_up = micro_batches * chunks, (chunks - 1) * ranks + 2 * (ranks - 1 - rank)
+        warm_up = min(warm_up, total)
+
+        def forward_stage(position: int, rank: int = rank) -> int:
+            return position // ranks % chunks * ranks + rank
+
+        def backward_stage(position: int, rank: int = rank, warm_up: int = warm_up) -> int:
+            return (chunks - 1 - (position - warm_up) // ranks % chunks) * ranks + rank
+
+        numbers = (chunks, ranks, warm_up, total - warm_up, warm_up, rank)
+        actions = rank_operations(*numbers, forward_stage, backward_stage)
+        theirs = [(a.computation_type.name, a.stage_index, a.microbatch_index) for a in actions if a is not None]
+        theirs = [(name.replace("FULL_", "")[:1], stage, index) for name, stage, index in theirs]
+        ticks = make_schedule(INTERLEAVED, ranks, micro_batches, chunks).ticks
+        assert theirs == [(task.kind, task.stage, task.micro_batch) for tick in ticks for task in tick[rank]]
+
+
+def test_picture() -> None:
+    assert picture(make_schedule(ONE_F_ONE_B, 2, 3)).splitlines() == [
+        "rank 0 │ 0 1  ·  (0)  2  (1)  ·  (2)",
+        "rank 1 │ · 0 (0)  1  (1)  2  (2)  ·",
+    ]
