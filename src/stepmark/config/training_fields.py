@@ -123,6 +123,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     parallelize_embedding: bool = True
     pipeline_parallel_size: Annotated[int, at_least(1)] = 1
     expert_parallel_size: Annotated[int, at_least(1)] = 1
+    data_parallel_replicas: Annotated[int | None, at_least(1)] = None
     pipeline_schedule: Annotated[str, one_of("gpipe", "1f1b", "interleaved")] = "1f1b"
     pipeline_layers: list[int] | None = None
     pipeline_chunks: Annotated[int, at_least(1)] = 1

@@ -84,7 +84,7 @@ def evaluate(
         place_module(model, mesh.runtime)
     else:
         model = ModelReader(mesh.runtime, trust_remote_code=trust_remote_code).read(local_path(model, "model"))
-    runtime, axis = mesh.runtime, mesh.data_parallel
+    runtime = mesh.runtime
     dtype = autocast_dtype(bf16=bf16, fp16=fp16)
     loss = MicroBatchLoss(
         model,
@@ -99,8 +99,8 @@ def evaluate(
         loader = DataLoader(
             each,
             batch_size,
-            rank=axis.rank,
-            world_size=axis.size,
+            rank=mesh.ranks.own,
+            world_size=mesh.ranks.total,
             shuffle=False,
             collate_fn=data_collator,
             num_workers=num_workers,

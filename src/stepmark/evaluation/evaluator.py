@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,10 @@ from stepmark.liveness.progress import EVALUATION, enter_phase, in_phase
 from stepmark.parallel.full_sharding import compare_calls
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.eager import kept_generators
 from stepmark.runtime.mesh import Mesh
-from stepmark.training.micro_batches import autocast
+from stepmark.runtime.seeds import derive_seed, kept_host_generators
+from stepmark.training.micro_batches import autocast, seed_micro_batch
 from stepmark.training.model_labels import evaluating, unwrapped
 from stepmark.training.one_graph_per_step.transformers_forward import forward_without_reads
 from stepmark.training.pipelined_forward import PipelinedForward
@@ -133,49 +136,63 @@ class Evaluator:
 
         Raises PredictionsTooLarge, after the first batch, where what is gathered would not fit into host memory."""
         started = time.perf_counter()
-        pending: list[Tensor] = []
-        sums = [0.0, 0, 0, 0, 0, 0]  # loss, target tokens, samples, batches, those with a loss, and with known labels
-        kept: list[SampleRows] = []
+        own = range(len(self.mesh.ranks.own))
+        pending: list[list[Tensor]] = [[] for _ in own]  # losses of each logical rank
+        # Of each: loss, target tokens, samples, batches, those with a loss, and with known labels.
+        of_ranks = [[0.0, 0, 0, 0, 0, 0] for _ in own]
+        found: list[list[SampleRows]] = []  # step by step, of each own rank
         held = 0  # bytes of those
         computed: Any = None
         loss_only = not gather and batch_metrics is None
         prefetcher = DevicePrefetcher(loader, self.runtime)
-        with in_phase(EVALUATION), evaluating(self.model), contextlib.closing(iter(prefetcher)) as batches:
+        kept = contextlib.nullcontext() if self.runtime.lazy else kept_generators()
+        iterated = contextlib.closing(iter(prefetcher))
+        with kept, kept_host_generators(), in_phase(EVALUATION), evaluating(self.model), iterated as batches:
             forward = functools.partial(self._forward, loss_only=loss_only, ignore_keys=ignore_keys)
             results = self._results(batches, before_batch, forward)
-            for (micro_batch, result), last in with_last(results) if batch_metrics else ((each, 0) for each in results):
-                loss = result[0]
+            together: list[SampleRows] = []  # of the batches of one step
+            for place, ((micro_batch, result), last) in zip(
+                cycle(own), with_last(results) if batch_metrics else ((each, 0) for each in results)
+            ):
+                sums, loss = of_ranks[place], result[0]
                 sums[1] += self.loss.count(micro_batch)
                 sums[2] += micro_batch.rows
                 sums[3] += 1
                 sums[5] += micro_batch.targets is not None
                 if loss is not None:
-                    pending.append(loss)
+                    pending[place].append(loss)
                     sums[4] += 1
-                rows = None if loss_only else self._rows(micro_batch, result, include)
-                if gather and rows is not None:
-                    kept.append(rows)
-                    held += rows.bytes
+                if len(pending[place]) == HELD_BATCHES:
+                    sums[0] += self._fetch_losses(pending[place])
+                if not loss_only:
+                    together.append(self._rows(micro_batch, result, include))
+                if place != own[-1]:
+                    continue
+                rows, together = together, []
+                if gather and rows:
+                    found.append(rows)
+                    held += sum(each.bytes for each in rows)
                     done = int(sums[3])
                     if done.bit_count() == 1:  # again after 2, 4, 8, … batches, since batches differ
                         of_all = loader.steps_per_epoch if getattr(loader, "has_length", True) else done
                         expected = sum(self._all_gather(held)) * max(of_all / done, 1)
                         self.check_memory(expected, held, joined=joined)
                 if batch_metrics is not None:
-                    computed = batch_metrics(SampleRows.joined(self._all_gather(rows)), bool(last))
-                if len(pending) == HELD_BATCHES:
-                    sums[0] += self._fetch_losses(pending)
+                    of_all_ranks = [each for told in self._all_gather(rows) for each in told]
+                    computed = batch_metrics(SampleRows.joined(of_all_ranks), bool(last))
                 after_batch()
         compare_calls(self.model, self.host)
-        sums[0] += self._fetch_losses(pending)
-        totals = [sum(column) for column in zip(*self._all_gather(sums), strict=True)]
+        for sums, left in zip(of_ranks, pending, strict=True):
+            sums[0] += self._fetch_losses(left)
+        told = [sums for each in self._all_gather(of_ranks) for sums in each]
+        totals = [sum(column) for column in zip(*told, strict=True)]
         return Evaluation(
             loss=totals[0] / totals[1] if totals[4] and totals[1] else None,
             tokens=int(totals[1]),
             samples=int(totals[2]),
-            batches=int(sums[3]),
+            batches=int(of_ranks[0][3]),
             seconds=time.perf_counter() - started,
-            rows=self._gather(kept, joined) if gather else NO_ROWS,
+            rows=self._gather(found, joined) if gather else NO_ROWS,
             computed=computed,
             of_targets=totals[5] > 0,
         )
@@ -189,10 +206,13 @@ class Evaluator:
             for number, batch in enumerate(batches, start=1):
                 enter_phase(EVALUATION, number)
                 before()
-                yield batch.micro_batches[0]
+                yield from batch.micro_batches
 
         if staged(self.model) is None:
-            for each in source():
+            for number, each in enumerate(source()):
+                batch, place = divmod(number, len(self.mesh.ranks.own))
+                if not self.runtime.lazy:  # what a user's loss draws depends on nothing but the batch
+                    seed_micro_batch(self.runtime, derive_seed(EVALUATION, batch, self.mesh.ranks.own[place]))
                 yield each, forward(each)
             return
         through_stages = PipelinedForward(self.model, self.loss, self.mesh, self.autocast_dtype)
@@ -316,13 +336,13 @@ class Evaluator:
             )
         return max(needs)
 
-    def _gather(self, kept: list[SampleRows], joined: bool) -> SampleRows:
+    def _gather(self, kept: list[list[SampleRows]], joined: bool) -> SampleRows:
         """All ranks' rows, in the order of the samples: batch by batch, and within a batch by rank. Only a few batches
         are gathered at a time, to limit memory."""
         in_order: list[SampleRows] = []
         for first in range(0, len(kept), HELD_BATCHES):
             by_rank = self._all_gather(kept[first : first + HELD_BATCHES])
-            in_order += [rows for batch in zip(*by_rank, strict=True) for rows in batch]
+            in_order += [rows for step in zip(*by_rank, strict=True) for own in step for rows in own]
         if not in_order:
             return NO_ROWS
         return SampleRows.joined(in_order) if joined else SampleRows.listed(in_order)

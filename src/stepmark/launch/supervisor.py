@@ -34,6 +34,7 @@ from stepmark.launch.restarts import RestartedRun, Restarts
 from stepmark.launch.signal_handlers import IGNORABLE, STOPPING, handler_afterwards
 from stepmark.launch.signal_listener import Interrupts
 from stepmark.launch.step_board import NO_STEP, StepBoard, StepPlace
+from stepmark.launch.threads import chosen_threads
 from stepmark.launch.world import World, number_in
 from stepmark.liveness.failure_report import OUTPUT_CLOSED, REPORTS, SECRET, FailureReport, read_failure_reports
 from stepmark.liveness.process_exit import INTERRUPTED, end_by_signal
@@ -246,10 +247,10 @@ class _Ranks:
             self.send(number)
 
     def _environment(self, rank: int) -> dict[str, str]:
-        threads = max(1, (os.cpu_count() or 1) // self.nproc)
         # Where a rank has failed, torch would print the C++ stack of every other one before the rank's error.
-        environment = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
         environment |= {
+            **chosen_threads(self.nproc),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.nproc),

@@ -2,7 +2,8 @@
 shard.
 
 A bucket holds parameters of one optimizer group, one dtype and one replication over the tensor parallel axis. Its
-shards have equal sizes regardless of parameter boundaries; padding at its end is less than one element per rank.
+shards have equal sizes regardless of parameter boundaries; padding at its end is less than one element per rank. Where
+sums are in a fixed order, parameters and shards begin at multiples of 64 elements.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from stepmark.sharding.views import narrow
 HOST_BUCKET_ELEMENTS = 6 * 2**20  # several in flight while received ones are added up, each worth its overhead
 EAGER_BUCKET_ELEMENTS = 8 * 2**20  # the full bandwidth between accelerators, and still several to overlap
 LAZY_BUCKET_ELEMENTS = 32 * 2**20  # few large collectives in a graph, and little memory beside the model
+PIECE = 64  # elements of a parameter that no shard divides: kernels treat the last few of a tensor in another way
 FIRST_BUCKET = 1 / 6  # of the others' size: see `make_buckets`
 
 
@@ -119,8 +121,8 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 class Bucket:
-    """`members` concatenated from element 0 on; a rank's shard has `shard_size` elements, padding included. `axis`: the
-    data parallel ranks that hold the same members."""
+    """`members` one after the other from element 0 on; a rank's shard has `shard_size` elements, padding included.
+    `axis`: the data parallel ranks that hold the same members."""
 
     def __init__(self, group: int, members: Sequence[Member], mesh: Mesh) -> None:
         self.group = group
@@ -129,17 +131,19 @@ class Bucket:
         self.axis = axis = mesh.same(self.replication.experts)
         self.dtype = members[0].parameter.dtype
         self.numel = members[-1].end
-        self.shard_size = -(-self.numel // axis.size)
+        self.shard_size = _rounded(-(-self.numel // axis.size), mesh)
         self.padded = self.shard_size * axis.size
         self.begin = axis.rank * self.shard_size
         self.end = min(self.begin + self.shard_size, self.numel)
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The members' tensors concatenated, padded with zeros."""
-        pairs = zip(self.members, tensors, strict=True)
-        flat = [box.reshape(-1) for member, tensor in pairs for box in member.boxes_of(tensor)]
-        if self.padded > self.numel:
-            flat.append(flat[0].new_zeros(self.padded - self.numel))
+        """The members' tensors at their places, and zeros between them."""
+        ends = [*(member.begin for member in self.members[1:]), self.padded]
+        flat = []
+        for member, tensor, end in zip(self.members, tensors, ends, strict=True):
+            flat += [box.reshape(-1) for box in member.boxes_of(tensor)]
+            if end > member.end:
+                flat.append(flat[-1].new_zeros(end - member.end))
         return torch.cat(flat)
 
     def local_layouts(self) -> Iterator[tuple[Member, Layout]]:
@@ -194,10 +198,15 @@ def make_buckets(
         for parameters in kinds.values():
             for run in runs_of([parameter.numel() for _, parameter in parameters], limit, first):
                 named = parameters[run.start : run.stop]
-                begins = accumulate((parameter.numel() for _, parameter in named), initial=0)
+                begins = accumulate((_rounded(parameter.numel(), mesh) for _, parameter in named), initial=0)
                 members = [make(name, parameter, at) for (name, parameter), at in zip(named, begins, strict=False)]
                 buckets.append(Bucket(index, members, mesh))
     return buckets
+
+
+def _rounded(elements: int, mesh: Mesh) -> int:
+    """The same or more, where updates must not depend on how many ranks divide a bucket."""
+    return -(-elements // PIECE) * PIECE if mesh.ranks.fixed else elements
 
 
 def for_each_axis(

@@ -26,6 +26,7 @@ from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from stepmark.sharding.dtensor import is_dtensor, local_of
+from stepmark.sharding.logical_ranks import FIELD
 
 _ATTRIBUTE = "_stepmark_layer"  # of a sharded parameter: its LayerGradients
 LOSS = "fsdp: the loss uses the model's parameters, which are shards; compute it from its outputs, or use zero_1"
@@ -324,6 +325,10 @@ def _check_mesh(mesh: Mesh, sharding: FullSharding) -> int:
     for name, size in (("tensor", mesh.tensor_parallel.size), ("pipeline", mesh.pipeline.size)):
         if size > 1:
             raise UsageError(f"fsdp and {name}_parallel_size: both shard parameters; leave one of them out")
+    if mesh.ranks.given:
+        raise UsageError(
+            f"fsdp and {FIELD}: shards are added in the order of the processes; use zero_1, or leave it out"
+        )
     ranks, count = mesh.data_parallel.size, replicas(mesh, sharding)
     if ranks % count or count == ranks:
         raise UsageError(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from stepmark.liveness.host_group import Group, gather
 from stepmark.runtime.base import Runtime
+from stepmark.sharding.logical_ranks import LogicalRanks
 
 Reduction = Literal["sum", "max"]
 
@@ -136,7 +137,7 @@ class GroupCollectives:
         Between hosts, and with another `dtype`, each rank sends the others their shards and adds what it receives.
         """
         if self._between_hosts(tensor):
-            return self._start_exchange_of_shards(tensor, dtype)
+            return self.start_sum_in_order([tensor], LogicalRanks(self.size, self.size, self.rank), dtype)
         if dtype in (None, tensor.dtype):
             return self._start_reduce_scatter_between_devices(tensor)
         return self._start_exchange_between_devices(tensor.to(dtype), tensor.dtype)
@@ -153,25 +154,59 @@ class GroupCollectives:
         work = dist.reduce_scatter_tensor(shard, sent, group=self._group.process_group, async_op=True)
         return lambda: _after([work], lambda: shard)
 
-    def _start_exchange_of_shards(self, tensor: Tensor, dtype: torch.dtype | None) -> Callable[[], Tensor]:
-        sent = tensor if dtype is None else tensor.to(dtype)
-        parts = self._spare.take(sent, (self.size - 1, sent.shape[0] // self.size, *sent.shape[1:]))
-        received = dict(zip([rank for rank in range(self.size) if rank != self.rank], parts, strict=True))
-        works = self._exchange(lambda rank: received[rank], lambda rank: self._shard(sent, rank), REDUCED)
+    def start_sum_in_order(
+        self, roots: Sequence[Tensor], ranks: LogicalRanks, dtype: torch.dtype | None = None
+    ) -> Callable[[], Tensor]:
+        """Starts the sum over logical ranks of contiguous tensors of one shape; calling the result waits for this
+        rank's shard of it, along dim 0. `roots`: what the subtrees of `ranks.roots(self.rank)` have added up to, which
+        must not be used afterwards. `dtype`: that of what is sent where each process has one logical rank."""
+        exact = roots[0].dtype
+        told = dtype if dtype is not None and ranks.processes == ranks.total else exact
+        sent = [root.to(told) for root in roots]
+        nodes = {rank: ranks.roots(rank) for rank in range(self.size) if rank != self.rank}
+        places = [(rank, node) for rank, own in nodes.items() for node in own]
+        shape = len(roots[0]) // self.size, *roots[0].shape[1:]
+        buffers = self._spare.take(sent[0], (len(places), *shape))
+        received = dict(zip(places, buffers, strict=True))
+        works = self._send_shards(sent, received, nodes)
+
+        def add(one: tuple[Tensor, bool], other: tuple[Tensor, bool]) -> tuple[Tensor, bool]:
+            """In the memory of this rank's own tensor, if one of them is."""
+            (tensor, own), (added, _) = (other, one) if other[1] else (one, other)
+            return tensor.to(exact).add_(added), own
 
         def finish() -> Tensor:
             _wait(works)
-            total = self._add(self.own_shard(tensor), received)
-            self._spare.give_back(parts)
+            parts = {node: (part, False) for (_, node), part in received.items()}
+            own = zip(ranks.roots(self.rank), roots, strict=True)
+            total, _ = ranks.sum(parts | {node: (self.own_shard(root), True) for node, root in own}, add)
+            self._spare.give_back(buffers)
             return total
 
         return finish
 
-    def _add(self, own: Tensor, received: Mapping[int, Tensor]) -> Tensor:
-        """Adds the shards that other ranks have sent to this rank's own, in rank order."""
-        for part in received.values():
-            own.add_(part)
-        return own
+    def _send_shards(
+        self, sent: Sequence[Tensor], received: Mapping[tuple[int, range], Tensor], nodes: Mapping[int, list[range]]
+    ) -> list[dist.Work]:
+        """Sends each other rank its shards, and receives those of the `nodes` of each."""
+        group, works = self._group.process_group, []
+        if self._between_hosts(sent[0]):
+            for distance in range(1, self.size):
+                left, right = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+                targets = [received[left, node] for node in nodes[left]]
+                shards = [self._shard(tensor, right) for tensor in sent]
+                works += [dist.irecv(each, group=group, group_src=left, tag=REDUCED) for each in targets]
+                works += [dist.isend(each, group=group, group_dst=right, tag=REDUCED) for each in shards]
+            return [work for work in works if work is not None]
+        joined = torch.stack(list(sent)).view(len(sent), self.size, -1).transpose(0, 1).reshape(-1)
+        each = len(joined) // self.size
+        counts = [len(nodes.get(rank, sent)) * each // len(sent) for rank in range(self.size)]
+        arrived = joined.new_empty(sum(counts))
+        dist.all_to_all_single(_as_bytes(arrived), _as_bytes(joined), counts, [each] * self.size, group=group)
+        for rank, part in enumerate(arrived.split(counts)):
+            for node, values in zip(nodes.get(rank, ()), part.view(len(nodes.get(rank, sent)), -1), strict=False):
+                received[rank, node].copy_(values.view_as(received[rank, node]))
+        return []
 
     def _between_hosts(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu"
@@ -261,6 +296,17 @@ def start_gather_in_place(axis: Collectives, tensor: Tensor) -> Callable[[], Ten
         return lambda: tensor
     assert isinstance(axis, GroupCollectives)
     return axis.start_gather_in_place(tensor)
+
+
+def start_sum_in_order(
+    axis: Collectives, roots: Sequence[Tensor], ranks: LogicalRanks, dtype: torch.dtype | None = None
+) -> Callable[[], Tensor]:
+    """`GroupCollectives.start_sum_in_order` on an eager device, whose axes are of that class or of size 1."""
+    if axis.size == 1:
+        (total,) = roots
+        return lambda: total
+    assert isinstance(axis, GroupCollectives)
+    return axis.start_sum_in_order(roots, ranks, dtype)
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from stepmark.runtime.collectives import (
 from stepmark.runtime.context import TIMEOUT, Context, backend_for, quiet_stdout, start
 from stepmark.runtime.rank_grid import RankGrid, group_of, with_every_rank
 from stepmark.runtime.stage_transfers import GroupLinks, StageLinks
+from stepmark.sharding.logical_ranks import FIELD, LogicalRanks
 
 if TYPE_CHECKING:
     from stepmark.runtime.xla import XlaRuntime
@@ -47,6 +48,8 @@ class Mesh:
             the tensor parallel axis, and where these are too few, on the data parallel axis.
         experts: Collectives among the data parallel ranks over which experts are divided.
         same_experts: Collectives among the data parallel ranks that hold the same experts.
+        ranks: The logical ranks that have samples of their own, and the process of the data parallel axis that hosts
+            each of them.
     """
 
     def __init__(
@@ -59,10 +62,11 @@ class Mesh:
         replicas: Mapping[int, Collectives] | None = None,
         expert_parallel_size: int = 1,
         experts: tuple[Collectives, Collectives] | None = None,
+        data_parallel_replicas: int | None = None,
     ) -> None:
         """`axes`: axis name to collectives, for every axis of the grid. `replicas`: those among fewer neighbours than
         the tensor parallel axis has, by their number. `experts`: those of the attributes `experts` and `same_experts`,
-        where data parallel ranks hold different experts."""
+        where data parallel ranks hold different experts. `data_parallel_replicas`: as in `create`."""
         self.context = context
         self.grid = grid
         self.data_parallel = axes[DATA]
@@ -73,6 +77,8 @@ class Mesh:
         self._replicas = {**(replicas or {}), grid.axes[TENSOR]: self.tensor_parallel}
         self.expert_parallel_size = expert_parallel_size
         self.experts, self.same_experts = experts or (NoCollectives(), self.data_parallel)
+        self._given = data_parallel_replicas
+        self.host_ranks(None)
 
     @classmethod
     def create(
@@ -81,6 +87,7 @@ class Mesh:
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         expert_parallel_size: int = 1,
+        data_parallel_replicas: int | None = None,
         device: str = "auto",
         context: Context | None = None,
     ) -> Mesh:
@@ -90,6 +97,9 @@ class Mesh:
             tensor_parallel_size: Size of the "tp" axis.
             pipeline_parallel_size: Size of the "pp" axis. The "dp" axis gets the remaining factor.
             expert_parallel_size: Over how many ranks experts are divided; it divides the product of "dp" and "tp".
+            data_parallel_replicas: The number of logical ranks of data parallelism. A process hosts one or more of
+                them, and the sums of a step do not depend on the number of processes. None: one for each process; on
+                devices these sums are in the backend's order.
             device: As in `start`; ignored where `context` is given.
             context: What `start` returned, None to call it.
 
@@ -98,13 +108,17 @@ class Mesh:
 
         Raises:
             UsageError: The number of ranks is not a multiple of the product of the first two sizes, or the third one
-                does not divide the other factor times the first.
+                does not divide the other factor times the first; or logical ranks are fewer than the processes, or are
+                not for this device or mesh.
             DeviceError: The device is missing.
             LaunchError: The ranks cannot find each other.
         """
         context = context or start(device)
         check_sizes(context.world.size, tensor_parallel_size, pipeline_parallel_size, expert_parallel_size)
         data = context.world.size // (tensor_parallel_size * pipeline_parallel_size)
+        spread = spread_of_experts(expert_parallel_size, tensor_parallel_size)
+        if data_parallel_replicas is not None:
+            _check_logical(context.runtime, data, data_parallel_replicas, spread)
         inner = {DATA: data, TENSOR: tensor_parallel_size}
         grid = RankGrid({PIPELINE: pipeline_parallel_size, **inner} if pipeline_parallel_size > 1 else inner)
         _share_graphs(context, grid)
@@ -112,7 +126,7 @@ class Mesh:
         counts = [count for count in range(2, tensor_parallel_size) if tensor_parallel_size % count == 0]
         replicas = {count: _collectives(context, grid.groups(TENSOR, count)) for count in counts}
         experts = None
-        if (spread := spread_of_experts(expert_parallel_size, tensor_parallel_size)) > 1:
+        if spread > 1:
             with_tokens = _collectives(context, grid.groups(DATA, spread), use="experts")
             experts = with_tokens, _collectives(context, grid.groups(DATA, data // spread, spread))
         ends = axes.get(PIPELINE)
@@ -122,7 +136,7 @@ class Mesh:
             if pipeline_parallel_size > 2:
                 ends = _collectives(context, [[ranks[0], ranks[-1]] for ranks in pipelines], between_stages=True)
             links = _links(context, pipelines)
-        return cls(context, grid, axes, ends, links, replicas, expert_parallel_size, experts)
+        return cls(context, grid, axes, ends, links, replicas, expert_parallel_size, experts, data_parallel_replicas)
 
     @property
     def runtime(self) -> Runtime:
@@ -166,6 +180,22 @@ class Mesh:
         groups, names = [each.process_group for each in axes], ("replicate", "shard")
         return axes[1], DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
 
+    @property
+    def hosts_ranks(self) -> bool:
+        """Whether a process can have several logical ranks: not on lazy devices, where all processes run the same
+        graphs, nor where the tokens of several ranks meet at an expert."""
+        return not self.runtime.lazy and self.experts.size == 1
+
+    def host_ranks(self, total: int | None) -> None:
+        """Sets `ranks`: `total` logical ranks, unless `data_parallel_replicas` was given. None: one for each process.
+        On hosts they are added in their own order, on devices in the backend's."""
+        place = self.data_parallel.size, self.data_parallel.rank
+        if self._given is not None:
+            self.ranks = LogicalRanks.of(self._given, *place)
+        else:
+            fixed = self.hosts_ranks and self.runtime.host_memory and (total or place[0]) > 1
+            self.ranks = LogicalRanks(total or place[0], *place, fixed=fixed)
+
     def replicas(self, count: int) -> Collectives:
         """Collectives among `count` neighbours, a divisor of the tensor parallel axis, that hold the same slice."""
         return self._replicas[count]
@@ -193,6 +223,18 @@ def check_sizes(ranks: int, tensor: int, pipeline: int, expert: int = 1, *, begi
         raise UsageError(
             f"expert_parallel_size: {expert} does not divide the {ranks // pipeline} ranks of a stage (tensor times "
             "data parallel); choose a divisor of them"
+        )
+
+
+def _check_logical(runtime: Runtime, processes: int, total: int, spread: int) -> None:
+    """Raises UsageError where logical ranks cannot be hosted."""
+    LogicalRanks.of(total, processes, 0)
+    if runtime.lazy:
+        raise UsageError(f"{FIELD}: {runtime.name} adds in an order of its own; leave it out")
+    if spread > 1:
+        raise UsageError(
+            f"{FIELD} and expert_parallel_size: the tokens that meet at an expert would depend on the number of "
+            "processes; divide experts over tensor parallel ranks alone, or leave it out"
         )
 
 

@@ -76,7 +76,7 @@ def make_step(
         pipeline_schedule=args.pipeline_schedule,
         max_grad_norm=args.max_grad_norm,
         autocast=autocast_dtype(bf16=args.bf16, fp16=args.fp16),
-        scaler=LossScaler(ranks=mesh.data_parallel.size) if args.fp16 else None,
+        scaler=LossScaler(ranks=mesh.ranks.total) if args.fp16 else None,
         around=around,
         reduce_dtype=getattr(torch, args.reduce_dtype),
         seed=args.seed,

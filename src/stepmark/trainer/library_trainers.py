@@ -47,6 +47,8 @@ _Refused: Any = type("_Refused", (), {name: RefusedHook(name) for name in _lacki
 class Base(Trainer, _Refused, transformers.Trainer):  # type: ignore[misc, override]
     """Stepmark's Trainer, and transformers' behind it, of which only the name is left."""
 
+    _hosts_ranks = False  # losses and metrics join what all ranks have computed
+
     def __init__(self, *given: Any, eval_dataset: Any = None, **options: Any) -> None:
         """Libraries pass a word in place of data that an evaluator of theirs does without."""
         options["eval_dataset"] = None if isinstance(eval_dataset, str) else eval_dataset

@@ -202,8 +202,9 @@ class LoaderFactory:
         drops_last = any(getattr(each, "drop_last", False) for each in owners)
         return GivenLoader(
             batches,
-            rank=self.mesh.data_parallel.rank,
-            world_size=self.mesh.data_parallel.size,
+            rank=self.mesh.ranks.own,
+            world_size=self.mesh.ranks.total,
+            processes=self.mesh.ranks.processes,
             accumulation=accumulation,
             seed=self.data_seed,
             labels=self._labels,
@@ -231,8 +232,8 @@ class LoaderFactory:
         return DataLoader(
             dataset if columns is None else UsedColumns(dataset, columns),
             batch_size,
-            rank=self.mesh.data_parallel.rank,
-            world_size=self.mesh.data_parallel.size,
+            rank=self.mesh.ranks.own,
+            world_size=self.mesh.ranks.total,
             collate_fn=self._collator(dataset),
             processing_class=self.processing_class,
             num_workers=self.args.dataloader_num_workers,

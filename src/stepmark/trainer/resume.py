@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.trainer_callback import TrainerState
 
 from stepmark.checkpoint import Checkpointer, Manifest
@@ -14,15 +15,20 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_l
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.checkpoint.restore.restore import Restored
 from stepmark.data.data_description import data_difference
-from stepmark.errors import CheckpointDamaged, CheckpointMismatch
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch, StepmarkError, UsageError
+from stepmark.filesystem.local_paths import local_path
+from stepmark.launch.threads import THREADS, given_threads
 from stepmark.liveness.host_group import HostGroup
 from stepmark.model_folder.consolidate import EVALUATION
+from stepmark.runtime.mesh import DATA, Mesh
+from stepmark.sharding.logical_ranks import FIELD
 from stepmark.trainer.callbacks import TRAINER_STATE, RunCallbacks
 from stepmark.trainer.components import TrainingComponents
 from stepmark.trainer.run_folder.output_folder import check_named_checkpoint
 from stepmark.trainer.run_folder.run_identity import check_same_run
 
 ATTENTION = "attn_implementation"
+ARITHMETIC, KERNELS = "arithmetic", "the processor's kernels"
 
 logger = logging.getLogger("stepmark")
 
@@ -92,12 +98,63 @@ def restore_run(
         locate_best(
             callbacks.state, path.absolute().parent, host, "the best model will be chosen from later evaluations"
         )
+    saved = checkpointer.metadata(path)
+    _keep_arithmetic(saved.get(ARITHMETIC) or {}, parts.mesh)
     if host.rank == 0:
         _warn_of_later_checkpoints(path, step, folder)
-        saved = checkpointer.metadata(path)
         _warn_of_another_batch(saved.get("samples_per_step"), parts)
         _tell_of_another_attention(saved.get(EVALUATION) or {}, parts, callbacks, step)
     return restored
+
+
+def keep_logical_ranks(mesh: Mesh, checkpointer: Checkpointer, resume: bool | str | None, *, hosts: bool) -> None:
+    """Lets the processes host the data parallel ranks of the run that they go on with, so that its batches stay; more
+    processes than these are as many ranks, as in a new run. `hosts`: whether the training lets them. Collective."""
+    ranks: int | None = None
+    if resume and mesh.context.host.rank == 0:
+        newest = next(iter(checkpoints(checkpointer.folder)), None)
+        named = local_path(resume, "resume_from_checkpoint") if isinstance(resume, str) else newest
+        ranks = _saved_ranks(checkpointer, named)
+    ranks = mesh.context.host.broadcast(ranks)
+    hosts = hosts and mesh.hosts_ranks
+    mesh.host_ranks(ranks if ranks is not None and hosts and ranks > mesh.data_parallel.size else None)
+    if not hosts and mesh.ranks.total > mesh.ranks.processes:
+        raise UsageError(
+            f"{FIELD}: this trainer's losses and metrics join what the ranks have computed, so each needs a process: "
+            f"start {mesh.ranks.total} data parallel processes, or set it to {mesh.ranks.processes}"
+        )
+
+
+def arithmetic_of(mesh: Mesh) -> dict[str, Any]:
+    """What decides how this process rounds, besides the software: for the metadata of a checkpoint."""
+    if not mesh.runtime.host_memory:
+        return {}
+    return {THREADS: torch.get_num_threads(), KERNELS: torch.backends.cpu.get_cpu_capability()}
+
+
+def _keep_arithmetic(saved: Mapping[str, Any], mesh: Mesh) -> None:
+    """Computes with as many threads as the run did before, unless their number is given. Says what is not as it was."""
+    own = arithmetic_of(mesh)
+    threads = saved.get(THREADS)
+    if own and isinstance(threads, int) and threads != own[THREADS] and not given_threads():
+        torch.set_num_threads(threads)
+        own[THREADS] = threads
+    changed = [
+        f"{name} was {saved[name]} and is {value}" for name, value in own.items() if saved.get(name, value) != value
+    ]
+    if changed and mesh.context.host.rank == 0:
+        logger.warning("%s: losses differ by rounding from here on", ", ".join(changed))
+
+
+def _saved_ranks(checkpointer: Checkpointer, checkpoint: Path | None) -> int | None:
+    """The number of logical ranks of a checkpoint; None where it cannot be read, which restoring it will say."""
+    if checkpoint is None:
+        return None
+    try:
+        checkpoint = resolve_link(checkpoint)
+        return checkpointer.metadata(checkpoint).get(FIELD) or checkpointer.manifest(checkpoint).mesh.get(DATA)
+    except StepmarkError:
+        return None
 
 
 def _remedy(section: str | None, accepted: Collection[str]) -> str | None:

@@ -29,6 +29,7 @@ from stepmark.runtime.module_placement import (
 )
 from stepmark.runtime.seeds import kept_host_generators
 from stepmark.sharding.dtensor import is_dtensor, local_of, shard_of
+from stepmark.sharding.logical_ranks import FIELD
 from stepmark.sharding.replication import replication_of
 from stepmark.sharding.views import copy_slices
 from stepmark.trainer.run_folder.run_identity import SPECIAL
@@ -138,6 +139,7 @@ def make_mesh(args: TrainingFields, context: Context) -> Mesh:
         tensor_parallel_size=args.tensor_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
         expert_parallel_size=args.expert_parallel_size,
+        data_parallel_replicas=args.data_parallel_replicas,
         context=context,
     )
 
@@ -176,6 +178,7 @@ def _check_sharding(applied: ParallelizedModel | None, args: TrainingFields, con
         "tensor_parallel_size": mesh.tensor_parallel.size,
         "pipeline_parallel_size": mesh.pipeline.size,
         "expert_parallel_size": mesh.expert_parallel_size,
+        FIELD: mesh.ranks.total if mesh.ranks.given else None,
     }
     asked = {**{name: getattr(args, name) for name in sizes}, **options}
     found = {**sizes, **{name: getattr(applied, name) for name in options}}

@@ -58,6 +58,7 @@ from stepmark.trainer.components import TrainingComponents, count_steps, make_ch
 from stepmark.trainer.evaluation import EvaluationProgress, TrainerEvaluation, evaluation_sets, logged_evaluation
 from stepmark.trainer.interruption.peer_watch import HangDetectors
 from stepmark.trainer.loaders import LoaderFactory, ModelColumns, default_collator
+from stepmark.trainer.resume import keep_logical_ranks
 from stepmark.trainer.run import Run
 from stepmark.trainer.run_folder.adapters import Adapter
 from stepmark.trainer.run_folder.hub_uploads import HubUploads, check_hub, write_model_card
@@ -149,6 +150,7 @@ class Trainer:
     arguments_class: type[TrainingArguments] | None = None  # of a library's trainer
     _signature_columns: list[str] | None = None
     _trained = False  # by a call of `train`
+    _hosts_ranks = True  # whether a process may have several logical ranks
     _in_save_model = False  # which calls `_save`
 
     loss = Replaceable(lambda trainer: trainer._loss, "Calls the model and weights its loss, for every micro-batch.")
@@ -580,6 +582,8 @@ class Trainer:
         self._trained = True
         align_special_tokens(self.model, self.processing_class)
         with make_checkpointer(folder, self.args, self.mesh) as checkpointer:
+            hosts = self._hosts_ranks and self.args.full_sharding is None
+            keep_logical_ranks(self.mesh, checkpointer, resume, hosts=hosts)
             parts = self.make_parts()
             loop = TrainingLoop(parts, self._callbacks, checkpointer, self._hooks)
             evaluates = self.args.eval_strategy != "no"

@@ -27,12 +27,13 @@ from stepmark.liveness.process_exit import say
 from stepmark.liveness.progress import BETWEEN, END, enter_phase
 from stepmark.model_folder.consolidate import EVALUATION
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
+from stepmark.sharding.logical_ranks import FIELD
 from stepmark.trainer.callbacks import RunCallbacks, is_better
 from stepmark.trainer.components import TrainingComponents
 from stepmark.trainer.evaluation import EvaluationProgress
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.run_end import reason_to_stop, record_end, withdraw
-from stepmark.trainer.resume import locate_best, restore_run
+from stepmark.trainer.resume import ARITHMETIC, arithmetic_of, locate_best, restore_run
 from stepmark.trainer.run_folder.output_folder import check_start, set_aside_earlier_attempt, set_aside_finished_run
 from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.status import INTERRUPTED
@@ -590,6 +591,8 @@ class TrainingLoop:
                 EVALUATION: None if self._parts.evaluation is None else asdict(self._parts.evaluation),
                 "model_only": model_only,
                 "samples_per_step": self._parts.loader.layout.global_batch,
+                FIELD: self._parts.mesh.ranks.total,
+                ARITHMETIC: arithmetic_of(self._parts.mesh),
             },
             model_only=model_only,
             metrics={**best, **self._monitor.anomalies.not_finite},

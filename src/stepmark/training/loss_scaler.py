@@ -23,8 +23,8 @@ class LossScaler:
     All ranks decide by the same norm.
 
     Args:
-        ranks: How many ranks have a part of a step's loss each. A part is multiplied by their number too, rounded up to
-            a power of two: otherwise gradients would be smaller on more ranks.
+        ranks: How many (logical) ranks have a part of a step's loss each. A part is multiplied by their number too,
+            rounded up to a power of two: otherwise gradients would be smaller on more ranks.
     """
 
     def __init__(self, scale: float = FIRST, ranks: int = 1) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from stepmark.runtime.seeds import derive_seed, seed_host
 from stepmark.sharding.dtensor import is_dtensor
 from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.loss_scaler import LossScaler
+from stepmark.training.rank_buffers import RankBuffers
 from stepmark.training.weighted_loss import MicroBatchLoss, Weight
 
 
@@ -34,7 +35,7 @@ class TokenCounts:
     Attributes:
         total: Of all data parallel ranks.
         divisor: The same but at least 1.
-        each: Of each micro-batch of this rank.
+        each: Of each micro-batch of this process.
         zero: A zero to add losses to.
     """
 
@@ -45,15 +46,37 @@ class TokenCounts:
 
     @classmethod
     def of(cls, counts: Sequence[int], mesh: Mesh) -> TokenCounts:
-        """`counts`: target tokens of each micro-batch of this rank. Collective."""
+        """`counts`: target tokens of each micro-batch of this rank, logical rank by logical rank. Collective."""
         if mesh.runtime.lazy:  # data of the graph, which is then the same for every micro-batch
             told = mesh.context.host.all_gather(sum(counts))
             whole = sum(told) * mesh.data_parallel.size // len(told)
             total, divisor, zero, *each = (mesh.runtime.numbers([n]) for n in [whole, max(whole, 1), 0, *counts])
             return cls(total, divisor, each, zero)
-        own, zero, *each = (mesh.runtime.numbers([n]) for n in [sum(counts), 0, *counts])
-        (total,) = mesh.data_parallel.all_reduce([own])
+        ranks = mesh.ranks
+        of_ranks = [0.0] * ranks.total  # each has one number, so that their sum is in one order
+        for index, count in enumerate(counts):
+            of_ranks[ranks.own[index * len(ranks.own) // len(counts)]] += count
+        zero, *each = (mesh.runtime.numbers([n]) for n in [0, *counts])
+        (found,) = mesh.data_parallel.all_reduce([mesh.runtime.numbers(of_ranks)])
+        total = found.sum().reshape(1)
         return cls(total, total.clamp(min=1), each, zero)
+
+    def of_rank(self, indices: slice) -> TokenCounts:
+        """Those of one logical rank, whose micro-batches are at `indices`."""
+        return replace(self, each=self.each[indices])
+
+
+def of_ranks(mesh: Mesh, batch: StepBatch) -> list[tuple[int, slice]]:
+    """The logical ranks of this process, and which micro-batches of a step each of them has. Raises UsageError where
+    these are not as many for each."""
+    ranks, count = mesh.ranks.own, len(batch.micro_batches)
+    each = count // len(ranks)
+    if each * len(ranks) != count:
+        raise UsageError(
+            f"the step has {count} micro-batches, which are not as many for each of {len(ranks)} logical ranks; give "
+            "its loader rank=mesh.ranks.own and world_size=mesh.ranks.total"
+        )
+    return [(rank, slice(place * each, (place + 1) * each)) for place, rank in enumerate(ranks)]
 
 
 Passes = Callable[[Any], Tensor]
@@ -115,17 +138,19 @@ class MicroBatchSchedule(Protocol):
         """Leaves the sums of the gradients of a step, numbered from 0, in the reducer. Of the hooks, those after each
         micro-batch but the last are called.
 
-        Returns this rank's part of the mean loss over the target tokens of all ranks, and their number: 0-dim float32
-        tensors on the device.
+        Raises UsageError where the micro-batches are not as many for each logical rank of this process.
+
+        Returns the part of each logical rank of this process in the mean loss over the target tokens of all ranks, a
+        float32 vector, and the number of these tokens, a 0-dim float32 tensor, on the device.
         """
 
 
 class SequentialSchedule:
     """Runs the micro-batches one after the other, each forward and then backward, on ranks that hold the complete
-    model, or a tensor parallel slice of every layer.
+    model, or a tensor parallel slice of every layer: all of one logical rank, then those of the next.
 
-    The random numbers of a micro-batch are seeded by (seed, step, micro-batch, data parallel coordinate), so nothing
-    that runs between steps can shift them.
+    The random numbers of a micro-batch are seeded by (seed, step, micro-batch, logical rank), so nothing that runs
+    between steps can shift them.
     """
 
     def __init__(
@@ -149,44 +174,59 @@ class SequentialSchedule:
         self._gradients = gradients
         self._mesh = mesh
         self._runtime = mesh.runtime
-        self._rank = mesh.data_parallel.rank
         # Whether what no rank has samples for, at the end of an epoch, can be left out.
-        self._alone = mesh.data_parallel.size == 1 and not mesh.runtime.lazy
+        self._alone = mesh.ranks.total == 1 and not mesh.runtime.lazy
         self._autocast = autocast
         self._scaler = scaler
         self._seed = seed
         self._loads = loads or ExpertLoads(model, mesh)
+        self._buffers = RankBuffers(model, mesh)
 
     def forward_backward(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
         """See `MicroBatchSchedule`."""
         targets = [self._loss.count(micro_batch) for micro_batch in batch.micro_batches]
         counts = TokenCounts.of(targets, self._mesh)
         self._gradients.begin()
+        self._buffers.begin()
+        losses = []
+        for place, (rank, indices) in enumerate(of_ranks(self._mesh, batch)):
+            if place:
+                self._gradients.end_rank()
+                self._buffers.enter(place)
+            losses.append(self._rank(step, batch, rank, range(indices.start, indices.stop), counts, hooks))
+        self._buffers.end()
+        return losses[0] if len(losses) == 1 else torch.cat(losses), counts.total.reshape(())
+
+    def _rank(
+        self, step: int, batch: StepBatch, rank: int, indices: range, counts: TokenCounts, hooks: StepHooks
+    ) -> Tensor:
+        """The passes of a logical rank of this process, whose micro-batches are at `indices`; returns its loss."""
         total, several = counts.zero, len(batch.micro_batches) > 1
-        rows = [each.rows or not self._alone for each in batch.micro_batches]
-        last = max((index for index, present in enumerate(rows) if present), default=len(rows) - 1)
-        for index, micro_batch in enumerate(batch.micro_batches[: last + 1]):
+        present = [index for index in indices if batch.micro_batches[index].rows or not self._alone]
+        last = max(present, default=indices[-1])
+        for index in indices[: last + 1 - indices.start]:
             if index:
                 enter_phase(PASSES, index + 1)
-            seed_micro_batch(self._runtime, derive_seed(self._seed, step, index, self._rank))
+            seed_micro_batch(self._runtime, derive_seed(self._seed, step, index - indices.start, rank))
             weight = Weight(counts.each[index].reshape(()), counts.divisor.reshape(()))
 
             def passes(inputs: Any, index: int = index, weight: Weight = weight) -> Tensor:
                 with self._gathers.first_use() if index == 0 else nullcontext():
                     loss = self._forward(batch.micro_batches[index], inputs, weight)
-                if index == last:
+                if index == last and indices.stop == len(batch.micro_batches):
                     self._gradients.last_backward()
                 loss.backward(None if self._scaler is None else self._scaler.of(loss))
                 self._gradients.collect()
                 return loss.detach()
 
+            micro_batch = batch.micro_batches[index]
             with computing(micro_batch):
                 total = total + self._around(micro_batch.inputs, weight.count, passes)
             if index < last:
                 hooks.between_passes(self._gradients)
             if several:  # micro-batches share one graph, the update has its own
                 self._runtime.step_boundary()
-        return total.reshape(()), counts.total.reshape(())
+        return total.reshape(1)
 
     def _forward(self, micro_batch: MicroBatch, inputs: Any, weight: Weight) -> Tensor:
         with autocast(self._runtime, self._autocast), self._loads.counting(micro_batch):

@@ -26,9 +26,10 @@ from stepmark.runtime.seeds import derive_seed
 from stepmark.runtime.stage_transfers import Form
 from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.loss_scaler import LossScaler
-from stepmark.training.micro_batches import StepHooks, TokenCounts, autocast, seed_micro_batch
+from stepmark.training.micro_batches import StepHooks, TokenCounts, autocast, of_ranks, seed_micro_batch
 from stepmark.training.one_graph_per_step.saved_weights import weights_made_again
 from stepmark.training.pipelined_forward import StageCalls
+from stepmark.training.rank_buffers import RankBuffers
 from stepmark.training.weighted_loss import MicroBatchLoss, Weight
 
 
@@ -65,20 +66,38 @@ class PipelinedSchedule:
         self.loads = loads or ExpertLoads(stages.model, mesh)
         self.kind = kind
         self._seed = seed
+        self._buffers = RankBuffers(stages.model, mesh)
 
     def forward_backward(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
         """See `MicroBatchSchedule`; the loss of all ranks but those of the last stage is 0."""
         targets = [self.loss.count(micro_batch) for micro_batch in batch.micro_batches]
         counts = TokenCounts.of(targets, self.mesh)
-        schedule = make_schedule(self.kind, self.mesh.pipeline.size, len(batch), len(self.stages.own))
-        running = _Step(self, schedule, batch.micro_batches, counts, hooks)
-        for number in range(len(schedule.ticks)):
-            running.tick(number, lambda index: derive_seed(self._seed, step, index, self.mesh.data_parallel.rank))
-        self.transfers.settle()
+        self.gradients.begin()
+        self._buffers.begin()
+        losses, drew = [], False
+        for place, (rank, indices) in enumerate(of_ranks(self.mesh, batch)):
+            if place:
+                self.gradients.end_rank()
+                self._buffers.enter(place)
+            running = self._rank(step, rank, batch.micro_batches[indices], counts.of_rank(indices), hooks)
+            losses.append(running.loss.reshape(1))
+            drew |= running.drew
+        self._buffers.end()
         if self.seeks_draws:
-            self.transfers.draws = any(self.mesh.context.host.all_gather(running.drew))
+            self.transfers.draws = any(self.mesh.context.host.all_gather(drew))
             self.seeks_draws = False
-        return running.loss.reshape(()), counts.total.reshape(())
+        return losses[0] if len(losses) == 1 else torch.cat(losses), counts.total.reshape(())
+
+    def _rank(
+        self, step: int, rank: int, micro_batches: list[MicroBatch], counts: TokenCounts, hooks: StepHooks
+    ) -> _Step:
+        """The passes of a logical rank of this process."""
+        schedule = make_schedule(self.kind, self.mesh.pipeline.size, len(micro_batches), len(self.stages.own))
+        running = _Step(self, schedule, micro_batches, counts, hooks, rank == self.mesh.ranks.own[-1])
+        for number in range(len(schedule.ticks)):
+            running.tick(number, lambda index: derive_seed(self._seed, step, index, rank))
+        self.transfers.settle()
+        return running
 
 
 @dataclass
@@ -100,6 +119,7 @@ class _Step:
     _micro_batches: list[MicroBatch]
     _counts: TokenCounts
     _hooks: StepHooks
+    _ends: bool  # whether no other logical rank of this process follows
 
     def __post_init__(self) -> None:
         parts = self._parts
@@ -113,7 +133,6 @@ class _Step:
         self._random_numbers: Tensor | None = None  # the generator's state before this rank draws any, if it is sought
         self.drew = False
         self.loss = self._counts.zero
-        parts.gradients.begin()
 
     def tick(self, number: int, seed: Callable[[int], int]) -> None:
         """Runs this rank's tasks of a tick, and starts its exchanges."""
@@ -189,7 +208,7 @@ class _Step:
         before = task.needs(self._schedule.stages)
         gradient = None if before is None else self._arriving.pop(before).arrived()
         self._backward_left -= 1
-        if self._backward_left == 0:
+        if self._backward_left == 0 and self._ends:
             parts.gradients.last_backward()
         if output.requires_grad:  # not where all that a first stage has is frozen
             if gradient is None and parts.scaler is not None:

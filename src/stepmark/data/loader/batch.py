@@ -41,6 +41,11 @@ def computing(micro_batch: MicroBatch) -> Iterator[None]:
         _computed.reset(token)
 
 
+def is_computing() -> bool:
+    """Whether the model is called with a micro-batch."""
+    return _computed.get() is not None
+
+
 def is_filler() -> bool:
     """Whether the model is called with a micro-batch that has no samples of this rank."""
     micro_batch = _computed.get()

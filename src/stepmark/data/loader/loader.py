@@ -44,8 +44,9 @@ class DataLoader:
     Args:
         dataset: has `__len__` and `__getitem__`.
         batch_size: samples per micro-batch and rank.
-        rank: this rank's data parallel coordinate, from 0 (default).
-        world_size: data parallel ranks, default 1.
+        rank: this rank's data parallel coordinate, from 0 (default); or the range of those that this process hosts,
+            `mesh.ranks.own`, whose micro-batches come one rank after the other.
+        world_size: data parallel ranks, default 1; of `mesh.ranks.own` they are `mesh.ranks.total`.
         accumulation: micro-batches per step, default 1.
         seed: seeds the order and what collators draw; at least 0 (default).
         shuffle: a random order in every epoch (default), or the dataset's own.
@@ -76,7 +77,7 @@ class DataLoader:
         dataset: Any,
         batch_size: int,
         *,
-        rank: int = 0,
+        rank: int | range = 0,
         world_size: int = 1,
         accumulation: int = 1,
         seed: int = 0,
@@ -92,7 +93,7 @@ class DataLoader:
         labels: LabelRule | None = None,
     ) -> None:
         self.dataset = dataset
-        self.rank = rank
+        self.ranks = rank if isinstance(rank, range) else range(rank, rank + 1)
         self.seed = seed
         self.shuffle = shuffle
         self.num_workers = num_workers
@@ -113,8 +114,9 @@ class DataLoader:
         self._lengths: np.ndarray | None = None
 
     def _check(self) -> None:
-        if not 0 <= self.rank < self.layout.world_size:
-            raise UsageError(f"rank must be from 0 to {self.layout.world_size - 1}, not {self.rank}")
+        if not self.ranks or not 0 <= self.ranks[0] <= self.ranks[-1] < self.layout.world_size:
+            given = self.ranks[0] if len(self.ranks) == 1 else self.ranks
+            raise UsageError(f"rank must be from 0 to {self.layout.world_size - 1}, not {given}")
         if self.seed < 0 or self.num_workers < 0:
             raise UsageError(f"seed and num_workers must not be negative: {self.seed}, {self.num_workers}")
         if self._groups is not None and (not self.shuffle or len(self._groups.lengths) != self._epoch.size):
@@ -149,9 +151,13 @@ class DataLoader:
         """The steps from the current position to the end of its epoch, without moving the position: for prefetchers,
         which pass each step's `state` to `load_state_dict` when the consumer takes the step."""
         start = self._position
-        micro_batches = self._fetch(self._tasks(start, self.rank))
+        order = self._order(self._epoch.begin(start).epoch)
+        tasks = [self._tasks(start, rank, order) for rank in self.ranks]
+        each = self.layout.accumulation
+        in_turn = (task for _ in self._epoch.walk(start) for own in tasks for task in islice(own, each))
+        micro_batches = self._fetch(in_turn)
         for _, samples, after in self._epoch.walk(start):
-            mine = list(islice(micro_batches, self.layout.accumulation))
+            mine = list(islice(micro_batches, each * len(tasks)))
             yield StepBatch(mine, samples, after.epoch + after.samples / self._epoch.size, self._state(after))
 
     def state_dict(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from stepmark.parallel.buckets import Bucket
 from stepmark.parallel.full_sharding import HOOKS, has_hooks, layer_of
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.dtensor import local_of
+from stepmark.sharding.logical_ranks import LogicalRanks
 
 _holders: Any = WeakTensorKeyDictionary()  # by parameter: a weak reference to the hooks that take its gradient
 
@@ -80,16 +81,66 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
         handle.remove()
 
 
+class SubtreeSums:
+    """What the logical ranks of this process have added up to, in the order of their tree (`LogicalRanks`): like a
+    binary counter, it keeps one tensor for each subtree that is complete. `sent`: the type to which a logical rank's
+    part is rounded; parts are float32 tensors of one shape."""
+
+    def __init__(self, ranks: LogicalRanks, sent: torch.dtype) -> None:
+        self._merges = list(ranks.merges.values())
+        self._sent = sent
+        self._ended = 0
+        self._sums: list[Tensor] = []
+        self._spare: list[Tensor] = []
+
+    def end(self, part: Tensor) -> None:
+        """Ends a logical rank with its part, which may be overwritten afterwards, unless it is the last."""
+        if self._sent != part.dtype:
+            part.copy_(part.to(self._sent))
+        total, merges = part, self._merges[self._ended]
+        self._ended += 1
+        for _ in range(merges):
+            left = self._sums.pop().add_(total)
+            if total is not part:
+                self._spare.append(total)
+            total = left
+        if total is part and self._ended < len(self._merges):
+            total = self._spare.pop().copy_(part) if self._spare else part.clone()
+        self._sums.append(total)
+
+    def roots(self) -> list[Tensor]:
+        """The sums, once all have ended; `LogicalRanks.roots` has their nodes."""
+        return list(self._sums)
+
+    def reset(self, part: Tensor) -> None:
+        """Begins another step. `part`: the memory of the parts, which may be a sum."""
+        self._spare += [each for each in self._sums if each is not part]
+        self._sums.clear()
+        self._ended = 0
+
+
 class BucketAccumulator:
     """One flat float32 tensor per bucket, which gets each gradient as soon as autograd has made it.
 
     Autograd makes the first gradient of a step in memory of its own, from where it is copied; where the bucket has the
     same dtype and order, `parameter.grad` is then a view of the bucket, to which autograd adds further ones. Nothing
     has to be cleared between steps. The sums of parameters without a gradient are undefined until `complete`.
+
+    `ranks`: the logical ranks; where sums are in a fixed order, each of this process has a sum of its own (`end_rank`).
+    `sent`: the type in which sums of parameters of a dtype are sent; default: float32.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], runtime: Runtime) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        runtime: Runtime,
+        ranks: LogicalRanks | None = None,
+        sent: Callable[[torch.dtype], torch.dtype] = lambda dtype: torch.float32,
+    ) -> None:
         self.buckets = list(buckets)
+        self._subtrees: list[SubtreeSums] = []
+        if ranks is not None and ranks.fixed:
+            self._subtrees = [SubtreeSums(ranks, sent(bucket.dtype)) for bucket in self.buckets]
         # Called with the number of a bucket and the position of its member whenever a gradient is there.
         self.arrived: Callable[[int, int], object] = lambda number, position: None
         zeros = [torch.zeros(bucket.padded, dtype=torch.float32) for bucket in self.buckets]
@@ -109,6 +160,7 @@ class BucketAccumulator:
         ]
         self._present = [False] * len(self.parameters)
         self._got = [False] * len(self.parameters)
+        self._earlier = list(self._got)  # those that got one of an earlier logical rank
         self.hooks = GradientHooks(self.parameters, self._made)
 
     def _made(self, index: int) -> None:
@@ -124,7 +176,7 @@ class BucketAccumulator:
         gradient = parameter.grad
         if gradient is None:
             if view is not None:  # none has arrived, or the user cleared it
-                self._present[index] = self._got[index] = False
+                self._present[index], self._got[index] = False, self._earlier[index]
             return
         if gradient is view:
             return
@@ -152,20 +204,39 @@ class BucketAccumulator:
             self._present[index] = True
         return self.flat[number]
 
+    def roots(self, number: int) -> list[Tensor]:
+        """Completes the sums of a bucket, of a step that is over for the last logical rank: one for each subtree. They
+        may be changed."""
+        flat = self.complete(number)
+        if not self._subtrees:
+            return [flat]
+        self._subtrees[number].end(flat)
+        return self._subtrees[number].roots()
+
+    @torch.no_grad()
+    def end_rank(self) -> None:
+        """Ends a logical rank of this process that is not its last; what comes now is of the next one."""
+        for number, subtree in enumerate(self._subtrees):
+            subtree.end(self.complete(number))
+        self._present, self._earlier = [False] * len(self.parameters), list(self._got)
+        for parameter in self.parameters:
+            parameter.grad = None
+
     def got(self) -> list[bool]:
         """Whether each parameter has got a gradient in this step."""
         return list(self._got)
 
     def tensors(self) -> list[Tensor | None]:
-        """What has been added up so far for each parameter, in its shape; None where nothing has."""
-        pairs = zip(self._members, self._got, strict=True)
-        return [member.read(self.flat[number]) if got else None for (number, _, member), got in pairs]
+        """What one logical rank has added up so far for each parameter, in its shape; None where nothing."""
+        pairs = zip(self._members, self._present, strict=True)
+        return [member.read(self.flat[number]) if there else None for (number, _, member), there in pairs]
 
     @torch.no_grad()
     def replace(self, sums: Sequence[Tensor | None]) -> None:
         """Takes over sums in place of those of `tensors`, which they may be."""
         for index, ((number, _, member), total) in enumerate(zip(self._members, sums, strict=True)):
-            self._present[index] = self._got[index] = total is not None
+            self._present[index] = total is not None
+            self._got[index] = self._present[index] or self._earlier[index]
             if total is not None:
                 member.write(total, self.flat[number])
             member.parameter.grad = None if total is None else self._views[index]
@@ -175,8 +246,10 @@ class BucketAccumulator:
         if self.hooks.taken:
             return
         self.hooks.come_last()
-        for flags in (self._present, self._got):
+        for flags in (self._present, self._got, self._earlier):
             flags[:] = [False] * len(flags)
+        for subtree, flat in zip(self._subtrees, self.flat, strict=False):
+            subtree.reset(flat)
         for parameter in self.parameters:
             parameter.grad = None
 

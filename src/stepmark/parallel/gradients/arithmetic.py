@@ -3,20 +3,22 @@ pipeline, their norm, the step's totals, and clipping."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from stepmark.parallel.buckets import Bucket
+from stepmark.parallel.buckets import PIECE, Bucket
 from stepmark.runtime.collectives import Collectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import Replication
 
 LONG = 2**13  # elements of a host tensor whose squares are not added in one go
 ROW = 64
+LEAST, MOST = -148, 128  # exponents of float32 numbers, as `frexp` returns them
+DIGITS = 24  # of a float32 number
 
 
 def add_partial(
@@ -79,15 +81,34 @@ def totals(
     loads: Tensor | None,
     mesh: Mesh,
     *more: Tensor,
+    in_order: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The loss, summed over all ranks; the sum of squares of the shards over all ranks, of which `copies` hold the same
-    one; `more` numbers (vectors), summed over the data parallel ranks; and the loads of experts over the stages."""
-    sums = squares(shards, copies, mesh.runtime.device)
-    head = torch.cat([loss.float().reshape(1), sums, *more])
-    (heads,) = mesh.data_parallel.all_reduce([head])
-    (square,) = mesh.tensor_parallel.all_reduce([heads[1:2]])
-    both, loads = over_stages(torch.cat([heads[:1], square]), loads, mesh)  # only the last stage has a loss
-    return both[0], both[1], heads[2:], loads
+    """The loss, summed over all ranks, of which `loss` has the part of each logical rank of this process; the sum of
+    squares of the shards over all ranks, of which `copies` hold the same one; `more` numbers (vectors), summed over the
+    data parallel ranks; and the loads of experts over the stages.
+
+    `in_order` (default: whether the logical ranks are added in their order): nothing depends on how ranks divide the
+    gradients, in shards that begin at multiples of 64 elements. Squares are counted, and a number that only one rank
+    has is the same in any sum with zeros."""
+    ranks, device = mesh.ranks, mesh.runtime.device
+    if not (ranks.fixed if in_order is None else in_order):
+        head = torch.cat([loss.float().sum().reshape(1), squares(shards, copies, device), *more])
+        (heads,) = mesh.data_parallel.all_reduce([head])
+        first, square, rest = heads[:1], heads[1:2], heads[2:]
+    else:
+        kinds = sorted({*copies})
+        of_kinds = [[each for each, count in zip(shards, copies, strict=True) if count == kind] for kind in kinds]
+        counted = [count_squares(each, device) for each in of_kinds]
+        losses = torch.zeros(ranks.total, dtype=torch.float64, device=device)
+        losses[ranks.own.start : ranks.own.stop] = loss.reshape(-1)
+        (heads,) = mesh.data_parallel.all_reduce([torch.cat([losses, *counted, *more])])
+        losses, *counted, rest = heads.split([ranks.total, *map(len, counted), sum(map(len, more))])
+        first = losses.sum().float().reshape(1)
+        parts = [value_of(each) / kind for each, kind in zip(counted, kinds, strict=True)]
+        square = torch.stack([losses.new_zeros(()), *parts]).sum().float().reshape(1)
+    (square,) = mesh.tensor_parallel.all_reduce([square])
+    both, loads = over_stages(torch.cat([first, square]), loads, mesh)  # only the last stage has a loss
+    return both[0], both[1], rest, loads
 
 
 def over_stages(numbers: Tensor, loads: Tensor | None, mesh: Mesh) -> tuple[Tensor, Tensor | None]:
@@ -128,6 +149,45 @@ def _norm_by_rows(tensor: Tensor) -> Tensor:
         rows = torch.linalg.vector_norm(flat[:cut].view(-1, ROW), dim=1)
         flat = rows if cut == len(flat) else torch.cat([rows, flat[cut:]])
     return torch.linalg.vector_norm(flat)
+
+
+def count_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The squares of all elements, in a form whose sum is exact in any order and division (`value_of`): a float64
+    vector of the sum of the digits at each exponent. Squares of 64 neighbours are added in float32 before, and of as
+    many fewer at the end of a tensor; so shards of a tensor that begin at multiples of 64 elements count the same.
+
+    After the idea of accumulators by exponent: Demmel and Nguyen, "Parallel Reproducible Summation" (2015)."""
+    pieces = [piece for each in tensors for piece in _squares_of_pieces(each.detach().reshape(-1))]
+    counted = torch.zeros(MOST - LEAST + 1, dtype=torch.float64, device=device)
+    if not pieces:
+        return counted
+    digits, exponents = torch.frexp(torch.cat(pieces))
+    places = exponents.clamp_(LEAST, MOST).sub_(LEAST)  # those of infinities are not defined
+    return counted.index_add_(0, places, digits.double().mul_(2.0**DIGITS))
+
+
+def value_of(counted: Tensor) -> Tensor:
+    """What `count_squares` has counted, or a sum of such vectors: a 0-dim float64 tensor."""
+    exponents = torch.arange(LEAST - DIGITS, MOST - DIGITS + 1, dtype=torch.float64, device=counted.device)
+    return (counted * torch.exp2(exponents)).sum()
+
+
+def _squares_of_pieces(flat: Tensor) -> Iterator[Tensor]:
+    """The sum of squares of each piece of a tensor of one dim."""
+    cut = len(flat) // PIECE * PIECE
+    rows = [flat[:cut].view(-1, PIECE)] if cut else []
+    if cut < len(flat):
+        rows.append(torch.cat([flat[cut:], flat.new_zeros(PIECE - len(flat) + cut)])[None])
+    for each in rows:
+        yield torch.linalg.vector_norm(each, dim=1).square_() if each.device.type == "cpu" else _halved(each.square())
+
+
+def _halved(rows: Tensor) -> Tensor:
+    """The sum of each row, in one order on every device, whatever the number of rows is."""
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return rows[:, 0]
 
 
 def scale_to(gradients: Sequence[Tensor | None], norm: Tensor, max_norm: float) -> None:

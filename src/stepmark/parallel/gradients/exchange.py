@@ -29,7 +29,7 @@ from stepmark.parallel.gradients.arithmetic import (
     totals,
 )
 from stepmark.parallel.gradients.reduced import ReducedGradients, Used, expose_grads, expose_shard_grads
-from stepmark.runtime.collectives import Collectives, GroupCollectives, start_gather_in_place
+from stepmark.runtime.collectives import Collectives, GroupCollectives, start_gather_in_place, start_sum_in_order
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
 
@@ -50,20 +50,36 @@ class AllReduce:
         self._reduce_dtype = reduce_dtype
         self._bucket_elements = bucket_elements or LAZY_BUCKET_ELEMENTS
         self._replications = [replication_of(parameter, mesh.tensor_parallel.size) for parameter in self._parameters]
+        self._gathers: list[Callable[[], Tensor]] = []
 
     def start(self, sums: BucketAccumulator, number: int) -> Callable[[], Tensor]:
         """Starts the sum of a bucket over the ranks; the result waits for it."""
-        flat, axis = sums.complete(number), sums.buckets[number].axis
+        axis = sums.buckets[number].axis
+        if self._mesh.ranks.fixed:
+            finish = start_sum_in_order(axis, sums.roots(number), self._mesh.ranks, self._reduce_dtype)
+            return lambda: self._gathered(sums, number, finish())
+        flat = sums.complete(number)
         if not isinstance(axis, GroupCollectives):  # experts that no other rank holds
             return lambda: flat
         if self._reduce_dtype == flat.dtype:
             return axis.start_all_reduce(flat)
         return axis.start_all_reduce_in(self._reduce_dtype, flat)
 
+    def _gathered(self, sums: BucketAccumulator, number: int, shard: Tensor) -> Tensor:
+        """Starts the all-gather of a bucket's sums, which `reduced` waits for."""
+        axis, flat = sums.buckets[number].axis, sums.flat[number]
+        own = axis.own_shard(flat)
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        self._gathers.append(start_gather_in_place(axis, flat))
+        return flat
+
     def reduced(
         self, sums: BucketAccumulator, means: list[Tensor], loss: Tensor, tokens: Tensor, loads: Tensor | None
     ) -> ReducedGradients:
         """Completes what has been started for every bucket."""
+        while self._gathers:
+            self._gathers.pop()()
         flat = add_ends_of_buckets(means, sums.buckets, self._mesh)
         pairs = zip(sums.buckets, flat, strict=True)
         shards = [bucket.axis.own_shard(each) for bucket, each in pairs]  # of which each rank computes the norm
@@ -76,9 +92,9 @@ class AllReduce:
         that has used all of them need not wait for the device to know."""
         pairs = zip(sums.buckets, flat, strict=True)
         members = [(member, each) for bucket, each in pairs for member in bucket.members]
-        own = sums.got()
-        assert isinstance(self._axis, GroupCollectives)
-        used = own if all(own) else [number > 0 for number in self._axis.read(counts)]
+        used = sums.got()
+        if isinstance(self._axis, GroupCollectives) and not all(used):
+            used = [number > 0 for number in self._axis.read(counts)]
         found = {
             id(member.parameter): member.read(each)
             for (member, each), there in zip(members, used, strict=True)
@@ -89,7 +105,7 @@ class AllReduce:
     def at_once(
         self, sums: ParameterAccumulator, loss: Tensor, tokens: Tensor, loads: Tensor | None
     ) -> ReducedGradients:
-        gradients = add_partial(sums.tensors(), self._replications, self._mesh)
+        gradients, loss = add_partial(sums.tensors(), self._replications, self._mesh), loss.reshape(())
         if self._axis.size > 1:
             gradients, loss = self._sum(gradients, loss)
         gradients = add_ends(gradients, self._replications, self._mesh)
@@ -163,10 +179,13 @@ class ReduceScatter:
         self._reduce_dtype = reduce_dtype
 
     def start(self, sums: BucketAccumulator, number: int) -> Callable[[], Tensor]:
-        axis, complete = self._buckets[number].axis, sums.complete(number)
+        axis, dtype = self._buckets[number].axis, self._reduce_dtype or self._buckets[number].dtype
+        if self._mesh.ranks.fixed:
+            return start_sum_in_order(axis, sums.roots(number), self._mesh.ranks, dtype)
+        complete = sums.complete(number)
         if not isinstance(axis, GroupCollectives):  # experts that no other rank holds
             return lambda: complete
-        finish = axis.start_reduce_scatter(complete, self._reduce_dtype or self._buckets[number].dtype)
+        finish = axis.start_reduce_scatter(complete, dtype)
         return lambda: finish().float()
 
     def reduced(
@@ -274,7 +293,8 @@ class ReducedShards:
                 "dict, a tuple or a dataclass"
             )
         digest = self._mesh.runtime.numbers(calls.digest())
-        loss, square, total, loads = totals(present, [sums.copies] * len(present), loss, loads, self._mesh, digest)
+        copies = [sums.copies] * len(present)
+        loss, square, total, loads = totals(present, copies, loss, loads, self._mesh, digest, in_order=False)
         self.compare_last()
         self._last = calls, total
         if total.device.type == "cpu":

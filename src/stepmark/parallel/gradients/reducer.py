@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stepmark.parallel.gradients.accumulators import BucketAccumulator, ParameterAccumulator, ShardAccumulator
 from stepmark.parallel.gradients.arithmetic import add_partial_of_buckets
@@ -44,6 +44,7 @@ class GradientReducer:
         self.sums = sums
         self._exchange = exchange
         self._mesh = mesh
+        self._set_before: dict[nn.Parameter, Tensor] = {}  # for the other logical ranks of this process
         self._overlap: OverlappedReduction | None = None
         if isinstance(sums, BucketAccumulator) and isinstance(mesh.data_parallel, GroupCollectives):
             self._overlap = OverlappedReduction(sums, exchange.start, mesh.data_parallel, mesh.runtime.device)
@@ -54,10 +55,12 @@ class GradientReducer:
         if isinstance(self.sums, ShardAccumulator):
             self.sums.begin()
             return
-        ranks = self._mesh.data_parallel.size
-        for parameter in self.sums.parameters if ranks > 1 else ():
+        ranks, self._set_before = self._mesh.ranks, {}
+        for parameter in self.sums.parameters if ranks.total > 1 else ():
             if parameter.grad is not None:  # set before the step: it becomes that of all ranks, whose sum is their mean
-                parameter.grad = parameter.grad / ranks
+                parameter.grad = parameter.grad / ranks.total
+                if len(ranks.own) > 1:
+                    self._set_before[parameter] = parameter.grad.clone()
 
     def _take_hooks(self) -> None:
         self.sums.hooks.check()
@@ -75,10 +78,20 @@ class GradientReducer:
         self.sums.collect()
 
     @torch.no_grad()
+    def end_rank(self) -> None:
+        """Ends the backward passes of a logical rank of this process that is not its last."""
+        if isinstance(self.sums, BucketAccumulator) and self._mesh.ranks.fixed:
+            self._complete_partial(self.sums)
+            self.sums.end_rank()
+        for parameter, gradient in self._set_before.items():
+            parameter.grad = gradient.clone()
+
+    @torch.no_grad()
     def reduce(self, loss: Tensor, tokens: Tensor, loads: Tensor | None = None) -> ReducedGradients:
-        """Reduces the sums over all ranks. `loss` (0-dim) is this rank's part of the mean over the `tokens` of all
-        ranks (0-dim float32); `loads` are numbers of tokens to add up, a float32 vector, equal on tensor parallel
-        ranks. Raises UsageError where gradients were changed after they were sent, which would have no effect."""
+        """Reduces the sums over all ranks. `loss` has the part of each logical rank of this process in the mean over
+        the `tokens` of all ranks (0-dim float32); `loads` are numbers of tokens to add up, a float32 vector, equal on
+        tensor parallel ranks. Raises UsageError where gradients were changed after they were sent, which would have no
+        effect."""
         self.sums.hooks.check()
         if loads is not None:
             (loads,) = self._mesh.data_parallel.all_reduce([loads])
@@ -88,7 +101,7 @@ class GradientReducer:
             self._overlap.check_unchanged()
         self._complete_partial(self.sums)
         if self._overlap is None:
-            means = [self.sums.complete(number) for number in range(len(self.sums.buckets))]
+            means = [self._exchange.start(self.sums, number)() for number in range(len(self.sums.buckets))]
         else:
             means = self._overlap.finish()
         return self._exchange.reduced(self.sums, means, loss, tokens, loads)

@@ -93,10 +93,11 @@ class OptimizerSharding:
         assert reduce_dtype is not None
         elements = self._bucket_elements
         exchange = AllReduce(self.parameters, mesh, reduce_dtype=reduce_dtype, bucket_elements=elements)
-        if isinstance(mesh.data_parallel, GroupCollectives):
+        if isinstance(mesh.data_parallel, GroupCollectives) or mesh.ranks.fixed:
             named = list(zip(self.names, self.parameters, strict=True))
             buckets = make_buckets([named], mesh, elements, reordered=False)
-            return GradientReducer(BucketAccumulator(buckets, mesh.runtime), exchange, mesh)
+            flat = BucketAccumulator(buckets, mesh.runtime, mesh.ranks, sent=lambda _: reduce_dtype)
+            return GradientReducer(flat, exchange, mesh)
         sums = ParameterAccumulator(self.parameters, mesh.runtime, accumulation=accumulation, on_arrival=on_arrival)
         return GradientReducer(sums, exchange, mesh)
 

@@ -119,7 +119,7 @@ class FlatShards(OptimizerSharding):
             options: dict[str, Any] = {"accumulation": accumulation, "on_arrival": on_arrival, "watched": True}
             sums = ParameterAccumulator(self.parameters, mesh.runtime, **options)
         else:
-            sums = BucketAccumulator(self.buckets, mesh.runtime)
+            sums = BucketAccumulator(self.buckets, mesh.runtime, mesh.ranks, sent=lambda dtype: reduce_dtype or dtype)
         sums.reset()
         return GradientReducer(sums, ReduceScatter(self.buckets, mesh, reduce_dtype=reduce_dtype), mesh)
 
@@ -143,9 +143,9 @@ class FlatShards(OptimizerSharding):
         """Which elements of this rank's shard belong to parameters that were used."""
         if (number, used) not in self._masks:
             bucket = self.buckets[number]
-            sizes = torch.tensor([member.parameter.numel() for member in bucket.members])
             flat = torch.zeros(bucket.padded, dtype=torch.bool)
-            flat[: bucket.numel] = torch.repeat_interleave(torch.tensor(used), sizes)
+            for member, there in zip(bucket.members, used, strict=True):
+                flat[member.begin : member.end] = there
             self._masks[number, used] = self._runtime.place(flat[bucket.begin : bucket.begin + bucket.shard_size])
         return self._masks[number, used]
 

@@ -18,6 +18,7 @@ from stepmark.parallel.optimizer.own_classes import lazy_class
 from stepmark.parallel.optimizer.whole_parameters import WholeParameters
 from stepmark.runtime.eager import has_fused_kernel
 from stepmark.runtime.mesh import DATA, TENSOR, Mesh
+from stepmark.sharding.logical_ranks import FIELD
 
 DEFAULT_MAX_NORM = 1.0
 _MIB = 2**20
@@ -136,6 +137,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         kind_of_device = parameters[0].device.type
         mesh = self._mesh or Mesh.create(device=kind_of_device if kind_of_device in DEVICES else "auto")
         _check_device(parameters, mesh)
+        if mesh.ranks.total != mesh.ranks.processes:
+            raise UsageError(
+                f"ZeroRedundancyOptimizer: {FIELD} is {mesh.ranks.total}, and a process that hosts several logical "
+                "ranks runs their backward passes in an order that only the Trainer and recipes have; leave it out"
+            )
         _check_groups("sharding_groups", self._sharding_groups, mesh.grid.groups(DATA), "data parallel")
         _check_groups("grad_norm_groups", self._grad_norm_groups, mesh.grid.groups(TENSOR), "tensor parallel")
         kind: Callable[..., torch.optim.Optimizer]

@@ -22,6 +22,7 @@ from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.mesh import DATA, PIPELINE, TENSOR, Mesh, spread_of_experts
 from stepmark.runtime.rank_grid import RankGrid
 from stepmark.runtime.stage_transfers import ENCODED, Exchange, Form
+from stepmark.sharding.logical_ranks import LogicalRanks
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,11 @@ class SimulatedMesh(Mesh):
         stage: int,
         arriving: Sequence[Form],
         experts: int,
+        data_parallel_replicas: int | None = None,
     ) -> None:
         """`stage`: the rank's coordinate on the pipeline's axis. `arriving`: the forms of the hidden states that its
-        stages receive, in order. `experts`: over how many ranks they are divided."""
+        stages receive, in order. `experts`: over how many ranks they are divided. `data_parallel_replicas`: logical
+        ranks, of which this process hosts the first."""
         grid = RankGrid(axes)
         self._device, self._tracker = device, tracker
         self.simulated = SimulatedRuntime(device)
@@ -102,7 +105,8 @@ class SimulatedMesh(Mesh):
         pair = self._collectives(spread), self._collectives(axes[DATA] // spread)
         of_experts = pair if spread > 1 else None
         links = self.simulated_links if last else None
-        super().__init__(context, grid, collectives, ends, links, expert_parallel_size=experts, experts=of_experts)
+        others: dict[str, Any] = {"expert_parallel_size": experts, "data_parallel_replicas": data_parallel_replicas}
+        super().__init__(context, grid, collectives, ends, links, experts=of_experts, **others)
 
     def replicas(self, count: int) -> Collectives:
         return self._collectives(count)
@@ -194,6 +198,12 @@ class SimulatedCollectives(GroupCollectives):
         with self._tracker.within(COMMUNICATION):
             return super().start_reduce_scatter(tensor, dtype)
 
+    def start_sum_in_order(
+        self, roots: Sequence[Tensor], ranks: LogicalRanks, dtype: torch.dtype | None = None
+    ) -> Callable[[], Tensor]:
+        with self._tracker.within(COMMUNICATION):
+            return super().start_sum_in_order(roots, ranks, dtype)
+
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor
 
@@ -225,8 +235,10 @@ class SimulatedCollectives(GroupCollectives):
     def _exchange(self, target: Callable[[int], Tensor], source: Callable[[int], Tensor], tag: int) -> list[dist.Work]:
         return []
 
-    def _add(self, own: Tensor, received: Mapping[int, Tensor]) -> Tensor:
-        return own
+    def _send_shards(
+        self, sent: Sequence[Tensor], received: Mapping[tuple[int, range], Tensor], nodes: Mapping[int, list[range]]
+    ) -> list[dist.Work]:
+        return []
 
 
 class SimulatedGraphCollectives(NoCollectives):

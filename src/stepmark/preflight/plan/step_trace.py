@@ -158,7 +158,8 @@ def _make_model(setup: StepSetup, tracker: AllocationTracker) -> tuple[nn.Module
     check_adapted(model, args.tensor_parallel_size, args.pipeline_parallel_size)
     cast_module(model, getattr(torch, args.dtype))
     arriving = stage_inputs(setup, model) if setup.staged else ()
-    mesh = SimulatedMesh(setup.axes, setup.device, tracker, setup.stage, arriving, args.expert_parallel_size)
+    sizes = args.expert_parallel_size, args.data_parallel_replicas
+    mesh = SimulatedMesh(setup.axes, setup.device, tracker, setup.stage, arriving, *sizes)
     parallelize(train_like(model, args), mesh, **sharding_options(args))
     return model.train(), mesh
 
@@ -195,7 +196,8 @@ def _train(
     # A loss scale reads the gradient's norm.
     unscaled = replace(args, bf16=True, fp16=False) if args.fp16 else args
     step = make_step(model, optimizer, loss, mesh, unscaled)
-    batch = StepBatch(setup.traced_micro_batches(), args.per_device_train_batch_size, 0.0, {})
+    batches = [each for _ in mesh.ranks.own for each in setup.traced_micro_batches()]
+    batch = StepBatch(batches, args.per_device_train_batch_size, 0.0, {})
     for number in range(1 if setup.device.lazy else 2):
         tracker.forget()
         if setup.staged:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.data.loader.batch import is_filler
+from stepmark.data.loader.batch import is_computing, is_filler
 from stepmark.errors import UsageError
 from stepmark.runtime.base import map_tensors
 from stepmark.runtime.mesh import Mesh
+from stepmark.sharding.logical_ranks import FIELD
 from stepmark.training.one_graph_per_step.deferred_reads import defer_reads
 
 
@@ -60,7 +61,16 @@ class Accelerator:
 
         Args:
             tensor: A tensor, or a nest of them, on the device. Ranks may have different numbers of rows.
+
+        Raises:
+            UsageError: A loss would be computed from as many ranks as there are processes.
         """
+        ranks = self._mesh.ranks
+        if ranks.total != ranks.processes and is_computing():
+            raise UsageError(
+                f"{FIELD}: the loss joins what {ranks.processes} processes have computed, which host {ranks.total} "
+                f"logical ranks, one after another; start as many processes, or set it to {ranks.processes}"
+            )
         return map_tensors(tensor, self._gathered)
 
     def gather_for_metrics(self, tensor: Any) -> Any:

@@ -18,6 +18,7 @@ from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.order import BatchLayout
 from stepmark.data.loader.stream_loader import StreamLoader, whole
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
+from stepmark.sharding.logical_ranks import FIELD
 
 ORDER = "loader-1"  # in the position's field `order`: that of a loader that the Trainer did not make
 
@@ -36,7 +37,7 @@ class PlainBatches:
         self.batch_size = loader.layout.batch_size
 
     def __len__(self) -> int:
-        return self.loader.steps_per_epoch * self.loader.layout.accumulation
+        return self.loader.steps_per_epoch * self.loader.layout.accumulation * len(self.loader.ranks)
 
     def __iter__(self) -> Iterator[Any]:
         for step in self.loader.ahead():
@@ -53,7 +54,8 @@ class GivenLoader:
 
     Args:
         loader: A re-iterable of batches on the host, with or without a length.
-        rank, world_size: Of data parallelism.
+        rank, world_size: Of data parallelism; or the range of logical ranks that this process hosts, and their number.
+        processes: How many processes host them; default: one each.
         accumulation: Batches of a step and rank.
         max_steps: Steps of the run, for a loader without a length; default None: it needs one.
         fixed_shape: Pad smaller batches to the size of the first, with rows whose labels are ignored, where the loss
@@ -66,8 +68,9 @@ class GivenLoader:
         self,
         loader: Any,
         *,
-        rank: int,
+        rank: int | range,
         world_size: int,
+        processes: int | None = None,
         accumulation: int = 1,
         seed: int = 0,
         labels: LabelRule,
@@ -78,12 +81,20 @@ class GivenLoader:
         if not hasattr(loader, "__iter__"):
             raise UsageError(f"a loader has to be iterable, and {type(loader).__name__} is not; return a DataLoader")
         sharded = _is_sharded(loader)
-        _check_samplers(loader, rank, world_size)
+        ranks = rank if isinstance(rank, range) else range(rank, rank + 1)
+        if not sharded or processes in (None, world_size):
+            _check_samplers(loader, ranks[0], world_size)
+        else:
+            raise UsageError(
+                f"{FIELD}: the sampler divides its samples among {processes} processes, of which some have several of "
+                f"the {world_size} logical ranks; leave the sampler out, since these take the batches in turn, or set "
+                f"it to {processes}"
+            )
         self.given = loader
         self.dataset = getattr(loader, "dataset", None)
         sizes = (getattr(each, "batch_size", None) for each in (loader, getattr(loader, "batch_sampler", None)))
         self.layout = BatchLayout(next(filter(None, sizes), 1), world_size, accumulation)
-        self._rank, self._size = (0, 1) if sharded else (rank, world_size)
+        self._ranks, self._size = (range(1), 1) if sharded else (ranks, world_size)
         self._repeats = world_size if sharded else 1
         self._seed = seed
         self._labels = labels
@@ -193,8 +204,9 @@ class GivenLoader:
             yield dict(inputs) if isinstance(inputs, Mapping) else inputs
 
     def _mine(self, group: list[Any]) -> list[MicroBatch]:
-        """This rank's micro-batches of a step; the last batch, with weight 0, replaces missing ones."""
-        places = [step * self._size + self._rank for step in range(self.layout.accumulation)]
+        """The micro-batches of a step of each own rank; the last batch, with weight 0, replaces missing ones."""
+        steps = range(self.layout.accumulation)
+        places = [step * self._size + rank for rank in self._ranks for step in steps]
         return [
             self._micro_batch(group[place]) if place < len(group) else self._micro_batch(group[-1], empty=True)
             for place in places

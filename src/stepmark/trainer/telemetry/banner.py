@@ -10,6 +10,7 @@ from stepmark.config.training_fields import TrainingFields
 from stepmark.parallel.full_sharding import replicas
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.parallel.pipeline.staged_model import complete_size, staged
+from stepmark.sharding.logical_ranks import FIELD
 from stepmark.trainer.components import TrainingComponents
 from stepmark.trainer.telemetry.throughput import device_model
 
@@ -26,8 +27,9 @@ def banner(parts: TrainingComponents, step: int) -> list[str]:
         f"model    {type(parts.model).__name__}, {_parameters(parts.model)}",
         f"data     {_data(loader)}",
         f"steps    {steps} of {size} samples: {args.per_device_train_batch_size} per device"
-        f" x {parts.mesh.data_parallel.size} data parallel x {args.gradient_accumulation_steps} accumulated",
+        f" x {parts.mesh.ranks.total} data parallel x {args.gradient_accumulation_steps} accumulated",
         f"devices  {ranks} rank{'s' if ranks > 1 else ''} on {device}, mesh {mesh}, {precision}",
+        *_hosted(parts),
         *_stages(parts),
         *_shards(parts),
         f"output   {args.output_dir}",
@@ -73,6 +75,17 @@ def _shards(parts: TrainingComponents) -> list[str]:
         return []
     kept = "freed after each pass" if sharding.reshard_after_forward else "kept until the backward pass"
     return [f"fsdp     parameters in {ranks // replicas(parts.mesh, sharding)} shards, layers {kept}"]
+
+
+def _hosted(parts: TrainingComponents) -> list[str]:
+    """A line on logical ranks, where processes host several."""
+    ranks = parts.mesh.ranks
+    if ranks.total == ranks.processes:
+        return []
+    most = len(ranks.of_process(0))
+    processes = "1 process" if ranks.processes == 1 else f"{ranks.processes} processes"
+    bits = f"the same bits as on {ranks.total}" if ranks.fixed else f"{FIELD}: {ranks.total} would keep the bits too"
+    return [f"replicas {ranks.total} on {processes}, up to {most} one after another; {bits}"]
 
 
 def _stages(parts: TrainingComponents) -> list[str]:

@@ -1,0 +1,99 @@
+"""The data parallel ranks that a run is defined by, however many processes there are to host them.
+
+A logical rank has its own samples and random numbers. A process hosts a contiguous range of them, and runs their
+micro-batches one after another. What they add up is added in a fixed tree over the logical ranks: a process adds the
+complete subtrees that it hosts, so the sum is the same, bit for bit, on any number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from stepmark.errors import UsageError
+
+Value = TypeVar("Value")
+
+FIELD = "data_parallel_replicas"
+
+
+@dataclass(frozen=True)
+class LogicalRanks:
+    """`total` logical ranks on `processes` processes, seen from `process`.
+
+    Attributes:
+        fixed: Whether sums are in the order of the tree, so that they do not depend on the number of processes.
+        given: Whether somebody has asked for that.
+    """
+
+    total: int
+    processes: int
+    process: int
+    fixed: bool = True
+    given: bool = False
+
+    @classmethod
+    def of(cls, total: int, processes: int, process: int) -> LogicalRanks:
+        """What `data_parallel_replicas: total` asks for. Raises UsageError where there are more processes."""
+        if processes > total:
+            raise UsageError(
+                f"{FIELD}: {total} cannot be divided over {processes} data parallel processes, of which each needs one "
+                f"or more; start at most {total} of them"
+            )
+        return cls(total, processes, process, given=True)
+
+    def of_process(self, process: int) -> range:
+        """The logical ranks that a process hosts; their numbers differ by at most one, and the first has the most."""
+        begin, end = (-(-place * self.total // self.processes) for place in (process, process + 1))
+        return range(begin, end)
+
+    @property
+    def own(self) -> range:
+        """Those that this process hosts."""
+        return self.of_process(self.process)
+
+    @cached_property
+    def merges(self) -> Mapping[int, int]:
+        """How many sums are complete once each of the own logical ranks has ended: each adds the last two values."""
+        ends = dict.fromkeys(self.own, 0)
+        for root in self.roots(self.process):
+            for node in _nodes(root):
+                if len(node) > 1:
+                    ends[node[-1]] += 1
+        return ends
+
+    def roots(self, process: int) -> list[range]:
+        """The largest subtrees that a process hosts completely, in order."""
+        return list(_inside(range(self.total), self.of_process(process)))
+
+    def sum(self, parts: Mapping[range, Value], add: Callable[[Value, Value], Value]) -> Value:
+        """The sum in the tree's order of what complete subtrees have added up to."""
+
+        def of(node: range) -> Value:
+            return parts[node] if node in parts else add(*(of(half) for half in _halves(node)))
+
+        return of(range(self.total))
+
+
+def _halves(node: range) -> tuple[range, range]:
+    """The children of a node: the first has the largest power of two that is less than the node's ranks."""
+    first = 1 << (len(node) - 1).bit_length() - 1
+    return node[:first], node[first:]
+
+
+def _nodes(node: range) -> Iterator[range]:
+    yield node
+    for half in _halves(node) if len(node) > 1 else ():
+        yield from _nodes(half)
+
+
+def _inside(node: range, hosted: range) -> Iterable[range]:
+    if node.start >= hosted.stop or node.stop <= hosted.start:
+        return
+    if hosted.start <= node.start and node.stop <= hosted.stop:
+        yield node
+        return
+    for half in _halves(node):
+        yield from _inside(half, hosted)
