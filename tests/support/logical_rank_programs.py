@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from stepmark import Trainer, TrainingArguments
+from stepmark import (
+    DataLoader,
+    DevicePrefetcher,
+    Mesh,
+    MicroBatchLoss,
+    Trainer,
+    TrainingArguments,
+    TrainStep,
+    build_optimizer,
+    evaluate,
+)
 from tests.support.independent_reader import read_checkpoint
 from tests.support.models import configuration
 from tests.support.programs import LENGTH, VOCABULARY
@@ -191,6 +201,7 @@ def train(folder: str, cell: dict[str, Any], last: int | None = None) -> dict[st
         "gradient_accumulation_steps": cell["accumulation"],
         "per_device_eval_batch_size": 2,
         "zero_1": cell["sharding"] == "zero_1",
+        "fsdp": "full_shard" if cell["sharding"] == "fsdp" else None,
         "ddp_bucket_cap_mb": None,
         "learning_rate": 0.01,
         "max_grad_norm": 0.5,
@@ -246,3 +257,18 @@ def digest_of(folder: Path) -> str:
         for name, tensor in sorted(tensors.items()):
             found.update(f"{group} {name} {tensor.shape}".encode() + tensor.tobytes())
     return f"{newest.name} {found.hexdigest()}"
+
+
+def own_loop(replicas: int) -> list[Any]:
+    """The loop of docs/tutorials/own-loop.md: every step's statistics, an evaluation, and a digest of the weights."""
+    mesh = Mesh.create(device="cpu", data_parallel_replicas=replicas)
+    model = make_model("gpt2")
+    optimizer = build_optimizer("adamw_torch", list(model.named_parameters()), mesh.runtime, learning_rate=1e-2)
+    loader = DataLoader(Samples(RAGGED), 2, rank=mesh.ranks.own, world_size=mesh.ranks.total, accumulation=2)
+    step, found = TrainStep(model, optimizer, MicroBatchLoss(model), mesh, accumulation=2), []
+    for number, batch in enumerate(DevicePrefetcher(loader, mesh.runtime)):
+        found += step(number, batch).values.tolist()
+    step.settle()
+    found.append(evaluate(model, Samples(21), mesh=mesh, batch_size=2)["eval_loss"])
+    weights = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+    return [*found, hashlib.sha256(weights).hexdigest()]

@@ -165,13 +165,13 @@ def sent_dtypes(options: dict[str, Any]) -> list[str]:
 
     mesh, net, found = Mesh.create(device="cpu"), Net().to(torch.bfloat16), set()
     optimizer = ZeroRedundancyOptimizer(net.named_parameters(), torch.optim.AdamW, mesh=mesh, lr=0.1, **options)
-    send = GroupCollectives.start_reduce_scatter
+    send = GroupCollectives.start_sum_in_order
 
-    def record(self: GroupCollectives, tensor: Tensor, dtype: torch.dtype | None) -> Any:
-        found.add(str(dtype or tensor.dtype))
-        return send(self, tensor, dtype)
+    def record(self: GroupCollectives, roots: list[Tensor], ranks: Any, dtype: torch.dtype | None = None) -> Any:
+        found.add(str(dtype or roots[0].dtype))
+        return send(self, roots, ranks, dtype)
 
-    with mock.patch.object(GroupCollectives, "start_reduce_scatter", record):
+    with mock.patch.object(GroupCollectives, "start_sum_in_order", record):
         net(data(0, 0, 1).to(torch.bfloat16)).backward()
         optimizer.step()
     return sorted(found)

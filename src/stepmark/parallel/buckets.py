@@ -95,7 +95,7 @@ class Member:
     def write(self, tensor: Tensor, flat: Tensor) -> None:
         """Copies a tensor of the parameter's shape to the bucket's flat tensor, unless it is a view of its place."""
         for place, box in zip(self.places_in(flat), self.boxes_of(tensor), strict=True):
-            if not _same_memory(place, box):
+            if not same_memory(place, box):
                 place.copy_(box)
 
     def read(self, flat: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Member:
             box.copy_(place)
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
+def same_memory(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata and (
         (one.storage_offset(), one.stride()) == (other.storage_offset(), other.stride())
     )
@@ -145,6 +145,12 @@ class Bucket:
             if end > member.end:
                 flat.append(flat[-1].new_zeros(end - member.end))
         return torch.cat(flat)
+
+    def gaps(self) -> Tensor:
+        """The elements between members and behind them, by index: int64."""
+        begins = [*(member.begin for member in self.members), self.padded]
+        ends = [0, *(member.end for member in self.members)]
+        return torch.cat([torch.arange(end, begin) for end, begin in zip(ends, begins, strict=True)])
 
     def local_layouts(self) -> Iterator[tuple[Member, Layout]]:
         """Which elements of each member's global tensor this rank's shard holds, at which offsets in it."""

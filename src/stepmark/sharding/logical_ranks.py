@@ -70,11 +70,12 @@ class LogicalRanks:
 
     def sum(self, parts: Mapping[range, Value], add: Callable[[Value, Value], Value]) -> Value:
         """The sum in the tree's order of what complete subtrees have added up to."""
+        return _sum(range(self.total), parts, add)
 
-        def of(node: range) -> Value:
-            return parts[node] if node in parts else add(*(of(half) for half in _halves(node)))
 
-        return of(range(self.total))
+def _sum(node: range, parts: Mapping[range, Value], add: Callable[[Value, Value], Value]) -> Value:
+    """Not a closure, which would be a cycle that keeps the parts alive."""
+    return parts[node] if node in parts else add(*(_sum(half, parts, add) for half in _halves(node)))
 
 
 def _halves(node: range) -> tuple[range, range]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.errors import UsageError
 from stepmark.runtime.mesh import Mesh
@@ -44,7 +45,7 @@ class RankBuffers:
             _Place(f"{name}.{key}".lstrip("."), module, key)
             for name, module in parts
             for key, buffer in module._buffers.items()
-            if buffer is not None
+            if buffer is not None and not is_fake(buffer)  # which has no values that could change
         ]
         self._learned = False
         self._kept = self._places  # those that change, once it is known

@@ -146,7 +146,7 @@ class TrainStep:
         enter_phase(UPDATE)
         self._update(reduced, hooks, updates=updates)
         self.optimizer.gathers.watch()
-        statistics = torch.stack([reduced.loss.float(), reduced.tokens, reduced.norm.float()])
+        statistics = torch.stack([reduced.loss.float().reshape(()), reduced.tokens, reduced.norm.float()])
         self._runtime.step_boundary()
         return StepStatistics(step, statistics, updates, reduced.loads)
 

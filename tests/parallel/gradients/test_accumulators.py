@@ -165,3 +165,31 @@ def test_hooks_that_are_registered_later_come_first() -> None:
     sums.reset()
     net(torch.ones(2, 3)).backward()
     assert found(sums)[:6] == [1.0] * 6
+
+
+def test_what_is_between_parameters_does_not_stay_nan() -> None:
+    """A step whose norm is nan scales all of a bucket by nan."""
+    mesh = Mesh.create(device="cpu", data_parallel_replicas=2)
+    sums = BucketAccumulator(make_buckets([list(Net().named_parameters())], mesh), mesh.runtime, mesh.ranks)
+    for flat in sums.flat:
+        flat.mul_(float("nan"))
+    sums.reset()
+    assert all(torch.equal(sums.complete(number), torch.zeros_like(flat)) for number, flat in enumerate(sums.flat))
+
+
+def test_logical_ranks_have_sums_of_their_own() -> None:
+    mesh, net = Mesh.create(device="cpu", data_parallel_replicas=2), Net()
+    sums = BucketAccumulator(make_buckets([list(net.named_parameters())], mesh), mesh.runtime, mesh.ranks)
+    sums.reset()
+    net(torch.ones(2, 3)).backward()
+    assert net.first.grad is not None
+    assert [each is not None for each in sums.tensors()] == [True, True, False]
+    sums.end_rank()
+    assert net.first.grad is None
+    assert sums.tensors() == [None, None, None]
+    (net.unused.sum() + net.first.sum()).backward()
+    assert sums.got() == [True, True, True]  # of one or the other
+    (root,) = sums.roots(0)
+    assert root[:6].tolist() == [3.0] * 6
+    assert root[64].item() == 15.0
+    assert root[128:131].tolist() == [1.0] * 3

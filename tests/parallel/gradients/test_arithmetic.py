@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from stepmark.parallel.gradients.arithmetic import LONG, norms, squares
+from stepmark.parallel.gradients.arithmetic import LONG, count_squares, halved, norms, squares, value_of
 
 CPU = torch.device("cpu")
 
@@ -41,3 +43,40 @@ def test_norms_of_short_tensors_are_torchs() -> None:
 def test_of_nothing_there_is_no_norm() -> None:
     assert norms([]) == []
     assert squares([], [], CPU).tolist() == [0.0]
+
+
+def counted(tensors: list[torch.Tensor]) -> float:
+    return float(value_of(count_squares(tensors, CPU)))
+
+
+def test_counted_squares_are_the_same_however_tensors_are_divided() -> None:
+    generator = torch.Generator().manual_seed(0)
+    flat = torch.randn(64 * 1000, generator=generator) * torch.exp(8 * torch.randn(64 * 1000, generator=generator))
+    whole = counted([flat])
+    for cuts in ([64, 640], [64 * 999], [64 * each for each in range(1, 1000, 7)]):
+        parts = list(flat.tensor_split(cuts))
+        assert counted(parts) == whole
+        assert counted(parts[::-1]) == whole
+        of_ranks = torch.stack([count_squares([part], CPU) for part in parts])
+        assert float(value_of(of_ranks.flip(0).sum(0))) == float(value_of(of_ranks.sum(0))) == whole
+
+
+@pytest.mark.parametrize("scale", [1e-22, 1e-3, 1.0, 1e15])
+@pytest.mark.parametrize("shape", [(), (63,), (64,), (1000, 1001), (10_000_019,)])
+def test_counted_squares_are_those_of_a_sum_in_float64(shape: tuple[int, ...], scale: float) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * scale
+    right = float(tensor.double().square().sum())
+    assert counted([tensor]) == pytest.approx(right, rel=1e-6 if scale > 1e-20 else 0.1, abs=0)
+
+
+def test_counted_squares_of_numbers_that_are_not_finite_are_not() -> None:
+    assert counted([torch.tensor([1.0, float("inf")])]) == float("inf")
+    assert math.isnan(counted([torch.tensor([1.0, float("nan")])]))
+    assert counted([torch.full((64,), 1e30)]) == float("inf")  # in float32
+    assert counted([]) == counted([torch.zeros(3)]) == 0.0
+
+
+def test_devices_add_pieces_in_the_same_order() -> None:
+    rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(halved(rows).double(), rows.double().sum(1), rtol=0, atol=1e-5)
+    assert torch.equal(halved(rows)[2:3], halved(rows[2:3]))

@@ -55,7 +55,7 @@ def all_sent(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 SENDERS = {
-    GroupCollectives: ("start_all_reduce", "start_reduce_scatter", "start_gather_in_place"),
+    GroupCollectives: ("start_all_reduce", "start_sum_in_order", "start_gather_in_place"),
     BridgeCollectives: ("all_reduce", "reduce_scatter", "all_gather"),
 }
 LENGTH, SAMPLES = 8, 8

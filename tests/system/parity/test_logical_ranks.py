@@ -3,6 +3,7 @@ and optimizer state, also when it goes on with another number."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ def possible(cell: dict[str, Any]) -> bool:
 
 
 CELLS = pairwise(AXES, possible)
+SAMPLE = (1, 3, 6)  # with each number of processes twice, ZeRO-1, and what each model has of its own
+
+
+def parameters(cells: list[Any], sample: tuple[int, ...]) -> list[Any]:
+    """The cells, of which all but a few are left to `make prove`."""
+    marks = [() if index in sample else (pytest.mark.prove,) for index in range(len(cells))]
+    return [pytest.param(cell, marks=each) for cell, each in zip(cells, marks, strict=True)]
 
 
 def check(ranks: Ranks, folder: Path, cell: dict[str, Any], replicas: int = 4) -> None:
@@ -59,7 +67,9 @@ def check(ranks: Ranks, folder: Path, cell: dict[str, Any], replicas: int = 4) -
     assert found[-1]["digest"] == expected["digest"]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell.values())).replace(" ", "_"))
+@pytest.mark.parametrize(
+    "cell", parameters(CELLS, SAMPLE), ids=lambda cell: "-".join(map(str, cell.values())).replace(" ", "_")
+)
 def test_bits_do_not_depend_on_the_number_of_processes(ranks: Ranks, tmp_path: Path, cell: dict[str, Any]) -> None:
     check(ranks, tmp_path, cell)
 
@@ -67,15 +77,25 @@ def test_bits_do_not_depend_on_the_number_of_processes(ranks: Ranks, tmp_path: P
 PLAIN = {"precision": "fp32", "optimizer": "adamw", "data": "shuffled", "accumulation": 2, "hook": "none", "few": False}
 
 
-@pytest.mark.parametrize("model", ["gpt2", "mixtral"])
-@pytest.mark.parametrize("hosts", ["3", "1", "2 then 4"])
-@pytest.mark.parametrize("axis", ["tp", "pp"])
-def test_with_other_axes(ranks: Ranks, tmp_path: Path, axis: str, hosts: str, model: str) -> None:
+AXES_OF_ONE_REPLICA = list(product(("tp", "pp"), ("3", "1", "2 then 4"), ("gpt2", "mixtral")))
+
+
+@pytest.mark.parametrize("given", parameters(AXES_OF_ONE_REPLICA, (0, 11)), ids="-".join)
+def test_with_other_axes(ranks: Ranks, tmp_path: Path, given: tuple[str, str, str]) -> None:
     """Tensor parallelism, whose size stays, and two stages."""
+    axis, hosts, model = given
     check(ranks, tmp_path, {**PLAIN, "model": model, "sharding": "zero_1", "hosts": hosts, axis: 2})
 
 
-@pytest.mark.parametrize(("replicas", "hosts"), [(7, "3"), (8, "5"), (8, "2 then 5")])
-def test_of_numbers_that_are_no_power_of_two(ranks: Ranks, tmp_path: Path, replicas: int, hosts: str) -> None:
+@pytest.mark.parametrize("given", parameters([(7, "3"), (8, "5"), (8, "2 then 5")], (0,)), ids=lambda given: str(given))
+def test_of_numbers_that_are_no_power_of_two(ranks: Ranks, tmp_path: Path, given: tuple[int, str]) -> None:
+    replicas, hosts = given
     cell = {**PLAIN, "model": "gpt2", "sharding": "zero_1", "accumulation": 1, "hosts": hosts}
     check(ranks, tmp_path, cell, replicas)
+
+
+def test_in_a_loop_of_ones_own(ranks: Ranks) -> None:
+    program = "tests.support.logical_rank_programs:own_loop"
+    expected, *_ = ranks.run(program, 3, nproc=3).check()
+    for processes in (2, 1):
+        assert ranks.run(program, 3, nproc=processes).check() == [expected] * processes

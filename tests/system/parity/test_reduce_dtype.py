@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,15 +22,16 @@ from tests.support.programs import logged
 from tests.support.ranks import Ranks
 
 
-@pytest.mark.parametrize("between_hosts", [True, False])
-def test_sums_are_in_float32(ranks: Ranks, between_hosts: bool) -> None:
+@pytest.mark.parametrize(("between_hosts", "in_order"), [(True, True), (False, True), (False, False)])
+def test_sums_are_in_float32(ranks: Ranks, between_hosts: bool, in_order: bool) -> None:
     """Added in bfloat16, the small ones would each be lost. ZeRO-1 keeps the sum, plain form rounds it once."""
-    shards = ranks.run(reduced, True, between_hosts, "bfloat16", nproc=4).check()
-    assert shards == [[1 + 3 * UNIT] * 2] * 4
-    complete = ranks.run(reduced, False, between_hosts, "bfloat16", nproc=4).check()
-    assert complete == [[1 + 4 * UNIT] * 8] * 4
+    how = between_hosts, in_order
+    shards = ranks.run(reduced, True, *how, "bfloat16", nproc=4).check()
+    assert shards == [[1 + 3 * UNIT] * (ELEMENTS // 4)] * 4
+    complete = ranks.run(reduced, False, *how, "bfloat16", nproc=4).check()
+    assert complete == [[1 + 4 * UNIT] * ELEMENTS] * 4
     assert torch.tensor(1 + 3 * UNIT).to(torch.bfloat16) == 1 + 4 * UNIT
-    assert ranks.run(reduced, False, between_hosts, "float32", nproc=4).check() == [[1 + 3 * UNIT] * 8] * 4
+    assert ranks.run(reduced, False, *how, "float32", nproc=4).check() == [[1 + 3 * UNIT] * ELEMENTS] * 4
 
 
 @pytest.mark.parametrize("zero_1", [False, pytest.param(True, marks=pytest.mark.prove)])
@@ -66,12 +68,13 @@ def test_what_is_refused() -> None:
 # What ranks run
 
 
-ELEMENTS, UNIT = 8, 2.0**-9  # half of bfloat16's distance between 0.5 and 1, and a quarter of that from 1 on
+ELEMENTS, UNIT = 256, 2.0**-9  # half of bfloat16's distance between 0.5 and 1, and a quarter of that from 1 on
 
 
-def reduced(zero_1: bool, between_hosts: bool, dtype: str) -> list[float]:
+def reduced(zero_1: bool, between_hosts: bool, in_order: bool, dtype: str) -> list[float]:
     """Of four ranks, one has gradients of 1, each other one of UNIT: what this one gets of their sum."""
     mesh = Mesh.create(device="cpu")
+    mesh.ranks = replace(mesh.ranks, fixed=in_order)
     parameter = nn.Parameter(torch.zeros(ELEMENTS))
     with patch.object(GroupCollectives, "_between_hosts", lambda *_: between_hosts):
         groups = [{"params": [("weight", parameter)]}]

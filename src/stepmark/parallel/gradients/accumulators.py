@@ -145,6 +145,7 @@ class BucketAccumulator:
         self.arrived: Callable[[int, int], object] = lambda number, position: None
         zeros = [torch.zeros(bucket.padded, dtype=torch.float32) for bucket in self.buckets]
         self.flat: list[Tensor] = list(runtime.place(zeros))  # the sums of each bucket, `bucket.padded` elements
+        self._gaps = [runtime.place(gaps) if len(gaps := bucket.gaps()) else None for bucket in self.buckets]
         ends = list(accumulate(len(bucket.members) for bucket in self.buckets))
         self._indices = [range(begin, end) for begin, end in pairwise([0, *ends])]  # of each bucket's parameters
         self._members = [
@@ -250,6 +251,9 @@ class BucketAccumulator:
             flags[:] = [False] * len(flags)
         for subtree, flat in zip(self._subtrees, self.flat, strict=False):
             subtree.reset(flat)
+        for gaps, flat in zip(self._gaps, self.flat, strict=True):
+            if gaps is not None:  # a factor that is nan has made them nan
+                flat.index_fill_(0, gaps, 0.0)
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -179,10 +179,10 @@ def _squares_of_pieces(flat: Tensor) -> Iterator[Tensor]:
     if cut < len(flat):
         rows.append(torch.cat([flat[cut:], flat.new_zeros(PIECE - len(flat) + cut)])[None])
     for each in rows:
-        yield torch.linalg.vector_norm(each, dim=1).square_() if each.device.type == "cpu" else _halved(each.square())
+        yield torch.linalg.vector_norm(each, dim=1).square_() if each.device.type == "cpu" else halved(each.square())
 
 
-def _halved(rows: Tensor) -> Tensor:
+def halved(rows: Tensor) -> Tensor:
     """The sum of each row, in one order on every device, whatever the number of rows is."""
     while rows.shape[1] > 1:
         half = rows.shape[1] // 2

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.errors import UsageError
-from stepmark.parallel.buckets import LAZY_BUCKET_ELEMENTS, Bucket, for_each_axis, runs_of
+from stepmark.parallel.buckets import LAZY_BUCKET_ELEMENTS, Bucket, for_each_axis, runs_of, same_memory
 from stepmark.parallel.full_sharding import Calls
 from stepmark.parallel.gradients.accumulators import BucketAccumulator, ParameterAccumulator, ShardAccumulator
 from stepmark.parallel.gradients.arithmetic import (
@@ -68,10 +68,12 @@ class AllReduce:
     def _gathered(self, sums: BucketAccumulator, number: int, shard: Tensor) -> Tensor:
         """Starts the all-gather of a bucket's sums, which `reduced` waits for."""
         axis, flat = sums.buckets[number].axis, sums.flat[number]
-        own = axis.own_shard(flat)
-        if own.data_ptr() != shard.data_ptr():
+        sent = flat if self._reduce_dtype == flat.dtype else torch.empty_like(flat, dtype=self._reduce_dtype)
+        own = axis.own_shard(sent)
+        if not same_memory(own, shard):
             own.copy_(shard)
-        self._gathers.append(start_gather_in_place(axis, flat))
+        wait = start_gather_in_place(axis, sent)
+        self._gathers.append(wait if sent is flat else lambda: flat.copy_(wait()))
         return flat
 
     def reduced(

@@ -1,0 +1,154 @@
+"""Fewer processes than data parallel ranks: what the run says and keeps, and what is refused by name."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from stepmark import Mesh, Trainer, TrainingArguments
+from stepmark.errors import UsageError
+from tests.support.logical_rank_programs import PRECISIONS, Normalized, Samples, make_model
+from tests.support.programs import VOCABULARY
+from tests.support.ranks import Ranks
+
+PROGRAM = "tests.support.logical_rank_programs:train"
+CELL = {
+    "model": "gpt2",
+    "sharding": "plain",
+    "precision": "fp32",
+    "optimizer": "adamw",
+    "data": "shuffled",
+    "accumulation": 1,
+    "replicas": None,
+}
+assert CELL["precision"] in PRECISIONS
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    given = {"max_steps": 2, "per_device_train_batch_size": 2, "data_parallel_replicas": 2, "save_strategy": "no"}
+    return TrainingArguments(**{"output_dir": str(folder), "device": "cpu", "disable_tqdm": True, **given, **options})
+
+
+def train(folder: Path, kind: type[Trainer] = Trainer, model: nn.Module | None = None, **options: Any) -> Trainer:
+    trainer = kind(model or make_model("gpt2"), arguments(folder, **options), train_dataset=Samples(16))
+    trainer.train()
+    return trainer
+
+
+def test_a_run_that_goes_on_with_fewer_processes_keeps_its_batches_and_bits(ranks: Ranks, tmp_path: Path) -> None:
+    """Without data_parallel_replicas."""
+    expected = ranks.run(PROGRAM, str(tmp_path / "whole"), CELL, nproc=3).check()[0]
+    ranks.run(PROGRAM, str(tmp_path / "fewer"), CELL, 3, nproc=3).check()
+    outcome = ranks.run(PROGRAM, str(tmp_path / "fewer"), CELL, 7, nproc=2)
+    outcome.check()
+    assert "replicas 3 on 2 processes, up to 2 one after another; the same bits as on 3" in outcome.logs[0]
+    (found,) = ranks.run(PROGRAM, str(tmp_path / "fewer"), CELL, nproc=1).check()
+    assert found == expected
+
+
+def test_more_processes_are_as_many_ranks_and_the_larger_batch_is_said(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(PROGRAM, str(tmp_path), CELL, 3, nproc=1).check()
+    outcome = ranks.run(PROGRAM, str(tmp_path), CELL, 5, nproc=2)
+    outcome.check()
+    assert "the global batch was 2 samples and is now 4" in outcome.logs[0]
+
+
+def test_more_processes_than_asked_for_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    outcome = ranks.run(PROGRAM, str(tmp_path), {**CELL, "replicas": 1}, nproc=2)
+    assert outcome.codes == [1, 1]
+    assert "data_parallel_replicas: 1 cannot be divided over 2 data parallel processes" in outcome.logs[0]
+
+
+def test_number_of_threads_stays_unless_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        train(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+        torch.set_num_threads(1)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        with caplog.at_level(logging.WARNING, logger="stepmark"):
+            train(tmp_path, max_steps=3, save_strategy="steps", save_steps=1, resume_from_checkpoint="true")
+        assert torch.get_num_threads() == 1
+        assert "OMP_NUM_THREADS was 2 and is 1: losses differ by rounding from here on" in caplog.text
+        torch.set_num_threads(2)
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        train(tmp_path, max_steps=4, save_strategy="steps", save_steps=1, resume_from_checkpoint="true")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+class Gathering(Trainer):
+    def compute_loss(self, model: nn.Module, inputs: Any, **options: Any) -> Any:
+        outputs = model(**inputs)
+        self.accelerator.gather(outputs.loss)
+        return (outputs.loss, outputs) if options.get("return_outputs") else outputs.loss
+
+
+class Sharding(Trainer):
+    def get_train_dataloader(self) -> Any:
+        data = self.train_dataset
+        return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=0))
+
+
+class Replacing(Normalized):
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        self.norm.register_buffer("running_mean", torch.zeros(24))
+        return super().forward(input_ids, labels)
+
+
+@pytest.mark.parametrize(
+    ("message", "given"),
+    [
+        ("data_parallel_replicas: the loss joins what 1 processes have computed", {"kind": Gathering}),
+        ("data_parallel_replicas: the sampler divides its samples among 1 processes", {"kind": Sharding}),
+        ("data_parallel_replicas: the buffer norm.running_mean is replaced", {"model": Replacing}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_needs_a_process_for_each_rank_is_refused(tmp_path: Path, message: str, given: dict[str, Any]) -> None:
+    model: Callable[[], nn.Module] | None = given.pop("model", None)
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}"):
+        train(tmp_path, model=model() if model else None, **given)
+
+
+def test_fsdp_cannot_be_hosted(ranks: Ranks, tmp_path: Path) -> None:
+    outcome = ranks.run(PROGRAM, str(tmp_path), {**CELL, "replicas": 2, "sharding": "fsdp"}, nproc=2)
+    assert outcome.codes == [1, 1]
+    assert "fsdp and data_parallel_replicas: " in outcome.logs[0]
+
+
+@pytest.mark.xla
+def test_lazy_devices_cannot_host(ranks: Ranks) -> None:
+    outcome = ranks.run(make_lazy_mesh)
+    assert outcome.codes == [1]
+    assert "data_parallel_replicas: xla adds in an order of its own; leave it out" in outcome.logs[0]
+
+
+def make_lazy_mesh() -> None:
+    Mesh.create(device="xla", data_parallel_replicas=2)
+
+
+def test_logical_ranks_see_their_own_samples(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Seeing(Trainer):
+        def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            seen.append(int(inputs["input_ids"][0, 0]))
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    trainer = train(tmp_path, Seeing, max_steps=2, gradient_accumulation_steps=2, train_sampling_strategy="sequential")
+    tokens = Samples(16).tokens[:, 0].tolist()
+    assert seen == [tokens[index] for index in (0, 4, 2, 6, 8, 12, 10, 14)]  # a rank's micro-batches, then the other's
+    assert trainer.args.world_size == 1
+    assert max(tokens) < VOCABULARY
