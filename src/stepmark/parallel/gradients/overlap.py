@@ -26,24 +26,14 @@ Start = Callable[[BucketAccumulator, int], Finish]
 _overlapping: weakref.WeakKeyDictionary[GroupCollectives, weakref.ref[OverlappedReduction]]
 _overlapping = weakref.WeakKeyDictionary()  # by axis: what sends while a backward pass runs
 
-BEHIND = 2  # buckets that are under way in a backward pass before the first of them is waited for
 IN_FLIGHT = 4  # buckets sent at a time where nothing is computed meanwhile; each may need a buffer of its size
 
 
 class OverlappedReduction:
     """Sends each bucket's sums once a step, overlapped with one backward pass from `last_backward` on, to `finish`.
-    `start` starts the reduction of the bucket with a number; its result waits for what this rank gets. `halves`:
-    whether that starts something else, which can be under way during the backward pass too."""
+    `start` starts the reduction of the bucket with a number; its result waits for what this rank gets."""
 
-    def __init__(
-        self,
-        sums: BucketAccumulator,
-        start: Start,
-        axis: GroupCollectives,
-        device: torch.device,
-        *,
-        halves: bool = False,
-    ) -> None:
+    def __init__(self, sums: BucketAccumulator, start: Start, axis: GroupCollectives, device: torch.device) -> None:
         self._sums = sums
         self._start = start
         self._axis = axis
@@ -56,8 +46,6 @@ class OverlappedReduction:
         self._missing: list[int] = []
         self._completed: list[int] = []
         self._sent: dict[int, Finish] = {}
-        self._received: dict[int, Tensor] = {}
-        self._halves = halves
         self._sent_versions: dict[int, int] = {}  # of the sums when they were sent, by bucket
         me = weakref.proxy(self)  # which `sums` must not keep alive
         sums.arrived = lambda number, position: me._arrived(number, position)
@@ -75,7 +63,7 @@ class OverlappedReduction:
         """From now on a bucket is sent as soon as all gradients of its parameters have arrived."""
         self._count = [[0] * len(bucket.members) for bucket in self._sums.buckets]
         self._missing = [sum(each) for each in self._needed]
-        self._completed, self._sent, self._received, self._sent_versions = [], {}, {}, {}
+        self._completed, self._sent = [], {}
         self._running = True
         if self._other() is None:
             _overlapping[self._axis] = weakref.ref(self)
@@ -89,7 +77,7 @@ class OverlappedReduction:
         """A gradient of a bucket's member is there. Raises UsageError where the bucket was sent already."""
         if not self._running:
             return
-        if number in self._sent_versions:
+        if number in self._sent:
             raise UsageError(
                 "a backward pass ran after the one that last_backward() announced as the step's last, and its "
                 "gradients would be lost; call last_backward() before the last one (a Trainer does so: there, a "
@@ -103,17 +91,13 @@ class OverlappedReduction:
             return
         if self._count[number][position] <= self._needed[number][position]:
             self._missing[number] -= 1
-        for waiting in self._order[len(self._sent) + len(self._received) :]:
+        for waiting in self._order[len(self._sent) :]:
             if self._missing[waiting] > 0:
                 break
             self._send(waiting)
 
     @torch.no_grad()
     def _send(self, number: int) -> None:
-        if self._halves and self._running and len(self._sent) == BEHIND:
-            oldest = next(iter(self._sent))
-            self._received[oldest] = self._sent.pop(oldest)()
-            self._sent_versions[oldest] = self._sums.flat[oldest]._version
         self._sent[number] = self._start(self._sums, number)
         self._sent_versions[number] = self._sums.flat[number]._version
 
@@ -131,7 +115,7 @@ class OverlappedReduction:
         if other is not None:
             other._send_rest()
         overlapped, self._running = self._running and other is None, False
-        results, self._received = self._received, {}
+        results: dict[int, Tensor] = {}
         for number in [*self._order, *range(len(self._needed))]:
             if number not in self._sent and number not in results:
                 if len(self._sent) >= IN_FLIGHT:
@@ -149,7 +133,7 @@ class OverlappedReduction:
         if not any(map(any, self._count)):
             return
         for number in [*self._order, *range(len(self._needed))]:
-            if number not in self._sent_versions:
+            if number not in self._sent:
                 self._send(number)
 
     def reset(self) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from stepmark.parallel.gradients.accumulators import BucketAccumulator, ParameterAccumulator, ShardAccumulator
 from stepmark.parallel.gradients.arithmetic import add_partial_of_buckets
-from stepmark.parallel.gradients.exchange import AllReduce, ReducedShards
+from stepmark.parallel.gradients.exchange import ReducedShards
 from stepmark.parallel.gradients.overlap import OverlappedReduction
 from stepmark.parallel.gradients.reduced import ReducedGradients, expose_grads, expose_shard_grads
 from stepmark.runtime.collectives import GroupCollectives
@@ -47,9 +47,7 @@ class GradientReducer:
         self._set_before: dict[nn.Parameter, Tensor] = {}  # for the other logical ranks of this process
         self._overlap: OverlappedReduction | None = None
         if isinstance(sums, BucketAccumulator) and isinstance(mesh.data_parallel, GroupCollectives):
-            halves = mesh.ranks.fixed and isinstance(exchange, AllReduce)
-            device = mesh.runtime.device
-            self._overlap = OverlappedReduction(sums, exchange.start, mesh.data_parallel, device, halves=halves)
+            self._overlap = OverlappedReduction(sums, exchange.start, mesh.data_parallel, mesh.runtime.device)
 
     def begin(self) -> None:
         """Announces the step. Optional."""
@@ -139,8 +137,6 @@ class GradientReducer:
         """Clears the sums for the next step."""
         if self._overlap is not None:
             self._overlap.reset()
-        if isinstance(self._exchange, AllReduce):
-            self._exchange.wait()
         self.sums.reset()
 
     def close(self) -> None:
