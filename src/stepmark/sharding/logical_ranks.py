@@ -42,7 +42,7 @@ class LogicalRanks:
                 f"{FIELD}: {total} cannot be divided over {processes} data parallel processes, of which each needs one "
                 f"or more; start at most {total} of them"
             )
-        return cls(total, processes, process, given=True)
+        return cls(total, processes, process, fixed=total > 1, given=True)
 
     def of_process(self, process: int) -> range:
         """The logical ranks that a process hosts; their numbers differ by at most one, and the first has the most."""

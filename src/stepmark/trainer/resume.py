@@ -138,6 +138,8 @@ def _keep_arithmetic(saved: Mapping[str, Any], mesh: Mesh) -> None:
     threads = saved.get(THREADS)
     if own and isinstance(threads, int) and threads != own[THREADS] and not given_threads():
         torch.set_num_threads(threads)
+        if mesh.context.host.rank == 0:
+            logger.info("computing with %d threads, as before; %s sets another number", threads, THREADS)
         own[THREADS] = threads
     changed = [
         f"{name} was {saved[name]} and is {value}" for name, value in own.items() if saved.get(name, value) != value

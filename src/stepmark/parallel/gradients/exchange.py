@@ -29,7 +29,13 @@ from stepmark.parallel.gradients.arithmetic import (
     totals,
 )
 from stepmark.parallel.gradients.reduced import ReducedGradients, Used, expose_grads, expose_shard_grads
-from stepmark.runtime.collectives import Collectives, GroupCollectives, start_gather_in_place, start_sum_in_order
+from stepmark.runtime.collectives import (
+    Collectives,
+    GroupCollectives,
+    keep_abandoned,
+    start_gather_in_place,
+    start_sum_in_order,
+)
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
 
@@ -65,6 +71,15 @@ class AllReduce:
             return axis.start_all_reduce(flat)
         return axis.start_all_reduce_in(self._reduce_dtype, flat)
 
+    def wait(self) -> None:
+        """Waits for the all-gathers that were started."""
+        while self._gathers:
+            self._gathers.pop()()
+
+    def __del__(self) -> None:
+        if getattr(self, "_gathers", None):  # an error has ended the step
+            keep_abandoned(self._gathers)
+
     def _gathered(self, sums: BucketAccumulator, number: int, shard: Tensor) -> Tensor:
         """Starts the all-gather of a bucket's sums, which `reduced` waits for."""
         axis, flat = sums.buckets[number].axis, sums.flat[number]
@@ -80,8 +95,7 @@ class AllReduce:
         self, sums: BucketAccumulator, means: list[Tensor], loss: Tensor, tokens: Tensor, loads: Tensor | None
     ) -> ReducedGradients:
         """Completes what has been started for every bucket."""
-        while self._gathers:
-            self._gathers.pop()()
+        self.wait()
         flat = add_ends_of_buckets(means, sums.buckets, self._mesh)
         pairs = zip(sums.buckets, flat, strict=True)
         shards = [bucket.axis.own_shard(each) for bucket, each in pairs]  # of which each rank computes the norm

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from stepmark.parallel.gradients.accumulators import BucketAccumulator, ParameterAccumulator, ShardAccumulator
 from stepmark.parallel.gradients.arithmetic import add_partial_of_buckets
-from stepmark.parallel.gradients.exchange import ReducedShards
+from stepmark.parallel.gradients.exchange import AllReduce, ReducedShards
 from stepmark.parallel.gradients.overlap import OverlappedReduction
 from stepmark.parallel.gradients.reduced import ReducedGradients, expose_grads, expose_shard_grads
 from stepmark.runtime.collectives import GroupCollectives
@@ -137,6 +137,8 @@ class GradientReducer:
         """Clears the sums for the next step."""
         if self._overlap is not None:
             self._overlap.reset()
+        if isinstance(self._exchange, AllReduce):
+            self._exchange.wait()
         self.sums.reset()
 
     def close(self) -> None:
