@@ -39,8 +39,8 @@ class RankBuffers:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._mesh = mesh
         ranks = mesh.ranks
-        needed = ranks.fixed or ranks.total > ranks.processes
-        parts = model.named_modules() if needed else ()
+        self._needed = ranks.total > 1 and (ranks.fixed or ranks.total > ranks.processes)
+        parts = model.named_modules() if self._needed else ()
         self._places = [
             _Place(f"{name}.{key}".lstrip("."), module, key)
             for name, module in parts
@@ -61,7 +61,7 @@ class RankBuffers:
 
     def enter(self, rank: int) -> None:
         """Goes on with the rank of this process that has the number `rank` in it."""
-        if rank == self._rank or not self._places:
+        if rank == self._rank:
             return
         self._look()
         self._values[self._rank] = self._copies()
@@ -73,7 +73,7 @@ class RankBuffers:
 
     def end(self) -> None:
         """Ends a step. Collective."""
-        if not self._places:
+        if not self._needed:  # not: no buffers, which is a matter of one pipeline stage
             return
         self._look()
         self.enter(0)

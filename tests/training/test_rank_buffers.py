@@ -1,0 +1,50 @@
+"""Buffers that training changes, where processes host logical ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from stepmark import Mesh
+from stepmark.training.rank_buffers import RankBuffers
+from tests.support.ranks import Ranks
+
+
+def test_ranks_begin_with_the_same_and_the_first_ones_stay() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False))
+    buffers = RankBuffers(model, Mesh.create(device="cpu", data_parallel_replicas=3))
+    norm = model[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert norm.running_mean is not None
+    for step in range(3):
+        begun = norm.running_mean.clone()
+        buffers.begin()
+        ends = []
+        for rank in range(3):
+            if rank:
+                buffers.enter(rank)
+            assert torch.equal(norm.running_mean, begun)
+            model(torch.randn(8, 3, generator=torch.Generator().manual_seed(10 * step + rank)))
+            ends.append(norm.running_mean.clone())
+        buffers.end()
+        assert not torch.equal(ends[0], ends[1])
+        assert torch.equal(norm.running_mean, ends[0])
+        assert norm.num_batches_tracked == step + 1
+
+
+def test_a_pipeline_stage_may_have_no_buffers(ranks: Ranks) -> None:
+    assert ranks.run(of_stage, nproc=4, timeout=60).check() == [1.0, 1.0, None, None]
+
+
+def of_stage() -> float | None:
+    """The buffer of the first stage after a step, in which each rank has added its number plus 1."""
+    mesh = Mesh.create(device="cpu", pipeline_parallel_size=2)
+    model = nn.Linear(2, 2)
+    if mesh.pipeline.rank == 0:
+        model.register_buffer("count", torch.zeros(()))
+    buffers = RankBuffers(model, mesh)
+    buffers.begin()
+    for buffer in model.buffers():
+        buffer.add_(mesh.data_parallel.rank + 1)
+    buffers.end()
+    return next((float(buffer) for buffer in model.buffers()), None)
