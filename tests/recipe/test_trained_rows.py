@@ -99,7 +99,7 @@ CASES = {
 def test_rows_are_those_that_were_collated(
     data: Path, ranks: Ranks, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two ranks are killed, and one goes on with other batches; there are several epochs."""
+    """Two ranks are killed, and one goes on with other batches, as both of them; there are several epochs."""
     fields = json.loads(json.dumps(CASES[case]).replace("{}", str(data)))
     recipe = str(write_recipe(data, **RUN, **fields))
     environment = {"STEPMARK_CACHE": os.environ["STEPMARK_CACHE"]}
@@ -113,7 +113,7 @@ def test_rows_are_those_that_were_collated(
     ranks.run(f"{HERE}:spied", again, str(second), None, environment=environment).check()
 
     seen = {place: batch for rank in (0, 1) for place, batch in batches(first, rank, 1, 1).items() if place[0] <= 6}
-    seen |= {place: batch for place, batch in batches(second, 0, 2, 7).items() if place[0] <= RUN["max_steps"]}
+    seen |= {place: batch for place, batch in batches(second, 0, 2 * 2, 7).items() if place[0] <= RUN["max_steps"]}
     found = rows("out", capsys, "--step", f"1-{RUN['max_steps']}")
     named: dict[tuple[int, int, int], list[str]] = {place: [] for place in seen}
     for row in found["rows"]:

@@ -23,6 +23,7 @@ from stepmark.recipe.model import build_tokenizer
 from stepmark.recipe.used_recipe import USED_RECIPE, read_used_recipe
 from stepmark.runtime.mesh import DATA
 from stepmark.runtime.rank_grid import RankGrid
+from stepmark.sharding.logical_ranks import LogicalRanks
 from stepmark.trainer.run_folder.run_log import EVENTS, POSITION
 
 
@@ -83,14 +84,20 @@ class RunRows:
         for each in range(grid.size):
             sharing.setdefault(grid.coordinates(each)[DATA], []).append(each)
         data, loader = self._loader(record)
+        hosts = {
+            part: (process, place)
+            for process in sharing
+            for place, part in enumerate(LogicalRanks(loader.layout.world_size, len(sharing), process).own)
+        }
         taken = loader.samples_after(*(step - record["step"] - 1 for step in steps))
         rows: list[dict[str, Any]] = [
-            {"step": step, "epoch": epoch, "ranks": sharing[part], "micro_batch": micro_batch, "sample": sample}
+            {"step": step, "epoch": epoch, "ranks": sharing[process], "micro_batch": micro_batch, "sample": sample}
             for step, (epoch, parts) in zip(steps, taken, strict=True)
             for part, micro_batches in enumerate(parts)
-            for micro_batch, samples in enumerate(micro_batches)
+            for process, place in [hosts[part]]
+            for micro_batch, samples in enumerate(micro_batches, start=place * loader.layout.accumulation)
             for sample in samples
-            if rank is None or rank in sharing[part]
+            if rank is None or rank in sharing[process]
         ]
         if data is None:
             return iter(rows)

@@ -180,6 +180,7 @@ def test_resuming_on_another_mesh_sees_every_sample_once(ranks: Ranks, tmp_path:
     ranks.run(PROGRAM, {**moved, "kill_at": 4})
     two = {**moved, "per_device_train_batch_size": 2, "kill_at": 10}
     ranks.run(PROGRAM, two, nproc=2)
+    moved["data_parallel_replicas"] = 1  # those of two ranks would be twice as many samples
     ((resumed, undisturbed),) = ranks.run(EACH, moved, plain).check()
     assert resumed["resumed"] == [3, 9]
     for step, (loss, norm) in undisturbed["losses"].items():

@@ -59,7 +59,8 @@ def check(ranks: Ranks, folder: Path, cells: list[Cell]) -> None:
             jobs.append((found, n, [cell, str(folder / f"{n}"), nproc, MESHES[cell["mesh"]]]))
         for n, cell in [*begun, *gone_on]:
             if (cell["resumed"] == "the same") == ((n, cell) in begun):
-                mesh = MESHES[cell["mesh"]] if (n, cell) in begun else {}
+                other = {"data_parallel_replicas": 1} if nproc == 1 else {}  # whose batches are as large
+                mesh = MESHES[cell["mesh"]] if (n, cell) in begun else other
                 checkpoint = str(folder / f"{n}" / f"checkpoint-{SAVED}")
                 refused = refusal(cell) is not None
                 jobs += [] if refused else [(resumed, n, [cell, str(folder / f"{n}-on"), nproc, mesh, checkpoint])]

@@ -47,15 +47,16 @@ def test_dropout_of_replicated_activations_is_that_of_any_tensor_parallel_size(r
 
 
 def test_every_rank_has_its_share_of_the_state(ranks: Ranks) -> None:
-    """Within one percent, for a model with indivisible sizes, in float32 and in bfloat16; masters included."""
+    """Within three percent, for a model with indivisible sizes, in float32 and in bfloat16; masters included. Shares
+    are multiples of 64 elements."""
     program = "tests.support.models:state_bytes"
     flat = [{"model": MODELS["gpt2"], "zero_1": True, "bf16": bf16} for bf16 in (False, True)]
     cut = [{**options, "tp": 2} for options in flat]
     (whole,) = ranks.run(program, flat).check()
     halves = ranks.run(program, cut, nproc=2).check()
     for rank, found in enumerate(ranks.run(program, [*flat, *cut], nproc=4).check()):
-        assert found[:2] == pytest.approx([size / 4 for size in whole], rel=0.01)
-        assert found[2:] == pytest.approx([size / 2 for size in halves[rank % 2]], rel=0.01)
+        assert found[:2] == pytest.approx([size / 4 for size in whole], rel=0.03)
+        assert found[2:] == pytest.approx([size / 2 for size in halves[rank % 2]], rel=0.03)
 
 
 @pytest.mark.xla
