@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -110,9 +111,9 @@ class Replacing(Normalized):
 @pytest.mark.parametrize(
     ("message", "given"),
     [
-        ("data_parallel_replicas: the loss joins what 1 processes have computed", {"kind": Gathering}),
-        ("data_parallel_replicas: the sampler divides its samples among 1 processes", {"kind": Sharding}),
-        ("data_parallel_replicas: the buffer norm.running_mean is replaced", {"model": Replacing}),
+        ("data_parallel_replicas: the loss joins what ranks have computed, so each of the 2 data", {"kind": Gathering}),
+        ("data_parallel_replicas: the sampler divides its samples among processes, so each", {"kind": Sharding}),
+        ("data_parallel_replicas: the buffer norm.running_mean is replaced, in no", {"model": Replacing}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -152,3 +153,55 @@ def test_logical_ranks_see_their_own_samples(tmp_path: Path) -> None:
     assert seen == [tokens[index] for index in (0, 4, 2, 6, 8, 12, 10, 14)]  # a rank's micro-batches, then the other's
     assert trainer.args.world_size == 1
     assert max(tokens) < VOCABULARY
+
+
+class Contrasting(Normalized):
+    """Its loss has the samples of all ranks, by torch's own collectives."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        found = super().forward(input_ids, labels)
+        if self.training and dist.get_world_size() > 1:
+            dist.all_reduce(found["logits"].detach().mean())
+        return found
+
+
+def contrast(folder: str, replicas: int | None, last: int) -> None:
+    train(Path(folder), model=Contrasting(), data_parallel_replicas=replicas, max_steps=last, **SAVING)
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 1, "resume_from_checkpoint": "true"}
+
+
+def test_a_loss_that_joins_ranks_is_never_hosted(ranks: Ranks, tmp_path: Path) -> None:
+    """One process would leave the collective out without a word: the checkpoint says that each rank needs its own."""
+    outcome = ranks.run(contrast, str(tmp_path / "given"), 3, 2, nproc=2)
+    assert outcome.codes == [1, 1]
+    assert "data_parallel_replicas: the model or its loss calls torch.distributed, so each of the 3" in outcome.logs[0]
+    ranks.run(contrast, str(tmp_path / "fewer"), None, 2, nproc=3).check()
+    outcome = ranks.run(contrast, str(tmp_path / "fewer"), None, 3, nproc=2)
+    outcome.check()
+    assert "the global batch was 6 samples and is now 4" in outcome.logs[0]
+    assert "replicas" not in outcome.logs[0]
+
+
+class Growing(Normalized):
+    """Keeps a table for the longest sequence so far, as some rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("longest", torch.zeros(1), persistent=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        if self.training:
+            self.register_buffer("longest", torch.full((1 + dist.get_rank(),), 1.0 + dist.get_rank()), persistent=False)
+        return super().forward(input_ids, labels)
+
+
+def grow(folder: str) -> list[float]:
+    trainer = train(Path(folder), model=Growing(), data_parallel_replicas=None, save_strategy="no")
+    assert trainer.mesh.needs_processes is not None
+    return list(trainer.model.longest.tolist())
+
+
+def test_buffers_that_checkpoints_do_not_have_stay_each_ranks_own(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(grow, str(tmp_path), nproc=2).check() == [[1.0], [2.0, 2.0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -48,3 +49,21 @@ def of_stage() -> float | None:
         buffer.add_(mesh.data_parallel.rank + 1)
     buffers.end()
     return next((float(buffer) for buffer in model.buffers()), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.int16, torch.complex64, torch.float8_e4m3fn])
+def test_buffers_of_any_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
+    found = ranks.run(of_dtype, str(dtype).removeprefix("torch."), nproc=2, timeout=60).check()
+    assert found[0] == found[1]
+
+
+def of_dtype(dtype: str) -> str:
+    mesh, model = Mesh.create(device="cpu"), nn.Linear(2, 2)
+    values, others = (torch.tensor(each).to(getattr(torch, dtype)) for each in ([-0.0, 1.0, 0.0], [1.0, 2.0, 3.0]))
+    model.register_buffer("kept", torch.zeros(3, dtype=values.dtype))
+    buffers = RankBuffers(model, mesh)
+    buffers.begin()
+    model.kept.copy_(values if mesh.data_parallel.rank == 0 else others)
+    buffers.end()
+    assert str(model.kept) == str(values)
+    return str(model.kept)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -50,6 +51,7 @@ class Mesh:
         same_experts: Collectives among the data parallel ranks that hold the same experts.
         ranks: The logical ranks that have samples of their own, and the process of the data parallel axis that hosts
             each of them.
+        needs_processes: Why each logical rank needs a process, as far as training has shown that; else None.
     """
 
     def __init__(
@@ -114,11 +116,10 @@ class Mesh:
             LaunchError: The ranks cannot find each other.
         """
         context = context or start(device)
-        check_sizes(context.world.size, tensor_parallel_size, pipeline_parallel_size, expert_parallel_size)
+        sizes = tensor_parallel_size, pipeline_parallel_size, expert_parallel_size
+        check_sizes(context.world.size, *sizes, replicas=data_parallel_replicas)
+        check_hosting(context.runtime, tensor_parallel_size, expert_parallel_size, data_parallel_replicas)
         data = context.world.size // (tensor_parallel_size * pipeline_parallel_size)
-        spread = spread_of_experts(expert_parallel_size, tensor_parallel_size)
-        if data_parallel_replicas is not None:
-            _check_logical(context.runtime, data, data_parallel_replicas, spread)
         inner = {DATA: data, TENSOR: tensor_parallel_size}
         grid = RankGrid({PIPELINE: pipeline_parallel_size, **inner} if pipeline_parallel_size > 1 else inner)
         _share_graphs(context, grid)
@@ -126,7 +127,7 @@ class Mesh:
         counts = [count for count in range(2, tensor_parallel_size) if tensor_parallel_size % count == 0]
         replicas = {count: _collectives(context, grid.groups(TENSOR, count)) for count in counts}
         experts = None
-        if spread > 1:
+        if (spread := spread_of_experts(expert_parallel_size, tensor_parallel_size)) > 1:
             with_tokens = _collectives(context, grid.groups(DATA, spread), use="experts")
             experts = with_tokens, _collectives(context, grid.groups(DATA, data // spread, spread))
         ends = axes.get(PIPELINE)
@@ -190,11 +191,32 @@ class Mesh:
         """Sets `ranks`: `total` logical ranks, unless `data_parallel_replicas` was given. None: one for each process.
         On hosts they are added in their own order, on devices in the backend's."""
         place = self.data_parallel.size, self.data_parallel.rank
+        self.needs_processes: str | None = None
         if self._given is not None:
             self.ranks = LogicalRanks.of(self._given, *place)
         else:
             fixed = self.hosts_ranks and self.runtime.host_memory and (total or place[0]) > 1
             self.ranks = LogicalRanks(total or place[0], *place, fixed=fixed)
+
+    def keep_one_rank(self, reason: str) -> None:
+        """Notes why each logical rank needs a process. Raises UsageError where this one hosts several, and so would
+        compute something else without a word."""
+        ranks = self.ranks
+        if ranks.total > ranks.processes:
+            raise UsageError(
+                f"{FIELD}: {reason}, so each of the {ranks.total} data parallel ranks needs a process; start as many, "
+                f"or set it to {ranks.processes}"
+            )
+        self.needs_processes = reason
+
+    @contextmanager
+    def watching_others(self) -> Iterator[None]:
+        """Around the passes of a logical rank: notices where anything but Stepmark sends something in torch's groups,
+        such as a loss with the samples of all ranks, of which a process that hosts several has a part at a time."""
+        before = _calls_of_others()
+        yield
+        if _calls_of_others() != before:
+            self.keep_one_rank("the model or its loss calls torch.distributed")
 
     def replicas(self, count: int) -> Collectives:
         """Collectives among `count` neighbours, a divisor of the tensor parallel axis, that hold the same slice."""
@@ -206,8 +228,11 @@ def spread_of_experts(expert: int, tensor: int) -> int:
     return expert // math.gcd(expert, tensor)
 
 
-def check_sizes(ranks: int, tensor: int, pipeline: int, expert: int = 1, *, begin: str = "start") -> None:
-    """Raises UsageError where the ranks cannot be laid out over axes of these sizes. `begin`: what the user does."""
+def check_sizes(
+    ranks: int, tensor: int, pipeline: int, expert: int = 1, *, replicas: int | None = None, begin: str = "start"
+) -> None:
+    """Raises UsageError where the ranks cannot be laid out over axes of these sizes, or host as many logical ranks
+    (`replicas`). `begin`: what the user does."""
     for name, size in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", pipeline)):
         if size < 1 or ranks % size:
             raise UsageError(
@@ -224,14 +249,15 @@ def check_sizes(ranks: int, tensor: int, pipeline: int, expert: int = 1, *, begi
             f"expert_parallel_size: {expert} does not divide the {ranks // pipeline} ranks of a stage (tensor times "
             "data parallel); choose a divisor of them"
         )
+    if replicas is not None:
+        LogicalRanks.of(replicas, ranks // (tensor * pipeline), 0)
 
 
-def _check_logical(runtime: Runtime, processes: int, total: int, spread: int) -> None:
-    """Raises UsageError where logical ranks cannot be hosted."""
-    LogicalRanks.of(total, processes, 0)
-    if runtime.lazy:
+def check_hosting(runtime: Runtime, tensor: int, expert: int, replicas: int | None) -> None:
+    """Raises UsageError where processes cannot host logical ranks, and their number is given."""
+    if replicas is not None and runtime.lazy:
         raise UsageError(f"{FIELD}: {runtime.name} adds in an order of its own; leave it out")
-    if spread > 1:
+    if replicas is not None and spread_of_experts(expert, tensor) > 1:
         raise UsageError(
             f"{FIELD} and expert_parallel_size: the tokens that meet at an expert would depend on the number of "
             "processes; divide experts over tensor parallel ranks alone, or leave it out"
@@ -298,6 +324,17 @@ def _collectives(
     return BridgeCollectives(runtime, axis)
 
 
+_names: set[str] = set()  # of the groups that are made here
+
+
+def _calls_of_others() -> int:
+    """How many collectives this process has started in groups that were not made here, such as torch's default one."""
+    if not dist.is_initialized():
+        return 0
+    groups: list[Any] = [each for each in dist.distributed_c10d._world.pg_map if each.group_name not in _names]
+    return sum(each._get_sequence_number_for_group() for each in groups)
+
+
 Made = TypeVar("Made")
 _made: dict[Any, tuple[weakref.ref[Any], Any]] = {}  # by class, ranks, backend and use; and the default group then
 
@@ -317,6 +354,7 @@ def _of_own_group(
         with quiet_stdout():
             created = [dist.new_group(group, timeout=TIMEOUT, backend=backend) for group in groups]
         own = [each for each, ranks in zip(created, groups, strict=True) if context.world.rank in ranks]
+        _names.update(each.group_name for each in own)
         made = kind(own[0]) if own else None
         _made[key] = weakref.ref(dist.group.WORLD), made
     return made

@@ -22,7 +22,7 @@ from stepmark.data.loader.order import LengthGroups
 from stepmark.data.loader.stream_loader import StreamLoader, check_readable_again, is_stream
 from stepmark.errors import DataError, UsageError
 from stepmark.runtime.mesh import Mesh
-from stepmark.trainer.compat.given_loader import GivenLoader, PlainBatches
+from stepmark.trainer.compat.given_loader import GivenLoader, PlainBatches, is_sharded
 from stepmark.training.model_labels import unwrapped
 from stepmark.training.weighted_loss import MicroBatchLoss
 
@@ -198,13 +198,14 @@ class LoaderFactory:
         prepared, batches = batches, getattr(batches, "before_prepare", batches)
         if isinstance(batches, PlainBatches):
             return batches.loader
+        if is_sharded(batches):
+            self.mesh.keep_one_rank("the sampler divides its samples among processes")
         owners = batches, getattr(batches, "batch_sampler", None)
         drops_last = any(getattr(each, "drop_last", False) for each in owners)
         return GivenLoader(
             batches,
             rank=self.mesh.ranks.own,
             world_size=self.mesh.ranks.total,
-            processes=self.mesh.ranks.processes,
             accumulation=accumulation,
             seed=self.data_seed,
             labels=self._labels,

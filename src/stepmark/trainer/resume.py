@@ -149,12 +149,13 @@ def _keep_arithmetic(saved: Mapping[str, Any], mesh: Mesh) -> None:
 
 
 def _saved_ranks(checkpointer: Checkpointer, checkpoint: Path | None) -> int | None:
-    """The number of logical ranks of a checkpoint; None where it cannot be read, which restoring it will say."""
+    """The number of logical ranks of a checkpoint; None where each needs a process, or it cannot be read, which
+    restoring it will say."""
     if checkpoint is None:
         return None
     try:
         checkpoint = resolve_link(checkpoint)
-        return checkpointer.metadata(checkpoint).get(FIELD) or checkpointer.manifest(checkpoint).mesh.get(DATA)
+        return checkpointer.metadata(checkpoint).get(FIELD, checkpointer.manifest(checkpoint).mesh.get(DATA))
     except StepmarkError:
         return None
 

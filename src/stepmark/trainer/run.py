@@ -14,6 +14,7 @@ from stepmark.errors import StepmarkError
 from stepmark.filesystem.error_advice import with_advice
 from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_cache
 from stepmark.runtime.context import Context, start
+from stepmark.runtime.mesh import check_hosting, check_sizes
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.output_folder import finished, prepare_output_folder
 from stepmark.trainer.run_folder.run_log import RunLog
@@ -47,6 +48,9 @@ class Run:
         context = start(args.device_name, args.join_timeout)
         open_compile_cache(context.runtime, args.compile_cache, context.world, compiles=args.torch_compile)
         check_device(args, context.runtime.device.type)
+        sizes = args.tensor_parallel_size, args.pipeline_parallel_size, args.expert_parallel_size
+        check_sizes(context.world.size, *sizes, replicas=args.data_parallel_replicas)
+        check_hosting(context.runtime, sizes[0], sizes[2], args.data_parallel_replicas)
         return cls(context, Path(args.output_dir))
 
     def prepare_folder(self) -> None:

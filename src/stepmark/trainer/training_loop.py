@@ -591,7 +591,7 @@ class TrainingLoop:
                 EVALUATION: None if self._parts.evaluation is None else asdict(self._parts.evaluation),
                 "model_only": model_only,
                 "samples_per_step": self._parts.loader.layout.global_batch,
-                FIELD: self._parts.mesh.ranks.total,
+                FIELD: None if self._parts.mesh.needs_processes else self._parts.mesh.ranks.total,
                 ARITHMETIC: arithmetic_of(self._parts.mesh),
             },
             model_only=model_only,

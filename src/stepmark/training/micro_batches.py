@@ -193,7 +193,8 @@ class SequentialSchedule:
             if place:
                 self._gradients.end_rank()
                 self._buffers.enter(place)
-            losses.append(self._rank(step, batch, rank, range(indices.start, indices.stop), counts, hooks))
+            with self._mesh.watching_others():
+                losses.append(self._rank(step, batch, rank, range(indices.start, indices.stop), counts, hooks))
         self._buffers.end()
         return losses[0] if len(losses) == 1 else torch.cat(losses), counts.total.reshape(())
 

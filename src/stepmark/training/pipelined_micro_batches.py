@@ -79,7 +79,8 @@ class PipelinedSchedule:
             if place:
                 self.gradients.end_rank()
                 self._buffers.enter(place)
-            running = self._rank(step, rank, batch.micro_batches[indices], counts.of_rank(indices), hooks)
+            with self.mesh.watching_others():
+                running = self._rank(step, rank, batch.micro_batches[indices], counts.of_rank(indices), hooks)
             losses.append(running.loss.reshape(1))
             drew |= running.drew
         self._buffers.end()

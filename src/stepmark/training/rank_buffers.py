@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from stepmark.errors import UsageError
 from stepmark.runtime.mesh import Mesh
-from stepmark.sharding.logical_ranks import FIELD
 
 
 class _Place(NamedTuple):
@@ -23,6 +21,10 @@ class _Place(NamedTuple):
         return self.module._buffers[self.key]
 
     @property
+    def persistent(self) -> bool:
+        return self.key not in self.module._non_persistent_buffers_set
+
+    @property
     def state(self) -> tuple[int, int]:
         """Differs once the buffer was written to, or replaced."""
         return id(self.buffer), -1 if self.buffer is None else self.buffer._version
@@ -33,7 +35,8 @@ class RankBuffers:
     checkpoints have. So a step does not depend on which process hosts a rank.
 
     Which buffers change is learned in a process's first step, by their values: torch does not count what BatchNorm
-    writes.
+    writes. Buffers that checkpoints do not have, or that are replaced, are each process's own, such as a table for the
+    longest sequence so far; where they change, each rank needs a process.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
@@ -93,29 +96,33 @@ class RankBuffers:
 
     def _take_from_first(self) -> None:
         buffers = [_value(place) for place in self._kept]
-        sent = [each.to(torch.uint8) if each.dtype == torch.bool else each.clone() for each in buffers]
-        for each in sent if self._mesh.ranks.process else ():
-            each.zero_()  # a sum with zeros is the first process's value
+        zeros = self._mesh.ranks.process > 0  # a sum with zeros is the first process's bytes
+        sent = [torch.zeros_like(each) if zeros else each.clone() for each in map(_bytes, buffers)]
         for buffer, value in zip(buffers, self._mesh.data_parallel.all_reduce(sent), strict=True):
-            buffer.copy_(value)
+            buffer.copy_(value.view(buffer.dtype).view(buffer.shape))
 
     def _look(self) -> None:
-        """Notes what was changed. Raises UsageError for a buffer that was replaced, or not changed in the first step,
-        unless each process has one rank and keeps its own."""
-        ranks = self._mesh.ranks
+        """Notes what was changed since this rank's passes began. Raises UsageError where a process hosts several ranks
+        and one has changed a buffer that is not kept."""
         kept = {place.name for place in self._kept}
         for place, (tensor, version) in zip(self._places, self._seen, strict=True):
-            if place.state[0] != tensor or (place.state[1] != version and place.name not in kept):
-                if ranks.given or ranks.total > ranks.processes:
-                    raise UsageError(
-                        f"{FIELD}: the buffer {place.name} is replaced, or changed in some steps only, so that logical "
-                        f"ranks cannot each have their own; start {ranks.total} data parallel processes, and leave it "
-                        "out"
-                    )
-                self._kept = [each for each in self._kept if each.name != place.name]
-        if not self._learned:
-            before = self._before
-            self._changed |= {each.name for each in self._kept if not torch.equal(_value(each), before[each.name])}
+            changed = not self._learned and not _equal(place.buffer, self._before[place.name])
+            replaced = place.state[0] != tensor
+            if replaced or (changed and not place.persistent) or (place.state[1] != version and place.name not in kept):
+                self._mesh.keep_one_rank(
+                    f"the buffer {place.name} is replaced, in no checkpoint, or changed in some steps only"
+                )
+            elif changed:
+                self._changed.add(place.name)
+
+
+def _equal(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and one.shape == other.shape and torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Which backends send, and compare, whatever the type is."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _value(place: _Place) -> Tensor:

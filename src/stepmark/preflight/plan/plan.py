@@ -29,7 +29,6 @@ from stepmark.recipe.early_checks import check_names
 from stepmark.recipe.model import UNLIMITED, build_tokenizer, check_device_has_attention, config_of
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.mesh import check_sizes
-from stepmark.sharding.logical_ranks import LogicalRanks
 from stepmark.trainer.run_folder.adapters import adapter_of
 
 HEADROOM = 0.9  # of a device's memory: the rest is for the runtime, its libraries and fragmentation
@@ -148,7 +147,7 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     args = recipe.training
     check_names(recipe)
     sizes = args.tensor_parallel_size, args.pipeline_parallel_size, args.expert_parallel_size
-    check_sizes(ranks, *sizes, begin="plan for")
+    check_sizes(ranks, *sizes, replicas=args.data_parallel_replicas, begin="plan for")
     notes: list[str] = []
     tokenizer = None
     try:
@@ -161,7 +160,7 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
         raise UsageError(str(error)) from error
     block_size = choose_block_size(recipe.data.block_size, getattr(tokenizer, "model_max_length", UNLIMITED))
     replicas = ranks // (args.tensor_parallel_size * args.pipeline_parallel_size)
-    logical = LogicalRanks.of(args.data_parallel_replicas or replicas, replicas, 0).total
+    logical = args.data_parallel_replicas or replicas
     batch = BatchLayout(args.per_device_train_batch_size, logical, args.gradient_accumulation_steps).global_batch
     steps = args.max_steps if args.max_steps > 0 else None
     if steps is None and count_data and tokenizer is not None:

@@ -249,7 +249,7 @@ def _watch(optimizer: NamedOptimizer, parameters: list[nn.Parameter], tracker: A
     def gradients(*args: Any, **options: Any) -> GradientReducer:
         with tracker.within(GRADIENTS):
             reducer = make(*args, **options)
-        collect_all, reduce_all = reducer.collect, reducer.reduce
+        collect_all, end_all, reduce_all = reducer.collect, reducer.end_rank, reducer.reduce
 
         def assign() -> None:
             tracker.assign((parameter.grad for parameter in parameters), GRADIENTS)
@@ -260,12 +260,16 @@ def _watch(optimizer: NamedOptimizer, parameters: list[nn.Parameter], tracker: A
             assign()
             collect_all()
 
+        def end_rank() -> None:
+            with tracker.within(GRADIENTS):
+                end_all()
+
         def reduce(*numbers: Tensor) -> ReducedGradients:
             assign()
             tracker.enter("gradient reduction", COMMUNICATION)
             return reduce_all(*numbers)
 
-        vars(reducer).update(collect=collect, reduce=reduce)
+        vars(reducer).update(collect=collect, end_rank=end_rank, reduce=reduce)
         return reducer
 
     def step() -> None:

@@ -14,7 +14,6 @@ from stepmark.data.loader.batch import is_computing, is_filler
 from stepmark.errors import UsageError
 from stepmark.runtime.base import map_tensors
 from stepmark.runtime.mesh import Mesh
-from stepmark.sharding.logical_ranks import FIELD
 from stepmark.training.one_graph_per_step.deferred_reads import defer_reads
 
 
@@ -63,14 +62,10 @@ class Accelerator:
             tensor: A tensor, or a nest of them, on the device. Ranks may have different numbers of rows.
 
         Raises:
-            UsageError: A loss would be computed from as many ranks as there are processes.
+            UsageError: A loss would be computed from as many ranks as there are processes, which host more.
         """
-        ranks = self._mesh.ranks
-        if ranks.total != ranks.processes and is_computing():
-            raise UsageError(
-                f"{FIELD}: the loss joins what {ranks.processes} processes have computed, which host {ranks.total} "
-                f"logical ranks, one after another; start as many processes, or set it to {ranks.processes}"
-            )
+        if is_computing():
+            self._mesh.keep_one_rank("the loss joins what ranks have computed")
         return map_tensors(tensor, self._gathered)
 
     def gather_for_metrics(self, tensor: Any) -> Any:

@@ -18,7 +18,6 @@ from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.order import BatchLayout
 from stepmark.data.loader.stream_loader import StreamLoader, whole
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
-from stepmark.sharding.logical_ranks import FIELD
 
 ORDER = "loader-1"  # in the position's field `order`: that of a loader that the Trainer did not make
 
@@ -55,7 +54,6 @@ class GivenLoader:
     Args:
         loader: A re-iterable of batches on the host, with or without a length.
         rank, world_size: Of data parallelism; or the range of logical ranks that this process hosts, and their number.
-        processes: How many processes host them; default: one each.
         accumulation: Batches of a step and rank.
         max_steps: Steps of the run, for a loader without a length; default None: it needs one.
         fixed_shape: Pad smaller batches to the size of the first, with rows whose labels are ignored, where the loss
@@ -70,7 +68,6 @@ class GivenLoader:
         *,
         rank: int | range,
         world_size: int,
-        processes: int | None = None,
         accumulation: int = 1,
         seed: int = 0,
         labels: LabelRule,
@@ -80,16 +77,9 @@ class GivenLoader:
     ) -> None:
         if not hasattr(loader, "__iter__"):
             raise UsageError(f"a loader has to be iterable, and {type(loader).__name__} is not; return a DataLoader")
-        sharded = _is_sharded(loader)
+        sharded = is_sharded(loader)
         ranks = rank if isinstance(rank, range) else range(rank, rank + 1)
-        if not sharded or processes in (None, world_size):
-            _check_samplers(loader, ranks[0], world_size)
-        else:
-            raise UsageError(
-                f"{FIELD}: the sampler divides its samples among {processes} processes, of which some have several of "
-                f"the {world_size} logical ranks; leave the sampler out, since these take the batches in turn, or set "
-                f"it to {processes}"
-            )
+        _check_samplers(loader, ranks[0], world_size)
         self.given = loader
         self.dataset = getattr(loader, "dataset", None)
         sizes = (getattr(each, "batch_size", None) for each in (loader, getattr(loader, "batch_sampler", None)))
@@ -278,7 +268,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
             owner.set_epoch(epoch)
 
 
-def _is_sharded(loader: Any) -> bool:
+def is_sharded(loader: Any) -> bool:
     """Whether each rank's loader has its own batches, as with DistributedSampler, or after accelerate's `prepare`."""
     if getattr(getattr(loader, "batch_sampler", None), "num_processes", 1) > 1:
         return True
