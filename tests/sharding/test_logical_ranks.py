@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stepmark.errors import UsageError
 from stepmark.parallel.gradients.accumulators import SubtreeSums
-from stepmark.sharding.logical_ranks import LogicalRanks
+from stepmark.sharding.logical_ranks import ArrivingSums, LogicalRanks, Turn
 
 
 def words(total: int, processes: int) -> str:
@@ -44,6 +44,35 @@ def test_processes_host_every_rank_once(total: int, processes: int) -> None:
     sizes = {len(each) for each in hosted}
     assert max(sizes) - min(sizes) <= 1
     assert len(hosted[0]) == max(sizes)
+
+
+def arrived(total: int, processes: int) -> tuple[str, int]:
+    """The sum as it is written, of what processes send in turns, and how many values were kept between these."""
+    sums, kept = ArrivingSums[str](total, lambda *pair: f"({'+'.join(sorted(pair, key=first_of))})"), 0
+    ranks = LogicalRanks(total, processes, 0)
+    for place in range(ranks.most):
+        turn = Turn(ranks, place)
+        assert turn.last == (place == ranks.most - 1)
+        for rank in turn.hosts.values():
+            sums.arrive(rank, str(rank))
+        kept = max(kept, len(sums._parts))
+    return sums.take(), kept
+
+
+def first_of(words: str) -> int:
+    return int(re.findall(r"\d+", words)[0])
+
+
+@pytest.mark.parametrize("total", range(1, 18))
+def test_what_arrives_in_turns_is_added_in_the_same_way(total: int) -> None:
+    found = {processes: arrived(total, processes) for processes in range(1, total + 1)}
+    assert {words for words, _ in found.values()} == {found[total][0]}
+    assert sorted(map(int, re.findall(r"\d+", found[1][0]))) == list(range(total))
+
+
+def test_order_of_what_arrives_in_turns() -> None:
+    assert arrived(7, 7)[0] == "(((0+4)+(2+6))+((1+5)+3))"
+    assert arrived(8, 2)[1] == 2
 
 
 def test_more_processes_than_ranks_are_refused_with_the_number_that_works() -> None:

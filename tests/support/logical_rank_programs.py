@@ -25,7 +25,9 @@ from stepmark import (
     TrainStep,
     build_optimizer,
     evaluate,
+    parallelize,
 )
+from stepmark.sharding.dtensor import is_dtensor
 from tests.support.independent_reader import read_checkpoint
 from tests.support.models import configuration
 from tests.support.programs import LENGTH, VOCABULARY
@@ -43,6 +45,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 DATA = ("shuffled", "ragged", "grouped", "stream", "workers", "drawn", "no targets")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"optim": "adamw_torch"},
+    "fused": {"optim": "adamw_torch_fused"},
     "sgd": {"optim": "sgd", "learning_rate": 0.1},
     "muon": {"optim": "muon", "learning_rate": 0.01},
 }
@@ -259,16 +262,17 @@ def digest_of(folder: Path) -> str:
     return f"{newest.name} {found.hexdigest()}"
 
 
-def own_loop(replicas: int) -> list[Any]:
+def own_loop(replicas: int, fsdp: bool = False) -> list[Any]:
     """The loop of docs/tutorials/own-loop.md: every step's statistics, an evaluation, and a digest of the weights."""
     mesh = Mesh.create(device="cpu", data_parallel_replicas=replicas)
-    model = make_model("gpt2")
-    optimizer = build_optimizer("adamw_torch", list(model.named_parameters()), mesh.runtime, learning_rate=1e-2)
+    model = parallelize(make_model("gpt2"), mesh, fsdp=fsdp)
+    optimizer = build_optimizer("adamw_torch_fused", list(model.named_parameters()), mesh.runtime, learning_rate=1e-2)
     loader = DataLoader(Samples(RAGGED), 2, rank=mesh.ranks.own, world_size=mesh.ranks.total, accumulation=2)
     step, found = TrainStep(model, optimizer, MicroBatchLoss(model), mesh, accumulation=2), []
     for number, batch in enumerate(DevicePrefetcher(loader, mesh.runtime)):
         found += step(number, batch).values.tolist()
     step.settle()
     found.append(evaluate(model, Samples(21), mesh=mesh, batch_size=2)["eval_loss"])
-    weights = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+    whole = [each.full_tensor() if is_dtensor(each) else each for each in model.parameters()]
+    weights = b"".join(each.detach().numpy().tobytes() for each in whole)
     return [*found, hashlib.sha256(weights).hexdigest()]

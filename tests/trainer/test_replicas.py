@@ -44,14 +44,18 @@ def train(folder: Path, kind: type[Trainer] = Trainer, model: nn.Module | None =
     return trainer
 
 
-def test_a_run_that_goes_on_with_fewer_processes_keeps_its_batches_and_bits(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharding", ["plain", "fsdp"])
+def test_a_run_that_goes_on_with_fewer_processes_keeps_its_batches_and_bits(
+    ranks: Ranks, tmp_path: Path, sharding: str
+) -> None:
     """Without data_parallel_replicas."""
-    expected = ranks.run(PROGRAM, str(tmp_path / "whole"), CELL, nproc=3).check()[0]
-    ranks.run(PROGRAM, str(tmp_path / "fewer"), CELL, 3, nproc=3).check()
-    outcome = ranks.run(PROGRAM, str(tmp_path / "fewer"), CELL, 7, nproc=2)
+    cell = {**CELL, "sharding": sharding}
+    expected = ranks.run(PROGRAM, str(tmp_path / "whole"), cell, nproc=3).check()[0]
+    ranks.run(PROGRAM, str(tmp_path / "fewer"), cell, 3, nproc=3).check()
+    outcome = ranks.run(PROGRAM, str(tmp_path / "fewer"), cell, 7, nproc=2)
     outcome.check()
     assert "replicas 3 on 2 processes, up to 2 one after another; the same bits as on 3" in outcome.logs[0]
-    (found,) = ranks.run(PROGRAM, str(tmp_path / "fewer"), CELL, nproc=1).check()
+    (found,) = ranks.run(PROGRAM, str(tmp_path / "fewer"), cell, nproc=1).check()
     assert found == expected
 
 
@@ -123,10 +127,35 @@ def test_what_needs_a_process_for_each_rank_is_refused(tmp_path: Path, message: 
         train(tmp_path, model=model() if model else None, **given)
 
 
-def test_fsdp_cannot_be_hosted(ranks: Ranks, tmp_path: Path) -> None:
-    outcome = ranks.run(PROGRAM, str(tmp_path), {**CELL, "replicas": 2, "sharding": "fsdp"}, nproc=2)
-    assert outcome.codes == [1, 1]
-    assert "fsdp and data_parallel_replicas: " in outcome.logs[0]
+@pytest.mark.parametrize(
+    ("processes", "message", "given"),
+    [
+        (4, "fsdp_config: dp_replicate_size and data_parallel_replicas: copies of the shards", (2,)),
+        (1, "fsdp: the data parallel ranks use other layers or parameters", (1, True)),
+    ],
+)
+def test_what_fsdp_cannot_host(
+    ranks: Ranks, tmp_path: Path, processes: int, message: str, given: tuple[Any, ...]
+) -> None:
+    outcome = ranks.run(train_sharded, str(tmp_path), *given, nproc=processes)
+    assert set(outcome.codes) == {1}
+    assert message in outcome.logs[0]
+
+
+class Skipping(Normalized):
+    """Leaves its norm out for some samples."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.table(input_ids)
+        if int(input_ids.sum()) % 2:
+            hidden = self.norm(hidden.transpose(1, 2)).transpose(1, 2)
+        loss = nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), input_ids.flatten())
+        return {"loss": loss}
+
+
+def train_sharded(folder: str, copies: int = 1, skips: bool = False) -> None:
+    given: dict[str, Any] = {"fsdp": "full_shard", "fsdp_config": {"dp_replicate_size": copies}}
+    train(Path(folder), model=Skipping() if skips else None, data_parallel_replicas=4, max_steps=4, **given)
 
 
 @pytest.mark.xla

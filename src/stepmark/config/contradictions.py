@@ -8,7 +8,6 @@ from typing import Any
 from stepmark.config.optimizers import WHOLE_PARAMETERS
 
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")  # lr_scheduler_types that follow evaluations
-REPLICAS = "data_parallel_replicas"
 CHANGES = ("data", "model", "optim", "seed", "tokenizer")  # that a resumption may accept
 _OF_SEVERAL_RANKS = {
     "tensor_parallel_size": ("sequence_parallel", "parallelize_embedding"),
@@ -103,8 +102,6 @@ def _not_with_fsdp(args: Any) -> Iterator[str]:
         yield "torch_compile and fsdp: leave one of them out"
     if args.zero_1:
         yield "zero_1 and fsdp: fsdp shards optimizer states too; leave zero_1 out"
-    if args.data_parallel_replicas is not None:
-        yield f"fsdp and {REPLICAS}: shards are added in the order of the processes; use zero_1, or leave it out"
     if args.device_name == "xla":
         yield "fsdp and device: lazy devices cannot free parameters within a graph; use zero_1, or leave fsdp out"
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):

@@ -31,7 +31,7 @@ from stepmark.evaluation.predictions import (
 )
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.progress import EVALUATION, enter_phase, in_phase
-from stepmark.parallel.full_sharding import compare_calls
+from stepmark.parallel.full_sharding import compare_calls, is_fully_sharded
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import kept_generators
@@ -209,11 +209,16 @@ class Evaluator:
                 yield from batch.micro_batches
 
         if staged(self.model) is None:
+            sharded = any(map(is_fully_sharded, self.model.parameters()))  # so that others wait for this process
+            idle = self.mesh.ranks.most - len(self.mesh.ranks.own) if sharded else 0
             for number, each in enumerate(source()):
                 batch, place = divmod(number, len(self.mesh.ranks.own))
                 if not self.runtime.lazy:  # what a user's loss draws depends on nothing but the batch
                     seed_micro_batch(self.runtime, derive_seed(EVALUATION, batch, self.mesh.ranks.own[place]))
-                yield each, forward(each)
+                result = forward(each)
+                for _ in range(idle if place == len(self.mesh.ranks.own) - 1 else 0):
+                    forward(each)
+                yield each, result
             return
         through_stages = PipelinedForward(self.model, self.loss, self.mesh, self.autocast_dtype)
         for each, result in through_stages(source(), forward):

@@ -26,10 +26,14 @@ from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from stepmark.sharding.dtensor import is_dtensor, local_of
-from stepmark.sharding.logical_ranks import FIELD
+from stepmark.sharding.logical_ranks import FIELD, ArrivingSums, LogicalRanks, Turn
 
 _ATTRIBUTE = "_stepmark_layer"  # of a sharded parameter: its LayerGradients
 LOSS = "fsdp: the loss uses the model's parameters, which are shards; compute it from its outputs, or use zero_1"
+OTHER_LAYERS = (
+    "fsdp: the data parallel ranks use other layers or parameters, whose gradients are added in every pass: let every "
+    "rank use the same ones, or use zero_1"
+)
 HOOKS = "which would see none, or a shard; change gradients in on_pre_optimizer_step"
 _replaced: Any = WeakTensorKeyDictionary()  # parameters before they were sharded, to those that took their place
 
@@ -134,6 +138,30 @@ class LayerParameters:
         self._axis.start_gather_in_place(output_tensor)()
 
 
+class WholeGradients:
+    """Adds the gradients of a parameter of the only process, as those of a shard are added."""
+
+    copies = 1
+
+    def __init__(self, calls: LayerCalls) -> None:
+        self.calls = calls
+        self.dtype = torch.float32
+        self.turn: Turn | None = None
+        self._sums: ArrivingSums[Tensor] | None = None
+
+    def take(self, parameter: nn.Parameter) -> Tensor | None:
+        """See `LayerGradients`."""
+        assert parameter.grad is not None
+        assert self.turn is not None
+        if self.turn.place == 0 or self._sums is None:
+            self._sums = ArrivingSums(self.turn.ranks.total, Tensor.add_)
+        self._sums.arrive(self.turn.hosts[0], parameter.grad.to(self.dtype).float())
+        return self._sums.take() if self.turn.last else None
+
+    def pass_ended(self) -> None:
+        """See `LayerGradients`."""
+
+
 class LayerGradients(LayerParameters):
     """Reduce-scatters the gradients of the parameters that torch gathers together (its `ReduceScatter`).
 
@@ -143,8 +171,10 @@ class LayerGradients(LayerParameters):
     def __init__(self, axis: GroupCollectives, calls: LayerCalls, name: str, copies: int) -> None:
         super().__init__(axis, calls, name, REDUCES)
         self.copies = copies  # the ranks that hold the same shards
-        self.in_step = False  # whether the gradients are summed for a reducer
         self.dtype = torch.float32  # in which gradients are sent; sums are in float32
+        self.turn: Turn | None = None  # of the step whose gradients are summed for a reducer
+        self._sums: list[tuple[int, ArrivingSums[Tensor]]] = []  # of each call in a pass, with its size
+        self._called = 0  # in this pass
         self._output: Tensor | None = None
         self._taken: set[int] = set()  # the parameters whose part of it was taken
 
@@ -153,32 +183,65 @@ class LayerGradients(LayerParameters):
     ) -> None:
         """`input_tensor`: the gradients' padded shards for each rank of the axis, one rank after the other."""
         self.calls.begin(self._call)
-        if not self.in_step:
+        turn = self.turn
+        if turn is None:
             input_tensor.div_(self._axis.size * self.copies)
-        output_tensor.copy_(self._axis.start_reduce_scatter(input_tensor, self.dtype)())
-        self._output = output_tensor if self.in_step else None
+        if turn is None or not in_order(turn.ranks, self.copies):
+            output_tensor.copy_(self._axis.start_reduce_scatter(input_tensor, self.dtype)())
+        else:
+            sums, hosts = self._sums_of(turn, len(input_tensor)), turn.hosts
+            for process, part in self._axis.exchange_shards(input_tensor.to(self.dtype), hosts).items():
+                sums.arrive(hosts[process], part.to(output_tensor.dtype, copy=True))
+            if turn.last:
+                output_tensor.copy_(sums.take())
+        self._output = None if turn is None else output_tensor
         self._taken.clear()
 
-    def take(self, parameter: Any) -> Tensor:
-        """The reduced gradient of a parameter of the last call, in float32, of its local shape. torch has made its
-        `grad` of the result: a view at the same place, in the parameter's dtype."""
+    def _sums_of(self, turn: Turn, size: int) -> ArrivingSums[Tensor]:
+        """Those of this call, of as many as the layer has in a pass."""
+        if turn.place == 0:
+            del self._sums[self._called :]
+            self._sums.append((size, ArrivingSums(turn.ranks.total, Tensor.add_)))
+        self._called += 1
+        if [each for each, _ in self._sums[self._called - 1 : self._called]] != [size]:
+            raise UsageError(OTHER_LAYERS)
+        return self._sums[self._called - 1][1]
+
+    def take(self, parameter: Any) -> Tensor | None:
+        """The reduced gradient of a parameter of the last call, in float32, of its local shape; None where those of
+        other logical ranks are to come. torch has made its `grad` of the result: a view at the same place, in the
+        parameter's dtype."""
         shown, whole = local_of(parameter.grad), self._output
         if whole is None or id(parameter) in self._taken:
             raise UsageError(LOSS)  # another gradient than that of a layer's pass
         if shown.dtype == whole.dtype and shown.untyped_storage()._cdata != whole.untyped_storage()._cdata:
             raise UsageError(LOSS)
         self._taken.add(id(parameter))
+        assert self.turn is not None
+        if not self.turn.last and in_order(self.turn.ranks, self.copies):
+            return None
         begin = shown.storage_offset()
         return whole[begin : begin + shown.numel()].view(shown.shape)
 
     def pass_ended(self) -> None:
         """A backward pass is over: what comes now is none of its gradients."""
-        self._output = None
+        self._output, self._called = None, 0
 
 
-def layer_of(parameter: Tensor) -> LayerGradients:
-    """What reduces the gradient of a parameter that `shard_fully` has sharded."""
+def in_order(ranks: LogicalRanks, copies: int) -> bool:
+    """Whether each process sends its logical ranks' gradients to be added in their order: not where torch adds those of
+    several copies of the shards."""
+    return copies == 1 and (ranks.fixed or ranks.total > ranks.processes)
+
+
+def layer_of(parameter: Tensor) -> LayerGradients | WholeGradients:
+    """What reduces the gradient of a parameter that `shard_fully` or `keep_whole` was given."""
     return getattr(parameter, _ATTRIBUTE)
+
+
+def reduced_by_pass(parameter: Tensor) -> bool:
+    """Whether the gradients of a parameter that one of them was given are added over all ranks in every pass."""
+    return hasattr(parameter, _ATTRIBUTE)
 
 
 def is_fully_sharded(parameter: Tensor) -> bool:
@@ -244,6 +307,13 @@ def shard_fully(model: nn.Module, mesh: Mesh, sharding: FullSharding) -> None:
     in_backward = torch._C._current_graph_task_id  # -1 outside of it; there it frees what it has gathered
     model.register_forward_pre_hook(lambda *_: free() if in_backward() == -1 else None, prepend=True)
     model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else free())
+
+
+def keep_whole(model: nn.Module) -> None:
+    """What `shard_fully` is on one process: only sums are in the same order."""
+    calls = LayerCalls()
+    for parameter in model.parameters():
+        setattr(parameter, _ATTRIBUTE, WholeGradients(calls))
 
 
 class _Opened(NamedTuple):
@@ -325,11 +395,12 @@ def _check_mesh(mesh: Mesh, sharding: FullSharding) -> int:
     for name, size in (("tensor", mesh.tensor_parallel.size), ("pipeline", mesh.pipeline.size)):
         if size > 1:
             raise UsageError(f"fsdp and {name}_parallel_size: both shard parameters; leave one of them out")
-    if mesh.ranks.given:
-        raise UsageError(
-            f"fsdp and {FIELD}: shards are added in the order of the processes; use zero_1, or leave it out"
-        )
     ranks, count = mesh.data_parallel.size, replicas(mesh, sharding)
+    if mesh.ranks.given and count > 1:
+        raise UsageError(
+            f"fsdp_config: dp_replicate_size and {FIELD}: copies of the shards are added in the backend's order; leave "
+            "one of them out"
+        )
     if ranks % count or count == ranks:
         raise UsageError(
             f"fsdp_config: dp_replicate_size: {count} replicas of two or more ranks each cannot be made of {ranks}; "

@@ -12,7 +12,7 @@ from torch import nn
 
 from stepmark.config.full_sharding import FullSharding, full_sharding
 from stepmark.errors import UsageError
-from stepmark.parallel.full_sharding import shard_fully
+from stepmark.parallel.full_sharding import keep_whole, shard_fully
 from stepmark.parallel.pipeline.stage_plan import plan_stages
 from stepmark.parallel.pipeline.staged_model import cut_into_stages
 from stepmark.parallel.tensor.adapted_layers import check_adapters, is_wrapper, unwrapped
@@ -110,6 +110,8 @@ def parallelize(
     tensor, pipeline, divided = mesh.tensor_parallel.size > 1, mesh.pipeline.size > 1, mesh.expert_parallel_size > 1
     sharding = fsdp if isinstance(fsdp, FullSharding) else full_sharding(fsdp, None)
     fully = sharding is not None and (tensor or pipeline or mesh.data_parallel.size > 1)
+    if sharding is not None and mesh.context.world.size == 1:
+        keep_whole(model)
     if not tensor and not pipeline and not fully and not divided:
         return model
     if model in _applied:

@@ -13,7 +13,7 @@ operations is differentiable: parallel/tensor/autograd_collectives.py adds gradi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -168,7 +168,7 @@ class GroupCollectives:
         shape = len(roots[0]) // self.size, *roots[0].shape[1:]
         buffers = self._spare.take(sent[0], (len(places), *shape))
         received = dict(zip(places, buffers, strict=True))
-        works = self._send_shards(sent, received, nodes)
+        works = self._send_shards(sent, received, nodes, sent[0])
 
         def add(one: tuple[Tensor, bool], other: tuple[Tensor, bool]) -> tuple[Tensor, bool]:
             """In the memory of this rank's own tensor, if one of them is."""
@@ -185,12 +185,27 @@ class GroupCollectives:
 
         return finish
 
+    def exchange_shards(self, tensor: Tensor, senders: Collection[int]) -> dict[int, Tensor]:
+        """What each rank of `senders` has in its tensor for this rank: shards along dim 0, for whose type and shape the
+        others pass one as well."""
+        own = [tensor] if self.rank in senders else []
+        shard = self.own_shard(tensor)
+        nodes = {rank: [range(rank, rank + 1)] * (rank in senders) for rank in range(self.size) if rank != self.rank}
+        received = {(rank, node): torch.empty_like(shard) for rank, each in nodes.items() for node in each}
+        _wait(self._send_shards(own, received, nodes, tensor))
+        return {rank: part for (rank, _), part in received.items()} | ({self.rank: shard} if own else {})
+
     def _send_shards(
-        self, sent: Sequence[Tensor], received: Mapping[tuple[int, range], Tensor], nodes: Mapping[int, list[range]]
+        self,
+        sent: Sequence[Tensor],
+        received: Mapping[tuple[int, range], Tensor],
+        nodes: Mapping[int, list[range]],
+        like: Tensor,
     ) -> list[dist.Work]:
-        """Sends each other rank its shards, and receives those of the `nodes` of each."""
+        """Sends each other rank its shards, and receives those of the `nodes` of each. `like`: a tensor of the type and
+        shape of what is sent."""
         group, works = self._group.process_group, []
-        if self._between_hosts(sent[0]):
+        if self._between_hosts(like):
             for distance in range(1, self.size):
                 left, right = (self.rank - distance) % self.size, (self.rank + distance) % self.size
                 targets = [received[left, node] for node in nodes[left]]
@@ -198,13 +213,14 @@ class GroupCollectives:
                 works += [dist.irecv(each, group=group, group_src=left, tag=REDUCED) for each in targets]
                 works += [dist.isend(each, group=group, group_dst=right, tag=REDUCED) for each in shards]
             return [work for work in works if work is not None]
-        joined = torch.stack(list(sent)).view(len(sent), self.size, -1).transpose(0, 1).reshape(-1)
-        each = len(joined) // self.size
-        counts = [len(nodes.get(rank, sent)) * each // len(sent) for rank in range(self.size)]
+        shard = like.numel() // self.size
+        joined = torch.cat([each.view(self.size, -1) for each in sent] or [like.new_empty(self.size, 0)], 1).reshape(-1)
+        counts = [len(nodes.get(rank, sent)) * shard for rank in range(self.size)]
         arrived = joined.new_empty(sum(counts))
-        dist.all_to_all_single(_as_bytes(arrived), _as_bytes(joined), counts, [each] * self.size, group=group)
+        to_each = [len(sent) * shard] * self.size
+        dist.all_to_all_single(_as_bytes(arrived), _as_bytes(joined), counts, to_each, group=group)
         for rank, part in enumerate(arrived.split(counts)):
-            for node, values in zip(nodes.get(rank, ()), part.view(len(nodes.get(rank, sent)), -1), strict=False):
+            for node, values in zip(nodes.get(rank, ()), part.split(shard), strict=False):
                 received[rank, node].copy_(values.view_as(received[rank, node]))
         return []
 

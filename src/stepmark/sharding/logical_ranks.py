@@ -3,6 +3,9 @@
 A logical rank has its own samples and random numbers. A process hosts a contiguous range of them, and runs their
 micro-batches one after another. What they add up is added in a fixed tree over the logical ranks: a process adds the
 complete subtrees that it hosts, so the sum is the same, bit for bit, on any number of processes.
+
+Where every process sends what one of its ranks has before it goes on with the next (sharded parameters), the tree is
+another one: the even ranks, then the odd ones, each in the same way. What arrives at a time is then soon one value.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from stepmark.errors import UsageError
 
@@ -64,6 +67,11 @@ class LogicalRanks:
                     ends[node[-1]] += 1
         return ends
 
+    @property
+    def most(self) -> int:
+        """How many logical ranks the fullest process hosts."""
+        return len(self.of_process(0))
+
     def roots(self, process: int) -> list[range]:
         """The largest subtrees that a process hosts completely, in order."""
         return list(_inside(range(self.total), self.of_process(process)))
@@ -71,6 +79,50 @@ class LogicalRanks:
     def sum(self, parts: Mapping[range, Value], add: Callable[[Value, Value], Value]) -> Value:
         """The sum in the tree's order of what complete subtrees have added up to."""
         return _sum(range(self.total), parts, add)
+
+
+class Turn(NamedTuple):
+    """That all processes run passes of their logical rank number `place` at a time, as far as they have one."""
+
+    ranks: LogicalRanks
+    place: int = 0
+
+    @property
+    def last(self) -> bool:
+        return self.place + 1 == self.ranks.most
+
+    @property
+    def hosts(self) -> dict[int, int]:
+        """The logical rank of each process that has one."""
+        hosted = {process: self.ranks.of_process(process) for process in range(self.ranks.processes)}
+        return {process: each[self.place] for process, each in hosted.items() if len(each) > self.place}
+
+
+class ArrivingSums(Generic[Value]):
+    """The sum of a value of each of `total` logical ranks, which arrive in any order: that of the even ranks and that
+    of the odd ones, and so on. `add` may change its first argument."""
+
+    def __init__(self, total: int, add: Callable[[Value, Value], Value]) -> None:
+        self._total = total
+        self._add = add
+        self._parts: dict[tuple[int, int], Value] = {}  # by first rank and the distance to the next
+
+    def arrive(self, rank: int, value: Value) -> None:
+        first, distance = rank, 1 << (self._total - 1).bit_length()
+        while distance > 1:
+            distance //= 2
+            other = first ^ distance
+            if other < self._total:
+                if (other, 2 * distance) not in self._parts:
+                    self._parts[first, 2 * distance] = value
+                    return
+                value = self._add(self._parts.pop((other, 2 * distance)), value)
+            first %= distance
+        self._parts[0, 1] = value
+
+    def take(self) -> Value:
+        """The sum, once all have arrived."""
+        return self._parts.pop((0, 1))
 
 
 def _sum(node: range, parts: Mapping[range, Value], add: Callable[[Value, Value], Value]) -> Value:

@@ -582,7 +582,8 @@ class Trainer:
         self._trained = True
         align_special_tokens(self.model, self.processing_class)
         with make_checkpointer(folder, self.args, self.mesh) as checkpointer:
-            hosts = self._hosts_ranks and self.args.full_sharding is None
+            sharding = self.args.full_sharding
+            hosts = self._hosts_ranks and (sharding is None or sharding.replicas == 1)
             keep_logical_ranks(self.mesh, checkpointer, resume, hosts=hosts)
             parts = self.make_parts()
             loop = TrainingLoop(parts, self._callbacks, checkpointer, self._hooks)

@@ -147,7 +147,8 @@ class MicroBatchSchedule(Protocol):
 
 class SequentialSchedule:
     """Runs the micro-batches one after the other, each forward and then backward, on ranks that hold the complete
-    model, or a tensor parallel slice of every layer: all of one logical rank, then those of the next.
+    model, or a tensor parallel slice of every layer: all of one logical rank, then those of the next. Where gradients
+    are added over all ranks in every pass, the logical ranks take turns with each micro-batch.
 
     The random numbers of a micro-batch are seeded by (seed, step, micro-batch, logical rank), so nothing that runs
     between steps can shift them.
@@ -188,49 +189,66 @@ class SequentialSchedule:
         counts = TokenCounts.of(targets, self._mesh)
         self._gradients.begin()
         self._buffers.begin()
-        losses = []
-        for place, (rank, indices) in enumerate(of_ranks(self._mesh, batch)):
-            if place:
+        hosted, by_pass = of_ranks(self._mesh, batch), self._gradients.by_pass
+        losses = [counts.zero for _ in hosted]
+        turns = self._turns(batch, hosted)
+        for number, (place, index) in enumerate(turns):
+            if by_pass:
+                self._gradients.enter(place)
+            elif number and place != turns[number - 1][0]:
                 self._gradients.end_rank()
-                self._buffers.enter(place)
+            self._buffers.enter(place)
+            if number:
+                enter_phase(PASSES, number + 1)
+            own = place < len(hosted)
+            rank, indices = hosted[place if own else -1]  # of a rank that another process has: anything, and no targets
+            weight = Weight(
+                (counts.each[indices][index] if own else counts.zero).reshape(()), counts.divisor.reshape(())
+            )
+            seed_micro_batch(self._runtime, derive_seed(self._seed, step, index, rank))
             with self._mesh.watching_others():
-                losses.append(self._rank(step, batch, rank, range(indices.start, indices.stop), counts, hooks))
-        self._buffers.end()
-        return losses[0] if len(losses) == 1 else torch.cat(losses), counts.total.reshape(())
-
-    def _rank(
-        self, step: int, batch: StepBatch, rank: int, indices: range, counts: TokenCounts, hooks: StepHooks
-    ) -> Tensor:
-        """The passes of a logical rank of this process, whose micro-batches are at `indices`; returns its loss."""
-        total, several = counts.zero, len(batch.micro_batches) > 1
-        present = [index for index in indices if batch.micro_batches[index].rows or not self._alone]
-        last = max(present, default=indices[-1])
-        for index in indices[: last + 1 - indices.start]:
-            if index:
-                enter_phase(PASSES, index + 1)
-            seed_micro_batch(self._runtime, derive_seed(self._seed, step, index - indices.start, rank))
-            weight = Weight(counts.each[index].reshape(()), counts.divisor.reshape(()))
-
-            def passes(inputs: Any, index: int = index, weight: Weight = weight) -> Tensor:
-                with self._gathers.first_use() if index == 0 else nullcontext():
-                    loss = self._forward(batch.micro_batches[index], inputs, weight)
-                if index == last and indices.stop == len(batch.micro_batches):
-                    self._gradients.last_backward()
-                loss.backward(None if self._scaler is None else self._scaler.of(loss))
-                self._gradients.collect()
-                return loss.detach()
-
-            micro_batch = batch.micro_batches[index]
-            with computing(micro_batch):
-                total = total + self._around(micro_batch.inputs, weight.count, passes)
-            if index < last:
-                hooks.between_passes(self._gradients)
-            if several:  # micro-batches share one graph, the update has its own
+                edges = number == 0, number == len(turns) - 1
+                loss = self._pass(batch.micro_batches[indices][index], weight, *edges, counts=own)
+                if own:
+                    losses[place] = losses[place] + loss
+                if index < turns[-1][1] and (place == turns[-1][0] or not by_pass):
+                    hooks.between_passes(self._gradients)
+            if len(batch.micro_batches) > 1:  # micro-batches share one graph, the update has its own
                 self._runtime.step_boundary()
-        return total.reshape(1)
+        self._buffers.end()
+        parts = [each.reshape(1) for each in losses]
+        return parts[0] if len(parts) == 1 else torch.cat(parts), counts.total.reshape(())
 
-    def _forward(self, micro_batch: MicroBatch, inputs: Any, weight: Weight) -> Tensor:
-        with autocast(self._runtime, self._autocast), self._loads.counting(micro_batch):
+    def _pass(self, micro_batch: MicroBatch, weight: Weight, first: bool, last: bool, *, counts: bool) -> Tensor:
+        """The forward and backward pass of a micro-batch, the `first` or `last` of a step; returns its loss. `counts`:
+        whether its tokens are counted for the experts."""
+
+        def passes(inputs: Any) -> Tensor:
+            with self._gathers.first_use() if first else nullcontext():
+                loss = self._forward(micro_batch, inputs, weight, counts=counts)
+            if last:
+                self._gradients.last_backward()
+            loss.backward(None if self._scaler is None else self._scaler.of(loss))
+            self._gradients.collect()
+            return loss.detach()
+
+        with computing(micro_batch):
+            return self._around(micro_batch.inputs, weight.count, passes)
+
+    def _turns(self, batch: StepBatch, hosted: Sequence[tuple[int, slice]]) -> list[tuple[int, int]]:
+        """The passes of a step, in their order: the number of the logical rank in this process, and of its micro-batch.
+        A process that has fewer ranks than others takes part in all of theirs where gradients are added in each."""
+        count = len(batch.micro_batches) // len(hosted)
+        if self._gradients.by_pass:
+            return [(place, index) for index in range(count) for place in range(self._mesh.ranks.most)]
+        if self._alone:
+            present = [index for index in range(count) if batch.micro_batches[index].rows]
+            count = max(present, default=count - 1) + 1
+        return [(place, index) for place in range(len(hosted)) for index in range(count)]
+
+    def _forward(self, micro_batch: MicroBatch, inputs: Any, weight: Weight, *, counts: bool) -> Tensor:
+        counting = self._loads.counting(micro_batch) if counts else nullcontext()
+        with autocast(self._runtime, self._autocast), counting:
             try:
                 loss = self._loss(self._model, inputs, weight)[0]
             except RuntimeError as error:

@@ -58,7 +58,7 @@ class RankBuffers:
         self._rank = 0
         self._values: dict[int, dict[str, Tensor]] = {}  # of each rank of this process whose passes were begun
         self._changed: set[str] = set()
-        several = len(self._mesh.ranks.own) > 1
+        several = self._mesh.ranks.most > 1  # also of a process that takes part in passes of others
         self._first = self._copies() if several or not self._learned else {}
         self._note(self._first)
 

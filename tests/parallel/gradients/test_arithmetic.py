@@ -61,6 +61,15 @@ def test_counted_squares_are_the_same_however_tensors_are_divided() -> None:
         assert float(value_of(of_ranks.flip(0).sum(0))) == float(value_of(of_ranks.sum(0))) == whole
 
 
+@pytest.mark.parametrize("columns", [1, 5, 64, 100])
+def test_counted_squares_are_the_same_however_rows_are_divided(columns: int) -> None:
+    rows = torch.randn(300, columns, generator=torch.Generator().manual_seed(3))
+    whole = counted([rows])
+    for cuts in ([1], [100, 200], list(range(0, 300, 7))):
+        assert counted(list(rows.tensor_split(cuts))) == whole
+    assert whole == pytest.approx(float(rows.double().square().sum()), rel=1e-6)
+
+
 @pytest.mark.parametrize("scale", [1e-22, 1e-3, 1.0, 1e15])
 @pytest.mark.parametrize("shape", [(), (63,), (64,), (1000, 1001), (10_000_019,)])
 def test_counted_squares_are_those_of_a_sum_in_float64(shape: tuple[int, ...], scale: float) -> None:

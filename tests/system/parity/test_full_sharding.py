@@ -177,7 +177,7 @@ def test_a_run_goes_on_on_other_ranks_and_with_other_shards(ranks: Ranks, tmp_pa
             copy(f"{whole}/{name}", f"{folder}/{name}")
     jobs = [(folder, 4, more) for folder, more in ((zero, {"zero_1": True}), (plain, {}), (kept, sharded))]
     assert run(2, *jobs) == [losses] * 3
-    run(1, (fewer, 3, sharded))
+    run(1, (fewer, 3, {**sharded, "data_parallel_replicas": 1}))
     (last,) = run(2, (fewer, 4, sharded))
     assert last == pytest.approx(losses, rel=1e-4)
     assert last != losses

@@ -18,7 +18,7 @@ PROGRAM = "tests.support.logical_rank_programs:train"
 AXES: dict[str, Any] = {
     "hosts": ["3", "2", "1", "1 then 3", "4 then 2"],
     "model": MODELS,
-    "sharding": ["plain", "zero_1"],
+    "sharding": ["plain", "zero_1", "fsdp"],
     "precision": list(PRECISIONS),
     "optimizer": list(OPTIMIZERS),
     "data": DATA,
@@ -31,6 +31,8 @@ AXES: dict[str, Any] = {
 def possible(cell: dict[str, Any]) -> bool:
     if cell["model"] in ("lstm", "batch norm") and (cell["optimizer"] == "muon" or cell["data"] == "grouped"):
         return False  # muon is for hidden layers that are matrices; an LSTM would see other padding
+    if cell["sharding"] == "fsdp" and cell["optimizer"] == "muon":
+        return False  # refused, whatever the number of processes is
     if cell["hook"] == "substep" and cell["accumulation"] == 1:
         return False
     if cell["hook"] == "loss" and cell["model"] == "mixtral":
@@ -41,7 +43,7 @@ def possible(cell: dict[str, Any]) -> bool:
 
 
 CELLS = pairwise(AXES, possible)
-SAMPLE = (1, 3, 6)  # with each number of processes twice, ZeRO-1, and what each model has of its own
+SAMPLE = (1, 3, 5, 6)  # with each sharding, and what each model has of its own
 
 
 def parameters(cells: list[Any], sample: tuple[int, ...]) -> list[Any]:
@@ -87,15 +89,19 @@ def test_with_other_axes(ranks: Ranks, tmp_path: Path, given: tuple[str, str, st
     check(ranks, tmp_path, {**PLAIN, "model": model, "sharding": "zero_1", "hosts": hosts, axis: 2})
 
 
-@pytest.mark.parametrize("given", parameters([(7, "3"), (8, "5"), (8, "2 then 5")], (0,)), ids=lambda given: str(given))
-def test_of_numbers_that_are_no_power_of_two(ranks: Ranks, tmp_path: Path, given: tuple[int, str]) -> None:
-    replicas, hosts = given
-    cell = {**PLAIN, "model": "gpt2", "sharding": "zero_1", "accumulation": 1, "hosts": hosts}
+OTHERS = list(product(("zero_1", "fsdp"), ((7, "3"), (8, "5"), (8, "2 then 5"))))
+
+
+@pytest.mark.parametrize("given", parameters(OTHERS, (0, 4)), ids=str)
+def test_of_numbers_that_are_no_power_of_two(ranks: Ranks, tmp_path: Path, given: tuple[str, tuple[int, str]]) -> None:
+    sharding, (replicas, hosts) = given
+    cell = {**PLAIN, "model": "gpt2", "sharding": sharding, "accumulation": 1, "hosts": hosts}
     check(ranks, tmp_path, cell, replicas)
 
 
-def test_in_a_loop_of_ones_own(ranks: Ranks) -> None:
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_in_a_loop_of_ones_own(ranks: Ranks, fsdp: bool) -> None:
     program = "tests.support.logical_rank_programs:own_loop"
-    expected, *_ = ranks.run(program, 3, nproc=3).check()
+    expected, *_ = ranks.run(program, 3, fsdp, nproc=3).check()
     for processes in (2, 1):
-        assert ranks.run(program, 3, nproc=processes).check() == [expected] * processes
+        assert ranks.run(program, 3, fsdp, nproc=processes).check() == [expected] * processes

@@ -16,10 +16,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import Bucket
-from stepmark.parallel.full_sharding import HOOKS, has_hooks, layer_of
+from stepmark.parallel.full_sharding import HOOKS, OTHER_LAYERS, has_hooks, layer_of
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.dtensor import local_of
-from stepmark.sharding.logical_ranks import LogicalRanks
+from stepmark.sharding.logical_ranks import LogicalRanks, Turn
 
 _holders: Any = WeakTensorKeyDictionary()  # by parameter: a weak reference to the hooks that take its gradient
 
@@ -338,11 +338,15 @@ class ShardAccumulator:
     """One float32 tensor a parameter, of this rank's shard of its mean gradient.
 
     Each layer's gradients are reduced in every backward pass: kept for the last one, they would be complete on each
-    rank.
+    rank. So the logical ranks of a process take turns with each micro-batch.
     """
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], reduce_dtype: torch.dtype) -> None:
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], ranks: LogicalRanks, reduce_dtype: torch.dtype
+    ) -> None:
         self.parameters = list(parameters)
+        self._turn = Turn(ranks)
+        self._arrived: list[list[int]] = []  # the parameters that had a gradient in each turn, in their order
         self._sums: list[Tensor | None] = [None] * len(self.parameters)
         self._layers = list({id(layer): layer for layer in map(layer_of, self.parameters)}.values())
         self.calls, self.copies = self._layers[0].calls, self._layers[0].copies
@@ -366,8 +370,14 @@ class ShardAccumulator:
                 self._sums[index] = local_of(each.grad).float()
                 each.grad = None
         self._hook_thawed()
+        self.enter(0)
+
+    def enter(self, place: int) -> None:
+        """Begins the pass of the logical rank of each process that has the number `place` in it."""
+        self._turn = self._turn._replace(place=place)
+        self._arrived = [*(self._arrived if place else ()), []]
         for layer in self._layers:
-            layer.in_step = True
+            layer.turn = self._turn
 
     def _hook_thawed(self) -> None:
         if any(each.requires_grad and index not in self.hooks.hooked for index, each in enumerate(self.parameters)):
@@ -376,14 +386,19 @@ class ShardAccumulator:
     def _made(self, index: int) -> None:
         parameter, total = self.parameters[index], self._sums[index]
         part = layer_of(parameter).take(parameter)
-        self._sums[index] = part if total is None else total.add_(part)
+        if part is not None:
+            self._sums[index] = part if total is None else total.add_(part)
+        self._arrived[-1].append(index)
         self.calls.note(self._numbers[index])
         parameter.grad = None
 
     def collect(self) -> None:
-        """Ends a backward pass. Raises UsageError where a gradient was set in it."""
+        """Ends a backward pass. Raises UsageError where a gradient was set in it, or other parameters have one than
+        with the logical rank before."""
         for layer in self._layers:
             layer.pass_ended()
+        if self._arrived[-1] != self._arrived[0]:
+            raise UsageError(OTHER_LAYERS)
         given = next((each for each in self.parameters if each.grad is not None), None)
         if given is not None:
             raise UsageError(
@@ -408,4 +423,4 @@ class ShardAccumulator:
         for parameter in self.parameters:
             parameter.grad = None
         for layer in self._layers:
-            layer.in_step = False
+            layer.turn = None

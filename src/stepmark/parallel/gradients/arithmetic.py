@@ -154,10 +154,11 @@ def _norm_by_rows(tensor: Tensor) -> Tensor:
 def count_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The squares of all elements, in a form whose sum is exact in any order and division (`value_of`): a float64
     vector of the sum of the digits at each exponent. Squares of 64 neighbours are added in float32 before, and of as
-    many fewer at the end of a tensor; so shards of a tensor that begin at multiples of 64 elements count the same.
+    many fewer at the end of a tensor of one dim, or of each row of one of two; so shards of a tensor that begin at
+    multiples of 64 elements count the same, and its rows.
 
     After the idea of accumulators by exponent: Demmel and Nguyen, "Parallel Reproducible Summation" (2015)."""
-    pieces = [piece for each in tensors for piece in _squares_of_pieces(each.detach().reshape(-1))]
+    pieces = [piece for each in tensors for piece in _squares_of_pieces(torch.atleast_1d(each.detach()))]
     counted = torch.zeros(MOST - LEAST + 1, dtype=torch.float64, device=device)
     if not pieces:
         return counted
@@ -172,12 +173,13 @@ def value_of(counted: Tensor) -> Tensor:
     return (counted * torch.exp2(exponents)).sum()
 
 
-def _squares_of_pieces(flat: Tensor) -> Iterator[Tensor]:
-    """The sum of squares of each piece of a tensor of one dim."""
-    cut = len(flat) // PIECE * PIECE
-    rows = [flat[:cut].view(-1, PIECE)] if cut else []
-    if cut < len(flat):
-        rows.append(torch.cat([flat[cut:], flat.new_zeros(PIECE - len(flat) + cut)])[None])
+def _squares_of_pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """The sum of squares of each piece of a tensor of one or two dims."""
+    length = tensor.shape[-1]
+    cut = length // PIECE * PIECE
+    rows = [tensor[..., :cut].reshape(-1, PIECE)] if cut else []
+    if cut < length:
+        rows.append(torch.nn.functional.pad(tensor[..., cut:], (0, PIECE - length + cut)).view(-1, PIECE))
     for each in rows:
         yield torch.linalg.vector_norm(each, dim=1).square_() if each.device.type == "cpu" else halved(each.square())
 

@@ -309,8 +309,10 @@ class ReducedShards:
                 "dict, a tuple or a dataclass"
             )
         digest = self._mesh.runtime.numbers(calls.digest())
-        copies = [sums.copies] * len(present)
-        loss, square, total, loads = totals(present, copies, loss, loads, self._mesh, digest, in_order=False)
+        copies = [sums.copies] * sum(shard.numel() > 0 for shard in present)
+        exact = self._mesh.ranks.fixed and sums.copies == 1
+        rows = [shard.reshape(len(shard) if shard.dim() else 1, -1) for shard in present if shard.numel()]
+        loss, square, total, loads = totals(rows, copies, loss, loads, self._mesh, digest, in_order=exact)
         self.compare_last()
         self._last = calls, total
         if total.device.type == "cpu":

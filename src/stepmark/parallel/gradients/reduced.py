@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepmark.sharding.dtensor import shard_of, with_local
+from stepmark.sharding.dtensor import is_dtensor, shard_of, with_local
 
 Used = list[bool | Tensor]
 """Of each parameter, whether it has a gradient on some rank; a 0-dim bool tensor where only the device knows."""
@@ -64,6 +64,8 @@ def expose_grads(pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Taken:
 def expose_shard_grads(pairs: Sequence[tuple[Any, Tensor | None]]) -> Taken:
     """The same for parameters that are DTensors, and gradients of their local tensors. Values are compared: writing to
     a DTensor does not change its version."""
+    if not any(is_dtensor(parameter) for parameter, _ in pairs):
+        return expose_grads(pairs)
     for parameter, gradient in pairs:
         parameter.grad = None if gradient is None else with_local(parameter, gradient.to(parameter.dtype))
 

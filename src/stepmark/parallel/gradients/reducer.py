@@ -77,6 +77,16 @@ class GradientReducer:
         """Adds what a backward pass left in `parameter.grad` to the step's sums; called after each of them."""
         self.sums.collect()
 
+    @property
+    def by_pass(self) -> bool:
+        """Whether gradients are added over all ranks in every pass; then `enter` is called before each."""
+        return isinstance(self.sums, ShardAccumulator)
+
+    def enter(self, place: int) -> None:
+        """Begins a pass of the logical rank with the number `place` of each process, as far as it has one."""
+        assert isinstance(self.sums, ShardAccumulator)
+        self.sums.enter(place)
+
     @torch.no_grad()
     def end_rank(self) -> None:
         """Ends the backward passes of a logical rank of this process that is not its last."""

@@ -81,6 +81,9 @@ class OptimizerSharding:
         self.names = [name for name in order or parameters if name in parameters]
         self.parameters: list[nn.Parameter] = [parameters[name] for name in self.names]
         self.gathers = PendingGathers()  # what `publish` has left to wait for
+        # Whether torch may use its fused kernels: a host's round the last elements of a tensor in another way, so that
+        # an update would depend on how parameters are cut.
+        self.fuses = True
         self.place: dict[str, Any] = {}  # what this rank's own state fits, in plain values
         self.masked: list[tuple[OptimizerTensor, Tensor]] = []  # what the next update leaves as it is where a mask is 0
         self._bucket_elements = bucket_elements
@@ -141,6 +144,8 @@ class NamedOptimizer:
         self._held = distribution.held
         tensors = [[held.tensor for held in self._held if held.group == number] for number in range(len(groups))]
         self.inner = make([{**group, "params": own} for group, own in zip(groups, tensors, strict=True)])
+        for each in () if distribution.fuses else self.param_groups:
+            each |= {"fused": None} if each.get("fused") else {}
         self._made_with = plain_attributes(self.inner, NUMBERS)
         self.divided_by = distribution.divided_by  # may also be an axis of the mesh along which parameters differ
         whole = distribution.separate and distribution.divided_by != "zero_1"

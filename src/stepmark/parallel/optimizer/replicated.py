@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.parallel.buckets import check_real
+from stepmark.parallel.full_sharding import reduced_by_pass
 from stepmark.parallel.gradients.accumulators import ShardAccumulator
 from stepmark.parallel.gradients.exchange import ReducedShards
 from stepmark.parallel.gradients.reducer import GradientReducer
@@ -66,6 +67,8 @@ class Replicated(OptimizerSharding):
     ) -> None:
         super().__init__(groups, order=order, bucket_elements=bucket_elements)
         self._runtime = runtime
+        self.by_pass = bool(self.parameters) and all(map(reduced_by_pass, self.parameters))
+        self.fuses = not (self.by_pass and runtime.host_memory)
         parameters = dict(zip(self.names, self.parameters, strict=True))
         self.held = [
             self._hold(name, parameters[name], number, master_weights)
@@ -74,6 +77,15 @@ class Replicated(OptimizerSharding):
         ]
         self._masters = [(parameters[str(held.key)], held.tensor) for held in self.held if held.master]
         self._written = WrittenParameters([parameter for parameter, _ in self._masters], runtime)
+
+    def gradients(
+        self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype | None, on_arrival: bool
+    ) -> GradientReducer:
+        """torch makes the gradient of a shard as soon as it arrives, whatever the accumulation is."""
+        if not self.by_pass or not (mesh.data_parallel.size > 1 or mesh.ranks.fixed):
+            return super().gradients(mesh, accumulation=accumulation, reduce_dtype=reduce_dtype, on_arrival=on_arrival)
+        sums = ShardAccumulator(self.names, self.parameters, mesh.ranks, reduce_dtype or torch.float32)
+        return GradientReducer(sums, ReducedShards(mesh), mesh)
 
     def _hold(self, name: str, parameter: nn.Parameter, group: int, master_weights: bool) -> OptimizerTensor:
         check_real(name, parameter)
@@ -113,13 +125,7 @@ class LocalShards(Replicated):
         local = [{**group, "params": [(name, self._local[name]) for name, _ in group["params"]]} for group in groups]
         super().__init__(local, runtime, order=order, master_weights=master_weights)
         self.parameters = [self._sharded[name] for name in self.names]
-
-    def gradients(
-        self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype | None, on_arrival: bool
-    ) -> GradientReducer:
-        """torch makes a gradient as soon as it arrives, whatever the accumulation is."""
-        sums = ShardAccumulator(self.names, self.parameters, reduce_dtype or torch.float32)
-        return GradientReducer(sums, ReducedShards(mesh), mesh)
+        self.by_pass, self.fuses = True, not runtime.host_memory
 
     def follow(self) -> None:
         """torch gives an uneven shard new memory in the first forward pass and in `load_state_dict`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
@@ -204,6 +204,10 @@ class SimulatedCollectives(GroupCollectives):
         with self._tracker.within(COMMUNICATION):
             return super().start_sum_in_order(roots, ranks, dtype)
 
+    def exchange_shards(self, tensor: Tensor, senders: Collection[int]) -> dict[int, Tensor]:
+        with self._tracker.within(COMMUNICATION):
+            return super().exchange_shards(tensor, senders)
+
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor
 
@@ -235,9 +239,7 @@ class SimulatedCollectives(GroupCollectives):
     def _exchange(self, target: Callable[[int], Tensor], source: Callable[[int], Tensor], tag: int) -> list[dist.Work]:
         return []
 
-    def _send_shards(
-        self, sent: Sequence[Tensor], received: Mapping[tuple[int, range], Tensor], nodes: Mapping[int, list[range]]
-    ) -> list[dist.Work]:
+    def _send_shards(self, *_: Any) -> list[dist.Work]:
         return []
 
 
