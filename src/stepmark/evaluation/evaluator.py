@@ -215,10 +215,10 @@ class Evaluator:
                 batch, place = divmod(number, len(self.mesh.ranks.own))
                 if not self.runtime.lazy:  # what a user's loss draws depends on nothing but the batch
                     seed_micro_batch(self.runtime, derive_seed(EVALUATION, batch, self.mesh.ranks.own[place]))
-                result = forward(each)
+                found = forward(each)
                 for _ in range(idle if place == len(self.mesh.ranks.own) - 1 else 0):
                     forward(each)
-                yield each, result
+                yield each, found
             return
         through_stages = PipelinedForward(self.model, self.loss, self.mesh, self.autocast_dtype)
         for each, result in through_stages(source(), forward):

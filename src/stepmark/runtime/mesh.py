@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -328,11 +328,14 @@ _names: set[str] = set()  # of the groups that are made here
 
 
 def _calls_of_others() -> int:
-    """How many collectives this process has started in groups that were not made here, such as torch's default one."""
-    if not dist.is_initialized():
-        return 0
-    groups: list[Any] = [each for each in dist.distributed_c10d._world.pg_map if each.group_name not in _names]
-    return sum(each._get_sequence_number_for_group() for each in groups)
+    """How many collectives this process has started in groups that were not made here, such as torch's default one, as
+    far as their backends count them."""
+    calls, groups = 0, dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
+    group: Any
+    for group in groups:
+        with suppress(RuntimeError):
+            calls += group._get_sequence_number_for_group() if group.group_name not in _names else 0
+    return calls
 
 
 Made = TypeVar("Made")

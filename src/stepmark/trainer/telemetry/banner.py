@@ -82,10 +82,9 @@ def _hosted(parts: TrainingComponents) -> list[str]:
     ranks = parts.mesh.ranks
     if ranks.total == ranks.processes:
         return []
-    most = len(ranks.of_process(0))
     processes = "1 process" if ranks.processes == 1 else f"{ranks.processes} processes"
     bits = f"the same bits as on {ranks.total}" if ranks.fixed else f"{FIELD}: {ranks.total} would keep the bits too"
-    return [f"replicas {ranks.total} on {processes}, up to {most} one after another; {bits}"]
+    return [f"replicas {ranks.total} on {processes}, up to {ranks.most} one after another; {bits}"]
 
 
 def _stages(parts: TrainingComponents) -> list[str]:
