@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from stepmark.liveness.thread_frames import innermost, is_waiting, places_of, stack
+from stepmark.liveness import thread_frames
+from stepmark.liveness.thread_frames import all_stacks, innermost, is_waiting, places_of, stack
 
 # Garbage is collected at every possible allocation within the call, and what it frees is held by a thread.
 PROGRAM = """
@@ -87,6 +88,15 @@ def test_without_a_file_to_write_to_nothing_is_known(monkeypatch: pytest.MonkeyP
     assert places_of(threading.get_ident()) == []
     monkeypatch.delattr(os, "memfd_create")
     assert places_of(threading.get_ident())
+
+
+def test_another_state_of_a_thread_without_frames_does_not_hide_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that an extension has made is listed, before the thread's own."""
+    thread = threading.Thread(target=threading.Event().wait, daemon=True)
+    thread.start()
+    found, empty = all_stacks(), f"Thread 0x{thread.ident:016x} (most recent call first):\n  <no Python frame>\n\n"
+    monkeypatch.setattr(thread_frames, "all_stacks", lambda: empty + found)
+    assert "wait" in {each.function for each in places_of(thread.ident or 0)}
 
 
 def test_a_thread_finds_itself_among_more_than_100() -> None:

@@ -50,7 +50,8 @@ def places_of(thread: int) -> list[CodeLocation]:
     calls this. Empty where it has ended, or where the system gives no file."""
     if thread == threading.get_ident():  # by itself: of more than 100 threads faulthandler leaves out the first ones
         return _places(all_stacks(others=False))[2:]  # without all_stacks and this function
-    return _places(next((each[2] for each in _THREAD.finditer(all_stacks()) if int(each[1], 16) == thread), ""))
+    stacks = [_places(each[2]) for each in _THREAD.finditer(all_stacks()) if int(each[1], 16) == thread]
+    return max(stacks, key=len, default=[])  # an extension may have a second one of the thread, without frames
 
 
 def _places(text: str) -> list[CodeLocation]:
