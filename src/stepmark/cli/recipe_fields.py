@@ -8,12 +8,14 @@ from typing import Any
 from stepmark.config.fields import Field
 from stepmark.config.recipe import DO_TRAIN, Recipe, all_fields, is_switch, read_recipe, sections
 from stepmark.config.unknown_fields import unknown_fields
+from stepmark.launch.rank_count import int_or_auto
 from stepmark.liveness import console
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds how many ranks to start, and the recipe."""
-    parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    nproc = "start N ranks on this machine; auto: one for each device, or core of a CPU"
+    parser.add_argument("--nproc", type=int_or_auto, metavar="N", help=nproc)
     add_recipe_arguments(parser)
 
 
