@@ -69,7 +69,8 @@ class SupervisedRun:
 
     def restarting(self, failure: str, step: int, attempt: int, delay: float, ranks: RankCount) -> None:
         self._log().event(RESTARTING, step, attempt=attempt, ranks=ranks.now, reason=failure, delay=delay)
-        self.waiting(failure, step, f"attempt {attempt} starts{ranks.change} in {delay:g} s", delay)
+        some = "" if ranks.least is None else f" with {ranks.now} of {ranks.asked} ranks"
+        self.waiting(failure, step, f"attempt {attempt} starts{some} in {delay:g} s", delay)
 
     def interrupted(self, signal: str, *, waiting: bool) -> None:
         if not waiting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+from functools import partial
 from pathlib import Path
 
 from stepmark.cli.recipe_fields import add_run_arguments, recipe_of
@@ -23,10 +24,7 @@ HELP = "train a model from a recipe"
 ENDS_AT_SIGNALS = True  # with exit code 75, from its first instruction on
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_arguments(parser)
-    least = "with --max_restarts, go on with fewer ranks where devices are lost, K at least"
-    parser.add_argument("--min_nproc", type=int, metavar="K", help=least)
+add_arguments = partial(add_run_arguments, restarts=True)
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -23,8 +23,8 @@ def int_or_auto(text: str) -> int | str:
 @dataclass
 class RankCount:
     """An attempt has `now` ranks: `asked`, or as many as `fit` finds devices for, but `least`; None: always `asked`.
-    `timeout`: seconds that devices have to come back. `change`: what to say of the number, if anything. `replicas`: the
-    data parallel ranks of all, where fewer processes can host them."""
+    `replicas`: the data parallel ranks of all, if fewer processes can host them. `timeout`: seconds that lost devices
+    have to come back."""
 
     asked: int
     least: int | None = None
@@ -33,7 +33,6 @@ class RankCount:
     replicas: int | None = None
     timeout: float = 0.0
     clock: Callable[[], float] = time.monotonic
-    change: str = ""
 
     @classmethod
     def of(cls, nproc: int | str, least: int | None, args: TrainingFields, count: Count) -> RankCount:
@@ -72,7 +71,5 @@ class RankCount:
             waiting(f"waits up to {self.timeout:g} s for the devices of {needed} ranks, {found} are left", self.timeout)
         while found < needed and self.clock() < end and pause(1.0):
             found = self.fit()
-        self.change = "" if found == self.asked and self.now in (0, found) else f" with {found} of {self.asked} ranks"
         self.now = found
-        few = f"too few devices, for {found} of {self.least} ranks (--min_nproc)"
-        return few if found < (self.least or 0) else ""
+        return f"too few devices, for {found} of {self.least} ranks (--min_nproc)" * (found < (self.least or 0))

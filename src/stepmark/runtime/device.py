@@ -55,15 +55,12 @@ def _check_available(device: str) -> None:
 
 
 def print_count(wish: str) -> None:
-    """Prints the device type that `wish` means, and how many ranks can have one: of a CPU, XLA's too, one a core. Opens
-    lazy devices. Raises DeviceError."""
-    device = choose_device(wish)
+    """Prints the device type that `wish` means, and how many ranks can have one: of a CPU, XLA's too, one a core."""
+    device, count = choose_device(wish), torch.accelerator.device_count()
     if device == "xla":
         from stepmark.runtime.xla import XlaRuntime, addressable_devices
 
-        device, count = "cpu" if XlaRuntime().host_memory else device, addressable_devices()
-    else:
-        count = torch.accelerator.device_count()
+        device, count = ("cpu", 0) if XlaRuntime().host_memory else (device, addressable_devices())
     print(device, usable_cores() if device == "cpu" else count)
 
 

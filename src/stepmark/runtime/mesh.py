@@ -331,7 +331,7 @@ def _calls_of_others() -> int:
     """How many collectives this process has started in groups that were not made here, such as torch's default one."""
     if not dist.is_initialized():
         return 0
-    calls, groups = 0, [each for each in dist.distributed_c10d._world.pg_map if each.group_name not in _names]
+    calls, groups = 0, list[Any](each for each in dist.distributed_c10d._world.pg_map if each.group_name not in _names)
     for group in groups:
         with suppress(RuntimeError):  # a backend that does not count
             calls += group._get_sequence_number_for_group()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tests.support.interference import install
 from tests.support.native import DEVICE
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
-from tests.support.run_folders import read_status
+from tests.support.run_folders import model_digest, read_status
 
 HERE = "tests.system.fault.test_lost_devices"
 FIELDS = {"logging_steps": 1, "max_steps": 4, "save_steps": 1, "async_save": False, "learning_rate": 1e-2}
@@ -45,10 +44,6 @@ def made(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def digest(folder: Path) -> str:
-    return hashlib.sha256((folder / "out" / "model.safetensors").read_bytes()).hexdigest()
-
-
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -71,7 +66,7 @@ def test_a_run_whose_cores_are_gone(ranks: Ranks, tmp_path: Path, least: int, sa
         again = [line for line in read_lines(lost / "out" / EVENTS) if line["event"] == "restarting"]
         assert [(line["attempt"], line["ranks"]) for line in again] == [(2, 1)]
     assert code == 0, told
-    assert digest(lost) == digest(whole)
+    assert model_digest(lost / "out") == model_digest(whole / "out")
 
 
 @pytest.mark.parametrize("options", [["auto"], ["4"]])
@@ -93,4 +88,4 @@ def test_a_run_whose_device_is_gone(native_ranks: Ranks, tmp_path: Path, options
     begun = [line for line in read_lines(lost / "out" / EVENTS) if line["event"] == "started"]
     assert [line["ranks"] for line in begun] == [4, 3]
     assert begun[1]["step"] > 0, "it was to lose the device after a checkpoint"
-    assert digest(lost) == digest(whole)
+    assert model_digest(lost / "out") == model_digest(whole / "out")
