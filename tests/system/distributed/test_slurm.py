@@ -154,7 +154,7 @@ def test_a_job_is_queued_again_on_fewer_nodes(run: SlurmRun, undisturbed: SlurmR
     job = run.submit(*ON_TWO, slowly=True)
     wait_until(lambda: any(run.out.glob("checkpoint-*")), LONG)
     run.cluster.lose(NODES[1])
-    run.is_queued_again(job, NumNodes="1", NumTasks="1")
+    run.is_queued_again(job, NumNodes="1-1", NumTasks="1")
     run.cluster.repair(NODES[1])
     run.ends_like(undisturbed, job)
     manifest = json.loads((run.out / f"checkpoint-{STEPS}" / "manifest.json").read_text())
