@@ -89,6 +89,15 @@ def test_an_attempt_that_begins_with_fewer_devices_says_so(capfd: pytest.Capture
     assert of(4, 2, devices=8).now == 4
 
 
+def test_more_devices_than_at_first_change_nothing() -> None:
+    """And those of another kind, which a name may mean once the first are gone, do not count."""
+    there = {"auto": ("cuda", 3), "cuda": ("cuda", 5)}
+    counted = RankCount.of("auto", 1, TrainingFields(), there.__getitem__)
+    assert (counted.asked, counted.fit()) == (3, 3)
+    there["cuda"] = ("cuda", 2)
+    assert counted.fit() == 2
+
+
 class Machine:
     """How many devices it has at each count; each pause takes a second of its clock."""
 

@@ -60,7 +60,9 @@ class RankCount:
         asked, now = int(given) if nproc == given else max(found, needed), found if found >= needed else 0
         hosts = kind != "xla" and tensor % expert == 0 and not (args.fsdp or args.data_parallel_replicas)
         replicas = asked // (tensor * pipeline) if hosts else None
-        return cls(asked, least, lambda: fit(count(kind)[1]), now, replicas, join_timeout(args.join_timeout))
+        return cls(
+            asked, least, lambda: min(asked, fit(count(kind)[1])), now, replicas, join_timeout(args.join_timeout)
+        )
 
     def find(self, pause: Callable[[float], bool], waiting: Callable[[str, float], None]) -> str:
         """Sets `now`: waits until devices of the last attempt are back, their time is over, or `pause` returns False.
