@@ -22,8 +22,6 @@ from stepmark.runtime.hardware import count_devices
 
 HELP = "train a model from a recipe"
 ENDS_AT_SIGNALS = True  # with exit code 75, from its first instruction on
-
-
 add_arguments = partial(add_run_arguments, restarts=True)
 
 

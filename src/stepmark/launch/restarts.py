@@ -59,8 +59,7 @@ class RestartedRun(Protocol):
 
 @dataclass
 class Restarts:
-    """The restarts of one run. `limit` is `max_restarts`; `pause` returns False for a signal, `few` says why there are
-    too few devices."""
+    """The restarts of one run. `limit`: `max_restarts`; `pause`: False for a signal; `few`: why there is no attempt."""
 
     limit: int
     run: RestartedRun
