@@ -18,6 +18,7 @@ from stepmark.errors import (
     StepmarkError,
     UsageError,
 )
+from stepmark.launch.rank_count import RankCount
 from stepmark.launch.restarts import LONGEST_DELAY, Restarts, check_restarts
 from stepmark.launch.step_board import NO_STEP, StepBoard, StepPlace
 from stepmark.liveness.failure_report import REPORTS, FailureReport
@@ -28,7 +29,7 @@ BAD = StepPlace(5, epoch=1, first=8, samples=4, size=16, seed=42, shuffled=1)
 
 def made(limit: int) -> tuple[Restarts, list[Any]]:
     run = PrintingRun()
-    return Restarts(limit, run), run.told
+    return Restarts(limit, run, RankCount(2), lambda seconds: True), run.told
 
 
 def failure(error: BaseException | None = None) -> FailureReport:

@@ -35,7 +35,9 @@ class AfterImport:
 def misbehave():
     if WHAT == "raise":
         raise ValueError("the second step is bad")
-    if WHAT == "kill":
+    if WHAT == "unplug":
+        os.sched_setaffinity(os.getppid(), [min(os.sched_getaffinity(os.getppid()))])
+    if WHAT in ("kill", "unplug"):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -77,8 +79,8 @@ sys.meta_path.insert(0, AfterImport())
 
 
 def install(folder: Path, rank: int, what: str, place: str = "step", *, once: bool = False) -> str:
-    """`what`: "raise" an error, or "kill" the process, before the second step or in it, with its "batch"; `once`: only
-    the first time. Returns the folder to put on PYTHONPATH."""
+    """`what`: "raise" an error, "kill" the process, or "unplug" its supervisor's cores but one as well, before the
+    second step or in it, with its "batch"; `once`: only the first time. Returns the folder to put on PYTHONPATH."""
     folder.mkdir()
     marker = str(folder / "was-here") if once else ""
     (folder / "sitecustomize.py").write_text(SITE.format(rank=rank, what=what, place=place, once=marker))

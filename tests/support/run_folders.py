@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ def saved_steps(folder: Path) -> list[int]:
 
 def read_status(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "status.json").read_text()))
+
+
+def model_digest(folder: Path) -> str:
+    """Of the final model's weights."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def read_losses(folder: Path) -> dict[int, float]:

@@ -115,13 +115,17 @@ class Cluster:
         wait_until(lambda: self.state(job) in FINISHED, seconds, progress)
         return self.state(job)
 
-    def wait_for_restart(self, job: str, seconds: float, progress: Callable[[], object] | None = None) -> None:
+    def wait_for_restart(
+        self, job: str, seconds: float, progress: Callable[[], object] | None = None, **changes: str
+    ) -> None:
         """Waits until the job has been queued again, and lets it run, in a few seconds instead of two minutes and with
-        more time: on a busy machine a second start may take longer than the limit that interrupted the first."""
+        more time: on a busy machine a second start may take longer than the limit that interrupted the first.
+        `changes`: of its fields."""
         wait_until(lambda: self.field(job, "Restarts") != "0" or self.state(job) in FINISHED, seconds, progress)
         assert self.state(job) not in FINISHED, f"job {job} ended instead: {self.state(job)}"
         wait_until(lambda: self.state(job) == "PENDING", seconds)
-        self._call("scontrol", "update", f"JobId={job}", "StartTime=now+4", "TimeLimit=60")
+        fields = [f"{name}={value}" for name, value in changes.items()]
+        self._call("scontrol", "update", f"JobId={job}", *fields, "StartTime=now+4", "TimeLimit=60")
 
     def reach_time_limit(self, job: str) -> None:
         """Leaves the job one or two more minutes."""

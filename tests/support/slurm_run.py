@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.support.braked_run import LONG, BrakedRun
 from tests.support.processes import find_process
+from tests.support.run_folders import model_digest
 from tests.support.slurm import Cluster
 
 
@@ -37,14 +38,16 @@ class SlurmRun(BrakedRun):
         assert self.status() == "done"
         assert [step for step, _ in self.losses()] == list(range(1, self.steps + 1))
 
-    def is_queued_again(self, job: str) -> None:
-        """Waits until Slurm has queued the job again, and lets it run."""
-        self.cluster.wait_for_restart(job, LONG, self.progress)
+    def is_queued_again(self, job: str, **changes: str) -> None:
+        """Waits until Slurm has queued the job again, and lets it run with these changes."""
+        self.cluster.wait_for_restart(job, LONG, self.progress, **changes)
 
     def ends_like(self, undisturbed: SlurmRun, job: str) -> None:
-        """Waits until the job is done: it was resumed, and its losses are those of the other run, bit for bit."""
+        """Waits until the job is done: it was resumed, and its losses and final model are those of the other run, bit
+        for bit."""
         self.ends(job)
         assert self.losses() == undisturbed.losses()
+        assert model_digest(self.out) == model_digest(undisturbed.out)
         assert self.resumptions(), "it was not interrupted"
 
     def process_of(self, rank: int) -> int:

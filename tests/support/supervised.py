@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stepmark.launch.rank_count import RankCount
 from stepmark.launch.step_board import StepPlace
 
 
@@ -14,13 +15,16 @@ class PrintingRun:
         self.command = command
         self.told: list[tuple[str, int, int, float]] = []
 
-    def resuming_command(self) -> Sequence[str]:
+    def resuming_command(self, ranks: RankCount) -> Sequence[str]:
         return self.command
 
     def describe(self, place: StepPlace) -> str:
         return f"samples from {place.first} on"
 
-    def restarting(self, failure: str, step: int, attempt: int, delay: float) -> None:
+    def waiting(self, failure: str, step: int, what: str, seconds: float) -> None:
+        print(what, flush=True)
+
+    def restarting(self, failure: str, step: int, attempt: int, delay: float, ranks: RankCount) -> None:
         self.told.append((failure, step, attempt, delay))
         print("waiting", flush=True)
 

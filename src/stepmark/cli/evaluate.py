@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepmark.launch.ending_at_signals import ending_at_signals
+from stepmark.launch.rank_count import RankCount
 from stepmark.launch.supervisor import follow_supervisor, start_ranks
 from stepmark.launch.world import World
 from stepmark.liveness.process_exit import say
@@ -60,7 +61,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Returns 0, or 1 if an evaluation failed."""
     if parsed.nproc is not None:
         _request(parsed).check()
-        return start_ranks(parsed, signal_grace=10.0, resumable=True)
+        return start_ranks(parsed, RankCount(parsed.nproc, now=parsed.nproc), signal_grace=10.0, resumable=True)
     follow_supervisor()
     with ending_at_signals("evaluation is incomplete; run the same command to continue", _say_interrupted):
         from stepmark.watcher.command import evaluate_command

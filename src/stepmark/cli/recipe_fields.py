@@ -8,12 +8,17 @@ from typing import Any
 from stepmark.config.fields import Field
 from stepmark.config.recipe import DO_TRAIN, Recipe, all_fields, is_switch, read_recipe, sections
 from stepmark.config.unknown_fields import unknown_fields
+from stepmark.launch.rank_count import int_or_auto
 from stepmark.liveness import console
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds how many ranks to start, and the recipe."""
-    parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+def add_run_arguments(parser: argparse.ArgumentParser, *, restarts: bool = False) -> None:
+    """Adds how many ranks to start, and the recipe. `restarts`: the command may start them again."""
+    nproc = "start N ranks on this machine; auto: one for each device, or core of a CPU"
+    parser.add_argument("--nproc", type=int_or_auto, metavar="N", help=nproc)
+    if restarts:
+        least = "with --max_restarts, go on with fewer ranks where devices are lost, K at least"
+        parser.add_argument("--min_nproc", type=int, metavar="K", help=least)
     add_recipe_arguments(parser)
 
 

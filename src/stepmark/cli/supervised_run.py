@@ -9,8 +9,9 @@ from pathlib import Path
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.checkpoint.format.manifest import read_manifest
-from stepmark.config.training_fields import TrainingFields
+from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointError
+from stepmark.launch.rank_count import RankCount
 from stepmark.launch.step_board import GROUPED, MIXED, StepPlace
 from stepmark.liveness.console import keep_console
 from stepmark.trainer.interruption.run_end import record_supervised_end
@@ -40,29 +41,36 @@ class SupervisedRun:
 
     describe = staticmethod(describe_samples)
 
-    def __init__(self, args: TrainingFields, command: Sequence[str]) -> None:
-        self._args, self._command, self._began = args, list(command), time.time()
-        self._folder = Path(args.output_dir)
+    def __init__(self, recipe: Recipe, command: Sequence[str]) -> None:
+        self._args, self._command, self._began = recipe.training, list(command), time.time()
+        self._folder, self._task = Path(self._args.output_dir), recipe.model.task
         self._earlier = {_identity(path) for path in checkpoints(self._folder)}
 
-    def resuming_command(self) -> list[str]:
-        """A rank's command line that resumes from what this run has saved, or else starts as the run itself did."""
+    def resuming_command(self, ranks: RankCount) -> list[str]:
+        """A rank's command line that resumes from what this run has saved, or else starts as the run itself did: with
+        its data parallel ranks, where processes can host them."""
         saved = [path for path in checkpoints(self._folder) if _identity(path) not in self._earlier]
         named = self._args.resume_from_checkpoint
         if not saved or self._args.save_only_model:
-            return self._command
+            begins = ranks.now < ranks.asked and not isinstance(named, str) and not (named and self._earlier)
+            keeps = begins and ranks.replicas and not self._task
+            return [*self._command, "--data_parallel_replicas", str(ranks.replicas)] if keeps else self._command
         # Where the run began from a named checkpoint there may be later ones, which it was to leave behind.
         newest = str(saved[0]) if isinstance(named, str) else "true"
         return [*self._command, "--resume_from_checkpoint", newest]
 
-    def restarting(self, failure: str, step: int, attempt: int, delay: float) -> None:
+    def waiting(self, failure: str, step: int, what: str, seconds: float) -> None:
         log = self._log()
-        log.describe(**{**RunStatus.read(self._folder).details, RESTART_DELAY: delay})
-        log.event(RESTARTING, step, attempt=attempt, reason=failure, delay=delay)
-        log.try_status(RUNNING, step, f"{failure}; attempt {attempt} starts in {delay:g} s")
+        log.describe(**{**RunStatus.read(self._folder).details, RESTART_DELAY: seconds})
+        log.try_status(RUNNING, step, f"{failure}; {what}" if failure else what)
         keep_console(self._folder)
         at = f" at step {step}" if step else ""
-        print(f"failed{at}: {failure}; attempt {attempt} starts in {delay:g} s", file=sys.stderr, flush=True)
+        print(f"failed{at}: {failure}; {what}" if failure else what, file=sys.stderr, flush=True)
+
+    def restarting(self, failure: str, step: int, attempt: int, delay: float, ranks: RankCount) -> None:
+        self._log().event(RESTARTING, step, attempt=attempt, ranks=ranks.now, reason=failure, delay=delay)
+        some = "" if ranks.least is None else f" with {ranks.now} of {ranks.asked} ranks"
+        self.waiting(failure, step, f"attempt {attempt} starts{some} in {delay:g} s", delay)
 
     def interrupted(self, signal: str, *, waiting: bool) -> None:
         if not waiting:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+from functools import partial
 from pathlib import Path
 
 from stepmark.cli.recipe_fields import add_run_arguments, recipe_of
 from stepmark.config.recipe import Recipe, kept_text
-from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import CheckpointBusy, UsageError
+from stepmark.launch.rank_count import RankCount
 from stepmark.launch.restarts import check_restarts
 from stepmark.launch.signal_handlers import raise_keyboard_interrupts
 from stepmark.launch.supervisor import follow_supervisor, rank_command, start_ranks
 from stepmark.launch.world import World
 from stepmark.liveness.failure_report import REPORTS, FailureReport, keep_failure
 from stepmark.liveness.gc_pause import quick_imports
+from stepmark.runtime.hardware import count_devices
 
 HELP = "train a model from a recipe"
 ENDS_AT_SIGNALS = True  # with exit code 75, from its first instruction on
-add_arguments = add_run_arguments
+add_arguments = partial(add_run_arguments, restarts=True)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -29,25 +31,29 @@ def run(parsed: argparse.Namespace) -> int:
     from stepmark.runtime.xla_environment import extracting_graphs
 
     recipe = recipe_of(parsed)
+    if parsed.min_nproc is not None and (parsed.nproc is None or not recipe.training.max_restarts):
+        raise UsageError("--min_nproc: is for ranks that are restarted; add --nproc and --max_restarts, or omit it")
     with contextlib.nullcontext() if parsed.nproc is None else kept_text(parsed.recipe):
         if not extracting_graphs():  # graphs need no data, and nothing is written
             if parsed.recipe is not None and parsed.output_dir is None:
                 check_not_moved(Path(parsed.recipe), Path(recipe.training.output_dir))
             check_early(recipe)
         if parsed.nproc is not None:
-            return _supervise(parsed, recipe.training)
+            return _supervise(parsed, recipe)
     check_restarts(recipe.training.max_restarts)
     return _train(recipe)
 
 
-def _supervise(parsed: argparse.Namespace, training: TrainingFields) -> int:
+def _supervise(parsed: argparse.Namespace, recipe: Recipe) -> int:
     from stepmark.cli.supervised_run import SupervisedRun
 
+    training = recipe.training
     return start_ranks(
         parsed,
+        RankCount.of(parsed.nproc, parsed.min_nproc, training, count_devices),
         signal_grace=training.signal_grace,
         resumable=bool(training.save_on_signal),
-        run=SupervisedRun(training, rank_command(parsed.arguments)),
+        run=SupervisedRun(recipe, rank_command(parsed.arguments)),
         max_restarts=training.max_restarts,
     )
 

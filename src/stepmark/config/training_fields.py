@@ -214,6 +214,11 @@ class TrainingFields(metaclass=AcceptingDefaults):
         return full_sharding(self.fsdp, self.fsdp_config)
 
     @property
+    def hosts_ranks(self) -> bool:
+        """Whether processes may host several data parallel ranks: not where torch adds copies of shards."""
+        return (self.full_sharding or FullSharding()).replicas == 1
+
+    @property
     def optimizer_options(self) -> dict[str, Any]:
         """`optim_args` as a mapping."""
         return parse_options("optim_args", self.optim_args)

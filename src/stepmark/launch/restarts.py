@@ -8,11 +8,13 @@ attempt that gets further resets the count.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from stepmark.errors import UsageError
+from stepmark.launch.rank_count import RankCount
 from stepmark.launch.step_board import StepPlace
 from stepmark.liveness.failure_report import REPORTS, FailureReport, is_permanent
 
@@ -36,13 +38,16 @@ def may_be_restarted(max_restarts: int, error: BaseException) -> bool:
 class RestartedRun(Protocol):
     """A run as seen by the supervisor of its ranks, which knows neither recipes nor checkpoints."""
 
-    def resuming_command(self) -> Sequence[str]:
-        """The command line of a rank that resumes from the newest complete checkpoint."""
+    def resuming_command(self, ranks: RankCount) -> Sequence[str]:
+        """The command line of one of these ranks, which resumes from the newest complete checkpoint."""
 
     def describe(self, place: StepPlace) -> str:
         """The samples of a step that fails every time, for the error."""
 
-    def restarting(self, failure: str, step: int, attempt: int, delay: float) -> None:
+    def waiting(self, failure: str, step: int, what: str, seconds: float) -> None:
+        """Ranks have failed at this step, if that is said, and `what` comes in so many seconds."""
+
+    def restarting(self, failure: str, step: int, attempt: int, delay: float, ranks: RankCount) -> None:
         """Ranks have failed at this step; attempt number `attempt` starts in `delay` seconds."""
 
     def interrupted(self, signal: str, *, waiting: bool) -> None:
@@ -54,10 +59,13 @@ class RestartedRun(Protocol):
 
 @dataclass
 class Restarts:
-    """The restarts of one run; `limit` is `max_restarts`."""
+    """The restarts of one run. `limit`: `max_restarts`; `pause`: False for a signal; `few`: why there is no attempt."""
 
     limit: int
     run: RestartedRun
+    ranks: RankCount
+    pause: Callable[[float], bool]
+    few: str = ""
     attempts: int = 1
     _furthest: StepPlace = field(default_factory=StepPlace)
     _failures: int = 0
@@ -77,7 +85,9 @@ class Restarts:
             return None
         self.attempts += 1
         delay = float(min(FIRST_DELAY * 2 ** (self._failures - 1), LONGEST_DELAY))
-        self.run.restarting(message, place.step, self.attempts, delay)
+        self.few = self.ranks.find(self.pause, partial(self.run.waiting, message, place.step))
+        if not self.few:
+            self.run.restarting(message, place.step, self.attempts, delay, self.ranks)
         return delay
 
     def final(self, message: str, place: StepPlace) -> str:

@@ -30,6 +30,7 @@ from typing import Any
 from stepmark.errors import LaunchError, UsageError
 from stepmark.filesystem.error_advice import with_advice
 from stepmark.filesystem.locks import try_lock
+from stepmark.launch.rank_count import RankCount
 from stepmark.launch.restarts import RestartedRun, Restarts
 from stepmark.launch.signal_handlers import IGNORABLE, STOPPING, handler_afterwards
 from stepmark.launch.signal_listener import Interrupts
@@ -48,7 +49,7 @@ POLL_SECONDS = 0.05
 
 def supervise(
     command: Sequence[str],
-    nproc: int,
+    nproc: int | RankCount,
     *,
     signal_grace: float = GRACE_SECONDS,
     resumable: bool = False,
@@ -61,7 +62,7 @@ def supervise(
 
     Args:
         command: The command line of one rank.
-        nproc: The number of ranks.
+        nproc: The number of ranks, or how many each attempt has.
         signal_grace: Seconds that the ranks have to save and exit after a signal.
         resumable: Whether a job whose ranks were killed by the signal itself counts as interrupted (75). Ranks that
             exit with 75 always do.
@@ -77,11 +78,17 @@ def supervise(
         printed on stderr as one line. After a second SIGINT that ended ranks, this process ends by SIGINT.
     """
     make = partial(_Ranks, signal_grace=signal_grace, resumable=resumable, unblocks_sigint=unblocks_sigint)
-    restarts = Restarts(max_restarts, run) if run is not None and max_restarts else None
+    ranks = nproc if isinstance(nproc, RankCount) else RankCount(nproc, now=nproc)
     with forwarded_signals() as signals:
+        restarts = Restarts(max_restarts, run, ranks, signals.wait) if run is not None and max_restarts else None
+        if restarts is not None and ranks.now < ranks.asked:
+            if not ranks.now and (few := ranks.find(signals.wait, partial(restarts.run.waiting, "", 0))):
+                restarts.run.interrupted(signals.received or few, waiting=True)
+                return INTERRUPTED
+            command = restarts.run.resuming_command(ranks)
         while True:
             try:
-                ended = _attempt(make, command, nproc, signals)
+                ended = _attempt(make, command, ranks.now, signals)
             except OSError as error:  # the limit of processes or descriptors, or no room in TMPDIR
                 what = f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}"
                 problem = LaunchError(with_advice(f"ranks cannot be started: {what}", error))
@@ -95,12 +102,12 @@ def supervise(
             delay = restarts.delay(ended.failure, ended.message, ended.place)
             if delay is None:
                 break
-            if not signals.wait(delay):
-                if not resumable:
+            if restarts.few or not signals.wait(delay):
+                if signals.received is not None and not resumable:
                     break
-                restarts.run.interrupted(str(signals.received), waiting=True)
+                restarts.run.interrupted(signals.received or restarts.few, waiting=True)
                 return INTERRUPTED
-            command = restarts.run.resuming_command()
+            command = restarts.run.resuming_command(ranks)
     message = ended.message if restarts is None else restarts.final(ended.message, ended.place)
     if show_traceback and ended.failure.details:
         print(ended.failure.details, file=sys.stderr, end="")
@@ -112,28 +119,28 @@ def supervise(
     return ended.failure.exit_code
 
 
-def start_ranks(parsed: argparse.Namespace, **options: Any) -> int:
-    """Starts `parsed.nproc` ranks of the command line `parsed.arguments`, and returns the job's exit code; see
+def start_ranks(parsed: argparse.Namespace, ranks: RankCount, **options: Any) -> int:
+    """Starts these ranks of the command line `parsed.arguments`, and returns the job's exit code; see
     `supervise`, also for the options.
 
-    Raises UsageError if `nproc` is below 1, or this process already is one of several ranks.
+    Raises UsageError if they are fewer than 1, or this process already is one of several ranks.
     """
-    if parsed.nproc < 1:
-        raise UsageError(f"--nproc: must be at least 1, but is {parsed.nproc}")
+    if ranks.asked < 1:
+        raise UsageError(f"--nproc: must be at least 1, but is {ranks.asked}")
     if World.from_environment().size > 1:
         raise UsageError("--nproc: this process is already one of several ranks; omit --nproc under torchrun or srun")
     command, show_traceback = rank_command(parsed.arguments), parsed.traceback
-    return supervise(command, parsed.nproc, show_traceback=show_traceback, unblocks_sigint=True, **options)
+    return supervise(command, ranks, show_traceback=show_traceback, unblocks_sigint=True, **options)
 
 
 def rank_command(arguments: Sequence[str]) -> list[str]:
-    """The same command line without --nproc."""
+    """The same command line without --nproc and --min_nproc."""
     kept: list[str] = []
     skip = False
     for argument in arguments:
-        if skip or argument.startswith("--nproc="):
+        if skip or argument.startswith(("--nproc=", "--min_nproc=")):
             skip = False
-        elif argument == "--nproc":
+        elif argument in ("--nproc", "--min_nproc"):
             skip = True
         else:
             kept.append(argument)

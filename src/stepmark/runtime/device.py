@@ -7,6 +7,7 @@ import functools
 import torch
 
 from stepmark.errors import DeviceError
+from stepmark.launch.threads import usable_cores
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.hardware import check_device_name, neuron_device_present, torch_xla_installed, tpu_present
@@ -51,6 +52,16 @@ def _check_available(device: str) -> None:
         others = "with torch_xla choose device: xla" if device in LAZY else f"choose device: {found or 'cpu'} or auto"
         has = "" if found is None else f", but {found}"
         raise DeviceError(f"device: {device} is not available: torch has no native {device} device here{has}; {others}")
+
+
+def print_count(wish: str) -> None:
+    """Prints the device type that `wish` means, and how many ranks can have one: of a CPU, XLA's too, one a core."""
+    device, count = choose_device(wish), torch.accelerator.device_count()
+    if device == "xla":
+        from stepmark.runtime.xla import XlaRuntime, addressable_devices
+
+        device, count = ("cpu", 0) if XlaRuntime().host_memory else (device, addressable_devices())
+    print(device, usable_cores() if device == "cpu" else count)
 
 
 def create_runtime(device: str, local_rank: int = 0, local_size: int = 1) -> Runtime:

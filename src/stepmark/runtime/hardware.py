@@ -5,10 +5,15 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
+import subprocess
+import sys
 
 from stepmark.config.fields import described_at
 from stepmark.config.training_fields import DEVICES
 from stepmark.errors import UsageError
+from stepmark.launch.threads import usable_cores
+
+_COUNT = "import signal, sys; signal.alarm(120); from stepmark.runtime import device; device.print_count(sys.argv[1])"
 
 
 def torch_xla_installed() -> bool:
@@ -23,6 +28,17 @@ def neuron_device_present() -> bool:
 def tpu_present() -> bool:
     """Whether there is a TPU: its driver creates /dev/accel0, …; with VFIO, Google's runtime sets TPU_WORKER_ID."""
     return bool(glob.glob("/dev/accel[0-9]*")) or "TPU_WORKER_ID" in os.environ
+
+
+def count_devices(name: str) -> tuple[str, int]:
+    """See `stepmark.runtime.device.print_count`: in a process of its own, as a supervisor opens none. Missing devices,
+    and those whose driver hangs, are none."""
+    if name == "cpu":
+        return name, usable_cores()
+    command = [sys.executable, "-P", "-c", _COUNT, name]
+    told = subprocess.run(command, capture_output=True, text=True, start_new_session=True).stdout
+    kind, number = told.split()[-2:] or (name, "0")
+    return kind, int(number)
 
 
 def host_memory() -> tuple[int, int] | None:

@@ -328,13 +328,13 @@ _names: set[str] = set()  # of the groups that are made here
 
 
 def _calls_of_others() -> int:
-    """How many collectives this process has started in groups that were not made here, such as torch's default one, as
-    far as their backends count them."""
-    calls, groups = 0, dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
-    group: Any
+    """How many collectives this process has started in groups that were not made here, such as torch's default one."""
+    if not dist.is_initialized():
+        return 0
+    calls, groups = 0, list[Any](each for each in dist.distributed_c10d._world.pg_map if each.group_name not in _names)
     for group in groups:
-        with suppress(RuntimeError):
-            calls += group._get_sequence_number_for_group() if group.group_name not in _names else 0
+        with suppress(RuntimeError):  # a backend that does not count
+            calls += group._get_sequence_number_for_group()
     return calls
 
 

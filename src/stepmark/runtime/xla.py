@@ -39,6 +39,7 @@ from torch_xla._internal import pjrt  # noqa: E402
 register_operations()
 
 Dispatch = Callable[[Sequence[int] | None], None]
+addressable_devices = xr.addressable_device_count  # in this process
 
 
 class XlaRuntime:

@@ -582,9 +582,7 @@ class Trainer:
         self._trained = True
         align_special_tokens(self.model, self.processing_class)
         with make_checkpointer(folder, self.args, self.mesh) as checkpointer:
-            sharding = self.args.full_sharding
-            hosts = self._hosts_ranks and (sharding is None or sharding.replicas == 1)
-            keep_logical_ranks(self.mesh, checkpointer, resume, hosts=hosts)
+            keep_logical_ranks(self.mesh, checkpointer, resume, hosts=self._hosts_ranks and self.args.hosts_ranks)
             parts = self.make_parts()
             loop = TrainingLoop(parts, self._callbacks, checkpointer, self._hooks)
             evaluates = self.args.eval_strategy != "no"

@@ -27,6 +27,7 @@
 
 #include <condition_variable>
 #include <deque>
+#include <fstream>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -86,10 +87,24 @@ bool lost_by_environment() {  // read with the first operation: a rank's own env
   if (operations && (!rank || (own && std::string(rank) == own))) left = std::atol(operations);
   return true;
 }
+int device_count() {  // of this machine, now
+  const char* file = std::getenv("SIMULATED_DEVICE_COUNT_FILE");
+  int count = DEVICES;
+  if (file) std::ifstream(file) >> count;
+  return count;
+}
+bool lose_device() {
+  if (const char* file = std::getenv("SIMULATED_DEVICE_COUNT_FILE")) {
+    const int count = device_count() - 1;
+    std::ofstream(file) << count;
+  }
+  return true;
+}
 void operate() {  // one more operation of the user's
   static const bool read = lost_by_environment();
   if (inside || left < 0) return;
   if (left > 0 && --left > 0) return;
+  static const bool gone = lose_device();
   if (std::getenv("SIMULATED_DEVICE_DIES")) std::abort();
   throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, 1, "simulated device: lost");
 }
@@ -358,7 +373,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_stream[s.device_index()] = s.id();
     return old;
   }
-  DeviceIndex deviceCount() const noexcept override { return DEVICES; }
+  DeviceIndex deviceCount() const noexcept override { return device_count(); }
   void record(void** event, const Stream& s, const DeviceIndex, const c10::EventFlag) const override {
     auto handle = *event ? (EventHandle*)*event : new EventHandle;
     *event = handle;
@@ -424,7 +439,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return true; }
   void init() const override {}
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return DEVICES; }
+  DeviceIndex deviceCount() const override { return device_count(); }
   DeviceIndex getCurrentDevice() const override { return current_device; }
   void setCurrentDevice(DeviceIndex d) const override { current_device = d; }
   DeviceIndex exchangeDevice(DeviceIndex d) const override {
@@ -699,7 +714,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (int i = 0; i < COUNTERS; ++i) all[NAMES[i]] = counts[i];
     return all;
   });
-  m.def("device_count", [] { return DEVICES; });
+  m.def("device_count", device_count);
   m.def("current_device", [] { return (int)current_device; });
   m.def("set_device", [](int d) { current_device = d; });
   m.def("generator", [](int d) { return at::globalContext().defaultGenerator(Device(KIND, d)); });

@@ -4,7 +4,8 @@ folder is on the path (simulated_device-0.dist-info), as it does for a vendor's 
 Environment variables: SIMULATED_DEVICE_BUILD, the compiled module; SIMULATED_DEVICE_NAME, how the device is called
 (`simulated`); SIMULATED_DEVICE_LAG_US, what each operation takes on the device, in microseconds;
 SIMULATED_DEVICE_LOST_AFTER, operations after which each fails, on rank SIMULATED_DEVICE_LOST_RANK if that is given, and
-with SIMULATED_DEVICE_DIES ends the process; SIMULATED_DEVICE_GROUP=0, no process group.
+with SIMULATED_DEVICE_DIES ends the process; SIMULATED_DEVICE_COUNT_FILE, a file with how many devices there are (else
+four), of which one less is left where one is lost; SIMULATED_DEVICE_GROUP=0, no process group.
 """
 
 from __future__ import annotations

@@ -199,6 +199,7 @@ def test_of_several_ranks_one_reports_a_wrong_call(
     [
         (["train", "r.yaml", "--nproc", "2"], ["train", "r.yaml"]),
         (["train", "--nproc=2", "r.yaml", "--bf16"], ["train", "r.yaml", "--bf16"]),
+        (["train", "--nproc", "auto", "--min_nproc", "2", "r.yaml", "--min_nproc=2"], ["train", "r.yaml"]),
         (["train", "--run_name", "nproc", "--nproc", "2", "r.yaml"], ["train", "--run_name", "nproc", "r.yaml"]),
     ],
 )

@@ -1,4 +1,5 @@
-"""torchrun's elastic agent with --nnodes 1:2: a node joins a run and leaves it, which costs no step, or is lost."""
+"""torchrun's elastic agent with --nnodes 1:2: nodes join a run and leave it, which costs no step, or are lost. The run
+ends with the model of one that nothing has disturbed, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,8 +20,17 @@ from stepmark.trainer.run_folder.run_log import EVENTS, read_metrics
 from tests.support.interference import install_brake
 from tests.support.processes import free_port
 from tests.support.recipes import write_recipe
+from tests.support.run_folders import model_digest
 
 STEPS = 1500
+FIELDS = {
+    "max_steps": STEPS,
+    "logging_steps": 1,
+    "save_steps": 100,
+    "resume_from_checkpoint": True,
+    "disable_tqdm": True,
+    "data_parallel_replicas": 2,
+}
 WITHIN = 200.0  # seconds in which a start of all ranks ends on a busy machine
 
 
@@ -78,15 +88,23 @@ def wait_for_mesh(folder: Path, ranks: int, attempts: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of its final model."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    command = [sys.executable, "-m", "stepmark", "train", str(write_recipe(folder, **FIELDS)), "--nproc", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True, timeout=WITHIN)
+    return model_digest(folder / "out")
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("leaves", ["killed", "terminated"])
-def test_a_node_joins_and_leaves(tmp_path: Path, leaves: str) -> None:
+def test_a_node_joins_and_leaves_and_another_one_comes(tmp_path: Path, undisturbed: str, leaves: str) -> None:
     brake = tmp_path / "brake"  # steps are slow until a node has come and gone, so that the run lasts as long
     brake.touch()
     install_brake(tmp_path / "site", brake)
-    write_recipe(
-        tmp_path, max_steps=STEPS, logging_steps=1, save_steps=100, resume_from_checkpoint=True, disable_tqdm=True
-    )
+    write_recipe(tmp_path, **FIELDS)
     port = free_port()
     with started(tmp_path, port) as first:
         wait_for_mesh(tmp_path, 1, 1)
@@ -98,14 +116,18 @@ def test_a_node_joins_and_leaves(tmp_path: Path, leaves: str) -> None:
                 second.send_signal(signal.SIGTERM)
                 second.wait(timeout=WITHIN)
         wait_for_mesh(tmp_path, 1, 3)
-        brake.unlink()
-        assert first.wait(timeout=WITHIN) == 0, (tmp_path / "agents.log").read_text()[-3000:]
+        with started(tmp_path, port) as third:
+            wait_for_mesh(tmp_path, 2, 4)
+            brake.unlink()
+            assert first.wait(timeout=WITHIN) == 0, (tmp_path / "agents.log").read_text()[-3000:]
+            assert third.wait(timeout=WITHIN) == 0, (tmp_path / "agents.log").read_text()[-3000:]
     lines = read_metrics(tmp_path / "out")
     assert {line["step"] for line in lines if "loss" in line} == set(range(1, STEPS + 1))
     attempts = read_attempts(read_history(tmp_path / "out"))
-    assert [one.ranks for one in attempts] == [1, 2, 1]
-    alone, together, again = attempts
-    assert (together.first, again.last, again.ended) == (alone.last, STEPS, "done")
-    lost = "PeerLost" in str(together.ended)
+    assert [one.ranks for one in attempts] == [1, 2, 1, 2]
+    alone, together, again, at_last = attempts
+    assert (together.first, at_last.first, at_last.last, at_last.ended) == (alone.last, again.last, STEPS, "done")
+    lost = str(together.ended).startswith("failed: ")
     assert lost == (leaves == "killed")
     assert again.first == (together.first if lost else together.last)
+    assert model_digest(tmp_path / "out") == undisturbed

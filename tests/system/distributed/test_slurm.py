@@ -149,6 +149,18 @@ def test_a_lost_node_queues_the_job_again(run: SlurmRun, undisturbed: SlurmRun) 
     run.ends_like(undisturbed, job)
 
 
+def test_a_job_is_queued_again_on_fewer_nodes(run: SlurmRun, undisturbed: SlurmRun) -> None:
+    """One node hosts the ranks of both."""
+    job = run.submit(*ON_TWO, slowly=True)
+    wait_until(lambda: any(run.out.glob("checkpoint-*")), LONG)
+    run.cluster.lose(NODES[1])
+    run.is_queued_again(job, NumNodes="1-1", NumTasks="1")
+    run.cluster.repair(NODES[1])
+    run.ends_like(undisturbed, job)
+    manifest = json.loads((run.out / f"checkpoint-{STEPS}" / "manifest.json").read_text())
+    assert manifest["mesh"] == {"dp": 1, "tp": 1}
+
+
 def test_two_runs_in_one_job_do_not_meet(cluster: Cluster, undisturbed: SlurmRun, tmp_path: Path) -> None:
     """Two steps of a job start at once, on the same nodes."""
     runs = [make_run(cluster, tmp_path / name) for name in ("one", "other")]
