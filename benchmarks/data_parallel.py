@@ -23,15 +23,13 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import zero1  # first: it sets the environment
-from keeping import keep, machine
+from keeping import add_arguments, machine, on_ranks
 from slow_network import bytes_sent, run_on_two_hosts, two_nodes
 from zero1 import LEARNING_RATE, LENGTH, MAX_NORM, VOCABULARY
 
@@ -45,7 +43,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from stepmark import Mesh, parallelize
 from stepmark.data.loader.batch import MicroBatch, StepBatch
-from stepmark.launch.supervisor import supervise
 from stepmark.training.optimizer import build_optimizer
 from stepmark.training.step import TrainStep
 from stepmark.training.weighted_loss import MicroBatchLoss
@@ -271,25 +268,14 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--reduce-dtype", default="float32", choices=["float32", "bfloat16"], help="Stepmark's")
     parser.add_argument("--gigabits", type=float, help="between two hosts with half of the ranks each")
-    parser.add_argument("--save", action="store_true")
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # where rank 0 writes the table
+    add_arguments(parser)
     options = parser.parse_args()
-    if "RANK" in os.environ:
-        rank_main(options)
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "table.md"
-        command = [*sys.argv, "--out", str(out)]
-        if options.gigabits:
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": two_nodes.INTERFACE}
-            code = run_on_two_hosts(command, options.nproc, options.gigabits, environment)
-        else:
-            code = supervise([sys.executable, *command], options.nproc)
-        if code == 0:
-            print(out.read_text(), end="")
-            if options.save:
-                keep("data_parallel", setting(options), out.read_text())
-    return code
+
+    def start(command: Sequence[str]) -> int:
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": two_nodes.INTERFACE}
+        return run_on_two_hosts(command[1:], options.nproc, options.gigabits, environment)
+
+    return on_ranks("data_parallel", setting(options), options, rank_main, start if options.gigabits else None)
 
 
 if __name__ == "__main__":

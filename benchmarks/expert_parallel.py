@@ -21,7 +21,6 @@ import copy
 import os
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from keeping import keep, machine  # noqa: E402
+from keeping import add_arguments, machine, on_ranks  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
 from transformers.distributed import DistributedConfig  # noqa: E402
@@ -45,7 +44,6 @@ from transformers.distributed.utils import initialize_distributed_mesh  # noqa: 
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
 
 from stepmark import Mesh, ZeroRedundancyOptimizer, parallelize  # noqa: E402
-from stepmark.launch.supervisor import supervise  # noqa: E402
 from stepmark.parallel.tensor import expert_parallel  # noqa: E402
 from stepmark.parallel.tensor.token_exchange import GatheredTokens  # noqa: E402
 
@@ -246,22 +244,11 @@ def main() -> int:
     parser.add_argument("--chosen", type=int, default=4, help="experts a token")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--save", action="store_true", help="append the numbers to results/expert_parallel.csv")
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # where rank 0 writes the table
+    add_arguments(parser)
     arguments = parser.parse_args()
-    if "RANK" in os.environ:
-        rank_main(arguments)
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "table.md"
-        code = supervise([sys.executable, *sys.argv, "--out", str(out)], arguments.nproc)
-        if code == 0:
-            print(out.read_text(), end="")
-            if arguments.save:
-                shape = f"{arguments.tokens} tokens, {arguments.chosen} of {arguments.experts} experts"
-                what = "a model" if arguments.model else "a layer"
-                keep("expert_parallel", f"{arguments.nproc} ranks, {what}, {shape}", out.read_text())
-    return code
+    shape = f"{arguments.tokens} tokens, {arguments.chosen} of {arguments.experts} experts"
+    what = "a model" if arguments.model else "a layer"
+    return on_ranks("expert_parallel", f"{arguments.nproc} ranks, {what}, {shape}", arguments, rank_main)
 
 
 if __name__ == "__main__":

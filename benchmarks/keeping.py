@@ -6,13 +6,16 @@ the commit that recorded them), the machine, the setting, the contestant, the me
 
 from __future__ import annotations
 
+import argparse
 import csv
 import os
 import platform
 import re
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -33,6 +36,37 @@ def machine() -> str:
         f"torch {torch.__version__}, {os.cpu_count()} cores {platform.machine()}, load {load:.1f} at the end, "
         f"{time.strftime('%Y-%m-%d')}"
     )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `on_ranks` reads, besides the number of ranks."""
+    parser.add_argument("--save", action="store_true", help="append the numbers to those in results/")
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # where rank 0 writes its text
+
+
+def on_ranks(
+    name: str,
+    setting: str,
+    options: argparse.Namespace,
+    rank_main: Callable[[argparse.Namespace], None],
+    start: Callable[[Sequence[str]], int] | None = None,
+) -> int:
+    """Starts the program again as `options.nproc` ranks, where `rank_main` writes a text to `options.out`. Prints it,
+    and keeps its numbers where that is asked for. Returns the exit code. `start`: starts the ranks of a command."""
+    if "RANK" in os.environ:
+        rank_main(options)
+        return 0
+    from stepmark.launch.supervisor import supervise
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "table.md"
+        command = [sys.executable, *sys.argv, "--out", str(out)]
+        code = supervise(command, options.nproc) if start is None else start(command)
+        if code == 0:
+            print(out.read_text(), end="")
+            if options.save:
+                keep(name, setting, out.read_text())
+    return code
 
 
 def keep(name: str, setting: str, text: str) -> None:

@@ -10,23 +10,19 @@ as one of each of two ranks. Contestants take turns, round after round, each tim
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from data_parallel import Step, rotated, with_stepmark
-from keeping import keep, machine
+from keeping import add_arguments, machine, on_ranks
 from zero1 import LENGTH, VOCABULARY
 
 import torch  # isort: skip
 import torch.distributed as dist
 
 from stepmark import Mesh
-from stepmark.launch.supervisor import supervise
 
 
 def make(options: argparse.Namespace, ranks: str, micro_batches: int, zero_1: bool) -> tuple[Step, int]:
@@ -106,21 +102,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--save", action="store_true")
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # where rank 0 writes the table
+    add_arguments(parser)
     options = parser.parse_args()
     options.dtype, options.reduce_dtype, options.rows = "float32", "float32", 1
-    if "RANK" in os.environ:
-        rank_main(options)
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "table.md"
-        code = supervise([sys.executable, *sys.argv, "--out", str(out)], options.nproc)
-        if code == 0:
-            print(out.read_text(), end="")
-            if options.save:
-                keep("logical_ranks", f"{options.nproc} ranks", out.read_text())
-    return code
+    return on_ranks("logical_ranks", f"{options.nproc} ranks", options, rank_main)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import logging
 import os
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -33,7 +32,7 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from keeping import keep, machine  # noqa: E402
+from keeping import add_arguments, machine, on_ranks  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.pipelining import (  # noqa: E402
     PipelineStage,
@@ -47,7 +46,6 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from stepmark import DataLoader, Mesh, parallelize  # noqa: E402
 from stepmark.data.loader.batch import StepBatch  # noqa: E402
 from stepmark.data.loader.labels import LabelRule  # noqa: E402
-from stepmark.launch.supervisor import supervise  # noqa: E402
 from stepmark.parallel.pipeline.schedules import ideal_idle_share  # noqa: E402
 from stepmark.parallel.pipeline.staged_model import StagedModel, staged  # noqa: E402
 from stepmark.training.micro_batches import StepHooks  # noqa: E402
@@ -271,20 +269,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--save", action="store_true")
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # where rank 0 writes the tables
+    add_arguments(parser)
     arguments = parser.parse_args()
-    if "RANK" in os.environ:
+
+    def measure(_: argparse.Namespace) -> None:
         rank_main(arguments.rounds, arguments.steps, arguments.micro_batches, arguments.width, arguments.out)
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "tables.md"
-        code = supervise([sys.executable, *sys.argv, "--out", str(out)], arguments.nproc)
-        if code == 0:
-            print(out.read_text(), end="")
-            if arguments.save:
-                keep("pipeline", f"{arguments.nproc} ranks", out.read_text())
-    return code
+
+    return on_ranks("pipeline", f"{arguments.nproc} ranks", arguments, measure)
 
 
 if __name__ == "__main__":

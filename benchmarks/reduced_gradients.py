@@ -16,7 +16,6 @@ import argparse
 import os
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,13 +25,12 @@ from unittest.mock import patch
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # isort: skip
-from keeping import keep, machine
+from keeping import add_arguments, machine, on_ranks
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from stepmark import Mesh
 from stepmark.data.loader.batch import MicroBatch, StepBatch
-from stepmark.launch.supervisor import supervise
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.training.optimizer import build_optimizer
 from stepmark.training.step import TrainStep
@@ -143,20 +141,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--steps", type=int, default=500, choices=range(50, 501), metavar="50 to 500")
-    parser.add_argument("--save", action="store_true")
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # where rank 0 writes the table
+    add_arguments(parser)
     options: Any = parser.parse_args()
-    if "RANK" in os.environ:
-        rank_main(options)
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "table.md"
-        code = supervise([sys.executable, *sys.argv, "--out", str(out)], options.nproc)
-        if code == 0:
-            print(out.read_text(), end="")
-            if options.save:
-                keep("reduced_gradients", f"{options.nproc} ranks", out.read_text())
-    return code
+    return on_ranks("reduced_gradients", f"{options.nproc} ranks", options, rank_main)
 
 
 if __name__ == "__main__":

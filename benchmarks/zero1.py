@@ -19,7 +19,6 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -31,7 +30,7 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from keeping import keep, machine  # noqa: E402
+from keeping import add_arguments, machine, on_ranks  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero  # noqa: E402
@@ -40,7 +39,6 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel  # noqa: E402
 
 from stepmark import Mesh, ZeroRedundancyOptimizer  # noqa: E402
-from stepmark.launch.supervisor import supervise  # noqa: E402
 
 VOCABULARY, LENGTH, BATCH = 2048, 64, 1
 LEARNING_RATE, MAX_NORM = 1e-4, 1.0
@@ -182,21 +180,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--save", action="store_true")
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # where rank 0 writes the table
+    add_arguments(parser)
     arguments = parser.parse_args()
-    if "RANK" in os.environ:
+
+    def measure(_: argparse.Namespace) -> None:
         size = {"n_layer": arguments.layers, "n_embd": arguments.width, "n_head": 8}
         rank_main(arguments.rounds, arguments.steps, size, arguments.out)
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "table.md"
-        code = supervise([sys.executable, *sys.argv, "--out", str(out)], arguments.nproc)
-        if code == 0:
-            print(out.read_text(), end="")
-            if arguments.save:
-                keep("zero1", f"{arguments.nproc} ranks", out.read_text())
-    return code
+
+    return on_ranks("zero1", f"{arguments.nproc} ranks", arguments, measure)
 
 
 if __name__ == "__main__":
