@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/logical_ranks.py --nproc 2
 
-Stepmark's TrainStep with a GPT-2 of 20 M parameters, in one run: with sums in the order of the backend (gloo) and of
-logical ranks, which is the default between hosts; then, with two micro-batches of each process, as two of one rank and
-as one of each of two ranks. Contestants take turns, round after round, each time beginning with another one.
+Stepmark's TrainStep with a GPT-2 of 20 M parameters, plain, with ZeRO-1 and with fsdp, in one run: with sums in the
+order of the backend (gloo) and of logical ranks, which is the default between hosts; then, with two micro-batches of
+each process, as two of one rank and as one of each of two ranks. Contestants take turns, round after round, each time
+beginning with another one.
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ import torch.distributed as dist
 from stepmark import Mesh
 
 
-def make(options: argparse.Namespace, ranks: str, micro_batches: int, zero_1: bool) -> tuple[Step, int]:
+def make(options: argparse.Namespace, ranks: str, micro_batches: int, form: str) -> tuple[Step, int]:
     total = dist.get_world_size() * micro_batches if ranks == "hosted" else None
     mesh = Mesh.create(device="cpu", data_parallel_replicas=total)
     if ranks == "backend":
         mesh.ranks = replace(mesh.ranks, fixed=False)
     accumulation = 1 if total else micro_batches
     given = argparse.Namespace(**{**vars(options), "accumulation": accumulation})
-    return with_stepmark(given, mesh, zero_1), micro_batches
+    fsdp = "shard_grad_op" if form == "fsdp" else None
+    return with_stepmark(given, mesh, zero_1=form == "zero_1", fsdp=fsdp), micro_batches
 
 
+FORMS = ("plain", "zero_1", "fsdp")
 CONTESTANTS = {
-    f"{form}, {words}": (ranks, micro_batches, form == "zero_1")
-    for form in ("plain", "zero_1")
+    f"{form}, {words}": (ranks, micro_batches, form)
+    for form in FORMS
     for words, ranks, micro_batches in (
         ("backend's order", "backend", 1),
         ("tree order", "tree", 1),
@@ -47,7 +50,7 @@ CONTESTANTS = {
 }
 BESIDE = {  # what each is compared with
     name: f"{form}, {base}"
-    for form in ("plain", "zero_1")
+    for form in FORMS
     for base, names in (
         ("backend's order", ("backend's order", "tree order")),
         ("2 micro-batches of a rank", ("2 micro-batches of a rank", "2 ranks in a process")),
