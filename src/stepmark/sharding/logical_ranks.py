@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from stepmark.errors import UsageError
 
@@ -74,14 +74,19 @@ class LogicalRanks:
 
     def roots(self, process: int) -> list[range]:
         """The largest subtrees that a process hosts completely, in order."""
-        return list(_inside(range(self.total), self.of_process(process)))
+        return self._roots[process]
+
+    @cached_property
+    def _roots(self) -> list[list[range]]:
+        return [list(_inside(range(self.total), self.of_process(each))) for each in range(self.processes)]
 
     def sum(self, parts: Mapping[range, Value], add: Callable[[Value, Value], Value]) -> Value:
         """The sum in the tree's order of what complete subtrees have added up to."""
         return _sum(range(self.total), parts, add)
 
 
-class Turn(NamedTuple):
+@dataclass(frozen=True)
+class Turn:
     """That all processes run passes of their logical rank number `place` at a time, as far as they have one."""
 
     ranks: LogicalRanks
@@ -91,7 +96,7 @@ class Turn(NamedTuple):
     def last(self) -> bool:
         return self.place + 1 == self.ranks.most
 
-    @property
+    @cached_property
     def hosts(self) -> dict[int, int]:
         """The logical rank of each process that has one."""
         hosted = {process: self.ranks.of_process(process) for process in range(self.ranks.processes)}

@@ -345,7 +345,7 @@ class ShardAccumulator:
         self, names: Sequence[str], parameters: Sequence[nn.Parameter], ranks: LogicalRanks, reduce_dtype: torch.dtype
     ) -> None:
         self.parameters = list(parameters)
-        self._turn = Turn(ranks)
+        self._turns = [Turn(ranks, place) for place in range(ranks.most)]
         self._arrived: list[list[int]] = []  # the parameters that had a gradient in each turn, in their order
         self._sums: list[Tensor | None] = [None] * len(self.parameters)
         self._layers = list({id(layer): layer for layer in map(layer_of, self.parameters)}.values())
@@ -374,10 +374,9 @@ class ShardAccumulator:
 
     def enter(self, place: int) -> None:
         """Begins the pass of the logical rank of each process that has the number `place` in it."""
-        self._turn = self._turn._replace(place=place)
         self._arrived = [*(self._arrived if place else ()), []]
         for layer in self._layers:
-            layer.turn = self._turn
+            layer.turn = self._turns[place]
 
     def _hook_thawed(self) -> None:
         if any(each.requires_grad and index not in self.hooks.hooked for index, each in enumerate(self.parameters)):
