@@ -25,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         signal_handlers.ignore_until_exit()  # they come too late to change anything
     if code == 1:
-        _end_rank(code)
+        from stepmark.liveness.process_exit import end_rank
+
+        end_rank(code)
     sys.exit(code)
 
 
@@ -40,7 +42,8 @@ def _run(arguments: Sequence[str]) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except BrokenPipeError:  # as with `| head`
-        _discard_output()
+        # What is left in stdout's buffer goes nowhere, so that the interpreter does not fail to flush it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
@@ -61,17 +64,6 @@ def _ignore_closed_stderr() -> None:
         sys.stderr = io.TextIOWrapper(
             io.BufferedWriter(raw), encoding=sys.stderr.encoding, errors="backslashreplace", line_buffering=True
         )
-
-
-def _end_rank(code: int) -> None:
-    from stepmark.liveness.process_exit import end_rank
-
-    end_rank(code)
-
-
-def _discard_output() -> None:
-    """Sends what is left in stdout's buffer to nowhere, so that the interpreter does not fail to flush it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,12 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.coordination.run_ownership import CLAIMING, RunOwnership
-from stepmark.checkpoint.format.checkpoint_folders import (
-    checkpoint_path,
-    checkpoints,
-    resolve_link,
-    temporary_path,
-)
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, resolve_link, temporary_path
 from stepmark.checkpoint.format.integrity import what_is_wrong
 from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
 from stepmark.checkpoint.host_memory import StagingMemory, check_host_memory, free_host_memory
@@ -48,12 +42,7 @@ from stepmark.checkpoint.save.request import (
     disk_need,
     prepare_save,
 )
-from stepmark.checkpoint.save.snapshot import (
-    PendingCopies,
-    begin_copies,
-    extents_of,
-    plan_copies,
-)
+from stepmark.checkpoint.save.snapshot import PendingCopies, begin_copies, extents_of, plan_copies
 from stepmark.checkpoint.save.write import SaveWriter
 from stepmark.checkpoint.sections import check_state, describe, runtime_of
 from stepmark.checkpoint.timestamps import TimestampSource
@@ -509,9 +498,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Closes it. Raises PeerFailed, which names the rank, in place of torch's error about a collective of the block
         that has lost another rank."""
         lost = self._group.explain(error)  # now: closing may take longer than the others take to end

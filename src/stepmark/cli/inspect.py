@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from stepmark.report.history import History
 
 HELP = "show what a checkpoint holds (step, mesh, tensors, files), or how a run is doing"
+SHOWN = "step save time software world_size mesh model_only sections metrics metadata"  # fields of a manifest, as JSON
 RUN_FILES = ("status.json", "failures")  # a run that fails before it trains may have no status
 CONFIG_HELP = "config.json of the model, for checkpoints of other tools that have none"
 
@@ -136,16 +137,7 @@ def _lines(manifest: Manifest, written: list[str]) -> list[str]:
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
     return {
-        "step": manifest.step,
-        "save": manifest.save,
-        "time": manifest.time,
-        "software": dict(manifest.software),
-        "world_size": manifest.world_size,
-        "mesh": dict(manifest.mesh),
-        "model_only": manifest.model_only,
-        "sections": dict(manifest.sections),
-        "metrics": manifest.metrics,
-        "metadata": manifest.metadata,
+        **{name: getattr(manifest, name) for name in SHOWN.split()},
         "files": [{"name": file.name, "bytes": file.size, "digest": file.digest} for file in manifest.files],
         "tensors": [
             {

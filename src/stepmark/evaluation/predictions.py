@@ -131,14 +131,9 @@ def concatenate(arrays: list[Any]) -> Any:
     if isinstance(present[0], dict):
         return {name: concatenate([array[name] for array in present]) for name in present[0]}
     widest = tuple(max(sizes) for sizes in zip(*(array.shape[1:] for array in present), strict=True))
-    filled = [
-        np.pad(
-            array,
-            [(0, 0), *((0, wide - size) for wide, size in zip(widest, array.shape[1:], strict=True))],
-            constant_values=PADDING,
-        )
-        if array.shape[1:] != widest
-        else array
-        for array in present
-    ]
+    filled = []
+    for array in present:
+        missing = [(0, wide - size) for wide, size in zip(widest, array.shape[1:], strict=True)]
+        fits = array.shape[1:] == widest
+        filled.append(array if fits else np.pad(array, [(0, 0), *missing], constant_values=PADDING))
     return np.concatenate(filled)

@@ -40,14 +40,8 @@ class RunOptions:
     @classmethod
     def of_training(cls, args: Any, **more: Any) -> RunOptions:
         """The settings in training arguments, plus `more` of the fields above."""
-        return cls(
-            args.bf16,
-            args.fp16,
-            args.label_smoothing_factor,
-            args.per_device_eval_batch_size,
-            causal_shift=args.causal_shift,
-            **more,
-        )
+        names = ("bf16", "fp16", "label_smoothing_factor", "per_device_eval_batch_size", "causal_shift")
+        return cls(**{name: getattr(args, name) for name in names}, **more)
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> RunOptions | None:

@@ -25,7 +25,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
 
 import torch.distributed as dist
 
@@ -128,9 +127,7 @@ class HangDetector:
             self.begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         lost, supervised = is_lost_peer(error), REPORTS in os.environ
         if lost:  # perhaps since the run is being ended
             with contextlib.suppress(RuntimeError):

@@ -111,10 +111,9 @@ def find_stuck(beats: Mapping[int, Beat], describe: Callable[[int], str]) -> Lat
     behind = [rank for rank in sorted(beats) if (beats[rank].step, beats[rank].order) == first]
     chosen = [rank for rank in behind if not beats[rank].waits] or behind
     one = beats[chosen[0]]
-    # A rank outside of training matters only if others wait for it.
-    waited = (
-        max((beat.seconds for beat in beats.values() if not beat.outside), default=0.0) if one.outside else math.inf
-    )
+    waited = math.inf
+    if one.outside:  # a rank outside of training matters only if others wait for it
+        waited = max((beat.seconds for beat in beats.values() if not beat.outside), default=0.0)
     if waited <= progress.FLOOR or not all(beats[rank].over for rank in chosen):
         return None
     ends = waited > (one.limit or 0.0) and all(beats[rank].ends for rank in chosen)

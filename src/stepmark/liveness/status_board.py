@@ -51,6 +51,7 @@ class StatusBoard:
 
     def __init__(self, folder: Path, rank: int, group: HostGroup | None = None) -> None:
         self.folder = folder
+        self._store_topic = f"{_FAILED}/{folder}"
         self.rank = rank
         self._group = group or HostGroup()
         self._phase = ""
@@ -88,10 +89,6 @@ class StatusBoard:
         """Reports to the other ranks that this one cannot continue."""
         self._group.tell(self._store_topic, json.dumps([self.rank, reason]))
         self.try_to_post(_FAILED, reason)
-
-    @property
-    def _store_topic(self) -> str:
-        return f"{_FAILED}/{self.folder}"
 
     def leave(self) -> None:
         """Reports that this rank no longer reads here."""

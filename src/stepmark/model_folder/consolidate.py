@@ -17,15 +17,7 @@ from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.format.checkpoint_folders import find_checkpoints
 from stepmark.checkpoint.format.checksums import file_checksum
 from stepmark.checkpoint.format.integrity import check_integrity, check_size, read_values
-from stepmark.checkpoint.format.manifest import (
-    ADAPTER,
-    MODEL,
-    VALUES,
-    WRITTEN,
-    FileEntry,
-    read_manifest,
-    save_of,
-)
+from stepmark.checkpoint.format.manifest import ADAPTER, MODEL, VALUES, WRITTEN, FileEntry, read_manifest, save_of
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
 from stepmark.filesystem.json_values import decode_plain
 from stepmark.model_folder.adapted_model import Merge, merge_adapter

@@ -74,7 +74,9 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
         ) from error
     unknown = [key for key in overrides if not hasattr(made, key)]
     if unknown:
-        raise UsageError(f"config_overrides: {type(made).__name__} has no {unknown[0]}{_similar(unknown[0], made)}")
+        kind, close = type(made).__name__, difflib.get_close_matches(unknown[0], made.to_dict(), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"{kind} has other names for its sizes"
+        raise UsageError(f"config_overrides: {kind} has no {unknown[0]}; {hint}")
     special = {name: getattr(tokenizer, name, None) for name in SPECIAL}
     given = {} if tokenizer is None else {"vocab_size": len(tokenizer), **special}
     values = {**{name: value for name, value in given.items() if value is not None}, **overrides}
@@ -233,11 +235,6 @@ def _explained(name: str, what: str) -> Iterator[None]:
 def _first_line(error: Exception) -> str:
     line = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {line}" if isinstance(error, LookupError) or not line else line
-
-
-def _similar(name: str, config: Any) -> str:
-    close = difflib.get_close_matches(name, config.to_dict(), n=1)
-    return f"; did you mean {close[0]}?" if close else f"; {type(config).__name__} has other names for its sizes"
 
 
 def configured(model: nn.Module, config: ModelArguments) -> nn.Module:

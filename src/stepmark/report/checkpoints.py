@@ -95,26 +95,17 @@ def _existing(path: Path, step: int, saved: dict[str, Any], history: History) ->
     if best_step(history.folder) == step:
         notes.append("kept as the best")
     time = saved.get("time") if manifest is None else manifest.time
-    return Checkpoint(
-        step,
-        path.name,
-        "complete" if problem is None else "corrupted",
-        "; ".join(notes),
-        _size(path),
-        saved.get("stall_seconds"),
-        saved.get("durable_seconds"),
-        time,
-    )
+    state = "complete" if problem is None else "corrupted"
+    seconds = saved.get("stall_seconds"), saved.get("durable_seconds")
+    return Checkpoint(step, path.name, state, "; ".join(notes), _size(path), *seconds, time)
 
 
 def _of_events(step: int, events: dict[str, dict[int, dict[str, Any]]]) -> Checkpoint:
     name = f"checkpoint-{step}"
     saved, begun, failed = (events[kind].get(step) for kind in ("saved", "save_begun", "save_failed"))
     if saved is not None:
-        return Checkpoint(
-            step, name, "deleted", "retention", saved.get("bytes"), saved.get("stall_seconds"),
-            saved.get("durable_seconds"), saved.get("time"),
-        )  # fmt: skip
+        seconds = saved.get("stall_seconds"), saved.get("durable_seconds")
+        return Checkpoint(step, name, "deleted", "retention", saved.get("bytes"), *seconds, saved.get("time"))
     last = failed or begun or {}
     state = "failed" if failed else "unfinished"
     detail = str(failed.get("reason") or "") if failed else "started, but not committed"

@@ -179,10 +179,8 @@ def _time(history: History) -> Figure:
         return Figure("time", "Where the time went", "")
     steps = sorted({line["step"] for line in logs})
     width = max(math.ceil((steps[-1] + 1) / BARS), steps[0], 1)
-    bars = [
-        [line for line in logs if (line["step"] - 1) // width == bar] for bar in range((steps[-1] - 1) // width + 1)
-    ]
-    bars = [bar for bar in bars if bar]
+    numbers = sorted({(step - 1) // width for step in steps})
+    bars = [[line for line in logs if (line["step"] - 1) // width == number] for number in numbers]
     figure = Figure("time", "Where the time went", f"seconds in {width} steps" if width > 1 else "seconds", zero=True)
     origin = origin_of(history)
     x = [float(max(line["step"] for line in bar)) for bar in bars]

@@ -19,7 +19,7 @@ from stepmark.liveness.failure_report import FAILURES, kept_failures
 from stepmark.liveness.progress import FLOOR
 from stepmark.model_folder.hints import import_hint
 from stepmark.report.liveness import Liveness, read_liveness, read_process
-from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, RESTARTING
+from stepmark.trainer.run_folder.run_log import EVENTS, METRICS, RESTARTING, is_number
 from stepmark.trainer.run_folder.status import ENDED, FAILED, INTERRUPTED, RUNNING, STATUS, STUCK, RunStatus
 
 EVALUATIONS = "evaluations.jsonl"
@@ -57,11 +57,9 @@ class Attempt:
     @property
     def origin(self) -> str:
         """What the run did when this process, not its first, began."""
-        return (
-            f"resumed from checkpoint-{self.resumed}"
-            if self.resumed
-            else "restarted from scratch, without a checkpoint"
-        )
+        if self.resumed:
+            return f"resumed from checkpoint-{self.resumed}"
+        return "restarted from scratch, without a checkpoint"
 
 
 @dataclass(frozen=True)
@@ -291,12 +289,8 @@ def _metrics_of(line: Line) -> dict[str, float]:
     return {
         key: float(value)
         for key, value in line.items()
-        if key.startswith("eval_") and not key.endswith(NOT_METRICS) and _is_number(value)
+        if key.startswith("eval_") and not key.endswith(NOT_METRICS) and is_number(value)
     }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _add_concurrent_evaluations(history: History, lines: Sequence[Line]) -> None:
@@ -337,7 +331,7 @@ def _attempts(history: History, resumptions: Sequence[tuple[Line, int | None, fl
 
 def time_of(line: Line) -> float | None:
     time = line.get("time")
-    return time if _is_number(time) else None
+    return time if is_number(time) else None
 
 
 def _first_time(history: History) -> float | None:

@@ -108,13 +108,8 @@ def end_of_run(history: History, checkpoints: Sequence[Checkpoint]) -> list[tupl
     host = f" on {history.liveness.host}" if history.liveness.host else ""
     newest = max((one.step for one in checkpoints if one.state == "complete"), default=None)
     resume = f"; checkpoint-{newest} is the newest to resume from" if newest is not None else ""
-    return [
-        (
-            "killed",
-            "the run ended without a status (killed?); last heartbeat "
-            f"{text.moment(history.liveness.last_beat)}{host}{resume}",
-        )
-    ]
+    last = text.moment(history.liveness.last_beat)
+    return [("killed", f"the run ended without a status (killed?); last heartbeat {last}{host}{resume}")]
 
 
 def printed(history: History) -> str:

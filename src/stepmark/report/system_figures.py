@@ -10,7 +10,7 @@ from stepmark.filesystem.files import files_in
 from stepmark.filesystem.json_files import read_lines
 from stepmark.report.figures import POINTS, Figure, line_of
 from stepmark.report.history import History, Line, number
-from stepmark.trainer.run_folder.run_log import SYSTEM
+from stepmark.trainer.run_folder.run_log import SYSTEM, is_number
 
 RANKS = 8  # of one run, at most
 GIGA, MEGA = 1e9, 1e6
@@ -65,6 +65,5 @@ def _shown(samples: Mapping[int, Sequence[Line]]) -> list[int]:
 
 
 def _sum(line: Line, fields: Sequence[str]) -> float | None:
-    values = [line.get(field) for field in fields]
-    numbers = [float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    numbers = [float(line[field]) for field in fields if is_number(line.get(field))]
     return sum(numbers) if numbers else None

@@ -73,7 +73,8 @@ class ArrayReader:
                 continue
             begin = array.offset + start * item_size(tensor.dtype)
             runs[array.path].append((begin, begin + len(memory), memory))
-        sizes = {id(p): (p.stop - p.start) * item_size(p.tensor.source_dtype) for p in others if p.tensor.converts}
+        converted = [part for part in others if part.tensor.source_dtype != part.tensor.dtype]
+        sizes = {id(part): (part.stop - part.start) * item_size(part.tensor.source_dtype) for part in converted}
         scratch = thread_memory("source", sum(sizes.values()))
         for part in others:
             stored = part.memory

@@ -143,12 +143,8 @@ class GlobalTensor:
 
     @property
     def source_dtype(self) -> str:
+        """The element type of its arrays."""
         return self.pieces[0].array.dtype if self.pieces else self.dtype
-
-    @property
-    def converts(self) -> bool:
-        """Whether its arrays have another element type."""
-        return self.source_dtype != self.dtype
 
     def plain_array(self) -> StoredArray | None:
         """The array in a file that is the tensor as it is written, as of most; None where it takes more than that."""

@@ -153,10 +153,6 @@ class _Record:
     tensor: GlobalTensor | None = None
     checksum: _RunningChecksum = field(default_factory=_RunningChecksum)
 
-    @property
-    def crc(self) -> int:
-        return self.checksum.crc
-
 
 @dataclass
 class TorchArchive:
@@ -240,11 +236,11 @@ def _large_sizes(size: int) -> bytes:
 
 
 def _local_header(record: _Record) -> bytes:
-    large, short = _large_sizes(record.size), _short(record.size)
+    large, short, crc = _large_sizes(record.size), _short(record.size), record.checksum.crc
     room = record.start - record.begin - LOCAL.size - len(record.name) - len(large)
     extra = large + struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
     version = 45 if large else 0
-    header = LOCAL.pack(b"PK\x03\x04", version, 0, 0, 0, 0, record.crc, short, short, len(record.name), len(extra))
+    header = LOCAL.pack(b"PK\x03\x04", version, 0, 0, 0, 0, crc, short, short, len(record.name), len(extra))
     return header + record.name + extra
 
 
@@ -253,10 +249,10 @@ def _central_header(record: _Record) -> bytes:
     place = struct.pack("<Q", record.begin) if record.begin >= _LARGE else b""
     if sizes or place:
         extra = struct.pack("<2H", 1, len(sizes) + len(place)) + sizes + place
-    version, short = 45 if extra else 0, _short(record.size)
+    version, short, crc = 45 if extra else 0, _short(record.size), record.checksum.crc
     # fmt: off
     header = CENTRAL.pack(
-        b"PK\x01\x02", version, version, 0, 0, 0, 0, record.crc, short, short, len(record.name), len(extra), 0, 0, 0, 0,
+        b"PK\x01\x02", version, version, 0, 0, 0, 0, crc, short, short, len(record.name), len(extra), 0, 0, 0, 0,
         _short(record.begin),
     )
     # fmt: on

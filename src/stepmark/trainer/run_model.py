@@ -135,13 +135,8 @@ def check_packed(model: nn.Module, *given: Any, may_call: bool = True) -> None:
 
 def make_mesh(args: TrainingFields, context: Context) -> Mesh:
     """The mesh that the arguments describe. Collective."""
-    return Mesh.create(
-        tensor_parallel_size=args.tensor_parallel_size,
-        pipeline_parallel_size=args.pipeline_parallel_size,
-        expert_parallel_size=args.expert_parallel_size,
-        data_parallel_replicas=args.data_parallel_replicas,
-        context=context,
-    )
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_replicas")
+    return Mesh.create(context=context, **{name: getattr(args, name) for name in names})
 
 
 def _agree(model: nn.Module, mesh: Mesh) -> bool:

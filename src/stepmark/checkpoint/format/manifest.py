@@ -27,6 +27,7 @@ KINDS = "kinds"  # of a state dict's values there: what is a tensor, by name, on
 WRITTEN = "written"  # of a model's values there: the form in which transformers writes it, see written_form.py
 FORMAT = "stepmark-checkpoint"
 VERSION = 1
+_PLAIN = "step save time software world_size mesh model_only sections metadata metrics"  # fields that JSON has as well
 
 # Groups of tensors, and the beginnings of their names: model, optimizer/<section>, state/<section>.
 MODEL = "model"
@@ -118,16 +119,7 @@ class Manifest:
         body = {
             "format": FORMAT,
             "version": VERSION,
-            "step": self.step,
-            "save": self.save,
-            "time": self.time,
-            "software": dict(self.software),
-            "world_size": self.world_size,
-            "mesh": dict(self.mesh),
-            "model_only": self.model_only,
-            "sections": dict(self.sections),
-            "metadata": self.metadata,
-            "metrics": self.metrics,
+            **{name: getattr(self, name) for name in _PLAIN.split()},
             "files": [_file_to_json(file) for file in self.files],
             "tensors": {
                 group: {name: _tensor_to_json(tensor) for name, tensor in tensors.items()}

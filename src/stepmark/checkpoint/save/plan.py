@@ -128,14 +128,9 @@ def plan_save(
     files_of_all = []
     for group, planned in numbered.items():
         for number, (tensors, shares) in enumerate(planned, start=1):
-            name = file_name(group, number, len(planned))
-            files_of_all.append(PlannedFile(name, group, save, tensors, shares))
+            part = f"-{number:05d}-of-{len(planned):05d}" if len(planned) > 1 else ""  # as in transformers
+            files_of_all.append(PlannedFile(f"{group}{part}.safetensors", group, save, tensors, shares))
     return SavePlan(tuple(files_of_all), tuple(loads))
-
-
-def file_name(group: str, number: int, count: int) -> str:
-    """model.safetensors, or model-00002-of-00005.safetensors: the names that transformers knows."""
-    return f"{group}.safetensors" if count == 1 else f"{group}-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _by_replicas(holdings: Sequence[Holding]) -> Iterable[tuple[str, tuple[int, ...], list[SliceRecord]]]:
@@ -182,11 +177,9 @@ def _check_coverage(rows: Iterable[SliceRecord]) -> None:
     for (group, name), count in held.items():
         numel = math.prod(tensors[group, name][1])
         if count != numel:
-            shown = (
-                "is saved twice in parts: the ranks' shards overlap, with"
-                if count > numel
-                else ("is incomplete: the ranks' shards cover only")
-            )
+            shown = "is incomplete: the ranks' shards cover only"
+            if count > numel:
+                shown = "is saved twice in parts: the ranks' shards overlap, with"
             raise UsageError(f"tensor {name!r} {shown} {count} of {numel} elements")
 
 

@@ -259,10 +259,9 @@ class DataLoader:
             order = sample_order(self._epoch.size, self.seed, epoch, self.shuffle)
         return order if self._groups is None else self._groups.order(order)
 
-    def _tasks(self, start: SamplePosition, rank: int, order: np.ndarray | None = None) -> Iterator[MicroTask]:
-        """A rank's tasks from a position to the end of its epoch, in order. `order`: that of the epoch, if known."""
+    def _tasks(self, start: SamplePosition, rank: int, order: np.ndarray) -> Iterator[MicroTask]:
+        """A rank's tasks from a position to the end of its epoch, in order. `order`: that of the epoch."""
         begin = self._epoch.begin(start)
-        order = self._order(begin.epoch) if order is None else order
         lengths = self._measured_lengths()  # None: ranks may choose separately
         rows = self.layout.batch_size
         for position, samples, _ in self._epoch.walk(begin):

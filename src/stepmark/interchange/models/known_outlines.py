@@ -37,29 +37,19 @@ def known_outline(config: Mapping[str, Any]) -> ModelOutline | None:
         return None
     if config.get("architectures") not in (None, [], [_CLASSES[kind]]):
         return None
+    gpt2 = kind == "gpt2"
     try:
-        if kind != "gpt2":
-            return _of(config, dict(_llama(config, kind)), "model.embed_tokens.weight")
-        found = dict(_gpt2(config))
-        norms = frozenset(name for name in found if ".ln_" in name)
-        return _of(config, found, "transformer.wte.weight", norms, ("attn.bias", "crossattention.bias"))
+        parameters = dict(_gpt2(config) if gpt2 else _llama(config, kind))
+        tied = _switch(config, "tie_word_embeddings", True if gpt2 else None)
     except _OpenError:
         return None
-
-
-def _of(
-    config: Mapping[str, Any],
-    parameters: dict[str, Shape],
-    embedding: str,
-    norms: frozenset[str] = frozenset(),
-    optional: tuple[str, ...] = (),
-) -> ModelOutline:
-    tied = _switch(config, "tie_word_embeddings", True if config["model_type"] == "gpt2" else None)
+    embedding = next(iter(parameters))
     if not tied:
         parameters[_HEAD] = parameters[embedding]
     ties = {_HEAD: embedding} if tied else {}
-    name = _CLASSES[config["model_type"]]
-    return ModelOutline(dict(config), name, parameters, dict(parameters), ties, norms, optional)
+    norms = frozenset(name for name in parameters if ".ln_" in name)  # torch's, which GPT-2 alone has
+    optional = ("attn.bias", "crossattention.bias") if gpt2 else ()
+    return ModelOutline(dict(config), _CLASSES[kind], parameters, dict(parameters), ties, norms, optional)
 
 
 def _size(config: Mapping[str, Any], key: str) -> int:

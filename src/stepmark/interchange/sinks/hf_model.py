@@ -8,14 +8,7 @@ from stepmark.interchange.neuron.lora import PREFIX
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.model_folder.adapted_model import ADAPTER_WEIGHTS
 from stepmark.model_folder.new_folder import WritingListener, check_out
-from stepmark.model_folder.output_files import (
-    MAX_SHARD,
-    DataFile,
-    copied_files,
-    model_files,
-    tensor_file,
-    write_folder,
-)
+from stepmark.model_folder.output_files import MAX_SHARD, DataFile, copied_files, model_files, tensor_file, write_folder
 from stepmark.tensor_files.strided import as_written
 
 

@@ -24,14 +24,7 @@ from stepmark.interchange.sinks.imported_state import trainer_state_bytes
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.interchange.sources.optimizer_names import NAMES
 from stepmark.model_folder.adapted_model import ADAPTER_WEIGHTS
-from stepmark.model_folder.output_files import (
-    MAX_SHARD,
-    DataFile,
-    copied_files,
-    model_files,
-    tensor_file,
-    torch_file,
-)
+from stepmark.model_folder.output_files import MAX_SHARD, DataFile, copied_files, model_files, tensor_file, torch_file
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 
 _MASTERS = (

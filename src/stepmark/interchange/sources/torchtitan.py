@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
@@ -23,6 +24,7 @@ _NAMES = {
     "output.weight": "lm_head.weight",
 }
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight\Z")
+_LAYER_THERE = re.compile(rf"model\.{_LAYER.pattern}")  # of Hugging Face
 _IN_LAYER = {
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
@@ -67,8 +69,7 @@ def exported(found: ForeignCheckpoint) -> ForeignCheckpoint:
 def _translated(found: ForeignCheckpoint, heads: dict[str, int], *, back: bool) -> ForeignCheckpoint:
     """The checkpoint with Hugging Face's names and order of rows in place of torchtitan's, or `back`."""
 
-    def renamed(name: str) -> str:
-        return _titan_name(found, name) if back else _renamed(found, name)
+    renamed = partial(_renamed, found, back=back)
 
     def reordered(name: str, value: Any) -> Any:
         return _reordered(renamed(name) if back else name, value, heads, back=back)
@@ -93,16 +94,17 @@ def _heads(found: ForeignCheckpoint, config: dict[str, Any]) -> dict[str, int]:
     return {"attention.wq": heads, "attention.wk": key_heads}
 
 
-def _renamed(found: ForeignCheckpoint, name: str) -> str:
-    match = _LAYER.match(name)
-    if match and match[2] in _IN_LAYER:
-        return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.weight"
-    if name in _NAMES:
-        return _NAMES[name]
-    raise CheckpointMismatch(
-        f"{found.folder}: tensor {name!r} is in no Llama of torchtitan, and other models of it cannot be imported; "
-        "save it there with last_save_in_hf"
-    )
+def _renamed(found: ForeignCheckpoint, name: str, *, back: bool) -> str:
+    whole, parts = ({new: old for old, new in names.items()} if back else names for names in (_NAMES, _IN_LAYER))
+    match, model = (_LAYER_THERE.match(name), "") if back else (_LAYER.match(name), "model.")
+    if match and match[2] in parts:
+        return f"{model}layers.{match[1]}.{parts[match[2]]}.weight"
+    if name in whole:
+        return whole[name]
+    advice = "models of it cannot be imported; save it there with last_save_in_hf"
+    if back:
+        advice = "models have other rows there; leave --titan out, and load the names of Hugging Face"
+    raise CheckpointMismatch(f"{found.folder}: tensor {name!r} is in no Llama of torchtitan, and other {advice}")
 
 
 def _reordered(name: str, value: Any, heads: dict[str, int], *, back: bool = False) -> Any:
@@ -121,17 +123,3 @@ def _reordered(name: str, value: Any, heads: dict[str, int], *, back: bool = Fal
     lengths = (count, inner, size // inner, *value.shape[1:])
     turned = strided(value, 0, lengths, (size * row, row, inner * row, *rest))
     return strided(turned, 0, value.shape, row_major_strides(value.shape))
-
-
-def _titan_name(found: ForeignCheckpoint, name: str) -> str:
-    whole = {other: own for own, other in _NAMES.items()}
-    parts = {other: own for own, other in _IN_LAYER.items()}
-    match = re.match(r"model\.layers\.(\d+)\.(.+)\.weight\Z", name)
-    if match and match[2] in parts:
-        return f"layers.{match[1]}.{parts[match[2]]}.weight"
-    if name in whole:
-        return whole[name]
-    raise CheckpointMismatch(
-        f"{found.folder}: tensor {name!r} is in no Llama of torchtitan, and other models have other rows there; leave "
-        "--titan out, and load the names of Hugging Face"
-    )

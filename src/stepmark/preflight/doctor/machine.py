@@ -95,11 +95,11 @@ def _address(world: World) -> Finding:
         with socket.create_server(("" if port else "127.0.0.1", port)) as server:
             return Finding(TOPIC, "ports", f"can be opened (tried {server.getsockname()[1]})")
     except OSError as error:
-        text = (
-            f"port {port}, where the ranks meet, cannot be opened ({error.strerror}); set MASTER_PORT to a free one"
-            if port
-            else f"none can be opened on 127.0.0.1 ({error.strerror}): ranks cannot connect"
-        )
+        text = f"none can be opened on 127.0.0.1 ({error.strerror}): ranks cannot connect"
+        if port:
+            text = (
+                f"port {port}, where the ranks meet, cannot be opened ({error.strerror}); set MASTER_PORT to a free one"
+            )
         return Finding(TOPIC, "ports", text, Status.FAILURE)
 
 

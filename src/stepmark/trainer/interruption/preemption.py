@@ -139,9 +139,6 @@ class PreemptionCoordinator:
         """The longest time that one of the last saves took to become durable; 0 where that is not known yet."""
         return max((handle.seconds or 0.0 for handle in list(self._saves)), default=0.0)
 
-    def _saving(self) -> bool:
-        return self._at.position.phase == progress.SAVE or not all(handle.done() for handle in list(self._saves))
-
     # The threads
 
     def _hear(self, number: signal.Signals) -> None:
@@ -188,7 +185,8 @@ class PreemptionCoordinator:
                 self._decide()
             if self._verdict is None and self._last is not None:
                 self._watch_time()
-            if self._verdict == LEAVE and not self._saving():
+            saves = self._at.position.phase == progress.SAVE or not all(save.done() for save in list(self._saves))
+            if self._verdict == LEAVE and not saves:
                 self._end("there was no time for a save")
             if self._left() <= 0:
                 self._end(f"the {self._grace:g} s of signal_grace are over")

@@ -64,7 +64,7 @@ class PrometheusFile:
         """Writes the newest log and the status. A file that cannot be written does not end the run."""
         counts = {**self._counts, "tokens": metrics.get("target_tokens"), "restarts": max(self._starts - 1, 0)}
         numbers = {**metrics, **status, **self._gauges, **{f"{name}_total": count for name, count in counts.items()}}
-        shown = {f"stepmark_{_INVALID.sub('_', name)}": value for name, value in numbers.items() if _is_number(value)}
+        shown = {f"stepmark_{_INVALID.sub('_', name)}": value for name, value in numbers.items() if is_number(value)}
         shown.pop("stepmark_state", None)  # a metric of that name
         counters = {f"stepmark_{name}_total" for name in counts}
         lines = []
@@ -100,7 +100,8 @@ def _number(value: float) -> str:
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a logged value is a number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

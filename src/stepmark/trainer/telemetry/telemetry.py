@@ -40,7 +40,7 @@ from stepmark.trainer.telemetry.throughput import RunTimers, Throughput, device_
 
 logger = logging.getLogger("stepmark")
 MAX_COMPILATIONS = 100  # events of one process
-LONGEST_COMMAND = 2000  # characters
+LONGEST_COMMAND = 2000  # characters; the value of a token is left out
 MAX_LINES = 5  # that read the device, named in one warning
 
 
@@ -84,7 +84,7 @@ class Telemetry:
             software={**software_versions(), "torch": torch.__version__},
             metric_for_best_model=parts.args.best_metric_key,
             greater_is_better=parts.args.greater_is_better,
-            command=_command(),
+            command=re.sub(r"(--\w*token[= ])\S+", r"\1…", shlex.join(sys.orig_argv))[:LONGEST_COMMAND],
             commit=_commit() if self._run_log.writes else None,
             host=socket.gethostname(),
             seed=parts.args.seed,
@@ -182,23 +182,11 @@ class Telemetry:
         message = f"{where.get(seen.where, f'the save of step {seen.step}')} {_made(seen, graphs)}: {seen.reason}"
         self._compilations += 1
         if self._compilations <= MAX_COMPILATIONS:
-            self._run_log.event(
-                "compilation",
-                seen.step,
-                where=seen.where,
-                count=seen.count,
-                cached=seen.cached,
-                reason=seen.reason,
-                message=message,
-            )
+            told = {name: getattr(seen, name) for name in ("where", "count", "cached", "reason")}
+            self._run_log.event("compilation", seen.step, **told, message=message)
         if (seen.where, seen.reason) not in self._warned:
             self._warned.add((seen.where, seen.reason))
             logger.warning("%s", message)
-
-
-def _command() -> str:
-    """The command line of this process, without the value of a token."""
-    return re.sub(r"(--\w*token[= ])\S+", r"\1…", shlex.join(sys.orig_argv))[:LONGEST_COMMAND]
 
 
 def _commit() -> str | None:
