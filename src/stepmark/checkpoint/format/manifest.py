@@ -27,7 +27,8 @@ KINDS = "kinds"  # of a state dict's values there: what is a tensor, by name, on
 WRITTEN = "written"  # of a model's values there: the form in which transformers writes it, see written_form.py
 FORMAT = "stepmark-checkpoint"
 VERSION = 1
-_PLAIN = "step save time software world_size mesh model_only sections metadata metrics"  # fields that JSON has as well
+# Fields that JSON has as they are:
+_PLAIN = ("step", "save", "time", "software", "world_size", "mesh", "model_only", "sections", "metadata", "metrics")
 
 # Groups of tensors, and the beginnings of their names: model, optimizer/<section>, state/<section>.
 MODEL = "model"
@@ -119,7 +120,7 @@ class Manifest:
         body = {
             "format": FORMAT,
             "version": VERSION,
-            **{name: getattr(self, name) for name in _PLAIN.split()},
+            **{name: getattr(self, name) for name in _PLAIN},
             "files": [_file_to_json(file) for file in self.files],
             "tensors": {
                 group: {name: _tensor_to_json(tensor) for name, tensor in tensors.items()}
