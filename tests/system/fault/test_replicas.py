@@ -22,14 +22,14 @@ def command(folder: Path, processes: int) -> list[str]:
     return [sys.executable, "-m", "stepmark", "train", str(folder / "recipe.yaml"), "--nproc", str(processes)]
 
 
-def make(folder: Path) -> Path:
+def make(folder: Path, sharding: str) -> Path:
     folder.mkdir()
     write_recipe(
         folder,
         max_steps=STEPS,
         save_steps=EVERY,
         save_total_limit=2,
-        zero_1=True,
+        **{sharding: True},
         gradient_accumulation_steps=2,
         per_device_train_batch_size=1,
         learning_rate=1e-2,
@@ -60,10 +60,14 @@ def kill_after_checkpoint(folder: Path, processes: int) -> None:
         running.send_signal(signal.SIGKILL)  # the kernel kills its ranks
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.prove)])
-def test_number_of_processes_changes_at_every_kill(tmp_path: Path, kills: int) -> None:
-    expected = finished(make(tmp_path / "whole"), REPLICAS)
-    chance, folder, processes = random.Random(7), make(tmp_path / "killed"), REPLICAS
+@pytest.mark.parametrize(
+    ("kills", "sharding"),
+    [(3, "zero_1"), *(pytest.param(20, each, marks=pytest.mark.prove) for each in ("zero_1", "fsdp"))],
+)
+def test_number_of_processes_changes_at_every_kill(tmp_path: Path, kills: int, sharding: str) -> None:
+    """20 kills are one after each checkpoint."""
+    expected = finished(make(tmp_path / "whole", sharding), REPLICAS)
+    chance, folder, processes = random.Random(7), make(tmp_path / "killed", sharding), REPLICAS
     numbers: list[int] = []
     while len(numbers) < kills and newest(folder) < STEPS - EVERY:
         processes = chance.choice([each for each in range(1, REPLICAS + 1) if each != processes])
