@@ -64,7 +64,7 @@ def test_fewer_devices_than_a_mesh_needs(devices: int, fields: dict[str, Any]) -
     ],
 )
 def test_a_least_number_that_cannot_be(nproc: int | str, least: int, fields: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="--min_nproc: must be a multiple of"):
+    with pytest.raises(UsageError, match="--min_nproc: must be from"):
         of(nproc, least, devices=8, **fields)
 
 

@@ -130,7 +130,7 @@ def test_what_needs_a_process_for_each_rank_is_refused(tmp_path: Path, message: 
 @pytest.mark.parametrize(
     ("processes", "message", "given"),
     [
-        (4, "fsdp_config: dp_replicate_size and data_parallel_replicas: copies of the shards", (2,)),
+        (4, "fsdp and data_parallel_replicas: torch adds copies of the shards", (2,)),
         (1, "fsdp: the data parallel ranks use other layers or parameters", (1, True)),
     ],
 )

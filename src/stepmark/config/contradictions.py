@@ -102,6 +102,8 @@ def _not_with_fsdp(args: Any) -> Iterator[str]:
         yield "torch_compile and fsdp: leave one of them out"
     if args.zero_1:
         yield "zero_1 and fsdp: fsdp shards optimizer states too; leave zero_1 out"
+    if args.data_parallel_replicas is not None and not args.hosts_ranks:
+        yield "fsdp and data_parallel_replicas: torch adds copies of the shards in its own order; leave one of them out"
     if args.device_name == "xla":
         yield "fsdp and device: lazy devices cannot free parameters within a graph; use zero_1, or leave fsdp out"
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):

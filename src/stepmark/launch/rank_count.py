@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from collections.abc import Callable
@@ -17,7 +18,12 @@ MESH = "tensor_parallel_size, pipeline_parallel_size and expert_parallel_size"
 
 
 def int_or_auto(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number or auto, but is {text!r}") from None
 
 
 @dataclass
@@ -42,8 +48,8 @@ class RankCount:
         smallest, given = pipeline * math.lcm(tensor, expert), nproc if isinstance(nproc, int) else math.inf
         most = min(given, (args.data_parallel_replicas or math.inf) * tensor * pipeline)
         if least is not None and (not 0 < least <= most or least % smallest):
-            limits = f"a multiple of {smallest} ({MESH}), and not above --nproc or data_parallel_replicas"
-            raise UsageError(f"--min_nproc: must be {limits}, but is {least}")
+            limits = f"must be from {smallest} to {most}" + (f", a multiple of {smallest} ({MESH})" * (smallest > 1))
+            raise UsageError(f"--min_nproc: {limits}, but is {least}; --nproc and data_parallel_replicas limit it")
         kind, devices = ("cpu", 0) if nproc == given and least is None else count(args.device_name)
         if nproc == given and kind == "cpu":  # which ranks share, however many they are
             return cls(int(given), now=int(given))

@@ -83,7 +83,8 @@ def _hosted(parts: TrainingComponents) -> list[str]:
     if ranks.total == ranks.processes:
         return []
     processes = "1 process" if ranks.processes == 1 else f"{ranks.processes} processes"
-    bits = f"the same bits as on {ranks.total}" if ranks.fixed else f"{FIELD}: {ranks.total} would keep the bits too"
+    alike = f"the same bits as on {ranks.total}" + ", with as many threads each" * parts.mesh.runtime.host_memory
+    bits = alike if ranks.fixed else f"{FIELD}: {ranks.total} would keep the bits too"
     return [f"replicas {ranks.total} on {processes}, up to {ranks.most} one after another; {bits}"]
 
 
