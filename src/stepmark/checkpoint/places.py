@@ -380,7 +380,7 @@ def _copy_others(
     newer = {
         name: each
         for name, each in others.items()
-        if is_file_name(name) and (name not in there or there[name].size != each.size or there[name].time < each.time)
+        if is_file_name(name) and (name not in there or there[name].size != each.size or there[name].time <= each.time)
     }
     total = sum(each.size for each in newer.values())
     begin(total)

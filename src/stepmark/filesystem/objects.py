@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -24,12 +25,14 @@ REPEATED = 180.0  # seconds in which a request that fails is repeated
 PART = 8 << 20  # bytes of a request; a larger object is sent in several
 IN_FLIGHT = 4  # of them at a time, for each object
 
-_ERRORS = {
-    "FileNotFoundError": (errno.ENOENT, ""),
-    "PermissionDeniedError": (errno.EACCES, "see to the permissions of these credentials"),
-    "UnauthenticatedError": (errno.EACCES, "renew the credentials, or set them"),
-    "AlreadyExistsError": (errno.EEXIST, "is there already"),
+_ERRORS = {  # by the answer's status
+    "401": (errno.EACCES, "renew the credentials, or set them"),
+    "403": (errno.EACCES, "see to the permissions of these credentials"),
+    "404": (errno.ENOENT, ""),
+    "409": (errno.EEXIST, ""),
+    "412": (errno.EEXIST, ""),
 }
+_STATUS = re.compile(r"status code: (\d+)")
 _SAID = re.compile(r"<Code>(\w+)</Code>\s*<Message>([^<]*)")
 
 
@@ -84,21 +87,25 @@ class Bucket:
         try:
             yield
         except (self._client.exceptions.BaseError, FileNotFoundError) as error:
-            number, advice = _ERRORS.get(type(error).__name__, (errno.EREMOTEIO, ""))
-            answer = _SAID.search(str(error))
+            status, answer = (each.search(str(error)) for each in (_STATUS, _SAID))
+            number, advice = _ERRORS.get(status[1] if status else "", (errno.EREMOTEIO, ""))
             said = f"{answer[2].rstrip('.')} ({answer[1]})" if answer else str(error).split("Debug source:")[0]
             words = "; ".join(filter(None, (" ".join(said.split()), advice)))
-            raise OSError(number, advice if number == errno.EEXIST else words, self.address(name)) from None
+            raise OSError(number, words, self.address(name)) from None
 
     def create(self, name: str, data: bytes) -> None:
         """Makes an object, all of it in one request. Raises FileExistsError where another one has the name; its own,
         where the answer to an earlier request was lost, is recognised by its bytes."""
-        try:
-            with self._request(name):
+        for pause in (0.1, 0.4, 1.6, 6.4, 0.0):
+            with suppress(FileExistsError), self._request(name):
                 self._client.put(self._store, name, data, mode="create", use_multipart=False)
-        except FileExistsError:
-            if self.read(name) != data:
-                raise
+                return
+            with suppress(FileNotFoundError):  # 409: another request for it is under way
+                if self.read(name) == data:
+                    return
+                break
+            time.sleep(pause)
+        raise FileExistsError(errno.EEXIST, "another object is there already", self.address(name))
 
     def put(self, name: str, data: bytes | Iterable[Any]) -> None:
         """Makes or replaces an object, of bytes, or of blocks that are sent in parts as they come."""
