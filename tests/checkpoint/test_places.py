@@ -94,6 +94,16 @@ def test_a_run_comes_back_as_it_was(proxy: Proxy, run: Path, tmp_path: Path, the
     assert not any(verify(tmp_path / "back" / f"checkpoint-{step}").faults for step in (5, 10))
 
 
+def test_a_run_comes_back_that_another_tool_has_copied(proxy: Proxy, run: Path, tmp_path: Path) -> None:
+    there = Bucket(address(proxy, "bucket", run))
+    for name in files.regular_files(run):
+        if name != "best" and not name.startswith("."):
+            there.put(name, (run / name).read_bytes())
+    there.put("best", b"checkpoint-5")
+    copied(there.url, tmp_path / "back")
+    assert_same(run, tmp_path / "back")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_there_is_not_sent_again(proxy: Proxy, run: Path, tmp_path: Path, kind: str) -> None:
     there = address(proxy, kind, tmp_path / "there")
@@ -155,6 +165,29 @@ def test_another_checkpoint_of_the_step_stays(proxy: Proxy, run: Path, tmp_path:
         copied(run, there)
     copied(there, tmp_path / "back")
     assert saved_steps(tmp_path / "back") == [5, 10]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_of_two_runs_are_not_mixed(proxy: Proxy, tmp_path: Path, kind: str) -> None:
+    for name, step, seed in (("one", 5, 1), ("again", 6, 1), ("other", 7, 2)):
+        with Checkpointer(tmp_path / name) as checkpointer:
+            checkpointer.save(step, {"nest": {"step": step}}, metadata={"identity": {"seed": seed}}, block=True)
+    there = address(proxy, kind, tmp_path / "there")
+    copied(tmp_path / "one", there)
+    copied(tmp_path / "again", there)
+    with pytest.raises(CheckpointError, match="has checkpoints of another run; name another destination"):
+        copied(tmp_path / "other", there)
+
+
+def test_links_and_pipes_are_not_copied(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("of somebody else")
+    for folder in (run, run / "console", run / "checkpoint-10"):
+        (folder / "link").symlink_to(tmp_path / "secret")
+        os.mkfifo(folder / "pipe")
+    (run / "my-checkpoint-notes.txt").write_text("kept")
+    copied(run, tmp_path / "there")
+    assert not [path for path in (tmp_path / "there").rglob("*") if path.name in ("link", "pipe")]
+    assert (tmp_path / "there" / "my-checkpoint-notes.txt").read_text() == "kept"
 
 
 def test_a_folder_of_a_live_run_is_read_and_not_written_to(run: Path, tmp_path: Path) -> None:

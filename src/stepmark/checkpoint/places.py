@@ -118,7 +118,8 @@ class FolderPlace:
     def unlisted(self, manifest: Manifest) -> dict[str, Other]:
         folder = checkpoint_path(self._folder, manifest.step)
         listed = {MANIFEST, *(each.name for each in manifest.files)}
-        return {name: _other(folder / name) for name in files.regular_files(folder) if name not in listed}
+        names = [name for name in files.regular_files(folder) if name not in listed]
+        return {name: _other(folder / name) for name in names if files.regular_file_size(folder / name) is not None}
 
     def blocks(self, manifest: Manifest, name: str, size: int) -> Iterator[Any]:
         return _blocks(checkpoint_path(self._folder, manifest.step) / name)
@@ -152,13 +153,14 @@ class FolderPlace:
 
     def others(self) -> dict[str, Other]:
         names = [
-            path.name if path.is_file() else f"{path.name}/{name}"
+            name
             for path in (sorted(self._folder.iterdir()) if self._folder.is_dir() else ())
-            if not path.name.startswith(".") and not path.is_symlink() and "checkpoint-" not in path.name
-            for name in (("",) if path.is_file() else files.regular_files(path))
+            if not path.name.startswith(".") and not path.is_symlink() and not _is_checkpoint(path.name)
+            for name in (_inside(path) if path.is_dir() else [path.name])
         ]
-        names += [BEST] * (best_step(self._folder) is not None)
-        return {name: _other(self._folder / name) for name in names}
+        regular = [name for name in names if files.regular_file_size(self._folder / name) is not None]
+        best = [BEST] * (best_step(self._folder) is not None)
+        return {name: _other(self._folder / name) for name in regular + best}
 
     def _best(self) -> bytes:
         return f"checkpoint-{best_step(self._folder)}".encode()
@@ -209,13 +211,18 @@ class BucketPlace:
     def reading(self, step: int) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def _folder_with(self, manifest: Manifest) -> str:
+        """Where the files are: beside the manifest, if another tool has copied a folder as it was."""
+        folder, first = _folder_of(manifest), manifest.files[0].name
+        return folder if self._bucket.stat(f"{folder}/{first}") else f"checkpoint-{manifest.step}"
+
     def unlisted(self, manifest: Manifest) -> dict[str, Other]:
-        folder, listed = _folder_of(manifest), {each.name for each in manifest.files}
+        folder, listed = self._folder_with(manifest), {MANIFEST, *(each.name for each in manifest.files)}
         found = ((each.name.removeprefix(f"{folder}/"), each) for each in self._bucket.objects(folder))
         return {name: Other(each.size, each.time) for name, each in found if name not in listed}
 
     def blocks(self, manifest: Manifest, name: str, size: int) -> Iterator[Any]:
-        return self._bucket.blocks(f"{_folder_of(manifest)}/{name}", size)
+        return self._bucket.blocks(f"{self._folder_with(manifest)}/{name}", size)
 
     def prepare(self, manifest: Manifest) -> Callable[[FileEntry], bool]:
         folder = _folder_of(manifest)
@@ -230,7 +237,7 @@ class BucketPlace:
 
     def others(self) -> dict[str, Other]:
         folders, found = self._bucket.inside()
-        found += [each for name in folders if "checkpoint-" not in name for each in self._bucket.objects(name)]
+        found += [each for name in folders if not _is_checkpoint(name) for each in self._bucket.objects(name)]
         return {each.name: Other(each.size, each.time) for each in found}
 
     def read_other(self, name: str, size: int) -> Iterator[Any]:
@@ -246,6 +253,14 @@ def _manifest_of(step: int) -> str:
 
 def _folder_of(manifest: Manifest) -> str:
     return f"checkpoint-{manifest.step}/{manifest.save}"
+
+
+def _is_checkpoint(name: str) -> bool:
+    return step_of(Path(name)) is not None or name.startswith("damaged-checkpoint-")
+
+
+def _inside(folder: Path) -> Iterator[str]:
+    return (f"{folder.name}/{name}" for name in files.regular_files(folder))
 
 
 def _other(path: Path) -> Other:
@@ -308,6 +323,7 @@ def copy(
         others = source.others() if step is None else {}
         if not steps and not others:
             raise CheckpointNotFound(f"{source.address}: there is no run")
+        _check_same_run(source, destination, steps)
         for each in steps:
             with source.reading(each):
                 try:
@@ -321,14 +337,30 @@ def copy(
         raise CheckpointError(f"{error.filename or destination.address}: {error.strerror or error}") from error
 
 
+def _manifest(place: Place, step: int) -> tuple[bytes, Manifest]:
+    """The manifest of a checkpoint, as bytes too. Raises CheckpointError."""
+    data = place.manifest(step)
+    try:
+        return data, parse_manifest(data, place.size(step) if len(data) > USUAL else 0)
+    except CheckpointError as error:
+        raise type(error)(f"{place.address}/checkpoint-{step}/{MANIFEST}: {error}") from error
+
+
+def _check_same_run(source: Place, destination: Place, steps: list[int]) -> None:
+    """Raises CheckpointError where the destination has checkpoints of another run; those of one step are compared when
+    it is their turn."""
+    there = destination.steps()
+    if not there or not steps or {*there} & {*steps}:
+        return
+    own, other = (_manifest(place, step)[1].identity for place, step in ((source, steps[0]), (destination, there[0])))
+    if own and other and own != other:
+        raise CheckpointError(f"{destination.address} has checkpoints of another run; name another destination")
+
+
 def _copy_checkpoint(
     source: Place, destination: Place, step: int, begin: Callable[[int], object], advance: Callable[[int], object]
 ) -> Copied:
-    data, where = source.manifest(step), f"{source.address}/checkpoint-{step}"
-    try:
-        manifest = parse_manifest(data, source.size(step) if len(data) > USUAL else 0)
-    except CheckpointError as error:
-        raise type(error)(f"{where}/{MANIFEST}: {error}") from error
+    (data, manifest), where = _manifest(source, step), f"{source.address}/checkpoint-{step}"
     if manifest.step != step or not _SAVE.match(manifest.save):
         raise CheckpointDamaged(f"{where}/{MANIFEST} is of step {manifest.step} and save {manifest.save}; verify it")
     unlisted = {name: each for name, each in source.unlisted(manifest).items() if is_file_name(name)}
