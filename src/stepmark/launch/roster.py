@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 import uuid
 from dataclasses import dataclass
 from typing import NoReturn
@@ -205,7 +204,7 @@ class Meeting:
         )
         if waiting is not None and not launcher_serves():
             self._store.set(_GAVE_UP, str(error))
-            time.sleep(_READ_BY_OTHERS)
+            self._clock.sleep(_READ_BY_OTHERS)
         raise error
 
 
