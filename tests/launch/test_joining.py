@@ -65,13 +65,14 @@ def test_a_first_rank_that_never_comes_is_named(capfd: pytest.CaptureFixture[str
     assert f"stepmark: {where} (Connection refused), 10 s so far" in capfd.readouterr().err
 
 
-def test_a_first_rank_that_hangs_before_it_joins_is_named() -> None:
+def test_a_first_rank_that_hangs_before_it_joins_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     """The port is open, because the supervisor holds its socket, and nobody answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         world = World(1, 2, 1, 2, 0, *listener.getsockname())
         error = error_of(open_store, world, JoinClock(15.0, MovedClock()))
     assert "cannot reach rank 0" in error
     assert "within 15 s (join_timeout): no answer" in error
+    assert "(no answer), 11 s so far" in capfd.readouterr().err
 
 
 def test_the_others_learn_why_the_first_rank_gives_up() -> None:

@@ -43,10 +43,8 @@ class JoinClock:
     """Running time since this rank began to join."""
 
     def __init__(self, timeout: float, clock: Clock = CLOCK) -> None:
-        self.timeout, self._clock = timeout, clock
-        self.sleep = clock.sleep
-        self._began = clock.now()
-        self._next_line = FIRST_LINE
+        self.timeout, self._clock, self.sleep = timeout, clock, clock.sleep
+        self._began, self._next_line = clock.now(), FIRST_LINE
 
     @property
     def left(self) -> float:

@@ -67,13 +67,7 @@ class Meeting:
         self._world, self._clock = world, clock
         self._name = uuid.uuid4().hex
         self._own = Peer(
-            world.rank,
-            world.node,
-            socket.gethostname(),
-            os.getpid(),
-            self._name,
-            connection.address,
-            connection.server,
+            world.rank, world.node, socket.gethostname(), os.getpid(), self._name, connection.address, connection.server
         )
         self._written: Roster | None = None
         self._hellos: set[int] = set()

@@ -23,12 +23,11 @@ class RunningClock:
     """Seconds during which this process was running, measured with `steady`, a clock that always goes on."""
 
     def __init__(
-        self, steady: Callable[[], float] = time.monotonic, sleep: Callable[[float], object] = time.sleep
+        self, steady: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self._steady, self._sleep = steady, sleep
         self._lock = threading.Lock()
-        self._counted = 0.0
-        self._looked = steady()
+        self._counted, self._looked = 0.0, steady()
         self._thread: threading.Thread | None = None
 
     def now(self) -> float:

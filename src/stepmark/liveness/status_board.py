@@ -53,8 +53,7 @@ class StatusBoard:
         self.folder = folder
         self._store_topic = f"{_FAILED}/{folder}"
         self.rank, self._clock = rank, clock
-        self._group = group or HostGroup()
-        self._phase = ""
+        self._group, self._phase = group or HostGroup(), ""
 
     def open(self) -> None:
         """Creates the folder, on any rank. Raises CheckpointError if its parent, the run's own folder, is gone."""

@@ -81,8 +81,7 @@ class Leases:
     """The leases on a run's checkpoints, as one process sees them."""
 
     def __init__(self, run: Path, clock: Clock = CLOCK) -> None:
-        self._folder = run / COORDINATION
-        self._monitor = HeartbeatMonitor(clock)
+        self._folder, self._monitor = run / COORDINATION, HeartbeatMonitor(clock)
 
     def held(self, checkpoint: Path, label: str | None = None, but: Lease | None = None) -> bool:
         """Whether a live reader has a lease on the checkpoint: any, or one with this label; `but` does not count.
