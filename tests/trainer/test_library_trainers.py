@@ -102,7 +102,6 @@ HOSTING: Any = [
     ("DPO", 3, 2, {}),
     ("DPO", 3, 2, {"fsdp": True}),
     ("DPO", 4, 2, {"lora": True}),
-    ("DPO", 3, 1, {"precompute_ref_log_probs": True}),
     ("Reward", 3, 1, {}),
     ("Reward", 3, 2, {"fsdp": True}),
     ("Reward", 4, 2, {"zero_1": True}),
