@@ -147,7 +147,7 @@ def test_the_reference_has_every_old_name(site_pages: dict[str, Any]) -> None:
 
 
 INSTALLS = re.compile(r"pip install [\"']?(stepmark\S*)")
-IN_PLACE = {f"stepmark[{extra}]" for extra in ("peft", "trl", "sentence-transformers", "wandb")}
+IN_PLACE = {f"stepmark[{extra}]" for extra in ("peft", "s3", "sentence-transformers", "trl", "wandb")}
 
 
 def test_nothing_is_installed_from_an_index_that_lacks_it() -> None:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from stepmark.errors import UsageError
+from stepmark.errors import LaunchError, PeerFailed, UsageError
 from stepmark.launch.join_clock import JOIN_TIMEOUT, JoinClock, join_timeout
 from stepmark.launch.network import address_towards, interface_of, is_loopback
+from stepmark.launch.roster import Meeting
+from stepmark.launch.store import StoreConnection, open_store
 from stepmark.launch.supervisor import SUPERVISOR
+from stepmark.launch.world import World
 from stepmark.liveness.failure_report import SECRET
+from tests.support.clock import MovedClock
 from tests.support.processes import free_port
 from tests.support.ranks import Ranks
 from tests.support.two_nodes import INTERFACE, available, two_nodes
@@ -32,41 +37,57 @@ def one_of_two(rank: int, port: int, seconds: str = "1") -> dict[str, str]:
     return {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), JOIN_TIMEOUT: seconds}
 
 
-def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
-    port = free_port()
-    done = ranks.run(JOINING, {}, 0.2, environment=one_of_two(0, port))
-    (found,) = done.check()
-    missing = f"1 of 2 ranks has not joined at 127.0.0.1:{port}: rank 1"
-    assert found["error"].startswith(f"rank 0 on {HOST}: after 1 s (join_timeout) {missing}; look at the output")
-    assert f"stepmark: {missing}, 0 s so far; waiting for at most 1 s (join_timeout)\n" in done.logs[0]
+def meeting(store: dist.Store, rank: int, size: int = 2, seconds: float = 30.0, run: str = "") -> Meeting:
+    """Of a rank whose clock moves whenever it waits."""
+    world = World(rank, size, rank, size, 0, "127.0.0.1", 29400, run=run)
+    return Meeting(StoreConnection(store), world, JoinClock(seconds, MovedClock()))
 
 
-def test_a_first_rank_that_never_comes_is_named(ranks: Ranks) -> None:
+def error_of(call: Callable[..., object], *arguments: object) -> str:
+    with pytest.raises(LaunchError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+def test_a_rank_that_never_comes_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    error = error_of(meeting(dist.HashStore(), 0).join)
+    missing = "1 of 2 ranks has not joined at 127.0.0.1:29400: rank 1"
+    assert error.startswith(f"rank 0 on {HOST}: after 30 s (join_timeout) {missing}; look at the output")
+    lines = [f"stepmark: {missing}, {passed} s so far; waiting for at most 30 s (join_timeout)" for passed in (10, 20)]
+    assert capfd.readouterr().err.splitlines() == lines
+
+
+def test_a_first_rank_that_never_comes_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
-    done = ranks.run(JOINING, {}, 0.2, environment=one_of_two(1, port))
-    (found,) = done.check()
+    error = error_of(open_store, World(1, 2, 1, 2, 0, "127.0.0.1", port), JoinClock(15.0, MovedClock()))
     where = f"rank 1 on {HOST} cannot reach rank 0 at 127.0.0.1:{port}"
-    assert found["error"].startswith(f"{where} within 1 s (join_timeout): Connection refused; look at the output of")
-    assert f"stepmark: {where} (Connection refused), 0 s so far" in done.logs[0]
+    assert error.startswith(f"{where} within 15 s (join_timeout): Connection refused; look at the output of")
+    assert f"stepmark: {where} (Connection refused), 10 s so far" in capfd.readouterr().err
 
 
-def test_a_first_rank_that_hangs_before_it_joins_is_named(ranks: Ranks) -> None:
+def test_a_first_rank_that_hangs_before_it_joins_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     """The port is open, because the supervisor holds its socket, and nobody answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        environment = one_of_two(1, listener.getsockname()[1], "3")
-        (found,) = ranks.run(JOINING, {}, 0.2, environment=environment).check()
-    assert "cannot reach rank 0" in found["error"]
-    assert "within 3 s (join_timeout)" in found["error"]
+        world = World(1, 2, 1, 2, 0, *listener.getsockname())
+        error = error_of(open_store, world, JoinClock(15.0, MovedClock()))
+    assert "cannot reach rank 0" in error
+    assert "within 15 s (join_timeout): no answer" in error
+    assert "(no answer), 11 s so far" in capfd.readouterr().err
 
 
-def test_the_others_learn_why_the_first_rank_gives_up(ranks: Ranks) -> None:
+def test_the_others_learn_why_the_first_rank_gives_up() -> None:
     """Three of four ranks come, and have different limits."""
-    changes = {str(rank): {"WORLD_SIZE": "4", JOIN_TIMEOUT: "1" if rank == 0 else "100"} for rank in range(3)}
-    found = ranks.run(JOINING, changes, nproc=3).check()
-    assert len({each["error"] for each in found}) == 1
-    assert f"rank 0 on {HOST}: after 1 s" in found[1]["error"]
-    assert ": rank 3;" in found[1]["error"]
-    assert [each["kind"] for each in found] == ["LaunchError", "PeerFailed", "PeerFailed"]
+    store = dist.HashStore()
+    first, *others = (meeting(store, rank, 4, 15.0 if rank == 0 else 100.0) for rank in range(3))
+    for each in others:
+        each._say_hello()
+    error = error_of(first.join)
+    assert f"rank 0 on {HOST}: after 15 s" in error
+    assert ": rank 3;" in error
+    assert first._clock.left < -1.0, "it stays for a second in which they can read that"
+    for each in others:
+        with pytest.raises(PeerFailed, match=re.escape(error)):
+            each.join()
 
 
 def test_a_rank_that_comes_late_is_waited_for(ranks: Ranks) -> None:
@@ -82,22 +103,23 @@ def test_nodes_on_one_machine_join_over_loopback(ranks: Ranks) -> None:
     assert [each["ranks"] for each in found] == [[0, 1], [0, 1]]
 
 
-def test_a_rank_of_another_run_does_not_join(ranks: Ranks) -> None:
+def test_a_rank_of_another_run_does_not_join() -> None:
     """Two runs share a port, as two steps of one Slurm job did."""
-    changes = {"0": {"TORCHELASTIC_RUN_ID": "slurm-7.0", JOIN_TIMEOUT: "2"}, "1": {"TORCHELASTIC_RUN_ID": "slurm-7.1"}}
-    first, second = ranks.run(JOINING, changes, nproc=2).check()
-    assert "is another run's (slurm-7.0, 2 ranks; this one is slurm-7.1, 2 ranks)" in second["error"]
-    assert "set MASTER_PORT to another free port" in second["error"]
-    assert "1 of 2 ranks has not joined" in first["error"]
+    store = dist.HashStore()
+    first, second = (meeting(store, rank, run=f"slurm-7.{rank}") for rank in range(2))
+    first._check_run()
+    error = error_of(second.join)
+    assert "is another run's (slurm-7.0, 2 ranks; this one is slurm-7.1, 2 ranks)" in error
+    assert "set MASTER_PORT to another free port" in error
+    assert "1 of 2 ranks has not joined" in error_of(first.join)
 
 
-def test_two_processes_do_not_join_as_the_same_rank(ranks: Ranks) -> None:
-    changes = {str(rank): {"WORLD_SIZE": "2", "RANK": str(min(rank, 1))} for rank in range(3)}
-    changes["0"]["stay"] = "1.5"
-    changes["2"] |= {"late": "0.5", JOIN_TIMEOUT: "10"}
-    first, second, third = ranks.run(JOINING, changes, nproc=3).check()
-    assert first["ranks"] == second["ranks"] == [0, 1]
-    assert f"on {HOST} has already joined as rank 1 at 127.0.0.1:" in third["error"]
+def test_two_processes_do_not_join_as_the_same_rank() -> None:
+    store = dist.HashStore()
+    first, second, third = (meeting(store, rank) for rank in (0, 1, 1))
+    second._say_hello()
+    first._check_run()
+    assert f"on {HOST} has already joined as rank 1 at 127.0.0.1:" in error_of(third.join)
 
 
 @pytest.mark.parametrize("theirs", ["", "guessed"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,13 +11,29 @@ import torch.distributed as dist
 from stepmark.errors import PeerLost
 from stepmark.liveness import hang_detector, progress
 from stepmark.liveness.hang_detector import HangDetector
-from stepmark.liveness.late_rank import Beat
 from stepmark.liveness.progress import Progress
 from stepmark.liveness.running_time import Silence
+from tests.support.clock import MovedClock
 from tests.support.ranks import Ranks
 
-LIMIT = 1.6  # seconds: a beat every 0.2
-RANKS: dict[int, HangDetector] = {}
+LIMIT = 8.0  # seconds: a beat in each
+RANKS: dict[int, HangDetector] = {}  # without threads: what these do happens where a test moves the clock
+
+
+def beat_all(_: float) -> None:
+    CLOCK.passing = lambda now: None  # whoever sleeps in here does not begin another beat
+    for one in [one for one in RANKS.values() if not one._closed.is_set()]:
+        one._exchange()
+        one._watch_store()
+    CLOCK.passing = beat_all
+
+
+CLOCK = MovedClock(beat_all)
+
+
+def beats(count: int) -> None:
+    for _ in range(count):
+        CLOCK.sleep(LIMIT / hang_detector.BEATS)
 
 
 @pytest.fixture
@@ -47,15 +61,16 @@ def watch(store: dist.Store, rank: int, size: int = 3, reported: list[str] | Non
     received = reported if reported is not None else []
     at = Progress()
     at.at_step(7)
-    RANKS[rank] = HangDetector(store, rank, size, LIMIT, at, ending=lambda reason: received.append(reason))
-    return RANKS[rank]
+    one = RANKS[rank] = HangDetector(store, rank, size, LIMIT, at, ending=received.append, clock=CLOCK)
+    one._threads.clear()
+    return one
 
 
-def wait_for(reasons: list[str], count: int, seconds: float) -> list[str]:
-    deadline = time.monotonic() + seconds
-    while len(reasons) < count and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return sorted(reasons)
+def watch_all(store: dist.Store, size: int = 3, reported: list[str] | None = None) -> list[HangDetector]:
+    """Ranks that train, and have a few heartbeats."""
+    watches = [watch(store, rank, size, reported).__enter__() for rank in range(size)]
+    beats(3)
+    return watches
 
 
 def stop_beating(one: HangDetector) -> None:
@@ -64,20 +79,23 @@ def stop_beating(one: HangDetector) -> None:
     one._closed.set()
 
 
+def leave(one: HangDetector) -> None:
+    one.__exit__(None, None, None)
+    one._exchange_all()  # says so, since it is closed
+
+
 def test_a_stopped_rank_ends_all_others_which_name_it(ended: list[str]) -> None:
-    store = dist.HashStore()
     reported: list[str] = []
-    watches = [watch(store, rank, reported=reported) for rank in range(3)]
-    for one in watches:
-        one.__enter__()
-    time.sleep(0.5)
-    stop_beating(watches[1])
-    reasons = wait_for(ended, 2, 20)
+    stop_beating(watch_all(dist.HashStore(), reported=reported)[1])
+    beats(8)
+    assert not ended
+    beats(3)
+    reasons = sorted(ended)
     assert [reason.partition(":")[0] for reason in reasons] == ["rank 0", "rank 2"]
     for reason in (*reasons, *reported):
         assert "rank 1 on " in reason
-        assert "last seen before the first step, in test_a_stopped_rank" in reason
-        assert f"(save_timeout: {LIMIT})" in reason
+        assert "last seen before the first step, in beat_all" in reason
+        assert f"(save_timeout: {LIMIT:g})" in reason
 
 
 def test_a_rank_that_stops_after_its_first_heartbeat_is_seen_where_training_was(ranks: Ranks) -> None:
@@ -93,70 +111,52 @@ def first_heartbeat() -> str:
 
 
 def test_a_stopped_rank_0_is_named_by_the_others(ended: list[str]) -> None:
-    store = dist.HashStore()
-    watches = [watch(store, rank) for rank in range(3)]
-    for one in watches:
-        one.__enter__()
-    time.sleep(0.5)
-    stop_beating(watches[0])
-    reasons = wait_for(ended, 2, 20)
-    assert [reason.partition(" on ")[0] for reason in reasons] == ["rank 1: stuck: rank 0", "rank 2: stuck: rank 0"]
+    stop_beating(watch_all(dist.HashStore())[0])
+    beats(11)
+    assert sorted(reason.partition(" on ")[0] for reason in ended) == ["rank 1: stuck: rank 0", "rank 2: stuck: rank 0"]
 
 
 def test_a_rank_that_never_starts_is_named(ended: list[str]) -> None:
     with watch(dist.HashStore(), 0, size=2) as one:
         one._place = "stage {} of 2".format
-        assert "rank 1 (stage 1 of 2, has not started training)" in "".join(wait_for(ended, 1, 20))
+        beats(11)
+    assert "rank 1 (stage 1 of 2, has not started training)" in "".join(ended)
 
 
 def test_a_store_that_stops_answering_is_blamed_on_rank_0(ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 serves the store: if it is stopped, requests get no answer."""
-    store, answers = dist.HashStore(), threading.Event()
-    watch(store, 0, size=2)._send_beat()
-    one = watch(store, 1, size=2)
-    ask = one._beats
-
-    def ask_without_answer() -> dict[int, Beat | None]:
-        if one._count > 3:
-            answers.wait(30)
-        return ask()
-
-    monkeypatch.setattr(one, "_beats", ask_without_answer)
-    with one:
-        assert "rank 1: stuck: rank 0 on " in "".join(wait_for(ended, 1, 20))
-    answers.set()
+    for one in watch_all(dist.HashStore(), 2):
+        monkeypatch.setattr(one, "_exchange", lambda: None)
+    RANKS[0]._closed.set()
+    beats(11)
+    assert "rank 1: stuck: rank 0 on " in "".join(ended)
 
 
 def test_ranks_that_beat_or_have_finished_are_accepted(ended: list[str]) -> None:
-    store = dist.HashStore()
-    with watch(store, 0), watch(store, 1):
-        with watch(store, 2):
-            time.sleep(1.0)
-        time.sleep(2 * LIMIT)
+    leave(watch_all(dist.HashStore())[2])
+    beats(20)
     assert ended == []
 
 
 def test_time_counts_from_the_last_change() -> None:
-    silence = Silence(iter([10.0, 13.0, 15.0, 18.0]).__next__)
+    clock = MovedClock()
+    silence = Silence(clock)
     assert silence.seconds({1: "a", 2: "a"}) == {1: 0.0, 2: 0.0}
+    clock.sleep(3.0)
     assert silence.seconds({1: "a", 2: "b"}) == {1: 3.0, 2: 0.0}
+    clock.sleep(2.0)
     assert silence.seconds({1: "a", 2: "b"}) == {1: 5.0, 2: 2.0}
     assert silence.seconds({1: "b"}) == {1: 0.0}  # 2 has finished
 
 
 def test_the_rank_that_was_killed_is_named_by_those_that_lost_their_connection(ended: list[str]) -> None:
     """Rank 1 is gone without a word; rank 2 has failed too, because of that, and rank 3 has ended by itself."""
-    store = dist.HashStore()
-    watches = [watch(store, rank, 4) for rank in range(4)]
-    for one in watches:
-        one.__enter__()
-    time.sleep(0.5)
+    watches = watch_all(dist.HashStore(), 4)
     stop_beating(watches[1])
-    watches[3].__exit__(None, None, None)
+    leave(watches[3])
     lost = RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:8888")
     with pytest.raises(PeerLost) as caught:
         watches[0].__exit__(type(lost), lost, None)
-    watches[2].__exit__(None, None, None)
     assert str(caught.value).startswith("rank 1 on ")
     assert "(last seen " in str(caught.value)
     assert "is gone: it was killed" in str(caught.value)
@@ -176,7 +176,7 @@ def test_a_killed_rank_0_is_named_where_its_store_was_missed_first(ended: list[s
     watch(dist.HashStore(), 0, 2)
     one.__enter__()
     one._store = Lost()
-    wait_for([], 1, 0.5)
+    beats(1)
     assert one._reachable is None
     lost = RuntimeError("Connection closed by peer [127.0.0.1]:8888")
     with pytest.raises(PeerLost, match="rank 0"):

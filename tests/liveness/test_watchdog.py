@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import threading
 
 import pytest
 
-PROGRAM = """
-import sys, threading, time
-from stepmark.liveness.watchdog import Deadline, exit_unless_handled
-
-def refuse(thread):
-    raise RuntimeError("can't start new thread")
-
-def expire(_):
-    if sys.argv[1] == "the limit of threads":
-        threading.Thread.start = refuse
-        exit_unless_handled(threading.Event(), TimeoutError("it is late"), 0)
-    elif sys.argv[1] == "an error":
-        raise TimeoutError("it is late")
-    else:
-        collected = threading.Event()
-        exit_unless_handled(collected, TimeoutError("it is late"), 0)
-        collected.set()
-
-deadline = Deadline("an operation", 0.0, expire)
-time.sleep(8)
-"""
+from stepmark.liveness import watchdog
+from stepmark.liveness.watchdog import GRACE, Deadline, exit_unless_handled
+from tests.support.clock import MovedClock
 
 
-@pytest.mark.parametrize(("where", "code"), [("the limit of threads", 1), ("an error", 1), ("collected", 0)])
-def test_a_missed_deadline_ends_the_process_unless_it_is_collected(where: str, code: int) -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, where], capture_output=True, text=True, timeout=60)
-    assert done.returncode == code, done.stderr
-    assert ("it is late" in done.stderr) == bool(code)
+@pytest.mark.parametrize("where", ["the limit of threads", "an error", "collected", "never collected"])
+def test_a_missed_deadline_ends_the_process_unless_it_is_collected(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    ended: list[str] = []
+    collected, expired = threading.Event(), threading.Event()
+    clock = MovedClock(lambda now: collected.set() if where == "collected" else None)
+    monkeypatch.setattr(watchdog, "print_stacks", lambda reason: None)
+    monkeypatch.setattr(watchdog, "end_process", lambda error, rank: ended.append(str(error)))
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def expire(_: object) -> None:
+        try:
+            if where == "an error":
+                raise TimeoutError("it is late")
+            if where == "the limit of threads":
+                monkeypatch.setattr(threading.Thread, "start", refuse)
+            exit_unless_handled(collected, TimeoutError("it is late"), 0, clock)
+        finally:
+            expired.set()
+
+    deadline = Deadline("an operation", -1.0, expire)  # it has passed already
+    assert expired.wait(10)
+    for thread in threading.enumerate():
+        if thread.name == "stepmark-bounded":
+            thread.join(10)
+    deadline.release()
+    assert ended == ([] if where == "collected" else ["it is late"])
+    assert clock.now() == (0.0 if where == "an error" else GRACE)

@@ -6,10 +6,12 @@ import re
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stepmark.errors import UsageError
-from stepmark.parallel.gradients.accumulators import SubtreeSums
+from stepmark.parallel.buckets import make_buckets
+from stepmark.parallel.gradients.accumulators import BucketAccumulator
+from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.logical_ranks import ArrivingSums, LogicalRanks, Turn
 
 
@@ -83,14 +85,17 @@ def test_more_processes_than_ranks_are_refused_with_the_number_that_works() -> N
 
 def summed(leaves: list[Tensor], processes: int, sent: torch.dtype) -> Tensor:
     parts: dict[range, Tensor] = {}
+    mesh, parameter = Mesh.create(device="cpu"), nn.Parameter(torch.zeros_like(leaves[0]))
     for process in range(processes):
         ranks = LogicalRanks(len(leaves), processes, process)
-        subtrees, memory = SubtreeSums(ranks, sent), torch.empty_like(leaves[0])
-        for _ in range(2):  # in the second step with the tensors of the first
-            subtrees.reset(memory)
+        sums = BucketAccumulator(make_buckets([[("p", parameter)]], mesh), mesh.runtime, ranks, lambda _: sent)
+        for _ in range(2):  # in the second step with the memory of the first
+            sums.reset()
             for rank in ranks.own:
-                subtrees.end(memory.copy_(leaves[rank]))
-            roots = subtrees.roots()
+                (parameter * leaves[rank]).sum().backward()
+                if rank != ranks.own[-1]:
+                    sums.end_rank()
+            roots = sums.roots(0)
         parts |= dict(zip(ranks.roots(process), [root.clone() for root in roots], strict=True))
     return LogicalRanks(len(leaves), processes, 0).sum(parts, torch.add)
 

@@ -24,19 +24,16 @@ from tests.system.hostile.forge import Runs
 
 def joining(changes: dict[str, dict[str, str]], first_line: float = 60.0) -> dict[str, Any]:
     """Joins with a rank's changes of the environment, and returns the processes or the error. `late`, among these, is
-    a number of seconds to sleep before, and `stay` after."""
+    a number of seconds to sleep before."""
     join_clock.FIRST_LINE = first_line
     mine = dict(changes.get(os.environ["RANK"], {}))
     time.sleep(float(mine.pop("late", 0)))
-    stay = float(mine.pop("stay", 0))
     os.environ.update(mine)
     try:
         context = start("cpu")
     except LaunchError as error:
         return {"error": str(error), "kind": type(error).__name__}
-    found = {"ranks": context.host.all_gather(context.world.rank), "run": context.world.run}
-    time.sleep(stay)
-    return found
+    return {"ranks": context.host.all_gather(context.world.rank), "run": context.world.run}
 
 
 def invaded(canary: str) -> Any:

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from stepmark import (
+    Conversations,
     DataLoader,
     DevicePrefetcher,
     Mesh,
@@ -28,6 +29,7 @@ from stepmark import (
     parallelize,
 )
 from stepmark.sharding.dtensor import is_dtensor
+from tests.data.chat.test_conversations import MARKED, tokenizer
 from tests.support.independent_reader import read_checkpoint
 from tests.support.models import configuration
 from tests.support.programs import LENGTH, VOCABULARY
@@ -42,14 +44,15 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16 sums": {"bf16": True, "reduce_dtype": "bfloat16"},
     "fp16": {"fp16": True},
 }
-DATA = ("shuffled", "ragged", "grouped", "stream", "workers", "drawn", "no targets")
+DATA = ("shuffled", "ragged", "grouped", "stream", "workers", "drawn", "no targets", "packed")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"optim": "adamw_torch"},
     "fused": {"optim": "adamw_torch_fused"},
     "sgd": {"optim": "sgd", "learning_rate": 0.1},
     "muon": {"optim": "muon", "learning_rate": 0.01},
+    "adafactor": {"optim": "adafactor"},
 }
-HOOKS = ("none", "substep", "training_step", "loss")
+HOOKS = ("none", "substep", "training_step", "loss", "update")
 
 
 class Lstm(nn.Module):
@@ -144,6 +147,17 @@ def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
+def packed_conversations() -> Conversations:
+    """Blocks that hold several conversations, of which only answers are targets."""
+    draw = random.Random(4)
+
+    def turn(role: str) -> dict[str, str]:
+        return {"role": role, "content": " ".join(draw.choices(("hello", "fine", "thanks", "?"), k=draw.randint(1, 3)))}
+
+    rows = [{"messages": [turn("user"), turn("assistant")]} for _ in range(SAMPLES)]
+    return Conversations(rows, tokenizer(MARKED), max_length=LENGTH, packing=True, assistant_only_loss=True)
+
+
 def data_of(kind: str) -> tuple[Any, dict[str, Any]]:
     """The training data, and the arguments that they need."""
     if kind == "stream":
@@ -153,6 +167,8 @@ def data_of(kind: str) -> tuple[Any, dict[str, Any]]:
         return Samples(RAGGED, ragged=True), {"options": options, "data_collator": padded}
     if kind == "workers":
         return Samples(RAGGED, drawn=True), {"options": {"dataloader_num_workers": 2}}
+    if kind == "packed":
+        return packed_conversations(), {}
     if kind == "drawn":
         return Samples(SAMPLES, drawn=True), {}
     return Samples(RAGGED if kind == "ragged" else SAMPLES, empty=kind == "no targets"), {}
@@ -165,6 +181,22 @@ class Halving(TrainerCallback):
         for parameter in model.parameters():
             if parameter.grad is not None and parameter.ndim == 1:
                 parameter.grad = parameter.grad * 0.5
+
+
+class Drawing(TrainerCallback):
+    """Changes gradients and weights by numbers that it draws around the update, from torch's generator."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(torch.rand(()).item())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        with torch.no_grad():
+            next(model.parameters()).mul_(1 + 0.01 * torch.rand(()).item())
+
+
+CALLBACKS = {"substep": Halving, "update": Drawing}
 
 
 class Stepping(Trainer):
@@ -231,7 +263,7 @@ def train(folder: str, cell: dict[str, Any], last: int | None = None) -> dict[st
         train_dataset=dataset,
         eval_dataset=Samples(3 if cell.get("few") else 21),
         compute_metrics=mean_of_predictions,
-        callbacks=[Halving()] if hook == "substep" else [],
+        callbacks=[CALLBACKS[hook]()] if hook in CALLBACKS else [],
     )
     if last is not None:
         trainer.add_callback(StopAt(last))

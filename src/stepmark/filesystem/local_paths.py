@@ -8,7 +8,7 @@ from pathlib import Path
 from stepmark.errors import UsageError
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # of which a Path keeps one slash
-WANTED = "a path of this machine (object storage is neither read nor written: copy from and to it, as by aws s3 sync)"
+WANTED = "a path of this machine (object storage: copy from and to it with `stepmark copy`)"
 
 
 def is_address(path: object) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from stepmark.errors import UsageError
 from stepmark.liveness.bounded_call import LOOK_SECONDS, BoundedCall
 from stepmark.liveness.process_exit import say
-from stepmark.liveness.running_time import running_time
+from stepmark.liveness.running_time import CLOCK, Clock
 
 JOIN_TIMEOUT = "STEPMARK_JOIN_TIMEOUT"
 DEFAULT_SECONDS = 600.0
@@ -43,10 +42,9 @@ def join_timeout(given: float | None = None) -> float:
 class JoinClock:
     """Running time since this rank began to join."""
 
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
-        self._began = running_time()
-        self._next_line = FIRST_LINE
+    def __init__(self, timeout: float, clock: Clock = CLOCK) -> None:
+        self.timeout, self._clock, self.sleep = timeout, clock, clock.sleep
+        self._began, self._next_line = clock.now(), FIRST_LINE
 
     @property
     def left(self) -> float:
@@ -61,11 +59,11 @@ class JoinClock:
     def tick(self, describe: Callable[[], str | None]) -> None:
         """Waits a moment. If a message is due, prints what `describe` returns, unless that is None."""
         self._say_if_due(describe)
-        time.sleep(POLL_SECONDS)
+        self.sleep(POLL_SECONDS)
 
     @property
     def _passed(self) -> float:
-        return running_time() - self._began
+        return self._clock.now() - self._began
 
     def _say_if_due(self, describe: Callable[[], str | None]) -> None:
         passed = self._passed
@@ -83,7 +81,7 @@ class JoinClock:
             waiting = watch()
             self._say_if_due(lambda: waiting)
 
-        call = BoundedCall(function, raises=True)
+        call = BoundedCall(function, raises=True, clock=self._clock)
         if not call.ended_running(max(self.left, LOOK_SECONDS), look):
             raise TimeoutError
         return call.result()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 import uuid
 from dataclasses import dataclass
 from typing import NoReturn
@@ -68,13 +67,7 @@ class Meeting:
         self._world, self._clock = world, clock
         self._name = uuid.uuid4().hex
         self._own = Peer(
-            world.rank,
-            world.node,
-            socket.gethostname(),
-            os.getpid(),
-            self._name,
-            connection.address,
-            connection.server,
+            world.rank, world.node, socket.gethostname(), os.getpid(), self._name, connection.address, connection.server
         )
         self._written: Roster | None = None
         self._hellos: set[int] = set()
@@ -205,7 +198,7 @@ class Meeting:
         )
         if waiting is not None and not launcher_serves():
             self._store.set(_GAVE_UP, str(error))
-            time.sleep(_READ_BY_OTHERS)
+            self._clock.sleep(_READ_BY_OTHERS)
         raise error
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from stepmark.liveness.running_time import running_time
+from stepmark.liveness.running_time import CLOCK, Clock
 
 LOOK_SECONDS = 1.0  # between two readings of the clock
 
@@ -18,8 +18,8 @@ class BoundedCall(Generic[Result]):
     """A running call. With `raises`, `result` raises its error; otherwise the error is printed, as for any thread. If
     no thread can be started, at the system's limit or while the interpreter exits, the call runs in this thread."""
 
-    def __init__(self, function: Callable[[], Result], *, raises: bool = False) -> None:
-        self._function, self._raises = function, raises
+    def __init__(self, function: Callable[[], Result], *, raises: bool = False, clock: Clock = CLOCK) -> None:
+        self._function, self._raises, self._clock = function, raises, clock
         self._result: Result | None = None
         self.error: BaseException | None = None
         self._ended = threading.Event()
@@ -40,14 +40,14 @@ class BoundedCall(Generic[Result]):
 
     def ended(self, seconds: float) -> bool:
         """Waits up to `seconds`, by the system's clock, and returns whether the call has ended."""
-        return self._ended.wait(seconds)
+        return self._clock.wait(self._ended, seconds)
 
     def ended_running(self, seconds: float, look: Callable[[], None] = lambda: None) -> bool:
         """Waits up to `seconds` of running time, and returns whether the call has ended. Calls `look`, which may raise,
         once per second meanwhile."""
-        until = running_time() + seconds
-        while not self.ended(max(0.0, min(until - running_time(), LOOK_SECONDS))):
-            if running_time() >= until:
+        until = self._clock.now() + seconds
+        while not self.ended(max(0.0, min(until - self._clock.now(), LOOK_SECONDS))):
+            if self._clock.now() >= until:
                 return False
             look()
         return True

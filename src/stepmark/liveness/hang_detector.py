@@ -23,7 +23,6 @@ import multiprocessing
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch.distributed as dist
@@ -36,7 +35,7 @@ from stepmark.liveness.host_group import launcher_serves
 from stepmark.liveness.late_rank import LEFT, Beat, LateRank, find_stuck, listed
 from stepmark.liveness.process_exit import RECORDING, end_process, print_stacks, say
 from stepmark.liveness.progress import Progress
-from stepmark.liveness.running_time import Silence
+from stepmark.liveness.running_time import CLOCK, Clock, Silence
 
 LONGEST_BEAT = 1.0  # seconds
 BEATS = 8  # per limit, at least
@@ -73,6 +72,7 @@ class HangDetector:
         found: Callable[[LateRank | None], None] = lambda finding: None,
         standby: Callable[[float | None, float | None, str], None] = lambda seconds, last, doing: None,
         place: Callable[[int], str] = lambda rank: "",
+        clock: Clock = CLOCK,
     ) -> None:
         global _watches
         _watches += 1
@@ -81,9 +81,9 @@ class HangDetector:
         numbers = [at.timeout] if isinstance(at.timeout, float) else []
         self._quiet = min(progress.FLOOR, limit, *numbers)  # seconds without a heartbeat after which a rank is named
         self._beat = min(LONGEST_BEAT, self._quiet / BEATS)
-        self._closed = threading.Event()
+        self._closed, self._clock, self._silence = threading.Event(), clock, Silence(clock)
         self._verdict_lock = threading.RLock()
-        self._count = 0
+        self._count, self._told = 0, False  # `_told`: that the store does not answer
         self._started: set[int] = set()  # ranks with a first heartbeat
         self._latest: dict[int, Beat] = {}  # latest heartbeat of each rank, including this one
         self._left: set[int] = set()  # ranks that have exited normally
@@ -137,7 +137,7 @@ class HangDetector:
         if ended:
             raise PeerLost.of(f"{listed(ended)}:") from error
         if error is not None and self._store is not None and not (self._rank or launcher_serves() or supervised):
-            time.sleep(2 * self._beat)  # so that the others see that this rank has left, and was not killed
+            self._clock.sleep(2 * self._beat)  # so that the others see that this rank has left, and was not killed
 
     def _ended_peers(self) -> list[str]:
         """After a lost connection: descriptions of the ranks whose heartbeat has stopped. A rank that fails leaves
@@ -147,7 +147,7 @@ class HangDetector:
             return []
         try:
             before = self._read(range(self._size))
-            time.sleep(_OBSERVED * self._beat)
+            self._clock.sleep(_OBSERVED * self._beat)
             after = self._read(range(self._size))
         except RuntimeError:  # the rank that serves the store has ended
             if not self._rank or 0 in self._left:
@@ -168,13 +168,8 @@ class HangDetector:
     # Heartbeats and verdicts
 
     def _exchange_all(self) -> None:
-        silence = Silence()
         for _ in self._beats_until_closed():
-            try:
-                self._exchange(silence)
-            except RuntimeError as error:  # the rank that serves the store has ended, which the launcher handles
-                logger.debug("no longer watching the other ranks: %s", error)
-                self._reachable = None
+            self._exchange()
         with contextlib.suppress(RuntimeError):
             if self._named is not None:
                 self._tell(None)
@@ -184,16 +179,20 @@ class HangDetector:
     def _beats_until_closed(self) -> Iterator[None]:
         """Waits for each beat; the first ones are closer together, since a run may hang in its first second."""
         pause = self._beat / 2**BEATS
-        while not self._closed.wait(pause):
+        while not self._clock.wait(self._closed, pause):
             yield
             pause = min(2 * pause, self._beat)
 
-    def _exchange(self, silence: Silence) -> None:
-        own = self._send_beat()
-        self._obey()
-        beats = {} if self._reachable is None else self._beats()
-        silent = silence.seconds({rank: beat and beat.count for rank, beat in beats.items()})
-        self._judge({self._rank: own, **{rank: beat for rank, beat in beats.items() if beat}}, silent)
+    def _exchange(self) -> None:
+        try:
+            own = self._send_beat()
+            self._obey()
+            beats = {} if self._reachable is None else self._beats()
+            silent = self._silence.seconds({rank: beat and beat.count for rank, beat in beats.items()})
+            self._judge({self._rank: own, **{rank: beat for rank, beat in beats.items() if beat}}, silent)
+        except RuntimeError as error:  # the rank that serves the store has ended, which the launcher handles
+            logger.debug("no longer watching the other ranks: %s", error)
+            self._reachable = None
 
     def _obey(self) -> None:
         """Ends the process if the judging rank has said so."""
@@ -281,17 +280,19 @@ class HangDetector:
         return self._name(rank, f"last seen {beat.place}, in {beat.where}" if beat else "has not started training")
 
     def _tick(self) -> None:
-        silence, told = Silence(), False
         for _ in self._beats_until_closed():
-            self._arm()
-            seconds = silence.seconds({_STORE: self._count})[_STORE] - self._beat
-            text = f"{self._server()}: no answer for {seconds:.0f} s"
-            if seconds > self._quiet and not told and (self._rank <= 1 or os.environ.get("LOCAL_RANK") == "0"):
-                say(f"stepmark: stuck: {text}; {_CAUSES}")
-            told = seconds > self._quiet
-            if seconds > self._deadline(self._rank)[0] and not self._latest[self._rank].outside:
-                self._end(self._reason(self._rank, text, "find out what stopped the process"))
+            self._watch_store()
         self._standby(None, None, "")
+
+    def _watch_store(self) -> None:
+        self._arm()
+        seconds = self._silence.seconds({_STORE: self._count})[_STORE] - self._beat
+        text = f"{self._server()}: no answer for {seconds:.0f} s"
+        if seconds > self._quiet and not self._told and (self._rank <= 1 or os.environ.get("LOCAL_RANK") == "0"):
+            say(f"stepmark: stuck: {text}; {_CAUSES}")
+        self._told = seconds > self._quiet
+        if seconds > self._deadline(self._rank)[0] and not self._latest[self._rank].outside:
+            self._end(self._reason(self._rank, text, "find out what stopped the process"))
 
     def _arm(self) -> None:
         own = self._latest[self._rank]
@@ -320,4 +321,4 @@ class HangDetector:
     def _tell_all(self, reason: str) -> None:
         assert self._store is not None
         self._store.set("verdict", reason)
-        time.sleep(2 * self._beat)  # so that the others can read it, if this rank serves the store
+        self._clock.sleep(2 * self._beat)  # so that the others can read it, if this rank serves the store

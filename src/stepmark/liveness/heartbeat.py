@@ -24,7 +24,7 @@ from pathlib import Path
 from stepmark.filesystem import files
 from stepmark.filesystem.json_files import read_json
 from stepmark.filesystem.locks import try_lock, unlock
-from stepmark.liveness.running_time import Silence
+from stepmark.liveness.running_time import CLOCK, Clock, Silence
 
 BEAT = 5.0  # seconds between two heartbeats
 STALE = 60.0  # seconds without one, after which a process on another machine is considered dead
@@ -93,8 +93,8 @@ class HeartbeatMonitor:
     was running: clocks of two machines are never compared.
     """
 
-    def __init__(self) -> None:
-        self._silence = Silence()
+    def __init__(self, clock: Clock = CLOCK) -> None:
+        self._silence = Silence(clock)
 
     def state(self, path: Path) -> bool | None:
         """Whether the process behind the file is alive; None while that is unknown, which it is for at most STALE

@@ -22,11 +22,12 @@ LONGEST = 2 * LOOK_SECONDS  # counted between two readings
 class RunningClock:
     """Seconds during which this process was running, measured with `steady`, a clock that always goes on."""
 
-    def __init__(self, steady: Callable[[], float] = time.monotonic) -> None:
-        self._steady = steady
+    def __init__(
+        self, steady: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._steady, self._sleep = steady, sleep
         self._lock = threading.Lock()
-        self._counted = 0.0
-        self._looked = steady()
+        self._counted, self._looked = 0.0, steady()
         self._thread: threading.Thread | None = None
 
     def now(self) -> float:
@@ -52,7 +53,7 @@ class RunningClock:
 
     def _run(self) -> None:
         while True:
-            time.sleep(LOOK_SECONDS)
+            self._sleep(LOOK_SECONDS)
             with self._lock:
                 self._look()
 
@@ -72,18 +73,35 @@ def running_time() -> float:
     return _clock.now()
 
 
+class Clock:
+    """Running time, and how to wait in it. A test has one of its own, which it moves."""
+
+    def now(self) -> float:
+        return running_time()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def wait(self, event: threading.Event, seconds: float) -> bool:
+        """Waits up to `seconds` for the event, and returns whether it is set."""
+        return event.wait(seconds)
+
+
+CLOCK = Clock()
+
+
 class Silence:
-    """For how many seconds signs of life have not changed; `clock` does not count time in which this process is
+    """For how many seconds signs of life have not changed, by a clock that stands still while this process is
     suspended. Only signs with the same key are compared: never the clocks of two machines."""
 
-    def __init__(self, clock: Callable[[], float] = running_time) -> None:
+    def __init__(self, clock: Clock = CLOCK) -> None:
         self._clock = clock
         self._seen: dict[object, tuple[object, float]] = {}  # the latest sign, and since when it is that
         self.changed: set[object] = set()  # of which a second one was seen
 
     def seconds(self, signs: Mapping[Key, object]) -> dict[Key, float]:
         """Seconds for which each of the latest signs has been the same, as far as earlier calls saw it."""
-        now = self._clock()
+        now = self._clock.now()
         for key, sign in signs.items():
             before, since = self._seen.get(key, (sign, now))
             self._seen[key] = (sign, since if sign == before else now)

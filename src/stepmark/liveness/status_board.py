@@ -27,7 +27,7 @@ from stepmark.filesystem.visibility import when_visible
 from stepmark.liveness.bounded_call import BoundedCall
 from stepmark.liveness.failure_report import REPORTS
 from stepmark.liveness.host_group import HostGroup
-from stepmark.liveness.running_time import running_time
+from stepmark.liveness.running_time import CLOCK, Clock
 
 logger = logging.getLogger("stepmark")
 
@@ -49,12 +49,11 @@ class RankFailed(CheckpointError):
 class StatusBoard:
     """The posts of one save."""
 
-    def __init__(self, folder: Path, rank: int, group: HostGroup | None = None) -> None:
+    def __init__(self, folder: Path, rank: int, group: HostGroup | None = None, clock: Clock = CLOCK) -> None:
         self.folder = folder
         self._store_topic = f"{_FAILED}/{folder}"
-        self.rank = rank
-        self._group = group or HostGroup()
-        self._phase = ""
+        self.rank, self._clock = rank, clock
+        self._group, self._phase = group or HostGroup(), ""
 
     def open(self) -> None:
         """Creates the folder, on any rank. Raises CheckpointError if its parent, the run's own folder, is gone."""
@@ -119,10 +118,10 @@ class StatusBoard:
         Raises RankFailed as soon as any rank has failed, PeerLost if one was killed, and CheckpointTimeout, which names
         the late ranks and what they are doing, once the deadline has passed.
         """
-        pause, posted, first = _SHORTEST_PAUSE, time.monotonic(), True
+        pause, posted, first = _SHORTEST_PAUSE, self._clock.now(), True
         wanted = {f"{topic}.{rank}": rank for rank in ranks}
         while True:
-            due = time.monotonic() - posted > _POST_EVERY
+            due = self._clock.now() - posted > _POST_EVERY
             if due or first or len(wanted) > _FEW:  # listing is expensive, and every rank polls
                 present = set(os.listdir(self.folder))
             else:
@@ -133,7 +132,7 @@ class StatusBoard:
             if wanted.keys() <= present:
                 with contextlib.suppress(FileNotFoundError):  # listed, and not to be opened yet
                     return {rank: self.read(topic, rank) for rank in ranks}
-            if running_time() > deadline:
+            if self._clock.now() > deadline:
                 raise CheckpointTimeout(self.missing(topic, ranks) or f"{topic} was posted too late")
             if due:
                 if raise_failures and (told := self._group.told(self._store_topic)) is not None:
@@ -141,8 +140,8 @@ class StatusBoard:
                     raise RankFailed(f"rank {rank}: {reason}")
                 self._look_at_connections(topic, ranks)
                 self.try_to_post(_PHASE, self._phase)
-                posted = time.monotonic()
-            time.sleep(pause)
+                posted = self._clock.now()
+            self._clock.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _look_at_connections(self, topic: str, ranks: Collection[int]) -> None:

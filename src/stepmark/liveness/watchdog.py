@@ -29,7 +29,7 @@ from stepmark.errors import CheckpointTimeout
 from stepmark.liveness.bounded_call import BoundedCall
 from stepmark.liveness.failure_report import REPORTS, late
 from stepmark.liveness.process_exit import STDERR, end_process, print_stacks
-from stepmark.liveness.running_time import running_time
+from stepmark.liveness.running_time import CLOCK, Clock, running_time
 
 SCRIPT = Path(__file__).with_name("external_watchdog_process.py")
 STACKS = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2)) - 1  # the signal at which this process prints its stacks
@@ -207,14 +207,14 @@ os.register_at_fork(  # with the lock, so that the child does not inherit it whi
 )
 
 
-def exit_unless_handled(collected: threading.Event, error: BaseException, rank: int) -> None:
+def exit_unless_handled(collected: threading.Event, error: BaseException, rank: int, clock: Clock = CLOCK) -> None:
     """Ends the process with exit code 1 and this error, unless the program has received the error within GRACE seconds.
 
     The program may be stuck where no exception can reach it, such as in a collective with a rank that is gone.
     """
 
     def wait_and_end() -> None:
-        if not collected.wait(GRACE):
+        if not clock.wait(collected, GRACE):
             end_process(error, rank)
 
     BoundedCall(wait_and_end)

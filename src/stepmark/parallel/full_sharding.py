@@ -186,7 +186,7 @@ class LayerGradients(LayerParameters):
         turn = self.turn
         if turn is None:
             input_tensor.div_(self._axis.size * self.copies)
-        if turn is None or not in_order(turn.ranks, self.copies):
+        if turn is None or not self._sends_parts(turn.ranks, input_tensor.dtype):
             output_tensor.copy_(self._axis.start_reduce_scatter(input_tensor, self.dtype)())
         else:
             sums, hosts = self._sums_of(turn, len(input_tensor)), turn.hosts
@@ -196,6 +196,11 @@ class LayerGradients(LayerParameters):
                 output_tensor.copy_(sums.take())
         self._output = None if turn is None else output_tensor
         self._taken.clear()
+
+    def _sends_parts(self, ranks: LogicalRanks, dtype: torch.dtype) -> bool:
+        """Whether this rank adds what it is sent in the order of the logical ranks: a sum of two needs none."""
+        two = ranks.total == ranks.processes == 2 and self.dtype == dtype
+        return in_order(ranks, self.copies) and not two
 
     def _sums_of(self, turn: Turn, size: int) -> ArrivingSums[Tensor]:
         """Those of this call, of as many as the layer has in a pass."""

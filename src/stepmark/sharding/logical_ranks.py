@@ -80,6 +80,11 @@ class LogicalRanks:
     def _roots(self) -> list[list[range]]:
         return [list(_inside(range(self.total), self.of_process(each))) for each in range(self.processes)]
 
+    @cached_property
+    def commute(self) -> bool:
+        """Whether the sum is that of one value of each of two processes, which is the same in any order."""
+        return [len(each) for each in self._roots] == [1, 1]
+
     def sum(self, parts: Mapping[range, Value], add: Callable[[Value, Value], Value]) -> Value:
         """The sum in the tree's order of what complete subtrees have added up to."""
         return _sum(range(self.total), parts, add)

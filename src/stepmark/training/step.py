@@ -22,7 +22,7 @@ from stepmark.parallel.parallelize import check_adapted
 from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.mesh import Mesh
-from stepmark.runtime.seeds import kept_host_generators
+from stepmark.runtime.seeds import derive_seed, kept_host_generators
 from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import AroundPasses, MicroBatchSchedule, SequentialSchedule, StepHooks, call
@@ -113,6 +113,7 @@ class TrainStep:
         self._loads = ExpertLoads(model, mesh, router_bias_update_rate)
         self._schedule: MicroBatchSchedule
         stages = staged(model)
+        self._mesh, self._seed = mesh, seed
         options: dict[str, Any] = {"autocast": autocast, "scaler": scaler, "seed": seed, "loads": self._loads}
         if stages is None:
             options |= {"gathers": optimizer.gathers, "around": around}
@@ -140,6 +141,8 @@ class TrainStep:
         with kept_host_generators(), on_host:
             self._loads.begin()
             loss, tokens = self._schedule.forward_backward(step, batch, hooks)
+        if self._mesh.ranks.fixed:  # what is drawn around the update does not depend on which ranks a process hosts
+            self._runtime.seed(derive_seed(self._seed, step))
         enter_phase(REDUCE)
         reduced, updates = self._unscaled(self._gradients.reduce(loss, tokens, self._loads.counts()))
         scale_to(reduced.gradients, reduced.norm, self._max_grad_norm)

@@ -21,8 +21,9 @@ from stepmark.checkpoint.format.checkpoint_folders import COORDINATION, best_ste
 from stepmark.checkpoint.save import delete_old_checkpoints as keeper
 from stepmark.checkpoint.save.delete_old_checkpoints import read_deleted
 from stepmark.cli.main import run as stepmark
-from stepmark.liveness import heartbeat
+from stepmark.liveness.heartbeat import STALE
 from stepmark.model_folder import consolidate
+from tests.support.clock import MovedClock
 from tests.support.run_folders import checkpoint_names, save_steps
 
 
@@ -115,21 +116,19 @@ def test_the_lease_of_a_reader_that_was_killed_holds_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ahead", [-3600.0, 0.0, 3600.0])
-def test_on_another_machine_only_silence_ends_a_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
-) -> None:
+def test_on_another_machine_only_silence_ends_a_lease(tmp_path: Path, ahead: float) -> None:
     """Whatever its clock says: the lease counts until its file has not changed for a while."""
-    monkeypatch.setattr(heartbeat, "STALE", 1.0)
+    clock = MovedClock()
     checkpoint, path = tmp_path / "checkpoint-1", tmp_path / COORDINATION / "lease.checkpoint-1.test.abc"
     path.parent.mkdir()
     path.write_text(json.dumps({"boot": "another machine", "host": "far"}))
-    leases = Leases(tmp_path)
+    leases = Leases(tmp_path, clock)
     for beat in range(3):
         os.utime(path, (time.time() + ahead + beat,) * 2)
         assert leases.held(checkpoint)
-        time.sleep(0.6)
+        clock.sleep(0.6 * STALE)
     assert leases.held(checkpoint)
-    time.sleep(0.6)
+    clock.sleep(0.6 * STALE)
     assert not leases.held(checkpoint)
     assert not path.exists()
 

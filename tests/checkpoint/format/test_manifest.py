@@ -218,7 +218,7 @@ def test_a_large_manifest_has_the_bytes_of_its_shards(
     monkeypatch.setattr("stepmark.filesystem.json_files._MOST_PARSED", 1000)
     with pytest.raises(CheckpointDamaged, match="more values than such a file can"):
         read_manifest(folder)
-    monkeypatch.setattr("stepmark.checkpoint.format.manifest._USUAL", 0)
+    monkeypatch.setattr("stepmark.checkpoint.format.manifest.USUAL", 0)
     with pytest.raises(CheckpointDamaged, match="more values than such a file can"):
         read_manifest(folder)  # of a model of a few bytes
     (folder / "padding").write_bytes(b"1" * (1 << 20))

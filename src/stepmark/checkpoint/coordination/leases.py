@@ -20,6 +20,7 @@ from stepmark.checkpoint.coordination.folder_claim import held_by_another
 from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
 from stepmark.filesystem import files
 from stepmark.liveness.heartbeat import Heartbeat, HeartbeatMonitor
+from stepmark.liveness.running_time import CLOCK, Clock
 
 logger = logging.getLogger("stepmark")
 
@@ -79,9 +80,8 @@ def reading(checkpoint: Path, label: str) -> Iterator[bool]:
 class Leases:
     """The leases on a run's checkpoints, as one process sees them."""
 
-    def __init__(self, run: Path) -> None:
-        self._folder = run / COORDINATION
-        self._monitor = HeartbeatMonitor()
+    def __init__(self, run: Path, clock: Clock = CLOCK) -> None:
+        self._folder, self._monitor = run / COORDINATION, HeartbeatMonitor(clock)
 
     def held(self, checkpoint: Path, label: str | None = None, but: Lease | None = None) -> bool:
         """Whether a live reader has a lease on the checkpoint: any, or one with this label; `but` does not count.

@@ -37,7 +37,7 @@ OPTIMIZER = "optimizer"
 STATE = "state"
 MASTER = "master"  # the key, in an optimizer's states, of its own copy of a parameter, in fp32
 
-_USUAL = 4 << 20  # bytes; a larger manifest may have as many shards as the bytes that the checkpoint takes can be of
+USUAL = 4 << 20  # bytes; a larger manifest may have as many shards as the bytes that the checkpoint takes can be of
 _BLANK = "0" * FILE_CHECKSUM_LENGTH
 _DIGEST_FIELD = re.compile(rb'"digest": "([0-9a-f]{32})"\n\}\n\Z')
 _FILE_NAME = re.compile(r"((?!\.{1,2}(/|\Z))[^/\\\0]+(/(?!\Z)|\Z))+\Z")  # no part is empty, "." or ".."
@@ -180,7 +180,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         data = read_file(path)
-        names = regular_files(folder) if len(data) > _USUAL else ()
+        names = regular_files(folder) if len(data) > USUAL else ()
         return parse_manifest(data, sum(os.lstat(folder / name).st_blocks * 512 for name in names))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileIncomplete(f"{path} is missing; the folder is not a complete checkpoint") from error
@@ -264,9 +264,14 @@ def _name(text: Any) -> str:
     return text
 
 
+def is_file_name(name: str) -> bool:
+    """Whether a name, relative to a folder, is of a file inside it."""
+    return name.isprintable() and _FILE_NAME.match(name) is not None
+
+
 def _file_from_json(entry: dict[str, Any]) -> FileEntry:
     name, digest = entry["name"], entry["digest"]
-    if not isinstance(name, str) or not name.isprintable() or not _FILE_NAME.match(name):
+    if not isinstance(name, str) or not is_file_name(name):
         raise ValueError(f"{str(name)[:80]!r} is not a file name inside the checkpoint")
     if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{32}", digest):
         raise ValueError(f"{name!r} has no checksum")

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, count, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,42 +81,12 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
         handle.remove()
 
 
-class SubtreeSums:
-    """What the logical ranks of this process have added up to, in the order of their tree (`LogicalRanks`): like a
-    binary counter, it keeps one tensor for each subtree that is complete. `sent`: the type to which a logical rank's
-    part is rounded; parts are float32 tensors of one shape."""
+class _Memory(NamedTuple):
+    """What gradients are added up in: a flat tensor for each bucket, and views of them by parameter."""
 
-    def __init__(self, ranks: LogicalRanks, sent: torch.dtype) -> None:
-        self._merges = list(ranks.merges.values())
-        self._sent = sent
-        self._ended = 0
-        self._sums: list[Tensor] = []
-        self._spare: list[Tensor] = []
-
-    def end(self, part: Tensor) -> None:
-        """Ends a logical rank with its part, which may be overwritten afterwards, unless it is the last."""
-        if self._sent != part.dtype:
-            part.copy_(part.to(self._sent))
-        total, merges = part, self._merges[self._ended]
-        self._ended += 1
-        for _ in range(merges):
-            left = self._sums.pop().add_(total)
-            if total is not part:
-                self._spare.append(total)
-            total = left
-        if total is part and self._ended < len(self._merges):
-            total = self._spare.pop().copy_(part) if self._spare else part.clone()
-        self._sums.append(total)
-
-    def roots(self) -> list[Tensor]:
-        """The sums, once all have ended; `LogicalRanks.roots` has their nodes."""
-        return list(self._sums)
-
-    def reset(self, part: Tensor) -> None:
-        """Begins another step. `part`: the memory of the parts, which may be a sum."""
-        self._spare += [each for each in self._sums if each is not part]
-        self._sums.clear()
-        self._ended = 0
+    flat: list[Tensor]
+    places: list[list[Tensor]]
+    views: list[Tensor | None]  # those that autograd may add to
 
 
 class BucketAccumulator:
@@ -138,13 +108,13 @@ class BucketAccumulator:
         sent: Callable[[torch.dtype], torch.dtype] = lambda dtype: torch.float32,
     ) -> None:
         self.buckets = list(buckets)
-        self._subtrees: list[SubtreeSums] = []
-        if ranks is not None and ranks.fixed:
-            self._subtrees = [SubtreeSums(ranks, sent(bucket.dtype)) for bucket in self.buckets]
+        self._runtime = runtime
+        # How many subtrees end with each logical rank; complete ones are kept, like the digits of a binary number.
+        self._merges = list(ranks.merges.values()) if ranks is not None and ranks.fixed else []
+        self._ended = 0
+        self._sent = [sent(bucket.dtype) for bucket in self.buckets]
         # Called with the number of a bucket and the position of its member whenever a gradient is there.
         self.arrived: Callable[[int, int], object] = lambda number, position: None
-        zeros = [torch.zeros(bucket.padded, dtype=torch.float32) for bucket in self.buckets]
-        self.flat: list[Tensor] = list(runtime.place(zeros))  # the sums of each bucket, `bucket.padded` elements
         self._gaps = [runtime.place(gaps) if len(gaps := bucket.gaps()) else None for bucket in self.buckets]
         ends = list(accumulate(len(bucket.members) for bucket in self.buckets))
         self._indices = [range(begin, end) for begin, end in pairwise([0, *ends])]  # of each bucket's parameters
@@ -154,15 +124,28 @@ class BucketAccumulator:
             for position, member in enumerate(bucket.members)
         ]
         self.parameters = [member.parameter for *_, member in self._members]
-        self._places = [member.places_in(self.flat[number]) for number, _, member in self._members]
-        self._views = [
-            places[0] if member.in_order and self.buckets[number].dtype == torch.float32 else None
-            for (number, _, member), places in zip(self._members, self._places, strict=True)
-        ]
+        self._subtrees: list[_Memory] = []  # of this step, in order
+        self._spare: list[_Memory] = []
+        self._use(self._memory())
         self._present = [False] * len(self.parameters)
         self._got = [False] * len(self.parameters)
         self._earlier = list(self._got)  # those that got one of an earlier logical rank
         self.hooks = GradientHooks(self.parameters, self._made)
+
+    def _memory(self) -> _Memory:
+        zeros = [torch.zeros(bucket.padded, dtype=torch.float32) for bucket in self.buckets]
+        flat = list(self._runtime.place(zeros))
+        places = [member.places_in(flat[number]) for number, _, member in self._members]
+        views = [
+            each[0] if member.in_order and self.buckets[number].dtype == torch.float32 else None
+            for (number, _, member), each in zip(self._members, places, strict=True)
+        ]
+        return _Memory(flat, places, views)
+
+    def _use(self, memory: _Memory) -> None:
+        self._used = memory
+        # The sums of each bucket, `bucket.padded` elements, of the logical rank that has begun last:
+        self.flat, self._places, self._views = memory
 
     def _made(self, index: int) -> None:
         with torch.no_grad():  # in backward(create_graph=True) too
@@ -205,20 +188,31 @@ class BucketAccumulator:
             self._present[index] = True
         return self.flat[number]
 
-    def roots(self, number: int) -> list[Tensor]:
-        """Completes the sums of a bucket, of a step that is over for the last logical rank: one for each subtree. They
-        may be changed."""
-        flat = self.complete(number)
-        if not self._subtrees:
-            return [flat]
-        self._subtrees[number].end(flat)
-        return self._subtrees[number].roots()
-
     @torch.no_grad()
+    def roots(self, number: int) -> list[Tensor]:
+        """Completes the sums of a bucket, of a step that is over for the last logical rank: one for each subtree
+        (`LogicalRanks.roots`), the last one in `flat`. They may be changed."""
+        flat = self.complete(number)
+        if self._merges and self._sent[number] != flat.dtype:
+            flat.copy_(flat.to(self._sent[number]))
+        kept = self._kept()
+        for left in reversed(self._subtrees[kept:]):
+            flat.add_(left.flat[number])
+        return [*(each.flat[number] for each in self._subtrees[:kept]), flat]
+
+    def _kept(self) -> int:
+        """How many subtrees do not end with this logical rank."""
+        return len(self._subtrees) - (self._merges[self._ended] if self._merges else 0)
+
     def end_rank(self) -> None:
         """Ends a logical rank of this process that is not its last; what comes now is of the next one."""
-        for number, subtree in enumerate(self._subtrees):
-            subtree.end(self.complete(number))
+        for number in range(len(self.buckets)):
+            self.roots(number)
+        kept = self._kept()
+        self._spare += self._subtrees[kept:]
+        self._subtrees[kept:] = [self._used]
+        self._ended += 1
+        self._use(self._spare.pop() if self._spare else self._memory())
         self._present, self._earlier = [False] * len(self.parameters), list(self._got)
         for parameter in self.parameters:
             parameter.grad = None
@@ -249,8 +243,8 @@ class BucketAccumulator:
         self.hooks.come_last()
         for flags in (self._present, self._got, self._earlier):
             flags[:] = [False] * len(flags)
-        for subtree, flat in zip(self._subtrees, self.flat, strict=False):
-            subtree.reset(flat)
+        self._spare += self._subtrees
+        self._subtrees, self._ended = [], 0
         for gaps, flat in zip(self._gaps, self.flat, strict=True):
             if gaps is not None:  # a factor that is nan has made them nan
                 flat.index_fill_(0, gaps, 0.0)

@@ -61,10 +61,10 @@ class AllReduce:
     def start(self, sums: BucketAccumulator, number: int) -> Callable[[], Tensor]:
         """Starts the sum of a bucket over the ranks; the result waits for it."""
         axis = sums.buckets[number].axis
-        if self._mesh.ranks.fixed:
-            finish = start_sum_in_order(axis, sums.roots(number), self._mesh.ranks, self._reduce_dtype)
+        ranks, (*others, flat) = self._mesh.ranks, sums.roots(number)
+        if ranks.fixed and not (ranks.commute and self._reduce_dtype == flat.dtype):
+            finish = start_sum_in_order(axis, [*others, flat], ranks, self._reduce_dtype)
             return lambda: self._gathered(sums, number, finish())
-        flat = sums.complete(number)
         if not isinstance(axis, GroupCollectives):  # experts that no other rank holds
             return lambda: flat
         if self._reduce_dtype == flat.dtype:

@@ -1,0 +1,429 @@
+"""Where a run is kept: in a folder of this machine, or in a bucket; and how runs and checkpoints are copied.
+
+In a bucket nothing is renamed, so a checkpoint is there exactly if its manifest is, which is made last:
+
+checkpoint-N/manifest.json     the same bytes as in a folder
+checkpoint-N/<save>/<file>     names that no other save has
+best                           the name of the best checkpoint: in a folder, a link
+<file>                         what else is in the run's folder
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from threading import Event
+from typing import Any, NamedTuple, Protocol
+
+from stepmark.checkpoint.coordination.folder_claim import held_by_another
+from stepmark.checkpoint.coordination.leases import reading
+from stepmark.checkpoint.format.checkpoint_folders import (
+    BEST,
+    best_step,
+    checkpoint_path,
+    checkpoints,
+    point_best,
+    publish,
+    step_of,
+    temporary_path,
+)
+from stepmark.checkpoint.format.manifest import MANIFEST, USUAL, FileEntry, Manifest, is_file_name, parse_manifest
+from stepmark.checkpoint.format.streamed_check import checked
+from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
+from stepmark.filesystem import files
+from stepmark.filesystem.local_paths import is_address
+from stepmark.filesystem.objects import PART, Bucket
+
+FILES = 3  # copied at a time
+_SAVE = re.compile(r"[0-9a-f]+-\d{6,}\Z|[0-9a-f]{16}\Z")  # as run_ownership and the Checkpointer name them
+
+
+class Other(NamedTuple):
+    """A file beside the checkpoints: its size in bytes, and when it was written, in seconds since the Unix epoch."""
+
+    size: int
+    time: float
+
+
+class Place(Protocol):
+    """A run's folder, wherever it is. Files of a checkpoint have the names that its manifest gives them. What cannot be
+    read or written raises OSError."""
+
+    address: str
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, newest first; they may be incomplete in a folder."""
+
+    def manifest(self, step: int) -> bytes:
+        """Raises CheckpointNotFound."""
+
+    def size(self, step: int) -> int:
+        """The bytes that a checkpoint takes."""
+
+    def reading(self, step: int) -> AbstractContextManager[object]:
+        """Keeps a live run from deleting the checkpoint in the meantime."""
+
+    def unlisted(self, manifest: Manifest) -> dict[str, Other]:
+        """The files of a checkpoint that its manifest does not list, such as those that a callback has added."""
+
+    def blocks(self, manifest: Manifest, name: str, size: int) -> Iterator[Any]:
+        """A file of a checkpoint, from its first byte to its last."""
+
+    def prepare(self, manifest: Manifest) -> Callable[[FileEntry], bool]:
+        """Begins to make a checkpoint; returns what tells whether a file of it is there, whole, from an earlier try."""
+
+    def write(self, manifest: Manifest, name: str, blocks: Iterable[Any]) -> None:
+        """Makes a file of a checkpoint that is not complete yet."""
+
+    def commit(self, manifest: Manifest, data: bytes) -> None:
+        """Makes a checkpoint complete, whose files are written. `data` are the bytes of its manifest."""
+
+    def others(self) -> dict[str, Other]:
+        """The files beside the checkpoints, by name, without those through which ranks coordinate."""
+
+    def read_other(self, name: str, size: int) -> Iterator[Any]: ...
+
+    def write_other(self, name: str, blocks: Iterable[Any]) -> None: ...
+
+
+class FolderPlace:
+    """A run's folder on this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.address = str(folder)
+
+    def steps(self) -> list[int]:
+        return [step for path in checkpoints(self._folder) if (step := step_of(path)) is not None]
+
+    def manifest(self, step: int) -> bytes:
+        path = checkpoint_path(self._folder, step)
+        try:
+            return files.read_file(path / MANIFEST)
+        except FileNotFoundError:
+            raise CheckpointNotFound(f"there is no complete checkpoint {path}") from None
+
+    def size(self, step: int) -> int:
+        folder = checkpoint_path(self._folder, step)
+        return sum(os.lstat(folder / name).st_blocks * 512 for name in files.regular_files(folder))
+
+    def reading(self, step: int) -> AbstractContextManager[object]:
+        return reading(checkpoint_path(self._folder, step), "copy")
+
+    def unlisted(self, manifest: Manifest) -> dict[str, Other]:
+        folder = checkpoint_path(self._folder, manifest.step)
+        listed = {MANIFEST, *(each.name for each in manifest.files)}
+        names = [name for name in files.regular_files(folder) if name not in listed]
+        return {name: _other(folder / name) for name in names if files.regular_file_size(folder / name) is not None}
+
+    def blocks(self, manifest: Manifest, name: str, size: int) -> Iterator[Any]:
+        return _blocks(checkpoint_path(self._folder, manifest.step) / name)
+
+    def prepare(self, manifest: Manifest) -> Callable[[FileEntry], bool]:
+        if held_by_another(self._folder):
+            raise CheckpointBusy(f"{self._folder}: a live run owns this folder; name another one, or stop the run")
+        temporary = self._temporary(manifest)
+        files.make_own_folder(temporary)
+
+        def holds(entry: FileEntry) -> bool:
+            path = temporary / entry.name
+            try:
+                return files.regular_file_size(path) == entry.size and all(
+                    True for _ in checked(_blocks(path), manifest, entry, str(path))
+                )
+            except CheckpointDamaged:
+                return False
+
+        return holds
+
+    def _temporary(self, manifest: Manifest) -> Path:
+        return temporary_path(self._folder, manifest.step, manifest.save)
+
+    def write(self, manifest: Manifest, name: str, blocks: Iterable[Any]) -> None:
+        self._write(self._temporary(manifest) / name, blocks)
+
+    def commit(self, manifest: Manifest, data: bytes) -> None:
+        self.write(manifest, MANIFEST, [data])
+        publish(self._temporary(manifest), manifest.save)
+
+    def others(self) -> dict[str, Other]:
+        names = [
+            name
+            for path in (sorted(self._folder.iterdir()) if self._folder.is_dir() else ())
+            if not path.name.startswith(".") and not path.is_symlink() and not _is_checkpoint(path.name)
+            for name in (_inside(path) if path.is_dir() else [path.name])
+        ]
+        regular = [name for name in names if files.regular_file_size(self._folder / name) is not None]
+        best = [BEST] * (best_step(self._folder) is not None)
+        return {name: _other(self._folder / name) for name in regular + best}
+
+    def _best(self) -> bytes:
+        return f"checkpoint-{best_step(self._folder)}".encode()
+
+    def read_other(self, name: str, size: int) -> Iterator[Any]:
+        return iter([self._best()]) if name == BEST else _blocks(self._folder / name)
+
+    def write_other(self, name: str, blocks: Iterable[Any]) -> None:
+        if name != BEST:
+            self._write(self._folder / name, blocks)
+        elif (step := step_of(Path(b"".join(map(bytes, blocks)).decode()))) is not None:
+            point_best(self._folder, step)
+
+    def _write(self, path: Path, blocks: Iterable[Any]) -> None:
+        files.make_folder(path.parent)
+        descriptor, offset = files.open_for_writing(path, truncate=True), 0
+        try:
+            for block in blocks:
+                view = memoryview(block).cast("B")
+                files.write_at(descriptor, view, offset)
+                offset += len(view)
+            files.sync(descriptor)
+        finally:
+            files.close(descriptor)
+
+
+class BucketPlace:
+    """A run in a bucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self.address = bucket.url
+
+    def steps(self) -> list[int]:
+        found = [step_of(Path(name)) for name in self._bucket.inside()[0]]
+        steps = sorted((step for step in found if step is not None), reverse=True)
+        return [step for step in steps if self._bucket.stat(_manifest_of(step)) is not None]
+
+    def manifest(self, step: int) -> bytes:
+        try:
+            return self._bucket.read(_manifest_of(step))
+        except FileNotFoundError:
+            raise CheckpointNotFound(f"there is no complete checkpoint {self.address}/checkpoint-{step}") from None
+
+    def size(self, step: int) -> int:
+        return sum(each.size for each in self._bucket.objects(f"checkpoint-{step}"))
+
+    def reading(self, step: int) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def _folder_with(self, manifest: Manifest) -> str:
+        """Where the files are: beside the manifest, if another tool has copied a folder as it was."""
+        folder, first = _folder_of(manifest), manifest.files[0].name
+        return folder if self._bucket.stat(f"{folder}/{first}") else f"checkpoint-{manifest.step}"
+
+    def unlisted(self, manifest: Manifest) -> dict[str, Other]:
+        folder, listed = self._folder_with(manifest), {MANIFEST, *(each.name for each in manifest.files)}
+        found = ((each.name.removeprefix(f"{folder}/"), each) for each in self._bucket.objects(folder))
+        return {name: Other(each.size, each.time) for name, each in found if name not in listed}
+
+    def blocks(self, manifest: Manifest, name: str, size: int) -> Iterator[Any]:
+        return self._bucket.blocks(f"{self._folder_with(manifest)}/{name}", size)
+
+    def prepare(self, manifest: Manifest) -> Callable[[FileEntry], bool]:
+        folder = _folder_of(manifest)
+        there = {each.name: each.size for each in self._bucket.objects(folder)}
+        return lambda entry: there.get(f"{folder}/{entry.name}") == entry.size
+
+    def write(self, manifest: Manifest, name: str, blocks: Iterable[Any]) -> None:
+        self._bucket.put(f"{_folder_of(manifest)}/{name}", blocks)
+
+    def commit(self, manifest: Manifest, data: bytes) -> None:
+        self._bucket.create(_manifest_of(manifest.step), data)
+
+    def others(self) -> dict[str, Other]:
+        folders, found = self._bucket.inside()
+        found += [each for name in folders if not _is_checkpoint(name) for each in self._bucket.objects(name)]
+        return {each.name: Other(each.size, each.time) for each in found}
+
+    def read_other(self, name: str, size: int) -> Iterator[Any]:
+        return self._bucket.blocks(name, size)
+
+    def write_other(self, name: str, blocks: Iterable[Any]) -> None:
+        self._bucket.put(name, blocks)
+
+
+def _manifest_of(step: int) -> str:
+    return f"checkpoint-{step}/{MANIFEST}"
+
+
+def _folder_of(manifest: Manifest) -> str:
+    return f"checkpoint-{manifest.step}/{manifest.save}"
+
+
+def _is_checkpoint(name: str) -> bool:
+    return step_of(Path(name)) is not None or name.startswith("damaged-checkpoint-")
+
+
+def _inside(folder: Path) -> Iterator[str]:
+    return (f"{folder.name}/{name}" for name in files.regular_files(folder))
+
+
+def _other(path: Path) -> Other:
+    status = os.lstat(path)
+    return Other(status.st_size, status.st_mtime)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(PART):
+            yield block
+
+
+def place_of(address: str) -> tuple[Place, int | None]:
+    """The run's place at a path or an address, and the step, if it is a checkpoint's. Raises UsageError."""
+    head, _, last = address.rstrip("/").rpartition("/")
+    step = step_of(Path(last))
+    if is_address(address):
+        return BucketPlace(Bucket(address if step is None else head)), step
+    path = Path(address)
+    if step is None and (path / MANIFEST).exists():
+        raise UsageError(f"{address}: a checkpoint is copied under its own name; call the folder checkpoint-N")
+    return FolderPlace(path if step is None else path.parent), step
+
+
+class Copied(NamedTuple):
+    """A checkpoint, or with `step` None what is beside them: its `files`, and how many bytes of them were sent."""
+
+    step: int | None
+    files: int
+    sent: int
+
+
+def copy(
+    source: Place,
+    destination: Place,
+    step: int | None = None,
+    *,
+    begin: Callable[[int], object] = lambda total: None,
+    advance: Callable[[int], object] = lambda count: None,
+) -> Iterator[Copied]:
+    """Copies a run, its newest checkpoint first, or the checkpoint of one step; each is complete at the destination
+    before it appears there, and is yielded then. What an earlier try has copied is not sent again. Every checksum of a
+    checkpoint is verified on the way.
+
+    Args:
+        source: Where it is.
+        destination: The run's place there.
+        step: The step; None (default) for all of the run.
+        begin: Called with the bytes of what comes next.
+        advance: Called with bytes that have arrived.
+
+    Raises:
+        CheckpointNotFound: There is nothing to copy.
+        CheckpointDamaged: A checkpoint is corrupted; it is not copied.
+        CheckpointError: The destination has another checkpoint of that step, or cannot be written to.
+    """
+    try:
+        steps = source.steps() if step is None else [step]
+        others = source.others() if step is None else {}
+        if not steps and not others:
+            raise CheckpointNotFound(f"{source.address}: there is no run")
+        _check_same_run(source, destination, steps)
+        for each in steps:
+            with source.reading(each):
+                try:
+                    yield _copy_checkpoint(source, destination, each, begin, advance)
+                except (CheckpointNotFound, FileNotFoundError):
+                    if step is not None or each in source.steps():  # else the run has deleted it since
+                        raise
+        if others:
+            yield _copy_others(source, destination, others, begin, advance)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or destination.address}: {error.strerror or error}") from error
+
+
+def _manifest(place: Place, step: int) -> tuple[bytes, Manifest]:
+    """The manifest of a checkpoint, as bytes too. Raises CheckpointError."""
+    data = place.manifest(step)
+    try:
+        return data, parse_manifest(data, place.size(step) if len(data) > USUAL else 0)
+    except CheckpointError as error:
+        raise type(error)(f"{place.address}/checkpoint-{step}/{MANIFEST}: {error}") from error
+
+
+def _check_same_run(source: Place, destination: Place, steps: list[int]) -> None:
+    """Raises CheckpointError where the destination has checkpoints of another run; those of one step are compared when
+    it is their turn."""
+    there = destination.steps()
+    if not there or not steps or {*there} & {*steps}:
+        return
+    own, other = (_manifest(place, step)[1].identity for place, step in ((source, steps[0]), (destination, there[0])))
+    if own and other and own != other:
+        raise CheckpointError(f"{destination.address} has checkpoints of another run; name another destination")
+
+
+def _copy_checkpoint(
+    source: Place, destination: Place, step: int, begin: Callable[[int], object], advance: Callable[[int], object]
+) -> Copied:
+    (data, manifest), where = _manifest(source, step), f"{source.address}/checkpoint-{step}"
+    if manifest.step != step or not _SAVE.match(manifest.save):
+        raise CheckpointDamaged(f"{where}/{MANIFEST} is of step {manifest.step} and save {manifest.save}; verify it")
+    unlisted = {name: each for name, each in source.unlisted(manifest).items() if is_file_name(name)}
+    count = len(manifest.files) + len(unlisted) + 1
+    if step in destination.steps():
+        if destination.manifest(step) == data:
+            return Copied(step, count, 0)
+        raise CheckpointError(
+            f"{destination.address}/checkpoint-{step} is another checkpoint of that step; delete it, or name another "
+            "destination"
+        )
+    holds = destination.prepare(manifest)
+    missing = [entry for entry in manifest.files if not holds(entry)]
+    total = sum(entry.size for entry in missing) + sum(each.size for each in unlisted.values())
+    begin(total)
+
+    stop = Event()
+
+    def send(name: str, blocks: Iterator[Any]) -> None:
+        destination.write(manifest, name, _counted(blocks, advance, stop))
+
+    with ThreadPoolExecutor(FILES, thread_name_prefix="stepmark-copy") as pool:
+        sent = [
+            pool.submit(
+                send,
+                entry.name,
+                checked(source.blocks(manifest, entry.name, entry.size), manifest, entry, f"{where}/{entry.name}"),
+            )
+            for entry in missing
+        ]
+        sent += [pool.submit(send, name, source.blocks(manifest, name, each.size)) for name, each in unlisted.items()]
+        try:
+            for future in sent:
+                future.result()
+        finally:
+            stop.set()  # an interrupt waits for no file's end
+    destination.commit(manifest, data)
+    return Copied(step, count, total + len(data))
+
+
+def _copy_others(
+    source: Place,
+    destination: Place,
+    others: dict[str, Other],
+    begin: Callable[[int], object],
+    advance: Callable[[int], object],
+) -> Copied:
+    there = destination.others()
+    newer = {
+        name: each
+        for name, each in others.items()
+        if is_file_name(name) and (name not in there or there[name].size != each.size or there[name].time <= each.time)
+    }
+    total = sum(each.size for each in newer.values())
+    begin(total)
+    for name, each in newer.items():
+        destination.write_other(name, _counted(source.read_other(name, each.size), advance))
+    return Copied(None, len(others), total)
+
+
+def _counted(blocks: Iterator[Any], advance: Callable[[int], object], stop: Event | None = None) -> Iterator[Any]:
+    for block in blocks:
+        if stop is not None and stop.is_set():
+            raise InterruptedError(errno.EINTR, "copying was stopped")
+        yield block
+        advance(len(block))

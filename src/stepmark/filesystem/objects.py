@@ -1,0 +1,165 @@
+"""Objects in a bucket (S3; by the same client Google Cloud Storage and Azure), through obstore.
+
+An object is there with all of its bytes, or not at all; nothing is renamed. Every request has a deadline, and is
+repeated after errors that may pass, with growing pauses. What fails is raised as an OSError that names the object.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from stepmark.errors import UsageError
+
+SCHEMES = ("s3", "gs", "az")
+REQUEST = 60.0  # seconds that a request may take, of at most PART bytes
+REPEATED = 180.0  # seconds in which a request that fails is repeated
+PART = 8 << 20  # bytes of a request; a larger object is sent in several
+IN_FLIGHT = 4  # of them at a time, for each object
+
+_ERRORS = {  # by the answer's status
+    "401": (errno.EACCES, "renew the credentials, or set them"),
+    "403": (errno.EACCES, "see to the permissions of these credentials"),
+    "404": (errno.ENOENT, ""),
+    "409": (errno.EEXIST, ""),
+    "412": (errno.EEXIST, ""),
+}
+_STATUS = re.compile(r"status code: (\d+)")
+_SAID = re.compile(r"<Code>(\w+)</Code>\s*<Message>([^<]*)")
+
+
+class Stored(NamedTuple):
+    """An object: its name, size in bytes, and when it was written, in seconds since the Unix epoch."""
+
+    name: str
+    size: int
+    time: float
+
+
+class Bucket:
+    """The objects whose names begin with the path of `url`, such as `s3://bucket/run`; names are relative to it.
+
+    Credentials, region and endpoint are those that the client finds: environment variables (`AWS_REGION`,
+    `AWS_ENDPOINT_URL`, …), or the machine's or the container's role.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Sends nothing. Raises UsageError for another scheme, and where obstore is missing."""
+        self.url = url.rstrip("/")
+        scheme, _, rest = self.url.partition("://")
+        if scheme not in SCHEMES or not rest:
+            raise UsageError(f"{url}: is no address of object storage: {', '.join(f'{each}://' for each in SCHEMES)}")
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError:
+            raise UsageError(f"{url}: object storage needs the package obstore; pip install 'stepmark[s3]'") from None
+        pause, most = timedelta(seconds=0.1), timedelta(seconds=10)
+        self._client = obstore
+        self._store: Any = from_url(
+            self.url,
+            client_options={
+                "timeout": timedelta(seconds=REQUEST),
+                "connect_timeout": timedelta(seconds=10),
+                "allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"),
+            },
+            retry_config={
+                "backoff": {"init_backoff": pause, "max_backoff": most, "base": 2},
+                "max_retries": 10,
+                "retry_timeout": timedelta(seconds=REPEATED),
+            },
+        )
+
+    def address(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    @contextmanager
+    def _request(self, name: str) -> Iterator[None]:
+        """Turns the client's errors into OSErrors."""
+        try:
+            yield
+        except (self._client.exceptions.BaseError, FileNotFoundError) as error:
+            status, answer = (each.search(str(error)) for each in (_STATUS, _SAID))
+            number, advice = _ERRORS.get(status[1] if status else "", (errno.EREMOTEIO, ""))
+            said = f"{answer[2].rstrip('.')} ({answer[1]})" if answer else str(error).split("Debug source:")[0]
+            words = "; ".join(filter(None, (" ".join(said.split()), advice)))
+            raise OSError(number, words, self.address(name)) from None
+
+    def create(self, name: str, data: bytes) -> None:
+        """Makes an object, all of it in one request. Raises FileExistsError where another one has the name; its own,
+        where the answer to an earlier request was lost, is recognised by its bytes."""
+        for pause in (0.1, 0.4, 1.6, 6.4, 0.0):
+            with suppress(FileExistsError), self._request(name):
+                self._client.put(self._store, name, data, mode="create", use_multipart=False)
+                return
+            with suppress(FileNotFoundError):  # 409: another request for it is under way
+                if self.read(name) == data:
+                    return
+                break
+            time.sleep(pause)
+        raise FileExistsError(errno.EEXIST, "another object is there already", self.address(name))
+
+    def put(self, name: str, data: bytes | Iterable[Any]) -> None:
+        """Makes or replaces an object, of bytes, or of blocks that are sent in parts as they come."""
+        with self._request(name):
+            if isinstance(data, bytes):
+                self._client.put(self._store, name, data, use_multipart=False)
+            else:
+                self._client.put(self._store, name, data, chunk_size=PART, max_concurrency=IN_FLIGHT)
+
+    def read(self, name: str) -> bytes:
+        """A small object. Raises FileNotFoundError."""
+        with self._request(name):
+            return bytes(self._client.get(self._store, name).bytes())
+
+    def blocks(self, name: str, size: int) -> Iterator[Any]:
+        """An object of `size` bytes, in order, a few requests ahead: buffers of at most PART bytes."""
+
+        def fetch(begin: int) -> Any:
+            with self._request(name):
+                return self._client.get_range(self._store, name, start=begin, end=min(begin + PART, size))
+
+        ahead: deque[Future[Any]] = deque()
+        with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="stepmark-download") as pool:
+            try:
+                for begin in range(0, size, PART):
+                    ahead.append(pool.submit(fetch, begin))
+                    if len(ahead) > IN_FLIGHT:
+                        yield ahead.popleft().result()
+                while ahead:
+                    yield ahead.popleft().result()
+            finally:
+                for each in ahead:
+                    each.cancel()
+
+    def stat(self, name: str) -> Stored | None:
+        """An object without its bytes; None where there is none."""
+        try:
+            with self._request(name):
+                return _stored(self._client.head(self._store, name))
+        except FileNotFoundError:
+            return None
+
+    def objects(self, prefix: str = "") -> list[Stored]:
+        """All objects whose names begin with a folder's name, in order; a list that fails raises."""
+        with self._request(prefix):
+            found = [_stored(each) for some in self._client.list(self._store, prefix or None) for each in some]
+        return sorted(found)
+
+    def inside(self) -> tuple[list[str], list[Stored]]:
+        """The names of folders, and the objects that are in none."""
+        with self._request(""):
+            listed = self._client.list_with_delimiter(self._store)
+        return sorted(each.rsplit("/", 1)[-1] for each in listed["common_prefixes"]), [*map(_stored, listed["objects"])]
+
+
+def _stored(found: Any) -> Stored:
+    return Stored(found["path"], found["size"], found["last_modified"].timestamp())
