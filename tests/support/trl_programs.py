@@ -137,6 +137,23 @@ def trained(kind: str, folder: str, options: dict[str, Any], make: Any = make) -
     return logs(trainer)
 
 
+def history(kind: str, folder: str, options: dict[str, Any]) -> list[dict[str, float]]:
+    """All that a run logs and that depends on no clock, and a number of the weights; `options` as in `trained`."""
+    made: list[Any] = []
+
+    def keep(*given: Any, **more: Any) -> Any:
+        made.append(make(*given, **more))
+        return made[0]
+
+    trained(kind, folder, options, keep)
+    timed = ("second", "runtime")
+    return [
+        {name: value for name, value in log.items() if not any(word in name for word in timed)}
+        for log in made[0].state.log_history
+        if "loss" in log or "eval_loss" in log
+    ]
+
+
 def evaluated(kind: str, folder: str, options: dict[str, Any]) -> dict[str, float]:
     """What a run's evaluation logs, without times."""
     trainer = make(kind, Path(folder), **options)

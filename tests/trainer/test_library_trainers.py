@@ -94,6 +94,68 @@ def test_two_ranks_evaluate_like_one(tmp_path: Path, ranks: Ranks, kind: str) ->
         assert found == pytest.approx(expected, rel=1e-4)
 
 
+HOSTING: Any = [
+    ("SFT", 3, 2, {}),
+    ("SFT", 3, 1, {"fsdp": True}),
+    ("SFT", 4, 2, {"zero_1": True}),
+    ("SFT", 3, 2, {"fsdp": True, "packing": True}),
+    ("DPO", 3, 2, {}),
+    ("DPO", 3, 2, {"fsdp": True}),
+    ("DPO", 4, 2, {"lora": True}),
+    ("Reward", 3, 1, {}),
+    ("Reward", 3, 2, {"fsdp": True}),
+    ("Reward", 4, 2, {"zero_1": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "replicas", "processes", "options"),
+    [pytest.param(*cell, marks=[pytest.mark.prove] * (number > 0)) for number, cell in enumerate(HOSTING)],
+)
+def test_processes_that_host_ranks_have_the_bits_of_all(
+    tmp_path: Path, ranks: Ranks, kind: str, replicas: int, processes: int, options: dict[str, Any]
+) -> None:
+    """Weights, losses and metrics, at the end of an epoch that some ranks have no samples of, and of evaluations."""
+    options = {"data_parallel_replicas": replicas, "max_steps": 5, "rows": 4 * replicas + 2, "eval_rows": 9, **options}
+    options |= {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2}
+    options |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    program = "tests.support.trl_programs:history"
+    (expected, *_) = ranks.run(program, kind, str(tmp_path / "all"), options, nproc=replicas).check()
+    assert {log["step"] for log in expected} == {2, 4, 5}
+    for found in ranks.run(program, kind, str(tmp_path / "few"), options, nproc=processes).check():
+        assert found == expected
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward"])
+def test_a_hosted_run_goes_on_with_its_metrics_on_other_processes(tmp_path: Path, ranks: Ranks, kind: str) -> None:
+    """Saved in the middle of what a log is the mean of."""
+    options: dict[str, Any] = {"data_parallel_replicas": 3, "logging_steps": 3, "max_steps": 6, "eval_rows": 3}
+    options |= {"save_strategy": "steps", "save_steps": 4}
+    program = "tests.support.trl_programs:history"
+    (expected, *_) = ranks.run(program, kind, str(tmp_path / "all"), options, nproc=3).check()
+    killed = ranks.run(TRAINED, kind, str(tmp_path / "few"), {**options, "kill_at": 5}, nproc=2)
+    assert any(killed.codes)
+    resumed = ranks.run(program, kind, str(tmp_path / "few"), {**options, "resume": True}, nproc=1).check()
+    assert resumed == [expected]
+
+
+def test_a_loss_that_joins_ranks_is_refused_where_a_process_hosts_several(tmp_path: Path) -> None:
+    """KTO's subtracts the divergence over all ranks; a gather of a subclass's own is no metric of TRL's."""
+    from stepmark.trl import SFTTrainer
+
+    def compute_loss(self: Any, *given: Any, **options: Any) -> Any:
+        loss = SFTTrainer.compute_loss(self, *given, **options)
+        return loss + self.accelerator.gather(loss).mean()
+
+    with pytest.raises(UsageError, match="data_parallel_replicas: .*losses .*join"):
+        make("KTO", tmp_path / "kto", data_parallel_replicas=2).train()
+    trainer = make("SFT", tmp_path / "sft", data_parallel_replicas=2)
+    trainer.__class__ = type("Own", (SFTTrainer,), {"compute_loss": compute_loss, "__module__": __name__})
+    with pytest.raises(UsageError, match="data_parallel_replicas: the loss joins what ranks have computed"):
+        trainer.train()
+
+
 def test_ranks_gather_what_each_has(ranks: Ranks) -> None:
     for rank, found in enumerate(ranks.run("tests.support.trl_programs:gathered", nproc=2).check()):
         vectors, scalars, truths, *filled, read, first = found

@@ -8,7 +8,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
@@ -217,7 +217,7 @@ class Evaluator:
                     seed_micro_batch(self.runtime, derive_seed(EVALUATION, batch, self.mesh.ranks.own[place]))
                 found = forward(each)
                 for _ in range(idle if place == len(self.mesh.ranks.own) - 1 else 0):
-                    forward(each)
+                    forward(replace(each, rows=0))
                 yield each, found
             return
         through_stages = PipelinedForward(self.model, self.loss, self.mesh, self.autocast_dtype)

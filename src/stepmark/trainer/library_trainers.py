@@ -12,8 +12,10 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
 import typing
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,7 @@ import transformers
 from stepmark.config.fields import fields_of, refuse
 from stepmark.config.training_fields import TrainingFields
 from stepmark.config.transformers_defaults import is_absent
+from stepmark.data.loader.batch import is_filler
 from stepmark.errors import UsageError
 from stepmark.runtime.context import start
 from stepmark.trainer.compat.overrides import RefusedHook
@@ -34,6 +37,8 @@ from stepmark.trainer.training_arguments import TrainingArguments
 from stepmark.training.one_graph_per_step.deferred_reads import read_numbers
 
 ARGUMENTS = {"trl": "Config", "sentence_transformers": "TrainingArguments"}  # what they are called in a library
+
+HOSTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer")  # of TRL, whose losses join nothing of ranks but metrics
 
 # Hooks of transformers that libraries override, and whose work is done otherwise or refused where it is asked for.
 _REPLACED = """
@@ -58,7 +63,10 @@ class Base(Trainer, _Refused, transformers.Trainer):  # type: ignore[misc, overr
         """Also the running sums of libraries, so that a resumed run logs the same means: TRL's, which are the same on
         all ranks, and each rank's own of sentence-transformers' losses with several parts."""
         found, own = self.run_state(), vars(self)
-        if "train" in own.get("_metrics", ()):
+        if "train" in own.get("_metrics", ()) and self._joins_at_logs:
+            values, found["tokens"] = self._of_ranks("train")
+            found |= {"metrics": values, "of_each_rank": True}
+        elif "train" in own.get("_metrics", ()):
             found |= {
                 "metrics": read_numbers(dict(own["_metrics"]["train"])),
                 "tokens": read_numbers(own.get("_total_train_tokens", 0)),
@@ -82,9 +90,54 @@ class Base(Trainer, _Refused, transformers.Trainer):  # type: ignore[misc, overr
                 "sync_ref_model: checkpoints do not hold the reference model, which follows the trained one, so the "
                 "run cannot be resumed; set it to false, or start again from the checkpoint's model"
             )
-        if "metrics" in state:
-            own._metrics["train"].update(state["metrics"])
+        if "metrics" in state and not (self._joins_at_logs and self.context.host.rank):  # else rank 0 has all of them
+            values = state["metrics"]
+            if self._joins_at_logs and not state.get("of_each_rank"):  # each of all ranks
+                values = {name: each * self.mesh.ranks.total for name, each in values.items()}
+            own._metrics["train"].update(values)
             own._total_train_tokens = state["tokens"]
+
+    @property
+    def _joins_at_logs(self) -> bool:
+        """Whether TRL's metrics are those of each logical rank alone until they are logged."""
+        return self._hosts_ranks and (self.mesh.ranks.given or self.mesh.ranks.total > self.mesh.ranks.processes)
+
+    def _own_loss(self, compute: Any, *given: Any, **options: Any) -> Any:
+        """TRL's `compute_loss`, with the metrics of the logical rank; none where it only takes part in others' passes
+        or has no samples."""
+        own: Any = self
+        if not self._joins_at_logs:
+            return compute(self, *given, **options)
+        kept = own._metrics, own._total_train_tokens
+        if is_filler():
+            own._metrics = {mode: defaultdict(list) for mode in own._metrics}
+        own.accelerator.keeps_own = True
+        try:
+            return compute(self, *given, **options)
+        finally:
+            own.accelerator.keeps_own = False
+            if is_filler():
+                own._metrics, own._total_train_tokens = kept
+
+    def _own_log(self, log: Any, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's `log`, with the means over logical ranks: of a sum that is rounded once, whatever its order."""
+        own: Any = self
+        if self._joins_at_logs:
+            mode = "train" if own.model.training else "eval"
+            values, tokens = self._of_ranks(mode)
+            own._metrics[mode].update({name: [math.fsum(each) / len(each)] for name, each in values.items()})
+            if values:
+                own._metrics[mode]["num_tokens"] = [tokens]
+        log(self, logs, start_time)
+
+    def _of_ranks(self, mode: str) -> tuple[dict[str, list[float]], int]:
+        """TRL's metrics of all logical ranks since the last log, and the tokens of all since the first. Collective."""
+        own, joined = vars(self), defaultdict[str, list[float]](list)
+        told = self.context.host.all_gather((read_numbers(dict(own["_metrics"][mode])), own["_total_train_tokens"]))
+        for values, _ in (told := [told[rank] for rank in self.mesh.reporting_ranks]):
+            for name, each in values.items():
+                joined[name] += each
+        return dict(joined), sum(tokens for _, tokens in told)
 
 
 class _PassingOn(type(TrainingArguments)):  # type: ignore[misc]
@@ -182,6 +235,14 @@ def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
         "arguments_class": arguments,
         "_library": library,
     }
+    if library == "trl" and kind.__name__ in HOSTED:
+        namespace |= {
+            "_hosts_ranks": True,
+            "compute_loss": functools.wraps(kind.compute_loss)(
+                lambda self, *given, **options: self._own_loss(kind.compute_loss, *given, **options)
+            ),
+            "log": lambda self, *given, **options: self._own_log(kind.log, *given, **options),
+        }
     metaclass: Any = type(Base)
     made: type = metaclass(kind.__name__, (kind, Base), namespace)
     return made

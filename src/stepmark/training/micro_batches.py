@@ -221,7 +221,7 @@ class SequentialSchedule:
 
     def _pass(self, micro_batch: MicroBatch, weight: Weight, first: bool, last: bool, *, counts: bool) -> Tensor:
         """The forward and backward pass of a micro-batch, the `first` or `last` of a step; returns its loss. `counts`:
-        whether its tokens are counted for the experts."""
+        whether its tokens are counted for the experts, and its samples for metrics."""
 
         def passes(inputs: Any) -> Tensor:
             with self._gathers.first_use() if first else nullcontext():
@@ -232,7 +232,7 @@ class SequentialSchedule:
             self._gradients.collect()
             return loss.detach()
 
-        with computing(micro_batch):
+        with computing(micro_batch if counts else replace(micro_batch, rows=0)):
             return self._around(micro_batch.inputs, weight.count, passes)
 
     def _turns(self, batch: StepBatch, hosted: Sequence[tuple[int, slice]]) -> list[tuple[int, int]]:

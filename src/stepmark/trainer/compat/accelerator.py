@@ -26,10 +26,12 @@ class Accelerator:
     Attributes:
         parallelism_config: None.
         sync_gradients: True; ranks exchange gradients once for each step.
+        keeps_own: Whether `gather` in a loss returns what it is given: metrics, which are joined at the next log.
     """
 
     parallelism_config = None
     sync_gradients = True
+    keeps_own = False
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -64,6 +66,8 @@ class Accelerator:
         Raises:
             UsageError: A loss would be computed from as many ranks as there are processes, which host more.
         """
+        if is_computing() and self.keeps_own:
+            return map_tensors(tensor, lambda each: each.detach().to(self.device))
         if is_computing():
             self._mesh.keep_one_rank("the loss joins what ranks have computed")
         return map_tensors(tensor, self._gathered)
