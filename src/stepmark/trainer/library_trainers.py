@@ -111,7 +111,7 @@ class Base(Trainer, _Refused, transformers.Trainer):  # type: ignore[misc, overr
         kept = own._metrics, own._total_train_tokens
         if is_filler():
             own._metrics = {mode: defaultdict(list) for mode in own._metrics}
-        own.accelerator.keeps_own = True
+        own.accelerator.keeps_own = own.compute_loss_func is None  # which may join more than metrics
         try:
             return compute(self, *given, **options)
         finally:
