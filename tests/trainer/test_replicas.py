@@ -142,6 +142,30 @@ def test_what_fsdp_cannot_host(
     assert message in outcome.logs[0]
 
 
+class Descent(torch.optim.Optimizer):
+    """Says nothing of what it needs to update an element."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in (each for group in self.param_groups for each in group["params"]):
+            each.data.sub_(each.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("replicas", [2, None])
+def test_one_process_of_several_takes_no_optimizer_that_shards_do_not_suit(tmp_path: Path, replicas: Any) -> None:
+    """With fsdp it may become several processes. Where it stays one, any optimizer does."""
+    model = make_model("gpt2")
+    given = arguments(tmp_path, data_parallel_replicas=replicas, fsdp="full_shard")
+    trainer = Trainer(model, given, train_dataset=Samples(16), optimizers=(Descent(model.parameters()), None))
+    if replicas is None:
+        trainer.train()
+    else:
+        with pytest.raises(UsageError, match="fsdp: it is unknown what Descent needs to update an element"):
+            trainer.train()
+
+
 class Skipping(Normalized):
     """Leaves its norm out for some samples."""
 

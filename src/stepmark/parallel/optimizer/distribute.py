@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from stepmark.errors import UsageError
-from stepmark.parallel.full_sharding import is_fully_sharded
+from stepmark.parallel.full_sharding import is_fully_sharded, reduced_by_pass
 from stepmark.parallel.optimizer.named import Groups, OptimizerSharding
 from stepmark.parallel.optimizer.replicated import LocalShards, Replicated
 from stepmark.parallel.optimizer.whole_parameters import WholeParameters
@@ -125,13 +125,13 @@ def distribute(
     Raises UsageError as `sharding_unit` where parameters are sharded, and where they would have to be whole and cannot.
     """
     parameters = [parameter for group in groups for _, parameter in group["params"]]
-    if any(map(is_fully_sharded, parameters)):
-        if zero_1:
-            raise UsageError("zero_1 and fsdp: sharded parameters have sharded states already; leave zero_1 out")
-        if sharding_unit(kind, "fsdp") != "element":
-            raise UsageError(
-                f"fsdp: {kind.__name__} uses complete parameters, and would see shards; use zero_1 instead"
-            )
+    fully = any(map(is_fully_sharded, parameters))
+    hosted = mesh is not None and mesh.ranks.total > 1 and any(map(reduced_by_pass, parameters))
+    if fully and zero_1:
+        raise UsageError("zero_1 and fsdp: sharded parameters have sharded states already; leave zero_1 out")
+    if (fully or hosted) and sharding_unit(kind, "fsdp") != "element":  # one process of several ranks may become more
+        raise UsageError(f"fsdp: {kind.__name__} uses complete parameters, and would see shards; use zero_1 instead")
+    if fully:
         return LocalShards(groups, runtime, order=order, master_weights=master_weights)
     field = "zero_1" if zero_1 else "tensor_parallel_size"
     sharded = any(layout_of(each) is not None for each in parameters)
