@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
 import weakref
 from typing import Any
 
-import pytest
-
-from stepmark.liveness import thread_frames
-from stepmark.liveness.thread_frames import all_stacks, innermost, is_waiting, places_of, stack
+from stepmark.liveness.thread_frames import innermost, is_waiting, places_of, stack
 
 # Garbage is collected at every possible allocation within the call, and what it frees is held by a thread.
 PROGRAM = """
@@ -80,23 +76,54 @@ def test_where_a_thread_is_and_nothing_of_it_is_kept() -> None:
     assert innermost(places_of(thread.ident or 0)) == "an unknown place"
 
 
-def test_without_a_file_to_write_to_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(24, "Too many open files")
+# An extension's threads enter the interpreter all the time, each with a new state.
+CALLBACKS = """
+import ctypes, sys, threading, time
+from stepmark.liveness.thread_frames import all_stacks, places_of
 
-    monkeypatch.setattr(os, "memfd_create", fail, raising=False)
-    assert places_of(threading.get_ident()) == []
-    monkeypatch.delattr(os, "memfd_create")
-    assert places_of(threading.get_ident())
+libc = ctypes.CDLL(None)
+call = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+until = time.monotonic() + float(sys.argv[1])
+
+def start():
+    while time.monotonic() < until:
+        made = [ctypes.c_ulong() for _ in range(20)]
+        for each in made:
+            libc.pthread_create(ctypes.byref(each), None, call, None)
+        for each in made:
+            libc.pthread_join(each, None)
+
+threads = [threading.Thread(target=start) for _ in range(2)]
+for each in threads:
+    each.start()
+looks = 0
+while any(each.is_alive() for each in threads):
+    assert all_stacks().count("hread 0x") >= 1
+    places_of(threads[0].ident)
+    looks += 1
+assert sys.getswitchinterval() < 0.1
+print("done" if looks > 10 else looks)
+"""
 
 
-def test_another_state_of_a_thread_without_frames_does_not_hide_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that an extension has made is listed, before the thread's own."""
-    thread = threading.Thread(target=threading.Event().wait, daemon=True)
-    thread.start()
-    found, empty = all_stacks(), f"Thread 0x{thread.ident:016x} (most recent call first):\n  <no Python frame>\n\n"
-    monkeypatch.setattr(thread_frames, "all_stacks", lambda: empty + found)
-    assert "wait" in {each.function for each in places_of(thread.ident or 0)}
+def test_threads_that_enter_meanwhile_are_read_past() -> None:
+    found = subprocess.run([sys.executable, "-c", CALLBACKS, "4"], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (0, "done\n"), found.stderr
+
+
+def test_reading_at_a_time_leaves_the_interval_as_it_was() -> None:
+    before, wait = sys.getswitchinterval(), threading.Event()
+    standing = threading.Thread(target=wait.wait)
+    standing.start()
+    reading = [threading.Thread(target=lambda: [places_of(standing.ident or 0) for _ in range(200)]) for _ in range(4)]
+    for each in reading:
+        each.start()
+    for each in reading:
+        each.join()
+    assert sys.getswitchinterval() == before
+    assert "wait" in {each.function for each in places_of(standing.ident or 0)}
+    wait.set()
+    standing.join()
 
 
 def test_a_thread_finds_itself_among_more_than_100() -> None:

@@ -1,27 +1,32 @@
 """What another thread is executing.
 
 Who holds a frame of Python's keeps its local variables alive when its function returns. Tensors among them would be
-results of a lazy device's next graph, which would be another one than in other steps. So frames are never touched:
-faulthandler writes them as text, in one go.
+results of a lazy device's next graph, which would be another one than in other steps. So no thread goes on while frames
+are read. faulthandler, which touches none, reads states of threads that are still being made, and crashes.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import re
+import sys
 import sysconfig
-import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
+
+from stepmark.liveness.gc_pause import without_collection
 
 _PACKAGE = Path(__file__).parents[1]
 _COMPILERS = ("_compile", "compile_fx_inner")  # of torch._dynamo and torch._inductor, while they compile
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+).*:\n((?:  .*\n?)*)")
-_PLACE = re.compile(r'  File "(.*)", line (\d+|\?+) in (.*)')
+_MOST = 100  # functions of a thread
+_ALONE = 0.5  # seconds for which the interpreter's lock is not asked back, many times what reading takes
+
+_reading = threading.RLock()
+_interval = sys.getswitchinterval()
 
 
 class CodeLocation(NamedTuple):
@@ -32,30 +37,56 @@ class CodeLocation(NamedTuple):
     function: str
 
 
-def all_stacks(*, others: bool = True) -> str:
-    """The stacks of this thread and of up to 99 `others` as text; empty where the system gives no file. Not through a
-    pipe: faulthandler holds the interpreter's lock while it is full."""
-    memory = hasattr(os, "memfd_create")  # a file system may hang
-    try:
-        with open(os.memfd_create("stacks"), "r+b") if memory else tempfile.TemporaryFile() as file:
-            faulthandler.dump_traceback(file, all_threads=others)
-            file.seek(0)
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
+def all_stacks() -> str:
+    """The stacks of all threads as text."""
+    own, found = threading.get_ident(), _read()
+    return "\n".join(
+        f"{'Current thread' if thread == own else 'Thread'} 0x{thread:016x} (most recent call first):\n"
+        + "".join(f'  File "{each.file}", line {each.line} in {each.function}\n' for each in places)
+        for thread, places in found.items()
+    )
 
 
 def places_of(thread: int) -> list[CodeLocation]:
     """Where the thread of this identity is, the innermost function first, at most 100; the calling one is where it
-    calls this. Empty where it has ended, or where the system gives no file."""
-    if thread == threading.get_ident():  # by itself: of more than 100 threads faulthandler leaves out the first ones
-        return _places(all_stacks(others=False))[2:]  # without all_stacks and this function
-    stacks = [_places(each[2]) for each in _THREAD.finditer(all_stacks()) if int(each[1], 16) == thread]
-    return max(stacks, key=len, default=[])  # an extension may have a second one of the thread, without frames
+    calls this. Empty where it has ended."""
+    if thread == threading.get_ident():
+        return _places(sys._getframe(1))
+    return _read(thread).get(thread, [])
 
 
-def _places(text: str) -> list[CodeLocation]:
-    return [CodeLocation(*found) for found in _PLACE.findall(text)]
+def _read(only: int | None = None) -> dict[int, list[CodeLocation]]:
+    """Where threads are, all or one. Garbage would be collected with a lock that it may wait for."""
+    global _interval
+    with _reading, without_collection():
+        _interval = sys.getswitchinterval()
+        sys.setswitchinterval(_ALONE)
+        try:
+            time.sleep(0)  # gets the interpreter's lock anew
+            found = sys._current_frames()
+            return {thread: _places(found[thread]) for thread in found if only in (None, thread)}
+        finally:
+            found = {}
+            sys.setswitchinterval(_interval)
+
+
+def _forget_threads() -> None:
+    """In a forked process, which has none of the other threads: one of them may have been reading."""
+    global _reading
+    _reading = threading.RLock()
+    if sys.getswitchinterval() == _ALONE:
+        sys.setswitchinterval(_interval)
+
+
+os.register_at_fork(after_in_child=_forget_threads)
+
+
+def _places(frame: FrameType | None) -> list[CodeLocation]:
+    places: list[CodeLocation] = []
+    while frame is not None and len(places) < _MOST:
+        places.append(CodeLocation(frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
+        frame = frame.f_back
+    return places
 
 
 def is_compiling(places: Sequence[CodeLocation]) -> bool:
