@@ -59,6 +59,14 @@ def test_a_run_that_goes_on_with_fewer_processes_keeps_its_batches_and_bits(
     assert found == expected
 
 
+@pytest.mark.parametrize("sharding", ["plain", "fsdp"])
+def test_a_sum_of_two_has_the_bits_of_one_process(ranks: Ranks, tmp_path: Path, sharding: str) -> None:
+    """Which the backend adds, in whatever order."""
+    cell = {**CELL, "sharding": sharding, "replicas": 2}
+    expected = ranks.run(PROGRAM, str(tmp_path / "two"), cell, nproc=2).check()[0]
+    assert ranks.run(PROGRAM, str(tmp_path / "one"), cell, nproc=1).check() == [expected]
+
+
 def test_more_processes_are_as_many_ranks_and_the_larger_batch_is_said(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(PROGRAM, str(tmp_path), CELL, 3, nproc=1).check()
     outcome = ranks.run(PROGRAM, str(tmp_path), CELL, 5, nproc=2)
