@@ -179,6 +179,33 @@ def test_checkpoints_of_two_runs_are_not_mixed(proxy: Proxy, tmp_path: Path, kin
         copied(tmp_path / "other", there)
 
 
+def test_a_run_is_not_copied_onto_itself(run: Path, tmp_path: Path) -> None:
+    """By whatever path; a file would be empty before it is read."""
+    (tmp_path / "link").symlink_to(run)
+    for same in (run, tmp_path / "link", run / ".." / run.name):
+        with pytest.raises(UsageError, match="is where the run is; name another destination"):
+            copied(run, same)
+    assert (run / "metrics.jsonl").read_text() == '{"step": 10}\n'
+    with pytest.raises(UsageError, match="is a file; name a run's folder"):
+        copied(run, run / "metrics.jsonl")
+
+
+def test_a_file_beside_checkpoints_is_replaced_whole_or_not(run: Path, tmp_path: Path) -> None:
+    copied(run, tmp_path / "there")
+    (run / "metrics.jsonl").write_text('{"step": 10}\n{"step": 11}\n')
+    (source, _), (destination, _) = place_of(str(run)), place_of(str(tmp_path / "there"))
+
+    def broken(*_: object) -> Iterator[bytes]:
+        yield b'{"st'
+        raise OSError(errno.EIO, "the disk has failed")
+
+    source.read_other = broken  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="the disk has failed"):
+        list(copy(source, destination))
+    assert (tmp_path / "there" / "metrics.jsonl").read_text() == '{"step": 10}\n'
+    assert not list((tmp_path / "there").glob(".stepmark-*"))
+
+
 def test_links_and_pipes_are_not_copied(run: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("of somebody else")
     for folder in (run, run / "console", run / "checkpoint-10"):

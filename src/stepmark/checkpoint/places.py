@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -170,7 +171,13 @@ class FolderPlace:
 
     def write_other(self, name: str, blocks: Iterable[Any]) -> None:
         if name != BEST:
-            self._write(self._folder / name, blocks)
+            path = self._folder / name
+            temporary = path.with_name(f"{files.TEMPORARY}{secrets.token_hex(16)}")
+            try:
+                self._write(temporary, blocks)
+                files.rename(temporary, path)
+            finally:
+                files.remove_file(temporary)
         elif (step := step_of(Path(b"".join(map(bytes, blocks)).decode()))) is not None:
             point_best(self._folder, step)
 
@@ -281,6 +288,8 @@ def place_of(address: str) -> tuple[Place, int | None]:
     if is_address(address):
         return BucketPlace(Bucket(address if step is None else head)), step
     path = Path(address)
+    if path.is_file():
+        raise UsageError(f"{address}: is a file; name a run's folder, or a checkpoint in it")
     if step is None and (path / MANIFEST).exists():
         raise UsageError(f"{address}: a checkpoint is copied under its own name; call the folder checkpoint-N")
     return FolderPlace(path if step is None else path.parent), step
@@ -314,10 +323,13 @@ def copy(
         advance: Called with bytes that have arrived.
 
     Raises:
+        UsageError: Both are the same place.
         CheckpointNotFound: There is nothing to copy.
         CheckpointDamaged: A checkpoint is corrupted; it is not copied.
         CheckpointError: The destination has another checkpoint of that step, or cannot be written to.
     """
+    if os.path.realpath(source.address) == os.path.realpath(destination.address):  # two of one bucket differ as well
+        raise UsageError(f"{destination.address}: is where the run is; name another destination")
     try:
         steps = source.steps() if step is None else [step]
         others = source.others() if step is None else {}

@@ -27,8 +27,6 @@ def run(parsed: argparse.Namespace) -> int:
     destination, named = place_of(parsed.destination)
     if named not in (None, step):
         raise UsageError(f"{parsed.destination}: name the run's folder, which checkpoints keep their names in")
-    if source.address == destination.address:
-        raise UsageError(f"{parsed.destination}: is where the run is")
     with BytesProgress("copying") as listener:
         for copied in copy(source, destination, step, begin=listener.begin, advance=listener.advance):
             _show(destination.address, copied)

@@ -90,6 +90,12 @@ class Bucket:
             status, answer = (each.search(str(error)) for each in (_STATUS, _SAID))
             number, advice = _ERRORS.get(status[1] if status else "", (errno.EREMOTEIO, ""))
             said = f"{answer[2].rstrip('.')} ({answer[1]})" if answer else str(error).split("Debug source:")[0]
+            if "//169.254." in said:  # where a machine of the cloud would have told its role's
+                number, said, advice = (
+                    errno.EACCES,
+                    "no credentials were found",
+                    "set them, or give this machine a role",
+                )
             words = "; ".join(filter(None, (" ".join(said.split()), advice)))
             raise OSError(number, words, self.address(name)) from None
 
