@@ -147,7 +147,6 @@ WRITERS = {  # beside filesystem/files.py: what writes, and into what that is no
     ("launch/step_board.py", "write_bytes"): "the same",
     ("launch/supervisor.py", "open"): "the supervisor's temporary folder",
     ("liveness/external_watchdog_process.py", "open"): "the same, under a random name that must not exist",
-    ("liveness/thread_frames.py", "open"): "memory",
     ("report/page.py", "write_text"): "a device that --out names",
     ("runtime/context.py", "open"): "the null device",
 }
