@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import stepmark
 from stepmark import Checkpointer, Trainer, TrainingArguments
 from stepmark.checkpoint import dcp
 from stepmark.cli.main import run
+from stepmark.config.recipe import read_recipe
 from stepmark.errors import UsageError
 from stepmark.filesystem.local_paths import is_address, local_path
+from stepmark.recipe.used_recipe import used_values
 from tests.support.programs import Blocks, tiny_model
 
 ADDRESS = "s3://bucket/run"
@@ -33,7 +36,6 @@ COMMANDS = (
     ["rows", ADDRESS, "--step", "1"],
     ["evaluate", ADDRESS],
     ["init", "s3://bucket/recipe.yaml"],
-    ["train", *FIELDS, "--output_dir", ADDRESS],
     ["train", *FIELDS, "--resume_from_checkpoint", ADDRESS],
     ["train", "--config_name", "gpt2", "--tokenizer_name", "bytes", "--train_file", ADDRESS],
     ["train", "--model_name_or_path", ADDRESS, "--dataset_name", "python-stdlib"],
@@ -79,7 +81,6 @@ def test_commands_refuse_them(
 
 
 CALLS: dict[str, Callable[[], object]] = {
-    "TrainingArguments": lambda: TrainingArguments(output_dir=ADDRESS),
     "Checkpointer": lambda: Checkpointer(ADDRESS),
     "Checkpointer.restore": lambda: Checkpointer("run").restore({"model": torch.nn.Linear(1, 1)}, ADDRESS),
     "dcp.save": lambda: dcp.save({"x": torch.zeros(1)}, checkpoint_id=ADDRESS),
@@ -103,6 +104,30 @@ def test_functions_refuse_them(call: str, tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(UsageError, match="should be a path of this machine"):
         CALLS[call]()
     assert not [name for name in os.listdir(tmp_path) if ":" in name]
+
+
+def test_a_run_in_a_bucket_works_in_a_folder_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path))
+    args = TrainingArguments(output_dir="s3://bucket/team/run/")
+    assert (args.output_dir, args.mirror_to) == (f"{tmp_path}/runs/s3/bucket/team/run", "s3://bucket/team/run/")
+    recipe = read_recipe(None, {"config_name": "gpt2", "tokenizer_name": "bytes", "dataset_name": "python-stdlib", "output_dir": ADDRESS})
+    assert used_values(recipe)["output_dir"] == ADDRESS
+    assert "mirror_to" not in used_values(recipe)
+    beside = replace(recipe.training, output_dir="other", mirror_to=ADDRESS)
+    assert (beside.output_dir, beside.mirror_to) == (os.path.abspath("other"), ADDRESS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"output_dir": "hdfs://host/run"}, "output_dir: should be a path, s3://, gs:// or az://"),
+        ({"mirror_to": "runs/first"}, "mirror_to: should be an address: s3://, gs:// or az://"),
+        ({"mirror_to": "s3://b/1", "output_dir": "s3://b/2"}, "output_dir and mirror_to: each names a place"),
+    ],
+)
+def test_other_places_of_a_run_are_refused(fields: dict[str, str], error: str) -> None:
+    with pytest.raises(UsageError, match=error):
+        TrainingArguments(**fields)
 
 
 def test_a_cache_of_compiled_graphs_may_be_in_a_bucket() -> None:

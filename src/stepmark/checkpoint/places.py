@@ -4,6 +4,7 @@ In a bucket nothing is renamed, so a checkpoint is there exactly if its manifest
 
 checkpoint-N/manifest.json     the same bytes as in a folder
 checkpoint-N/<save>/<file>     names that no other save has
+checkpoint-N/left-<save>.json  the manifest of one that the run has left, or damaged-<save>.json
 best                           the name of the best checkpoint: in a folder, a link
 <file>                         what else is in the run's folder
 """
@@ -14,22 +15,26 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple, Protocol
 
+from stepmark.checkpoint.coordination.bucket_claim import BucketClaim
 from stepmark.checkpoint.coordination.folder_claim import held_by_another
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.format.checkpoint_folders import (
     BEST,
+    DAMAGED,
+    LEFT,
     best_step,
     checkpoint_path,
     checkpoints,
     point_best,
     publish,
+    quarantine,
     step_of,
     temporary_path,
 )
@@ -41,7 +46,9 @@ from stepmark.filesystem.local_paths import is_address
 from stepmark.filesystem.objects import PART, Bucket
 
 FILES = 3  # copied at a time
-_SAVE = re.compile(r"[0-9a-f]+-\d{6,}\Z|[0-9a-f]{16}\Z")  # as run_ownership and the Checkpointer name them
+_NAME = r"[0-9a-f]+-\d{6,}|[0-9a-f]{16}"  # of a save, as run_ownership and the Checkpointer choose it
+_SAVE = re.compile(rf"({_NAME})\Z")
+_OF_SAVE = re.compile(rf"checkpoint-\d+/(?:(?:{LEFT}|{DAMAGED})-)?({_NAME})(\.json\Z|/)")
 
 
 class Other(NamedTuple):
@@ -84,6 +91,12 @@ class Place(Protocol):
     def commit(self, manifest: Manifest, data: bytes) -> None:
         """Makes a checkpoint complete, whose files are written. `data` are the bytes of its manifest."""
 
+    def set_aside(self, step: int, why: str) -> None:
+        """Lets a checkpoint be used no more: DAMAGED, or LEFT."""
+
+    def owning(self) -> AbstractContextManager[object]:
+        """Keeps other runs away. Raises CheckpointBusy where one is alive."""
+
     def others(self) -> dict[str, Other]:
         """The files beside the checkpoints, by name, without those through which ranks coordinate."""
 
@@ -125,9 +138,12 @@ class FolderPlace:
     def blocks(self, manifest: Manifest, name: str, size: int) -> Iterator[Any]:
         return _blocks(checkpoint_path(self._folder, manifest.step) / name)
 
-    def prepare(self, manifest: Manifest) -> Callable[[FileEntry], bool]:
+    def owning(self) -> AbstractContextManager[object]:
         if held_by_another(self._folder):
             raise CheckpointBusy(f"{self._folder}: a live run owns this folder; name another one, or stop the run")
+        return nullcontext()
+
+    def prepare(self, manifest: Manifest) -> Callable[[FileEntry], bool]:
         temporary = self._temporary(manifest)
         files.make_own_folder(temporary)
 
@@ -151,6 +167,11 @@ class FolderPlace:
     def commit(self, manifest: Manifest, data: bytes) -> None:
         self.write(manifest, MANIFEST, [data])
         publish(self._temporary(manifest), manifest.save)
+
+    def set_aside(self, step: int, why: str) -> None:
+        if best_step(self._folder) == step:
+            files.remove_file(self._folder / BEST)
+        quarantine(checkpoint_path(self._folder, step), why)
 
     def others(self) -> dict[str, Other]:
         names = [
@@ -199,7 +220,16 @@ class BucketPlace:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
+        self._claim: BucketClaim | None = None
         self.address = bucket.url
+
+    @contextmanager
+    def owning(self) -> Iterator[BucketClaim]:
+        self._claim = claim = BucketClaim.take(self._bucket)
+        try:
+            yield claim
+        finally:
+            claim.release()
 
     def steps(self) -> list[int]:
         found = [step_of(Path(name)) for name in self._bucket.inside()[0]]
@@ -240,11 +270,47 @@ class BucketPlace:
         self._bucket.put(f"{_folder_of(manifest)}/{name}", blocks)
 
     def commit(self, manifest: Manifest, data: bytes) -> None:
-        self._bucket.create(_manifest_of(manifest.step), data)
+        """The owner's: it replaces another checkpoint of the step."""
+        name = _manifest_of(manifest.step)
+        assert self._claim is not None
+        self._claim.renew()
+        try:
+            self._bucket.replace(name, data, self._bucket.read_tagged(name)[1])
+        except FileNotFoundError:
+            self._bucket.create(name, data)
+
+    def set_aside(self, step: int, why: str) -> None:
+        name = _manifest_of(step)
+        data = self._bucket.read(name)
+        save = parse_manifest(data, self.size(step)).save
+        self._bucket.put(f"checkpoint-{step}/{why}-{save}.json", data)
+        self._bucket.delete([name])
+
+    def remove(self, step: int) -> None:
+        """Deletes a checkpoint, its manifest first."""
+        self._bucket.delete([_manifest_of(step)])
+        self._tidy(step, None)
+
+    def tidy(self) -> None:
+        """Deletes what saves have left that were not completed, were replaced, or were not deleted to the end."""
+        for name in self._bucket.inside()[0]:
+            if (step := step_of(Path(name))) is not None:
+                try:
+                    save = parse_manifest(self._bucket.read(_manifest_of(step)), self.size(step)).save
+                except FileNotFoundError:
+                    save = None
+                self._tidy(step, save)
+
+    def _tidy(self, step: int, save: str | None) -> None:
+        """Keeps the files of one save, and of those that were set aside."""
+        found = [(each.name, _OF_SAVE.match(each.name)) for each in self._bucket.objects(f"checkpoint-{step}")]
+        used = {save, *(match[1] for _, match in found if match and match[2] == ".json")}
+        self._bucket.delete([name for name, match in found if (match[1] not in used if match else save is None)])
 
     def others(self) -> dict[str, Other]:
         folders, found = self._bucket.inside()
-        found += [each for name in folders if not _is_checkpoint(name) for each in self._bucket.objects(name)]
+        seen = [name for name in folders if not name.startswith(".") and not _is_checkpoint(name)]
+        found += [each for name in seen for each in self._bucket.objects(name)]
         return {each.name: Other(each.size, each.time) for each in found}
 
     def read_other(self, name: str, size: int) -> Iterator[Any]:
@@ -263,7 +329,7 @@ def _folder_of(manifest: Manifest) -> str:
 
 
 def _is_checkpoint(name: str) -> bool:
-    return step_of(Path(name)) is not None or name.startswith("damaged-checkpoint-")
+    return step_of(Path(name)) is not None or name.startswith((f"{DAMAGED}-checkpoint-", f"{LEFT}-checkpoint-"))
 
 
 def _inside(folder: Path) -> Iterator[str]:
@@ -335,16 +401,17 @@ def copy(
         others = source.others() if step is None else {}
         if not steps and not others:
             raise CheckpointNotFound(f"{source.address}: there is no run")
-        _check_same_run(source, destination, steps)
-        for each in steps:
-            with source.reading(each):
-                try:
-                    yield _copy_checkpoint(source, destination, each, begin, advance)
-                except (CheckpointNotFound, FileNotFoundError):
-                    if step is not None or each in source.steps():  # else the run has deleted it since
-                        raise
-        if others:
-            yield _copy_others(source, destination, others, begin, advance)
+        check_same_run(source, destination, steps)
+        with destination.owning():
+            for each in steps:
+                with source.reading(each):
+                    try:
+                        yield copy_checkpoint(source, destination, each, begin, advance)
+                    except (CheckpointNotFound, FileNotFoundError):
+                        if step is not None or each in source.steps():  # else the run has deleted it since
+                            raise
+            if others:
+                yield copy_others(source, destination, others, begin, advance)
     except OSError as error:
         raise CheckpointError(f"{error.filename or destination.address}: {error.strerror or error}") from error
 
@@ -358,7 +425,7 @@ def _manifest(place: Place, step: int) -> tuple[bytes, Manifest]:
         raise type(error)(f"{place.address}/checkpoint-{step}/{MANIFEST}: {error}") from error
 
 
-def _check_same_run(source: Place, destination: Place, steps: list[int]) -> None:
+def check_same_run(source: Place, destination: Place, steps: list[int]) -> None:
     """Raises CheckpointError where the destination has checkpoints of another run; those of one step are compared when
     it is their turn."""
     there = destination.steps()
@@ -369,9 +436,17 @@ def _check_same_run(source: Place, destination: Place, steps: list[int]) -> None
         raise CheckpointError(f"{destination.address} has checkpoints of another run; name another destination")
 
 
-def _copy_checkpoint(
-    source: Place, destination: Place, step: int, begin: Callable[[int], object], advance: Callable[[int], object]
+def copy_checkpoint(
+    source: Place,
+    destination: Place,
+    step: int,
+    begin: Callable[[int], object] = lambda total: None,
+    advance: Callable[[int], object] = lambda count: None,
+    *,
+    stop: Event | None = None,
+    replaces: bool = False,
 ) -> Copied:
+    """One checkpoint of `copy`. `stop` ends it with InterruptedError; `replaces`: another checkpoint of that step."""
     (data, manifest), where = _manifest(source, step), f"{source.address}/checkpoint-{step}"
     if manifest.step != step or not _SAVE.match(manifest.save):
         raise CheckpointDamaged(f"{where}/{MANIFEST} is of step {manifest.step} and save {manifest.save}; verify it")
@@ -380,19 +455,19 @@ def _copy_checkpoint(
     if step in destination.steps():
         if destination.manifest(step) == data:
             return Copied(step, count, 0)
-        raise CheckpointError(
-            f"{destination.address}/checkpoint-{step} is another checkpoint of that step; delete it, or name another "
-            "destination"
-        )
+        if not replaces:
+            raise CheckpointError(
+                f"{destination.address}/checkpoint-{step} is another checkpoint of that step; delete it, or name "
+                "another destination"
+            )
     holds = destination.prepare(manifest)
     missing = [entry for entry in manifest.files if not holds(entry)]
     total = sum(entry.size for entry in missing) + sum(each.size for each in unlisted.values())
     begin(total)
-
-    stop = Event()
+    stops = (Event(), *([] if stop is None else [stop]))
 
     def send(name: str, blocks: Iterator[Any]) -> None:
-        destination.write(manifest, name, _counted(blocks, advance, stop))
+        destination.write(manifest, name, _counted(blocks, advance, stops))
 
     with ThreadPoolExecutor(FILES, thread_name_prefix="stepmark-copy") as pool:
         sent = [
@@ -408,23 +483,30 @@ def _copy_checkpoint(
             for future in sent:
                 future.result()
         finally:
-            stop.set()  # an interrupt waits for no file's end
+            stops[0].set()  # an interrupt waits for no file's end
     destination.commit(manifest, data)
     return Copied(step, count, total + len(data))
 
 
-def _copy_others(
+def copy_others(
     source: Place,
     destination: Place,
     others: dict[str, Other],
-    begin: Callable[[int], object],
-    advance: Callable[[int], object],
+    begin: Callable[[int], object] = lambda total: None,
+    advance: Callable[[int], object] = lambda count: None,
+    *,
+    newer_only: bool = False,
 ) -> Copied:
+    """What is beside the checkpoints, of `copy`. `newer_only`: not what is newer at the destination."""
+
+    def differs(one: Other, other: Other) -> bool:
+        return other.time <= one.time or (one.size != other.size and not newer_only)
+
     there = destination.others()
     newer = {
         name: each
         for name, each in others.items()
-        if is_file_name(name) and (name not in there or there[name].size != each.size or there[name].time <= each.time)
+        if is_file_name(name) and (name not in there or differs(each, there[name]))
     }
     total = sum(each.size for each in newer.values())
     begin(total)
@@ -433,9 +515,9 @@ def _copy_others(
     return Copied(None, len(others), total)
 
 
-def _counted(blocks: Iterator[Any], advance: Callable[[int], object], stop: Event | None = None) -> Iterator[Any]:
+def _counted(blocks: Iterator[Any], advance: Callable[[int], object], stops: Sequence[Event] = ()) -> Iterator[Any]:
     for block in blocks:
-        if stop is not None and stop.is_set():
+        if any(stop.is_set() for stop in stops):
             raise InterruptedError(errno.EINTR, "copying was stopped")
         yield block
         advance(len(block))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from stepmark.config.refusals import refusals
 from stepmark.errors import UsageError
-from stepmark.filesystem.local_paths import WANTED, is_address
+from stepmark.filesystem.local_paths import SCHEMES, WANTED, is_address
 
 
 class Help(NamedTuple):
@@ -66,7 +66,10 @@ def one_of(*choices: str) -> Values:
 FINITE = Values(math.isfinite, "a finite number")
 ABOVE_0 = Values(lambda value: value > 0, "above 0", {"exclusiveMinimum": 0})
 FRACTION = Values(lambda value: 0 <= value < 1, "from 0 to below 1", {"minimum": 0, "exclusiveMaximum": 1})
+_ADDRESSES = tuple(f"{each}://" for each in SCHEMES)
 LOCAL = Values(lambda value: not is_address(value), WANTED)
+BUCKET = Values(lambda value: value.startswith(_ADDRESSES), "an address: s3://, gs:// or az://")
+PLACE = Values(lambda value: not is_address(value) or str(value).startswith(_ADDRESSES), "a path, s3://, gs:// or az://")
 SECONDS = Values(lambda value: 0 < value < math.inf, "a number of seconds above 0", {"exclusiveMinimum": 0})
 INTERVAL = Values(
     lambda value: 0 < value < 1 or (value >= 1 and value % 1 == 0),

@@ -13,11 +13,13 @@ from stepmark.config.activation_checkpointing import checkpointing_options
 from stepmark.config.contradictions import METRIC_SCHEDULES, contradictions
 from stepmark.config.fields import (
     ABOVE_0,
+    BUCKET,
     FINITE,
     FRACTION,
     INTERVAL,
     LOCAL,
     OR_BOOL,
+    PLACE,
     SECONDS,
     Values,
     at_least,
@@ -31,6 +33,9 @@ from stepmark.config.full_sharding import FullSharding, full_sharding
 from stepmark.config.optimizers import check_options
 from stepmark.config.transformers_defaults import AcceptingDefaults
 from stepmark.config.yaml_file import parse_options
+from stepmark.errors import UsageError
+from stepmark.filesystem.cache_folder import working_folder
+from stepmark.filesystem.local_paths import is_address
 
 GROUP_BY_LENGTH = "group_by_length"
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
@@ -58,7 +63,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
 
     # Of a field that may be text and of another type, text comes second: HfArgumentParser reads the last but None.
 
-    output_dir: Annotated[str, _FOLDER, LOCAL] = "trainer_output"
+    output_dir: Annotated[str, _FOLDER, PLACE] = "trainer_output"
     run_name: str | None = None
     logging_strategy: Annotated[str, one_of("no", "steps", "epoch")] = "steps"
     logging_steps: Annotated[float, INTERVAL] = 500
@@ -147,6 +152,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     save_steps: Annotated[float, INTERVAL] = 500
     save_total_limit: Annotated[int | None, at_least(1)] = None
     save_only_model: bool = False
+    mirror_to: Annotated[str | None, BUCKET] = None
     resume_from_checkpoint: Annotated[str | None, OR_BOOL, LOCAL] = None
     accept_changes: list | str | None = None
     ignore_data_skip: bool = False
@@ -161,6 +167,10 @@ class TrainingFields(metaclass=AcceptingDefaults):
 
     def __post_init__(self) -> None:
         check_fields(self, TrainingFields, self._values())
+        if is_address(self.output_dir):
+            if self.mirror_to not in (None, self.output_dir):
+                raise UsageError("output_dir and mirror_to: each names a place in object storage; set one of them")
+            self.mirror_to, self.output_dir = self.output_dir, str(working_folder(self.output_dir))
         self.output_dir = os.path.abspath(self.output_dir)
         if self.prometheus_file is not None:
             self.prometheus_file = os.path.abspath(self.prometheus_file)

@@ -1,4 +1,5 @@
-"""The folder of everything that can be made again: tokenized data and compiled graphs."""
+"""The folder of everything that can be made again: tokenized data, compiled graphs, and what a run has on this machine
+whose `output_dir` is in object storage."""
 
 from __future__ import annotations
 
@@ -15,3 +16,8 @@ def cache_root() -> Path:
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared) / "stepmark"
     return Path.home() / ".cache" / "stepmark"
+
+
+def working_folder(address: str) -> Path:
+    """Where a run works whose `output_dir` is this address."""
+    return (cache_root() / "runs" / address.rstrip("/").replace("://", "/")).absolute()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from stepmark.errors import UsageError
 
+SCHEMES = ("s3", "gs", "az")  # of object storage
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # of which a Path keeps one slash
 WANTED = "a path of this machine (object storage: copy from and to it with `stepmark copy`)"
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 from stepmark.errors import UsageError
+from stepmark.filesystem.local_paths import SCHEMES
 
-SCHEMES = ("s3", "gs", "az")
 REQUEST = 60.0  # seconds that a request may take, of at most PART bytes
 REPEATED = 180.0  # seconds in which a request that fails is repeated
 PART = 8 << 20  # bytes of a request; a larger object is sent in several
@@ -99,18 +100,28 @@ class Bucket:
             words = "; ".join(filter(None, (" ".join(said.split()), advice)))
             raise OSError(number, words, self.address(name)) from None
 
-    def create(self, name: str, data: bytes) -> None:
-        """Makes an object, all of it in one request. Raises FileExistsError where another one has the name; its own,
-        where the answer to an earlier request was lost, is recognised by its bytes."""
+    def create(self, name: str, data: bytes) -> str:
+        """Makes an object, all of it in one request, and returns its tag. Raises FileExistsError where another one has
+        the name; its own, where the answer to an earlier request was lost, is recognised by its bytes."""
+        return self._put_if(name, data, None)
+
+    def replace(self, name: str, data: bytes, tag: str) -> str:
+        """Replaces the object that has this tag, and returns the new one. Raises FileExistsError where it is another
+        one by now, FileNotFoundError where it is gone. `data` are bytes that nobody else writes."""
+        return self._put_if(name, data, tag)
+
+    def _put_if(self, name: str, data: bytes, tag: str | None) -> str:
+        mode: Any = "create" if tag is None else {"e_tag": tag}
         for pause in (0.1, 0.4, 1.6, 6.4, 0.0):
             with suppress(FileExistsError), self._request(name):
-                self._client.put(self._store, name, data, mode="create", use_multipart=False)
-                return
-            with suppress(FileNotFoundError):  # 409: another request for it is under way
-                if self.read(name) == data:
-                    return
-                break
-            time.sleep(pause)
+                return str(self._client.put(self._store, name, data, mode=mode, use_multipart=False)["e_tag"])
+            with suppress(FileNotFoundError):
+                found, now = self.read_tagged(name)
+                if found == data:
+                    return now
+                if now != tag:
+                    break
+            time.sleep(pause)  # 409: another request for it is under way
         raise FileExistsError(errno.EEXIST, "another object is there already", self.address(name))
 
     def put(self, name: str, data: bytes | Iterable[Any]) -> None:
@@ -123,8 +134,35 @@ class Bucket:
 
     def read(self, name: str) -> bytes:
         """A small object. Raises FileNotFoundError."""
+        return self.read_tagged(name)[0]
+
+    def read_tagged(self, name: str) -> tuple[bytes, str]:
+        """A small object, and the tag that it has until it is replaced. Raises FileNotFoundError."""
         with self._request(name):
-            return bytes(self._client.get(self._store, name).bytes())
+            found = self._client.get(self._store, name)
+            return bytes(found.bytes()), str(found.meta["e_tag"])
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Deletes objects; one that is gone is no error."""
+        if names:
+            with self._request(names[0]):
+                self._client.delete(self._store, list(names))
+
+    def check(self) -> None:
+        """Tries what a run needs, on a small object of its own. Raises OSError for what does not work."""
+        name = f".stepmark/check-{secrets.token_hex(8)}"
+        tag = self.create(name, b"created")
+        try:
+            try:
+                self.replace(name, b"replaced", self.replace(name, b"changed", tag))
+                self.replace(name, b"replaced again", tag)
+            except FileExistsError:
+                if self.read(name) == b"replaced":
+                    self.objects(name)
+                    return
+            raise OSError(errno.ENOTSUP, "this store ignores the conditions of writes", self.url)
+        finally:
+            self.delete([name])
 
     def blocks(self, name: str, size: int) -> Iterator[Any]:
         """An object of `size` bytes, in order, a few requests ahead: buffers of at most PART bytes."""

@@ -20,6 +20,7 @@ import socket
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 from stepmark.filesystem import files
 from stepmark.filesystem.json_files import read_json
@@ -28,6 +29,8 @@ from stepmark.liveness.running_time import CLOCK, Clock, Silence
 
 BEAT = 5.0  # seconds between two heartbeats
 STALE = 60.0  # seconds without one, after which a process on another machine is considered dead
+
+_NAMESPACE = "/proc/self/ns/pid"  # in which process ids have a meaning
 
 logger = logging.getLogger("stepmark")
 
@@ -38,6 +41,36 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
+
+
+def process_identity() -> list[Any]:
+    """Names this process for `has_ended`; empty where the system has no /proc."""
+    try:
+        return [boot_id(), os.stat(_NAMESPACE).st_ino, os.getpid(), _started(os.getpid())]
+    except OSError:
+        return []
+
+
+def is_near(identity: Any) -> bool:
+    """Whether a process is, or was, on this machine and in this container, so that `has_ended` knows all about it."""
+    own = process_identity()
+    return bool(own) and isinstance(identity, list) and len(identity) == len(own) and identity[:2] == own[:2]
+
+
+def has_ended(identity: Any) -> bool:
+    """Whether a process is known to have ended."""
+    if not is_near(identity):
+        return False
+    try:
+        return _started(int(identity[2])) != identity[3]
+    except (OSError, ValueError):
+        return True
+
+
+def _started(process: int) -> str | None:
+    """When a process began, in the kernel's ticks; None once it has ended and nobody has asked how."""
+    state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return None if state in "ZX" else rest[18]
 
 
 class Heartbeat:

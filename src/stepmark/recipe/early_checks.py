@@ -15,15 +15,18 @@ from stepmark.config.optimizers import check_optimizer
 from stepmark.config.recipe import Recipe
 from stepmark.data.sources.source_files import find_files
 from stepmark.errors import UsageError
+from stepmark.filesystem.objects import Bucket
 from stepmark.liveness.bounded_call import call_with_timeout
 from stepmark.runtime.hardware import check_device_name
 from stepmark.trainer.run_folder.output_folder import check_named_checkpoint, check_no_earlier_run
 
 
 def check_names(recipe: Recipe) -> None:
-    """Raises UsageError for a device or an optimizer that does not exist, or whose library is not installed."""
+    """Raises UsageError for a device, an optimizer or a store that does not exist, or lacks its library."""
     check_device_name(recipe.training.device_name)
     check_optimizer(recipe.training.optim)
+    if recipe.training.mirror_to is not None:
+        Bucket(recipe.training.mirror_to)
 
 
 def check_early(recipe: Recipe) -> None:

@@ -84,16 +84,21 @@ def make_step(
     )
 
 
-def make_checkpointer(folder: Path, args: TrainingFields, mesh: Mesh) -> Checkpointer:
-    """A checkpointer with the retention that the arguments ask for."""
+def retention(args: TrainingFields) -> list[Retention]:
+    """Which checkpoints the arguments keep."""
     keep: list[Retention] = []
     if args.save_total_limit is not None:
         keep.append(KeepLast(args.save_total_limit))
         if args.best_metric_key is not None:
             keep.append(KeepBest(args.best_metric_key, bool(args.greater_is_better)))
+    return keep
+
+
+def make_checkpointer(folder: Path, args: TrainingFields, mesh: Mesh) -> Checkpointer:
+    """A checkpointer with the retention that the arguments ask for."""
     return Checkpointer(
         folder,
-        keep=keep,
+        keep=retention(args),
         group=mesh.context.host,
         runtime=mesh.runtime,
         async_save=args.async_save,

@@ -11,7 +11,7 @@ import torch
 from transformers.trainer_callback import TrainerState
 
 from stepmark.checkpoint import Checkpointer, Manifest
-from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.checkpoint.restore.restore import Restored
 from stepmark.data.data_description import data_difference
@@ -101,7 +101,6 @@ def restore_run(
     saved = checkpointer.metadata(path)
     _keep_arithmetic(saved.get(ARITHMETIC) or {}, parts.mesh)
     if host.rank == 0:
-        _warn_of_later_checkpoints(path, step, folder)
         _warn_of_another_batch(saved.get("samples_per_step"), parts)
         _tell_of_another_attention(saved.get(EVALUATION) or {}, parts, callbacks, step)
     return restored
@@ -182,17 +181,6 @@ def locate_best(state: TrainerState, folder: Path, host: HostGroup, otherwise: s
         state.best_metric = state.best_global_step = None
         if host.rank == 0:
             logger.warning("load_best_model_at_end: %s no longer exists; %s", saved, otherwise)
-
-
-def _warn_of_later_checkpoints(path: Path, step: int, folder: Path) -> None:
-    later = [other.name for other in checkpoints(folder) if (step_of(other) or 0) > step]
-    if later:
-        names = ", ".join(later[:3]) + (", …" if len(later) > 3 else "")
-        message = (
-            f"resuming from {path}, but {folder} contains newer checkpoints ({names}); `resume_from_checkpoint: true` "
-            f"will pick {later[0]} until this run passes them. Move them away to abandon them"
-        )
-        logger.warning("%s", message)
 
 
 def _tell_of_another_attention(

@@ -18,6 +18,7 @@ from stepmark.runtime.mesh import check_hosting, check_sizes
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.output_folder import finished, prepare_output_folder
 from stepmark.trainer.run_folder.run_log import RunLog
+from stepmark.trainer.run_folder.run_mirror import check_place
 from stepmark.trainer.run_folder.status import DONE
 from stepmark.training.compiled_layers import check_compiler
 
@@ -42,7 +43,8 @@ class Run:
     def open(cls, args: TrainingFields) -> Run:
         """Joins the other ranks, and opens the device and its compile cache. Collective.
 
-        Raises UsageError, DeviceError or LaunchError where that is impossible.
+        Raises UsageError, DeviceError or LaunchError where that is impossible, StepmarkError where the place in object
+        storage cannot be used.
         """
         prepare_compile_cache(args.compile_cache)
         context = start(args.device_name, args.join_timeout)
@@ -51,6 +53,8 @@ class Run:
         sizes = args.tensor_parallel_size, args.pipeline_parallel_size, args.expert_parallel_size
         check_sizes(context.world.size, *sizes, replicas=args.data_parallel_replicas)
         check_hosting(context.runtime, sizes[0], sizes[2], args.data_parallel_replicas)
+        if args.mirror_to is not None and not extracting_graphs():
+            check_place(args.mirror_to, context.host)
         return cls(context, Path(args.output_dir))
 
     def prepare_folder(self) -> None:

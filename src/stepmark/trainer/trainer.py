@@ -54,7 +54,7 @@ from stepmark.trainer.compat.overrides import (
     sampler_of,
 )
 from stepmark.trainer.compat.transformers_arguments import check_kinds, converted
-from stepmark.trainer.components import TrainingComponents, count_steps, make_checkpointer, make_step
+from stepmark.trainer.components import TrainingComponents, count_steps, make_checkpointer, make_step, retention
 from stepmark.trainer.evaluation import EvaluationProgress, TrainerEvaluation, evaluation_sets, logged_evaluation
 from stepmark.trainer.interruption.peer_watch import HangDetectors
 from stepmark.trainer.loaders import LoaderFactory, ModelColumns, default_collator
@@ -64,6 +64,7 @@ from stepmark.trainer.run_folder.adapters import Adapter
 from stepmark.trainer.run_folder.hub_uploads import HubUploads, check_hub, write_model_card
 from stepmark.trainer.run_folder.model_export import SavedModel, own_storages, saved_processing
 from stepmark.trainer.run_folder.run_identity import identity
+from stepmark.trainer.run_folder.run_mirror import RunMirror
 from stepmark.trainer.run_hooks import RunHooks
 from stepmark.trainer.run_model import align_special_tokens, check_packed, make_again, model_of, prepare_model
 from stepmark.trainer.run_optimizer import RunOptimizer
@@ -581,10 +582,16 @@ class Trainer:
             make_again(self.model, self.model_init, self.args.seed, self.mesh)
         self._trained = True
         align_special_tokens(self.model, self.processing_class)
-        with make_checkpointer(folder, self.args, self.mesh) as checkpointer:
+        with (
+            make_checkpointer(folder, self.args, self.mesh) as checkpointer,
+            RunMirror(self.args, retention(self.args), self.context.host, run.log) as mirror,
+        ):
+            if mirror.url is not None:
+                checkpointer.claim()
+                mirror.open(resume)
             keep_logical_ranks(self.mesh, checkpointer, resume, hosts=self._hosts_ranks and self.args.hosts_ranks)
             parts = self.make_parts()
-            loop = TrainingLoop(parts, self._callbacks, checkpointer, self._hooks)
+            loop = TrainingLoop(parts, self._callbacks, checkpointer, self._hooks, mirror)
             evaluates = self.args.eval_strategy != "no"
             if evaluates:
                 self._eval_sets()
@@ -606,7 +613,8 @@ class Trainer:
                     if evaluates:
                         run.write_results("eval", self.final_evaluation(), self._eval_sets().values())
                 run.finish(self.state.global_step, loop.stop_reason)
-                return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+            mirror.complete()
+            return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def make_parts(self) -> TrainingComponents:
         """The parts of a training: loader, optimizer, schedule, step."""

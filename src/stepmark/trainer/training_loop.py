@@ -15,6 +15,7 @@ from transformers.trainer_callback import TrainerControl
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, step_of
+from stepmark.checkpoint.restore.restore import Restored
 from stepmark.checkpoint.sections import describe
 from stepmark.data.loader.batch import StepBatch
 from stepmark.data.loader.loader import DataLoader
@@ -36,6 +37,7 @@ from stepmark.trainer.interruption.run_end import reason_to_stop, record_end, wi
 from stepmark.trainer.resume import ARITHMETIC, arithmetic_of, locate_best, restore_run
 from stepmark.trainer.run_folder.output_folder import check_start, set_aside_earlier_attempt, set_aside_finished_run
 from stepmark.trainer.run_folder.run_log import POSITION
+from stepmark.trainer.run_folder.run_mirror import RunMirror
 from stepmark.trainer.run_folder.status import INTERRUPTED
 from stepmark.trainer.run_hooks import RunHooks
 from stepmark.trainer.telemetry.banner import banner
@@ -73,12 +75,14 @@ class TrainingLoop:
         callbacks: RunCallbacks,
         checkpointer: Checkpointer,
         hooks: RunHooks,
+        mirror: RunMirror,
     ) -> None:
         self._parts = parts
         self._args = parts.args
         self._callbacks = callbacks
         self._checkpointer = checkpointer
         self._hooks = hooks
+        self._mirror = mirror
         self._monitor = Telemetry(parts, callbacks.run_log)
         self._flos = TotalFlos(parts.model)
         self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look, parts.step.experts)
@@ -179,8 +183,9 @@ class TrainingLoop:
         restored = None
         if resume:
             named = local_path(resume, "resume_from_checkpoint") if isinstance(resume, str) else None
-            parts, callbacks = self._parts, self._callbacks
-            restored = restore_run(self.sections(), parts, callbacks, self._checkpointer, named, self._changes)
+            restored = self._restore(named)
+            if named is None and self._mirror.fetch():  # what was the newest in the folder is corrupted
+                restored = self._restore(None)
         if restored is not None:
             for message in self._changes.values():
                 self._callbacks.run_log.event("accepted", self._step, message=message)
@@ -190,6 +195,20 @@ class TrainingLoop:
             folder, host = Path(self._args.output_dir), self._parts.context.host
             set_aside_earlier_attempt(folder, host, resumes=bool(resume), repeats=self._record_resumption)
         return None if restored is None else restored.path
+
+    def _restore(self, checkpoint: Path | None) -> Restored | None:
+        """As `restore_run`. Where the checkpoint is named, the run has left those that are newer."""
+        parts, callbacks = self._parts, self._callbacks
+        restored = restore_run(self.sections(), parts, callbacks, self._checkpointer, checkpoint, self._changes)
+        if checkpoint is not None and restored is not None:
+            for path in self._mirror.leave_later(restored.step):
+                logger.warning(
+                    "%s is newer than %s, from which the run goes on: it is %s now",
+                    checkpoint.with_name(path.name.partition("-")[2]),
+                    restored.path.name,
+                    path.name,
+                )
+        return restored
 
     # The loop
 
@@ -235,6 +254,7 @@ class TrainingLoop:
             self._callbacks.progress.line(line)
         if self._args.eval_on_start and restored is None:
             self._evaluate()
+        self._mirror.start()
         self._monitor.begin()
         self._parts.step.defer_gathers()
         self._finish_step_of_earlier_process()
@@ -281,7 +301,7 @@ class TrainingLoop:
                 f"step {first} is a loss spike after {count} rollbacks (max_rollbacks); {path.name} is from before it: "
                 "lower learning_rate, look at the samples of these steps with stepmark rows, or raise max_rollbacks"
             )
-        restore_run(self.sections(), parts, callbacks, self._checkpointer, path, self._changes)
+        self._restore(path)
         spikes.rollbacks = count + 1
         self._monitor.anomalies.rolled_back()
         self._positions.clear()
@@ -396,6 +416,7 @@ class TrainingLoop:
         self._monitor.step_ended(self._step, batch)
         self._follow_control()
         self._checkpointer.check()
+        self._mirror.check()
         show_step(StepPlace(self._step + 1))
 
     def _follow_control(self) -> None:
@@ -666,6 +687,9 @@ class TrainingLoop:
         saved = f"checkpoint-{self._step} is saved" if self._step else "nothing was trained yet"
         if extracting_graphs():
             saved = "nothing is saved"
+        if self._mirror.url is not None:
+            behind = self._mirror.finish(preemption.seconds_left())
+            saved += f"; {behind}" if behind else f" and in {self._mirror.url}"
         raise RunInterrupted(f"{preemption.signal_name}: stopped {where}after step {self._step}, {saved}")
 
     def _withdraw_stop_request(self) -> None:

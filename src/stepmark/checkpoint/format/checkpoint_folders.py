@@ -5,6 +5,7 @@ checkpoint-N                    always complete
 .replaced-checkpoint-N.<save>   the old one while a new one takes its name, where the file system cannot exchange names
 .deleted-checkpoint-N.<save>    being deleted
 damaged-checkpoint-N[.k]        quarantined, because it is corrupted
+left-checkpoint-N[.k]           left, since the run went on from an earlier one
 .NAME.saving/                   in place of a run's folder, for a save that gets the name NAME beside this folder
 .stepmark/                      which run owns the folder, leases of its readers, status of saves
 """
@@ -25,6 +26,7 @@ from stepmark.filesystem import files
 
 COORDINATION = ".stepmark"
 MANIFEST = "manifest.json"
+DAMAGED, LEFT = "damaged", "left"  # what the names of checkpoints begin with that are not used again
 BEST = "best"  # a link to the best of the checkpoints, which is never deleted
 
 logger = logging.getLogger("stepmark")
@@ -174,9 +176,9 @@ def delete(path: Path, save: str, unless: Callable[[], bool]) -> bool:
     return True
 
 
-def quarantine(path: Path) -> Path:
-    """Renames a corrupted checkpoint so that it is not used again; returns the new path."""
-    names = (f"damaged-{path.name}" + (f".{number}" if number else "") for number in count())
+def quarantine(path: Path, why: str = DAMAGED) -> Path:
+    """Renames a checkpoint so that it is not used again, DAMAGED or LEFT; returns the new path."""
+    names = (f"{why}-{path.name}" + (f".{number}" if number else "") for number in count())
     target = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
     files.rename(path, target)
     files.sync_folder(path.parent)

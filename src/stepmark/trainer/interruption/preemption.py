@@ -43,6 +43,7 @@ from stepmark.runtime.context import Context
 
 POLL_SECONDS = 0.1
 JOIN_SECONDS = 1.0  # that the thread has to end in
+CLOSING = 5.0  # seconds to end in
 STUCK = 10  # times the usual step, after which a step counts as one that hangs
 SHOWN = 8  # ranks, and places, that a reason names
 LEAVE, SAVE = "leave", "save"
@@ -130,6 +131,10 @@ class PreemptionCoordinator:
             while self._verdict is None:
                 self._changed.wait()
             return self._verdict == SAVE
+
+    def seconds_left(self) -> float:
+        """The seconds in which a run that stops may do more, and still end by itself."""
+        return max(0.0, self._left() - min(CLOSING, self._grace / 10))
 
     def explains(self, error: BaseException) -> bool:
         """Whether the error only means that another rank has ended because of the signal."""

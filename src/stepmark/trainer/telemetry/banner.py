@@ -33,6 +33,7 @@ def banner(parts: TrainingComponents, step: int) -> list[str]:
         *_stages(parts),
         *_shards(parts),
         f"output   {args.output_dir}",
+        *([] if args.mirror_to is None else [f"mirror   {args.mirror_to}"]),
         *too_short(args, parts.total_steps),
     ]
 

@@ -1,0 +1,251 @@
+"""Follows a run's folder with a place in a bucket, in the background, so that the run outlives its machine.
+
+The newest checkpoint is uploaded first, then those before it that are still in the folder, and after each of them what
+is beside them: metrics, events, status. Training waits for none of this. A checkpoint is protected from deletion while
+it is read. What retention would delete there is deleted once a newer one is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint.coordination.bucket_claim import BucketClaim
+from stepmark.checkpoint.coordination.leases import Lease
+from stepmark.checkpoint.format.checkpoint_folders import (
+    DAMAGED,
+    LEFT,
+    best_step,
+    checkpoint_path,
+    checkpoints,
+    step_of,
+)
+from stepmark.checkpoint.format.manifest import MANIFEST, parse_manifest
+from stepmark.checkpoint.places import (
+    BucketPlace,
+    Copied,
+    FolderPlace,
+    check_same_run,
+    copy_checkpoint,
+    copy_others,
+)
+from stepmark.checkpoint.retention_policies import Retention, Saved, steps_to_delete
+from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointNotFound
+from stepmark.filesystem.json_values import decode_plain
+from stepmark.filesystem.objects import Bucket
+from stepmark.liveness.failure_report import describe_error
+
+POLL = 0.5  # seconds between two looks at the folder
+PUSH = 60.0  # seconds after which changed logs are uploaded, where no checkpoint is
+RETRY = 5.0  # seconds after an error
+CLOSING = 10.0  # seconds for a request in flight to end
+
+logger = logging.getLogger("stepmark")
+
+_Mark = tuple[int, int]
+
+
+class Mirror:
+    """Of one run, in the process that owns its folder. `told(copied, seconds)` is called, in a thread, after each
+    checkpoint that was uploaded."""
+
+    def __init__(
+        self, folder: Path, bucket: Bucket, keep: Sequence[Retention], told: Callable[[Copied, float], object]
+    ) -> None:
+        self.address = bucket.url
+        self._folder, self._source, self._place = folder, FolderPlace(folder), BucketPlace(bucket)
+        self._keep, self._told = keep, told
+        self._sent: dict[int, _Mark] = {}  # by step, the manifests that are known to be in the bucket
+        self._saved: dict[int, Saved] = {}  # the checkpoints there
+        self._seen: dict[str, Any] = {}  # what was beside them at the last upload
+        self._pushed = 0.0
+        self._tidy = self.started = False
+        self._problem: Exception | None = None
+        self._round = threading.Lock()  # held while something is uploaded
+        self._changed = threading.Condition()
+        self._idle = 0  # rounds in which nothing was left to do
+        self._stop, self._wake = threading.Event(), threading.Event()
+        self._owning = self._place.owning()
+        self._claim: BucketClaim | None = None
+        self._thread = threading.Thread(target=self._run, name="stepmark-mirror", daemon=True)
+
+    # Before training
+
+    def open(self) -> list[int]:
+        """Claims the place, and returns the steps of its checkpoints, newest first. Raises CheckpointBusy or OSError."""
+        self._claim = self._owning.__enter__()
+        return self._place.steps()
+
+    def fetch(self, say: Callable[[str], object] = lambda text: None) -> bool:
+        """Downloads the newest checkpoint, and what is beside it, where it is newer than those in the folder. Returns
+        whether it was. A damaged one is set aside. Raises CheckpointError or OSError."""
+        while there := self._place.steps():
+            own = self._source.steps()
+            if own and own[0] >= there[0]:
+                return False
+            check_same_run(self._source, self._place, own)
+            say(f"downloading checkpoint-{there[0]} from {self.address}")
+            try:
+                copy_others(self._place, self._source, self._place.others(), newer_only=True)
+                copy_checkpoint(self._place, self._source, there[0])
+            except (CheckpointDamaged, CheckpointNotFound) as error:
+                logger.warning("%s; it is set aside", error)
+                self._place.set_aside(there[0], DAMAGED)
+            else:
+                return True
+        return False
+
+    def leave(self, step: int) -> None:
+        """The run goes on from a step: later checkpoints in the bucket are not used again. Raises OSError."""
+        with self._round:
+            for later in self._place.steps():
+                if later > step:
+                    self._place.set_aside(later, LEFT)
+                    self._saved.pop(later, None)
+            self._sent = {each: mark for each, mark in self._sent.items() if each <= step}
+
+    # While the run trains
+
+    def start(self) -> None:
+        self.started = True
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises CheckpointBusy where another run has taken the place over. It does not wait."""
+        if self._claim is not None and self._claim.lost.is_set():
+            raise CheckpointBusy(f"{self.address} was taken over by another run; stop one of the two")
+
+    def finish(self, seconds: float | None = None) -> str | None:
+        """Waits until all is uploaded. Returns None, or in words what is not, after so many seconds, or by default once
+        it has failed for good."""
+        until = None if seconds is None else time.monotonic() + seconds
+        with self._changed:
+            self._pushed, self._problem, idle = 0.0, None, self._idle
+            self._wake.set()
+            while self._idle < idle + 2:  # one round may have begun before this call
+                left = None if until is None else until - time.monotonic()
+                if (left is not None and left <= 0) or (left is None and self._problem is not None):
+                    return self._behind()
+                if not self._thread.is_alive():
+                    return self._behind()
+                self._changed.wait(POLL if left is None else min(POLL, left))
+        return None
+
+    def close(self) -> None:
+        """Ends the uploads, what is in flight included, and releases the place."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSING)
+        if self._claim is not None:
+            ending = threading.Thread(target=self._owning.__exit__, args=(None, None, None), daemon=True)
+            ending.start()
+            ending.join(CLOSING)
+
+    def _behind(self) -> str:
+        missing = [f"checkpoint-{step}" for step in self._missing()]
+        what = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "") or "what is beside the checkpoints"
+        why = "there was no time" if self._problem is None else describe_error(self._problem)
+        return f"{what} is not in {self.address} yet: {why}"
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            pause = 0.0
+            try:
+                with self._round:
+                    if not self._do_next():
+                        pause = POLL
+                problem: Exception | None = None
+            except (OSError, CheckpointError) as error:
+                if self._stop.is_set():
+                    return
+                problem, pause = error, RETRY
+                if str(error) != str(self._problem):
+                    logger.warning("mirror_to: %s; it is tried again", describe_error(error))
+            with self._changed:
+                self._problem = problem
+                self._idle += pause == POLL
+                self._changed.notify_all()
+            if self._claim is None or self._claim.lost.is_set():
+                return
+            self._wake.wait(pause)
+            self._wake.clear()
+
+    def _do_next(self) -> bool:
+        """Uploads one checkpoint, or what is beside them. Returns whether there was something to do."""
+        missing = self._missing()
+        if missing:
+            self._send(missing[0])
+            return True
+        if not self._tidy:
+            self._place.tidy()
+            self._tidy = True
+        if time.monotonic() - self._pushed < PUSH:
+            return False
+        return self._push()
+
+    def _missing(self) -> list[int]:
+        return [step for step, mark in self._marks().items() if self._sent.get(step) != mark]
+
+    def _marks(self) -> dict[int, _Mark]:
+        """The checkpoints in the folder, newest first, each with what changes when it is replaced."""
+        found = {}
+        for path in checkpoints(self._folder):
+            try:
+                status = os.stat(path / MANIFEST)
+            except FileNotFoundError:
+                continue
+            found[step_of(path) or 0] = status.st_ino, status.st_mtime_ns
+        return found
+
+    def _send(self, step: int) -> None:
+        mark, began = self._marks().get(step), time.monotonic()
+        lease = Lease.take(checkpoint_path(self._folder, step), "mirror")
+        if lease is None or mark is None:
+            return
+        try:
+            copied = copy_checkpoint(self._source, self._place, step, stop=self._stop, replaces=True)
+        except CheckpointDamaged as error:
+            logger.warning("mirror_to: %s; it is not uploaded", error)
+            self._sent[step] = mark
+            return
+        finally:
+            lease.release()
+        self._sent[step] = mark
+        self._saved.pop(step, None)
+        self._push()
+        self._retain()
+        if copied.sent:
+            self._told(copied, time.monotonic() - began)
+
+    def _push(self) -> bool:
+        """Uploads what has changed beside the checkpoints, if anything has."""
+        self._pushed = time.monotonic()
+        others = self._source.others()
+        if others == self._seen:
+            return False
+        copy_others(self._source, self._place, others)
+        self._seen = others
+        return True
+
+    def _retain(self) -> None:
+        """Deletes in the bucket what no policy keeps; all that are in the folder stay."""
+        if not self._keep:
+            return
+        there = self._place.steps()
+        for step in there:
+            if step not in self._saved:
+                manifest = parse_manifest(self._place.manifest(step), self._place.size(step))
+                metrics = decode_plain(manifest.metrics)
+                self._saved[step] = Saved(step, manifest.time, metrics, resumable=not manifest.model_only)
+        saved = [self._saved[step] for step in there]
+        here = {*self._marks(), best_step(self._folder)}
+        for step in steps_to_delete(saved, self._keep, max(there)):
+            if step not in here:
+                self._place.remove(step)
+                self._saved.pop(step)

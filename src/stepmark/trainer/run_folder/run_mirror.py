@@ -1,0 +1,146 @@
+"""The run's place in a bucket, as `mirror_to` says: rank 0 uploads, and the others wait where it has to be done."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+from stepmark.checkpoint import Retention
+from stepmark.checkpoint.format.checkpoint_folders import LEFT, checkpoints, quarantine, step_of
+from stepmark.checkpoint.mirror import Mirror
+from stepmark.checkpoint.places import Copied
+from stepmark.config.training_fields import TrainingFields
+from stepmark.errors import StepmarkError, UsageError
+from stepmark.filesystem.objects import Bucket
+from stepmark.launch.signal_listener import RunInterrupted
+from stepmark.liveness.failure_report import describe_error
+from stepmark.liveness.host_group import HostGroup
+from stepmark.liveness.process_exit import say
+from stepmark.liveness.progress import SAVE, in_phase
+from stepmark.runtime.xla_environment import extracting_graphs
+from stepmark.trainer.run_folder.output_folder import on_rank_0
+from stepmark.trainer.run_folder.run_log import RunLog
+
+TOLD = 5.0  # seconds after which the other ranks hear that rank 0 is still busy
+AFTER_SIGNAL, AFTER_ERROR = 5.0, 30.0  # seconds for the last uploads of a run that was interrupted, or has failed
+
+
+def check_place(address: str, host: HostGroup) -> None:
+    """Tries there what a run needs. Collective. Raises StepmarkError, on all ranks, for what does not work."""
+    bucket = Bucket(address)
+
+    def explain(error: Exception) -> StepmarkError:
+        if not isinstance(error, OSError):
+            raise error
+        return StepmarkError(f"mirror_to: {describe_error(error)}")
+
+    on_rank_0(host, bucket.check, explain)
+
+
+class RunMirror:
+    """On all ranks; without `mirror_to` there is no place, and nothing to do."""
+
+    def __init__(self, args: TrainingFields, keep: list[Retention], host: HostGroup, run_log: RunLog) -> None:
+        self._host, self._log, self._folder = host, run_log, Path(args.output_dir)
+        self.url = None if extracting_graphs() else args.mirror_to
+        self._mirror: Mirror | None = None
+        if self.url is not None and host.rank == 0:
+            self._mirror = Mirror(self._folder, Bucket(self.url), keep, self._told)
+
+    def _told(self, copied: Copied, seconds: float) -> None:
+        self._log.event("mirrored", copied.step or 0, bytes=copied.sent, seconds=seconds)
+        self._log.describe_now(mirrored_checkpoint=f"checkpoint-{copied.step}")
+
+    def _on_rank_0(self, work: Callable[[Mirror], Any]) -> Any:
+        """What `work` returns, on all ranks; also StepmarkErrors that it raises. Collective."""
+        if self.url is None:
+            return None
+        done: Future[Any] = Future()
+
+        def run(mirror: Mirror) -> None:
+            try:
+                done.set_result((work(mirror), None))
+            except StepmarkError as error:
+                done.set_result((None, error))
+            except OSError as error:
+                done.set_result((None, StepmarkError(f"mirror_to: {describe_error(error)}")))
+            except BaseException as error:
+                done.set_exception(error)
+
+        with in_phase(SAVE):
+            if self._mirror is not None:
+                threading.Thread(target=run, args=(self._mirror,), name="stepmark-mirroring", daemon=True).start()
+            told = None
+            while told is None:
+                if self._mirror is not None:
+                    wait([done], TOLD)
+                told = self._host.broadcast(done.result() if done.done() else None)
+        value, problem = told
+        if problem is not None:
+            raise problem
+        return value
+
+    def open(self, resume: bool | str | None) -> None:
+        """Claims the place, and downloads what is newer than the folder's checkpoints where the run resumes from the
+        newest. Collective. Raises UsageError where an earlier run is there that does not go on, or StepmarkError."""
+
+        def claim(mirror: Mirror) -> None:
+            there = mirror.open()
+            if there and not resume:
+                raise UsageError(
+                    f"mirror_to: {mirror.address} has checkpoints of an earlier run (checkpoint-{there[0]}); to "
+                    "continue it, set resume_from_checkpoint: true, in a script train(resume_from_checkpoint=True); or "
+                    "name another place"
+                )
+
+        self._on_rank_0(claim)
+        if resume and not isinstance(resume, str):
+            self.fetch()
+
+    def fetch(self) -> bool:
+        """Downloads the newest checkpoint, if it is newer than those in the folder; returns whether it was.
+        Collective."""
+        return bool(self._on_rank_0(lambda mirror: mirror.fetch(lambda text: say(f"mirror_to: {text}"))))
+
+    def leave_later(self, step: int) -> list[Path]:
+        """The run goes on from this step: later checkpoints are not used again, there and in the folder, where rank 0
+        renames them. Returns their new paths, on rank 0. Collective."""
+        self._on_rank_0(lambda mirror: mirror.leave(step))
+        later = [path for path in checkpoints(self._folder) if (step_of(path) or 0) > step]
+        return [quarantine(path, LEFT) for path in later] if self._host.rank == 0 else []
+
+    def start(self) -> None:
+        """Begins to upload, in the background."""
+        if self._mirror is not None:
+            self._mirror.start()
+
+    def check(self) -> None:
+        """Raises CheckpointBusy, on rank 0, where another run has taken the place over."""
+        if self._mirror is not None:
+            self._mirror.check()
+
+    def finish(self, seconds: float | None = None) -> str | None:
+        """Waits until all is uploaded, and returns None; or in words what is not, after so many seconds, or once it has
+        failed. Collective."""
+        told: str | None = self._on_rank_0(lambda mirror: mirror.finish(seconds))
+        return told
+
+    def complete(self) -> None:
+        """The run is done. Collective. Raises StepmarkError where something of it cannot be uploaded."""
+        behind = self.finish()
+        if behind is not None:
+            raise StepmarkError(
+                f"mirror_to: the run is done, and {behind}; `stepmark copy {self._folder} {self.url}` uploads the rest"
+            )
+
+    def __enter__(self) -> RunMirror:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._mirror is not None:
+            if kind is not None and self._mirror.started:
+                self._mirror.finish(AFTER_SIGNAL if issubclass(kind, RunInterrupted) else AFTER_ERROR)
+            self._mirror.close()
