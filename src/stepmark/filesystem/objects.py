@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import chain
 from typing import Any, NamedTuple
 
 from stepmark.errors import UsageError
@@ -125,12 +126,16 @@ class Bucket:
         raise FileExistsError(errno.EEXIST, "another object is there already", self.address(name))
 
     def put(self, name: str, data: bytes | Iterable[Any]) -> None:
-        """Makes or replaces an object, of bytes, or of blocks that are sent in parts as they come."""
+        """Makes or replaces an object, of bytes, or of blocks that are sent in parts as they come; a single one is sent
+        in one request."""
+        blocks = iter([data] if isinstance(data, bytes) else data)
+        first, second = next(blocks, b""), next(blocks, None)
         with self._request(name):
-            if isinstance(data, bytes):
-                self._client.put(self._store, name, data, use_multipart=False)
+            if second is None:
+                self._client.put(self._store, name, first, use_multipart=False)
             else:
-                self._client.put(self._store, name, data, chunk_size=PART, max_concurrency=IN_FLIGHT)
+                parts = chain([first, second], blocks)
+                self._client.put(self._store, name, parts, chunk_size=PART, max_concurrency=IN_FLIGHT)
 
     def read(self, name: str) -> bytes:
         """A small object. Raises FileNotFoundError."""

@@ -1,10 +1,12 @@
-"""Runs of two ranks that are killed over and over, at random, end with the losses of one that was left alone."""
+"""Runs of two ranks that are killed over and over, at random, end with the losses of one that was left alone: where the
+disk stays, and where each kill takes it and the run goes on from object storage."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 
 from stepmark.launch import supervisor
+from tests.support.buckets import make_bucket, object_store
 from tests.support.commands import ForkedRank
 from tests.support.programs import logged
 from tests.support.ranks import Ranks
@@ -25,6 +28,7 @@ from tests.support.run_folders import read_status
 PROGRAM = "tests.support.programs:train"
 KILLS_A_RUN = 10
 LONGEST = {"cpu": 0.4, "xla": 0.6}  # seconds of training before a kill
+LONGEST_MIRRORED = 3.0
 
 
 def options(folder: Path, device: str, steps: int) -> dict[str, Any]:
@@ -44,26 +48,33 @@ def options(folder: Path, device: str, steps: int) -> dict[str, Any]:
 
 
 def kills(folder: Path) -> list[str]:
-    path = folder / "kills"
+    path = folder.with_name(f"{folder.name}.kills")
     return path.read_text().splitlines() if path.exists() else []
 
 
 def kill_and_finish(ranks: Ranks, settings: dict[str, Any], count: int, device: str, seed: int) -> list[str]:
     """Kills the run `count` times, as long as it lasts, and lets it end; returns what was killed."""
-    folder = Path(settings["output_dir"])
-    folder.mkdir()
+    folder, longest = Path(settings["output_dir"]), LONGEST_MIRRORED if "mirror_to" in settings else LONGEST[device]
     while len(kills(folder)) < count:
         before = len(kills(folder))
-        outcome = ranks.run(supervise_and_kill, settings, 1000 * seed + before, LONGEST[device])
+        if "mirror_to" in settings:  # the machine is another one
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
+        outcome = ranks.run(supervise_and_kill, settings, 1000 * seed + before, longest, environment=environment())
         if len(kills(folder)) == before:  # it ended first
             assert outcome.results == [{"code": 0}], outcome.logs
             break
-    ranks.run(PROGRAM, settings, nproc=2).check()
+    ranks.run(PROGRAM, settings, nproc=2, environment=environment()).check()
     return kills(folder)
 
 
-def check(ranks: Ranks, folder: Path, device: str, wanted: int, steps: int) -> list[str]:
-    """Kills runs of so many steps so many times; returns what was killed."""
+def environment() -> dict[str, str]:
+    """Where a store is found, if one runs."""
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
+def check(ranks: Ranks, folder: Path, device: str, wanted: int, steps: int, place: str | None = None) -> list[str]:
+    """Kills runs of so many steps so many times; returns what was killed. `place`: in a store, where they go on."""
     (whole,) = {
         json.dumps([each["losses"], each["evaluations"], each["weights"]])
         for each in ranks.run(PROGRAM, options(folder / "whole", device, steps), nproc=2).check()
@@ -74,6 +85,8 @@ def check(ranks: Ranks, folder: Path, device: str, wanted: int, steps: int) -> l
     while len(done) < wanted:
         run += 1
         settings = options(folder / f"killed-{run}", device, steps)
+        if place is not None:
+            settings |= {"save_steps": 1, "mirror_to": f"{place}/{run}"}
         done += kill_and_finish(ranks, settings, min(KILLS_A_RUN, wanted - len(done)), device, run)
         found = json.loads(json.dumps(logged(Path(settings["output_dir"]))))
         assert found["losses"] == losses, run
@@ -97,6 +110,16 @@ def test_killed_runs_lose_nothing(
         record_property(f"kills of {killed}", times)
 
 
+@pytest.mark.parametrize(("wanted", "steps"), [(2, 30), pytest.param(100, 120, marks=pytest.mark.prove)])
+def test_runs_whose_machine_is_lost_lose_nothing(
+    ranks: Ranks, tmp_path: Path, record_property: Callable[[str, object], None], wanted: int, steps: int
+) -> None:
+    with object_store() as proxy:
+        killed = check(ranks, tmp_path, "cpu", wanted, steps, make_bucket(proxy))
+    for name, times in Counter(killed).items():
+        record_property(f"kills of {name}", times)
+
+
 # What ranks run
 
 
@@ -115,7 +138,7 @@ class KilledRank(ForkedRank):
 def supervise_and_kill(options: dict[str, Any], seed: int, longest: float) -> dict[str, Any]:
     """Trains, and kills rank 0, rank 1, both, or the supervisor: within `longest` seconds of the first new step, or in
     one of three cases while a save is being written. Returns the exit code if the supervisor survives. Every kill adds
-    a line to the file `kills` in the output folder."""
+    a line to a file beside the output folder."""
     _OPTIONS.update(options)
     started: list[KilledRank] = []
 
@@ -141,7 +164,7 @@ def _kill(started: list[KilledRank], folder: Path, chance: random.Random, longes
         time.sleep(chance.uniform(0, 0.03))
     else:
         time.sleep(chance.uniform(0, longest))
-    with open(folder / "kills", "a") as file:
+    with open(folder.with_name(f"{folder.name}.kills"), "a") as file:
         file.write(f"{victim}{' in a save' if in_save else ''}\n")
     if victim == "supervisor":
         os.kill(os.getpid(), signal.SIGKILL)

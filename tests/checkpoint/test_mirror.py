@@ -1,0 +1,287 @@
+"""A run's folder is followed by a place in a bucket: newest first, without delay for training, whole under any fault."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stepmark.checkpoint import Checkpointer, KeepLast
+from stepmark.checkpoint import mirror as module
+from stepmark.checkpoint.coordination.bucket_claim import OWNER
+from stepmark.checkpoint.mirror import Mirror
+from stepmark.checkpoint.places import BucketPlace, Copied
+from stepmark.errors import CheckpointBusy, CheckpointError
+from stepmark.filesystem import objects
+from stepmark.filesystem.objects import Bucket
+from tests.support.buckets import Proxy, make_bucket, object_store
+from tests.support.run_folders import saved_steps
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[Proxy]:
+    with object_store() as found:
+        yield found
+
+
+@pytest.fixture
+def bucket(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    proxy.fault = lambda *_: None
+    monkeypatch.setattr(module, "POLL", 0.02)
+    monkeypatch.setattr(module, "RETRY", 0.02)
+    return Bucket(f"{make_bucket(proxy)}/run")
+
+
+def save(folder: Path, *steps: int, keep_last: int | None = None, value: float = 0.0) -> None:
+    with Checkpointer(folder, keep_last=keep_last) as checkpointer:
+        for step in steps:
+            model = torch.nn.Linear(8, 8)
+            torch.nn.init.constant_(model.weight, step + value)
+            checkpointer.save(step, {"model": model}, block=True)
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in saved_steps(folder)))
+
+
+@contextmanager
+def mirroring(
+    folder: Path, bucket: Bucket, keep: int | None = None, told: Callable[[Copied, float], object] = lambda *_: None
+) -> Iterator[Mirror]:
+    mirror = Mirror(folder, bucket, [] if keep is None else [KeepLast(keep)], told)
+    try:
+        mirror.open()
+        yield mirror
+    finally:
+        mirror.close()
+
+
+def mirrored(folder: Path, bucket: Bucket, keep: int | None = None) -> list[int]:
+    """What is told of, once all is there."""
+    told: list[int] = []
+    with mirroring(folder, bucket, keep, lambda copied, _: told.append(copied.step or 0)) as mirror:
+        mirror.start()
+        assert mirror.finish() is None
+    return told
+
+
+def fetched(folder: Path, bucket: Bucket) -> bool:
+    with mirroring(folder, bucket) as mirror:
+        return mirror.fetch()
+
+
+def test_the_newest_checkpoint_comes_first(tmp_path: Path, bucket: Bucket) -> None:
+    save(tmp_path / "run", 1, 2, 3)
+    assert mirrored(tmp_path / "run", bucket) == [3, 2, 1]
+    assert BucketPlace(bucket).steps() == [3, 2, 1]
+    assert bucket.read("metrics.jsonl") == (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert mirrored(tmp_path / "run", bucket) == []
+    assert fetched(tmp_path / "new", bucket)
+    assert saved_steps(tmp_path / "new") == [3]
+    assert (tmp_path / "new" / "metrics.jsonl").read_bytes() == bucket.read("metrics.jsonl")
+    assert not fetched(tmp_path / "new", bucket)
+
+
+def test_what_no_policy_keeps_goes_there_too(tmp_path: Path, bucket: Bucket) -> None:
+    save(tmp_path / "run", 1, 2, keep_last=2)
+    mirrored(tmp_path / "run", bucket, keep=2)
+    save(tmp_path / "run", 3, keep_last=2)
+    assert mirrored(tmp_path / "run", bucket, keep=2) == [3]
+    assert BucketPlace(bucket).steps() == [3, 2]
+    assert {each.name.split("/")[0] for each in bucket.objects()} == {
+        ".stepmark",
+        "checkpoint-2",
+        "checkpoint-3",
+        "metrics.jsonl",
+    }
+
+
+def test_a_fresh_machine_keeps_what_the_bucket_has(tmp_path: Path, bucket: Bucket) -> None:
+    save(tmp_path / "run", 1, 2)
+    mirrored(tmp_path / "run", bucket, keep=3)
+    assert fetched(tmp_path / "new", bucket)
+    save(tmp_path / "new", 3)
+    mirrored(tmp_path / "new", bucket, keep=3)
+    assert BucketPlace(bucket).steps() == [3, 2, 1]
+
+
+def test_a_checkpoint_that_is_replaced_is_uploaded_again(tmp_path: Path, bucket: Bucket) -> None:
+    told: list[Any] = []
+    save(tmp_path / "run", 1)
+    with mirroring(tmp_path / "run", bucket, told=lambda copied, _: told.append(copied.step)) as mirror:
+        mirror.start()
+        mirror.finish()
+        save(tmp_path / "run", 1, value=0.5)
+        assert mirror.finish() is None
+    assert told == [1, 1]
+    assert bucket.read("checkpoint-1/manifest.json") == (tmp_path / "run/checkpoint-1/manifest.json").read_bytes()
+    mirrored(tmp_path / "run", bucket)  # tidies
+    saves = {each.name.split("/")[1] for each in bucket.objects("checkpoint-1")}
+    assert len(saves) == 2  # of which one is the manifest
+
+
+def test_later_checkpoints_that_are_left_are_not_fetched(tmp_path: Path, bucket: Bucket) -> None:
+    save(tmp_path / "run", 1, 2, 3)
+    mirrored(tmp_path / "run", bucket)
+    with mirroring(tmp_path / "run", bucket) as mirror:
+        mirror.leave(1)
+    assert BucketPlace(bucket).steps() == [1]
+    assert [each.name for each in bucket.objects("checkpoint-3") if "left-" in each.name]
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-3")
+    save(tmp_path / "run", 2, value=0.5)
+    mirrored(tmp_path / "run", bucket)
+    assert fetched(tmp_path / "new", bucket)
+    assert saved_steps(tmp_path / "new") == [2]
+    assert any("left-" in each.name for each in bucket.objects("checkpoint-2"))
+    assert len({each.name.split("/")[1] for each in bucket.objects("checkpoint-2")}) == 4
+
+
+def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path, bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path / "run", 1, 2)
+    mirrored(tmp_path / "run", bucket)
+    name = next(each.name for each in bucket.objects("checkpoint-2") if each.name.endswith(".safetensors"))
+    bucket.put(name, bytes(200) + bucket.read(name)[200:])
+    assert fetched(tmp_path / "new", bucket)
+    assert saved_steps(tmp_path / "new") == [1]
+    assert "is set aside" in caplog.text
+    assert BucketPlace(bucket).steps() == [1]
+
+
+def test_another_run_is_not_fetched_over_this_one(tmp_path: Path, bucket: Bucket) -> None:
+    for name, step in (("one", 5), ("other", 3)):
+        with Checkpointer(tmp_path / name) as checkpointer:
+            state = {"model": torch.nn.Linear(2, 2)}
+            checkpointer.save(step, state, metadata={"identity": {"model": name}}, block=True)
+    mirrored(tmp_path / "one", bucket)
+    with mirroring(tmp_path / "other", bucket) as mirror, pytest.raises(CheckpointError, match="of another run"):
+        mirror.fetch()
+
+
+def test_what_could_not_be_uploaded_in_time_is_told(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+    save(tmp_path / "run", 4, 7)
+    with mirroring(tmp_path / "run", bucket) as mirror:
+        proxy.fault = lambda _, request: 503 if "checkpoint-" in request[1] else None
+        mirror.start()
+        told = mirror.finish(0.3)
+        assert told is not None
+        assert told.startswith(f"checkpoint-7, checkpoint-4 is not in {bucket.url} yet: there was no time")
+        proxy.fault = lambda *_: None
+
+
+def test_an_error_is_told_and_tried_again(
+    tmp_path: Path, bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(objects, "REPEATED", 0.1)
+    save(tmp_path / "run", 4)
+    with mirroring(tmp_path / "run", Bucket(bucket.url)) as mirror:
+        proxy.fault = lambda _, request: 403 if "safetensors" in request[1] else None
+        mirror.start()
+        assert "on purpose (Fault403)" in (mirror.finish() or "")
+        proxy.fault = lambda *_: None
+        assert mirror.finish() is None
+    assert caplog.text.count("it is tried again") == 1
+    assert BucketPlace(bucket).steps() == [4]
+
+
+def test_a_run_that_was_replaced_adds_nothing(tmp_path: Path, bucket: Bucket) -> None:
+    save(tmp_path / "run", 1)
+    with mirroring(tmp_path / "run", bucket) as mirror:
+        bucket.put(OWNER, json.dumps({"run": "other", "host": "h", "process": ["b", 1, 1, "1"]}).encode())
+        mirror.start()
+        assert "was taken over by another run" in (mirror.finish() or "")
+        with pytest.raises(CheckpointBusy, match="was taken over"):
+            mirror.check()
+    assert BucketPlace(bucket).steps() == []
+
+
+def test_a_checkpoint_stays_in_the_folder_while_it_is_read(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+    run, arrived, go_on = tmp_path / "run", threading.Event(), threading.Event()
+    save(run, 1)
+
+    def holding(_: int, request: Any) -> None:
+        if "safetensors" in request[1] and request[0] == "PUT":
+            proxy.lock.release()
+            arrived.set()
+            go_on.wait(60)
+            proxy.lock.acquire()
+
+    with mirroring(run, bucket) as mirror:
+        proxy.fault = holding
+        mirror.start()
+        arrived.wait(60)
+        with Checkpointer(run, keep_last=1) as checkpointer:
+            checkpointer.save(2, {"model": torch.nn.Linear(8, 8)}, block=True)
+            assert saved_steps(run) == [1, 2]
+            go_on.set()
+            proxy.fault = lambda *_: None
+            assert mirror.finish() is None
+            checkpointer.save(3, {"model": torch.nn.Linear(8, 8)}, block=True)
+        assert saved_steps(run) == [3]
+    assert 1 in BucketPlace(bucket).steps()
+
+
+FAULTS = ["cut before", "cut after", "twice", 500, 503, 409, 403, "late"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_any_request_may_fail(
+    tmp_path: Path, bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, fault: Any
+) -> None:
+    """Each request of an upload with retention, and of a download, fails once. At any moment another machine finds a
+    checkpoint that is whole, the old one or the new one; and in the end all is there."""
+    monkeypatch.setattr(objects, "REQUEST", 1.0 if fault == "late" else 60.0)
+    monkeypatch.setattr(proxy, "delay", 1.5)
+    run, seen, place = tmp_path / "run", set(), BucketPlace(bucket)
+    save(run, 1)
+    mirrored(run, bucket)
+    shutil.rmtree(run / "checkpoint-1")
+    save(run, 2)
+    found: list[list[int]] = []
+
+    def once(_: int, sent: Any) -> Any:
+        request = sent[0], sent[1].partition("uploadId")[0]
+        if request in seen or (fault == 409 and request[0] != "PUT") or (fault == "late" and len(seen) > 6):
+            return None
+        seen.add(request)
+        return fault
+
+    proxy.fault = once
+    client = Bucket(bucket.url)
+    tries = 0
+    while True:
+        tries += 1
+        assert tries < 100
+        try:
+            with mirroring(run, client, keep=1) as mirror:
+                mirror.start()
+                behind = mirror.finish()
+        except (CheckpointError, OSError):
+            behind = "not opened"
+        kept, proxy.fault = proxy.fault, lambda *_: None
+        found.append(place.steps())
+        for step in found[-1]:
+            data = json.loads(place.manifest(step))
+            names = {each.name for each in bucket.objects(f"checkpoint-{step}")}
+            assert {f"checkpoint-{step}/{data['save']}/{each['name']}" for each in data["files"]} <= names
+        proxy.fault = kept
+        if behind is None:
+            break
+    assert all(found)
+    assert found[-1] == [2]
+    assert len(seen) > 4
+    seen.clear()
+    while not (tmp_path / "new" / "checkpoint-2").is_dir():
+        try:
+            fetched(tmp_path / "new", client)
+        except (CheckpointError, OSError):
+            continue
+    proxy.fault = lambda *_: None
+    with Checkpointer(tmp_path / "new") as checkpointer:
+        model = torch.nn.Linear(8, 8)
+        assert checkpointer.restore({"model": model}) == 2
+        assert bool((model.weight == 2).all())
