@@ -1,4 +1,4 @@
-"""A run's folder is followed by a place in a bucket: newest first, without delay for training, whole under any fault."""
+"""A run's folder is followed by a place in a bucket: the newest checkpoint first, whole under any fault."""
 
 from __future__ import annotations
 
@@ -84,6 +84,17 @@ def test_the_newest_checkpoint_comes_first(tmp_path: Path, bucket: Bucket) -> No
     assert saved_steps(tmp_path / "new") == [3]
     assert (tmp_path / "new" / "metrics.jsonl").read_bytes() == bucket.read("metrics.jsonl")
     assert not fetched(tmp_path / "new", bucket)
+
+
+def test_a_checkpoint_has_the_logs_up_to_its_step_beside_it(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+    """Whenever the machine is lost."""
+    save(tmp_path / "run", 1, 2)
+    mirrored(tmp_path / "run", bucket)
+    proxy.requests.clear()
+    save(tmp_path / "run", 3)
+    mirrored(tmp_path / "run", bucket)
+    puts = [request[1].rpartition("/run/")[2] for request in proxy.requests if request[0] == "PUT"]
+    assert puts.index("metrics.jsonl") < puts.index("checkpoint-3/manifest.json")
 
 
 def test_what_no_policy_keeps_goes_there_too(tmp_path: Path, bucket: Bucket) -> None:
@@ -220,9 +231,9 @@ def test_a_checkpoint_stays_in_the_folder_while_it_is_read(tmp_path: Path, bucke
             go_on.set()
             proxy.fault = lambda *_: None
             assert mirror.finish() is None
-            checkpointer.save(3, {"model": torch.nn.Linear(8, 8)}, block=True)
-        assert saved_steps(run) == [3]
-    assert 1 in BucketPlace(bucket).steps()
+            checkpointer.delete_old()
+        assert saved_steps(run) == [2]
+    assert BucketPlace(bucket).steps() == [2, 1]
 
 
 FAULTS = ["cut before", "cut after", "twice", 500, 503, 409, 403, "late"]

@@ -25,7 +25,7 @@ from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.coordination.run_ownership import CLAIMING, RunOwnership
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, resolve_link, temporary_path
 from stepmark.checkpoint.format.integrity import what_is_wrong
-from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
+from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, save_of
 from stepmark.checkpoint.host_memory import StagingMemory, check_host_memory, free_host_memory
 from stepmark.checkpoint.operation import Operation, SaveHandle
 from stepmark.checkpoint.restore.restore import Accept, Restored, Restorer
@@ -123,8 +123,8 @@ class Checkpointer:
         self._mesh = _checked_mesh(mesh or {"dp": self._group.size})
         self._threads = threads
         policies = [*([KeepLast(keep_last)] if keep_last is not None else []), *keep]
-        cleaner = CheckpointCleaner(self.folder, policies)
-        self._background = Background(self._group.rank, self._group.size, save_timeout, cleaner)
+        self._cleaner = CheckpointCleaner(self.folder, policies)
+        self._background = Background(self._group.rank, self._group.size, save_timeout, self._cleaner)
         self._memory = StagingMemory()
         self._ownership: RunOwnership | None = None
         self._max_file_size = max_file_size
@@ -302,6 +302,13 @@ class Checkpointer:
         """Waits until no save is in progress. Raises the error of one that has failed."""
         with self._one_call():
             self._background.wait()
+
+    def delete_old(self) -> None:
+        """Deletes what the policies do not keep, as after a save; for a reader that had kept one from that. On rank 0,
+        and in any of its threads."""
+        for newest in checkpoints(self.folder)[:1]:
+            if (save := save_of(newest)) is not None:
+                self._cleaner.after(newest, save)
 
     # Restoring
 

@@ -1,6 +1,6 @@
 """Follows a run's folder with a place in a bucket, in the background, so that the run outlives its machine.
 
-The newest checkpoint is uploaded first, then those before it that are still in the folder, and after each of them what
+The newest checkpoint is uploaded first, then those before it that are still in the folder, and before each of them what
 is beside them: metrics, events, status. Training waits for none of this. A checkpoint is protected from deletion while
 it is read. What retention would delete there is deleted once a newer one is complete.
 """
@@ -51,15 +51,20 @@ _Mark = tuple[int, int]
 
 
 class Mirror:
-    """Of one run, in the process that owns its folder. `told(copied, seconds)` is called, in a thread, after each
-    checkpoint that was uploaded."""
+    """Of one run, in the process that owns its folder. In a thread, after each checkpoint that was uploaded,
+    `told(copied, seconds)` is called, and `freed()`, since retention may not have deleted it meanwhile."""
 
     def __init__(
-        self, folder: Path, bucket: Bucket, keep: Sequence[Retention], told: Callable[[Copied, float], object]
+        self,
+        folder: Path,
+        bucket: Bucket,
+        keep: Sequence[Retention],
+        told: Callable[[Copied, float], object],
+        freed: Callable[[], object] = lambda: None,
     ) -> None:
         self.address = bucket.url
         self._folder, self._source, self._place = folder, FolderPlace(folder), BucketPlace(bucket)
-        self._keep, self._told = keep, told
+        self._keep, self._told, self._freed = keep, told, freed
         self._sent: dict[int, _Mark] = {}  # by step, the manifests that are known to be in the bucket
         self._saved: dict[int, Saved] = {}  # the checkpoints there
         self._seen: dict[str, Any] = {}  # what was beside them at the last upload
@@ -77,7 +82,7 @@ class Mirror:
     # Before training
 
     def open(self) -> list[int]:
-        """Claims the place, and returns the steps of its checkpoints, newest first. Raises CheckpointBusy or OSError."""
+        """Claims the place; returns the steps of its checkpoints, newest first. Raises CheckpointBusy or OSError."""
         self._claim = self._owning.__enter__()
         return self._place.steps()
 
@@ -97,6 +102,7 @@ class Mirror:
                 logger.warning("%s; it is set aside", error)
                 self._place.set_aside(there[0], DAMAGED)
             else:
+                self._sent[there[0]] = self._marks()[there[0]]
                 return True
         return False
 
@@ -209,6 +215,7 @@ class Mirror:
         if lease is None or mark is None:
             return
         try:
+            self._push()  # first: a checkpoint has the logs up to its step beside it
             copied = copy_checkpoint(self._source, self._place, step, stop=self._stop, replaces=True)
         except CheckpointDamaged as error:
             logger.warning("mirror_to: %s; it is not uploaded", error)
@@ -218,7 +225,7 @@ class Mirror:
             lease.release()
         self._sent[step] = mark
         self._saved.pop(step, None)
-        self._push()
+        self._freed()
         self._retain()
         if copied.sent:
             self._told(copied, time.monotonic() - began)

@@ -40,6 +40,7 @@ from stepmark.checkpoint.format.checkpoint_folders import (
 )
 from stepmark.checkpoint.format.manifest import MANIFEST, USUAL, FileEntry, Manifest, is_file_name, parse_manifest
 from stepmark.checkpoint.format.streamed_check import checked
+from stepmark.checkpoint.format.verify import Corruption, VerifyReport
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.local_paths import is_address
@@ -359,6 +360,47 @@ def place_of(address: str) -> tuple[Place, int | None]:
     if step is None and (path / MANIFEST).exists():
         raise UsageError(f"{address}: a checkpoint is copied under its own name; call the folder checkpoint-N")
     return FolderPlace(path if step is None else path.parent), step
+
+
+def verify_there(address: str) -> Iterator[VerifyReport]:
+    """Reads every byte of the checkpoint at an address, or of those of the run there. Raises CheckpointNotFound where
+    there is none, CheckpointError where it cannot be read."""
+    place, step = place_of(address)
+    try:
+        steps = [step] if step is not None else place.steps()
+        if not steps:
+            raise CheckpointNotFound(f"{address}: there are no checkpoints")
+        for each in reversed(steps):
+            where = f"{place.address}/checkpoint-{each}"
+            try:
+                _, manifest = _manifest(place, each)
+            except CheckpointDamaged as error:
+                yield VerifyReport(where, None, 0, (Corruption(MANIFEST, str(error)),))
+                continue
+            faults = []
+            for entry in manifest.files:
+                try:
+                    for _ in checked(place.blocks(manifest, entry.name, entry.size), manifest, entry, where):
+                        pass
+                except CheckpointDamaged as error:
+                    faults.append(Corruption(entry.name, str(error)))
+                except FileNotFoundError:
+                    faults.append(Corruption(entry.name, "is missing"))
+            yield VerifyReport(where, each, sum(entry.size for entry in manifest.files), tuple(faults))
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or address}: {error.strerror or error}") from error
+
+
+def copy_objects(address: str, folder: Path, begin: Callable[[int], object], advance: Callable[[int], object]) -> Path:
+    """Downloads all objects below an address, another tool's checkpoint, as files; returns the folder."""
+    bucket, place = Bucket(address), FolderPlace(folder)
+    found = [each for each in bucket.objects() if is_file_name(each.name)]
+    if not found:
+        raise CheckpointNotFound(f"{address}: there is nothing")
+    begin(sum(each.size for each in found))
+    for each in found:
+        place.write_other(each.name, _counted(bucket.blocks(each.name, each.size), advance))
+    return folder
 
 
 class Copied(NamedTuple):

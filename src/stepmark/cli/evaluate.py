@@ -7,6 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepmark.cli.fetched import ALL
+from stepmark.errors import UsageError
+from stepmark.filesystem.cache_folder import cache_root
 from stepmark.launch.ending_at_signals import ending_at_signals
 from stepmark.launch.rank_count import RankCount
 from stepmark.launch.supervisor import follow_supervisor, start_ranks
@@ -16,6 +19,7 @@ from stepmark.liveness.process_exit import say
 if TYPE_CHECKING:
     from stepmark.watcher.evaluation_data import Request
 
+TAKES = {"path": ALL}
 HELP = "evaluate a checkpoint, or every checkpoint of a run as it is committed"
 ENDS_AT_SIGNALS = True  # with exit code 75, since the same command continues
 
@@ -59,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Returns 0, or 1 if an evaluation failed."""
+    if parsed.watch and parsed.path.is_relative_to(cache_root() / "fetched"):
+        raise UsageError("--watch: follows a run's folder; in object storage, name a checkpoint")
     if parsed.nproc is not None:
         _request(parsed).check()
         return start_ranks(parsed, RankCount(parsed.nproc, now=parsed.nproc), signal_grace=10.0, resumable=True)

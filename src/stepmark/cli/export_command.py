@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepmark.cli.fetched import NEWEST
 from stepmark.liveness.gc_pause import without_collection
 
 if TYPE_CHECKING:
     from stepmark.interchange.sinks.export_plan import ExportOptions
 
+TAKES = {"source": NEWEST}
 HELP = "write a checkpoint in the format of another tool, which can continue training from it"
 REMOVED = {"optimum-neuron": "optimum-neuron", "nxd": "neuronx-distributed"}  # --to -> the tool
 

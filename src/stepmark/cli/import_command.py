@@ -8,11 +8,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepmark.cli.fetched import OBJECTS
 from stepmark.liveness.gc_pause import without_collection
 
 if TYPE_CHECKING:
     from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 
+TAKES = {"source": OBJECTS}
 HELP = "convert a checkpoint of another tool to a Stepmark checkpoint, or to a Hugging Face model folder"
 
 

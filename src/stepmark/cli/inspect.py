@@ -12,12 +12,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepmark.cli.fetched import RECORDS
 from stepmark.trainer.telemetry.progress import aligned
 
 if TYPE_CHECKING:
     from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
     from stepmark.report.history import History
 
+TAKES = {"checkpoint": RECORDS}
 HELP = "show what a checkpoint holds (step, mesh, tensors, files), or how a run is doing"
 SHOWN = "step save time software world_size mesh model_only sections metrics metadata"  # fields of a manifest, as JSON
 RUN_FILES = ("status.json", "failures")  # a run that fails before it trains may have no status

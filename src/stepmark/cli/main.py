@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import stepmark
+from stepmark.cli.fetched import fetched
 from stepmark.config.refusals import refusals
 from stepmark.errors import LaunchError, PeerLost, UsageError
 from stepmark.filesystem.local_paths import local_path
@@ -70,15 +71,16 @@ def run(arguments: Sequence[str]) -> int:
             _check_not_gone(parsed.command, unknown[0].partition("=")[0])
             explain = getattr(parsed, "explain_unknown", "{}: unrecognized argument; see --help".format)
             raise UsageError(explain(unknown[0]))
+        takes = getattr(command, "TAKES", {})
         for name, value in vars(parsed).items():
             for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, Path):
+                if isinstance(each, Path) and name not in takes:
                     local_path(each, name)
         parsed.arguments = list(arguments)
         if not getattr(command, "ENDS_AT_SIGNALS", False):
             raise_keyboard_interrupts()
         logging.getLogger("stepmark").addFilter(printable_record)
-        with contextlib.redirect_stdout(sys.stdout and PrintableOutput(sys.stdout)):
+        with contextlib.redirect_stdout(sys.stdout and PrintableOutput(sys.stdout)), fetched(parsed, takes):
             return int(command.run(parsed))
     except BrokenPipeError as error:
         if not _output_is_closed():

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from stepmark.cli.fetched import RECORDS
 from stepmark.errors import UsageError
 from stepmark.filesystem.printable import printable
 
+TAKES = {"run": RECORDS}
 HELP = "print the samples that a run has trained in a step"
 SHOWN = 200  # characters of a text
 ORIGINS = 5  # of a sample

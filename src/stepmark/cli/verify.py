@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepmark.cli.fetched import AS_IT_IS
 from stepmark.cli.inspect import CONFIG_HELP
 
 if TYPE_CHECKING:
     from stepmark.checkpoint.format.verify import VerifyReport
 
+TAKES = {"path": AS_IT_IS}
 HELP = "read every byte of a checkpoint, or of all checkpoints of a run, and verify checksums"
 
 
@@ -28,19 +31,31 @@ def run(parsed: argparse.Namespace) -> int:
     from stepmark.checkpoint.format.checkpoint_folders import find_checkpoints
     from stepmark.checkpoint.format.verify import verify
     from stepmark.cli.foreign_checkpoints import is_foreign, verify_foreign
+    from stepmark.filesystem.local_paths import address_of
 
+    if (address := address_of(parsed.path)) is not None:
+        from stepmark.checkpoint.places import verify_there
+
+        return _end(verify_there(address), parsed.json)
     if is_foreign(parsed.path):
         return verify_foreign(parsed.path, parsed.config, parsed.json)
+
+    def verified() -> Iterator[VerifyReport]:
+        for path in reversed(find_checkpoints(parsed.path)):
+            with reading(path, "verify") as there:
+                if there or path == parsed.path:  # else the run has deleted it since
+                    yield verify(path)
+
+    return _end(verified(), parsed.json)
+
+
+def _end(found: Iterable[VerifyReport], as_json: bool) -> int:
     reports = []
-    for path in reversed(find_checkpoints(parsed.path)):
-        with reading(path, "verify") as there:
-            if not there and path != parsed.path:  # the run has deleted it since
-                continue
-            report = verify(path)
+    for report in found:
         reports.append(report)
-        if not parsed.json:
+        if not as_json:
             _show(report)
-    if parsed.json:
+    if as_json:
         print(json.dumps({"checkpoints": [_to_json(report) for report in reports]}, indent=2))
     return 1 if any(report.faults for report in reports) else 0
 

@@ -69,7 +69,9 @@ FRACTION = Values(lambda value: 0 <= value < 1, "from 0 to below 1", {"minimum":
 _ADDRESSES = tuple(f"{each}://" for each in SCHEMES)
 LOCAL = Values(lambda value: not is_address(value), WANTED)
 BUCKET = Values(lambda value: value.startswith(_ADDRESSES), "an address: s3://, gs:// or az://")
-PLACE = Values(lambda value: not is_address(value) or str(value).startswith(_ADDRESSES), "a path, s3://, gs:// or az://")
+PLACE = Values(
+    lambda value: not is_address(value) or str(value).startswith(_ADDRESSES), "a path, s3://, gs:// or az://"
+)
 SECONDS = Values(lambda value: 0 < value < math.inf, "a number of seconds above 0", {"exclusiveMinimum": 0})
 INTERVAL = Values(
     lambda value: 0 < value < 1 or (value >= 1 and value % 1 == 0),

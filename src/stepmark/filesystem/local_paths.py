@@ -19,9 +19,13 @@ def is_address(path: object) -> bool:
     return isinstance(path, (str, Path)) and _ADDRESS.match(str(path)) is not None
 
 
+def address_of(path: str | Path) -> str | None:
+    """The address, of whose slashes a Path has kept one; None for a path of this machine."""
+    return re.sub(r":/(?!/)", "://", str(path), count=1) if is_address(path) else None
+
+
 def local_path(path: str | Path, name: str) -> Path:
     """The path; `name` is what it was given as. Raises UsageError for an address."""
-    if is_address(path):
-        shown = re.sub(r":/(?!/)", "://", str(path), count=1)
-        raise UsageError(f"{name}: should be {WANTED}, and is {shown!r}")
+    if (address := address_of(path)) is not None:
+        raise UsageError(f"{name}: should be {WANTED}, and is {address!r}")
     return Path(path)

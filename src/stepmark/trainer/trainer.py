@@ -584,7 +584,7 @@ class Trainer:
         align_special_tokens(self.model, self.processing_class)
         with (
             make_checkpointer(folder, self.args, self.mesh) as checkpointer,
-            RunMirror(self.args, retention(self.args), self.context.host, run.log) as mirror,
+            RunMirror(self.args, retention(self.args), checkpointer, self.context.host, run.log) as mirror,
         ):
             if mirror.url is not None:
                 checkpointer.claim()

@@ -200,7 +200,7 @@ class TrainingLoop:
         """As `restore_run`. Where the checkpoint is named, the run has left those that are newer."""
         parts, callbacks = self._parts, self._callbacks
         restored = restore_run(self.sections(), parts, callbacks, self._checkpointer, checkpoint, self._changes)
-        if checkpoint is not None and restored is not None:
+        if checkpoint is not None and restored is not None and self._args.save_strategy != "no":
             for path in self._mirror.leave_later(restored.step):
                 logger.warning(
                     "%s is newer than %s, from which the run goes on: it is %s now",

@@ -383,18 +383,18 @@ def test_resuming_takes_the_newest_complete_checkpoint(
     assert (trained / "checkpoint-3").is_dir()
 
 
-def test_going_back_names_what_stays_the_newest(
+def test_going_back_leaves_what_is_newer(
     call: Callable[..., Told], trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def warned(step: int) -> bool:
-        caplog.clear()
-        name = str(trained / f"checkpoint-{step}")
-        recipe = write_recipe(tmp_path, resume_from_checkpoint=name, max_steps=2, save_strategy="no")
-        assert call(str(recipe)).code == 0
-        return "newer checkpoints (checkpoint-2)" in caplog.text
+    def left(**fields: Any) -> list[str]:
+        name = str(trained / "checkpoint-1")
+        assert call(str(write_recipe(tmp_path, resume_from_checkpoint=name, max_steps=2, **fields))).code == 0
+        return [path.name for path in trained.glob("left-*")]
 
-    assert warned(1)
-    assert not warned(2)
+    assert left(save_strategy="no") == []
+    assert left(save_steps=2) == ["left-checkpoint-2"]
+    assert "is newer than checkpoint-1, from which the run goes on: it is left-checkpoint-2 now" in caplog.text
+    assert (trained / "checkpoint-2").is_dir()
 
 
 def test_resuming_without_a_complete_checkpoint(refused: Callable[..., str], trained: Path) -> None:

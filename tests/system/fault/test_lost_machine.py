@@ -5,11 +5,20 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from stepmark.checkpoint.places import BucketPlace
+from stepmark.filesystem.json_files import read_lines
+from stepmark.filesystem.objects import Bucket
 from tests.support import commands
 from tests.support.buckets import SECRET, make_bucket, object_store
-from tests.support.interference import install
+from tests.support.interference import install, install_brake
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 from tests.support.run_folders import model_digest, read_losses, read_status
@@ -51,3 +60,89 @@ def test_a_run_whose_machine_is_gone(ranks: Ranks, tmp_path: Path) -> None:
     assert sorted(read_losses(lost / "out")) == [1, 2, 3, 4]
     assert model_digest(lost / "out") == model_digest(whole / "out")
     assert read_status(lost / "out")["state"] == "done"
+
+
+BRAKED = {"logging_steps": 1, "save_steps": 1, "save_total_limit": 2, "learning_rate": 1e-2, "zero_1": True}
+BRAKED |= {"max_steps": 8, "resume_from_checkpoint": True}
+
+
+def signal_later(folder: Path, brake: Path, number: signal.Signals, enough: Callable[[], bool]) -> None:
+    """Steps are slow until `enough` is true; then rank 0 of the run in the folder gets a signal."""
+    brake.touch()
+
+    def hit() -> None:
+        while not enough():
+            time.sleep(0.05)
+        brake.unlink()
+        os.kill(read_status(folder)["process"], number)
+
+    threading.Thread(target=hit, daemon=True).start()
+
+
+@pytest.mark.parametrize("place", ["mirror_to", "output_dir"])
+def test_a_run_goes_on_from_the_bucket_by_the_same_command(ranks: Ranks, tmp_path: Path, place: str) -> None:
+    whole, lost = tmp_path / "whole", tmp_path / "lost"
+    for folder in (whole, lost):
+        folder.mkdir()
+    write_recipe(whole, **BRAKED)
+    train = ("train", "recipe.yaml", "--nproc", "2")
+    stepmark(ranks, whole, *train)
+    brake = tmp_path / "brake"
+    with object_store() as proxy:
+        there = f"{make_bucket(proxy)}/run"
+        write_recipe(lost, **BRAKED, **{place: there})
+        out = lost / "out" if place == "mirror_to" else lost / "cache" / "runs" / there.replace("://", "/")
+        bucket = BucketPlace(Bucket(there))
+        signal_later(out, brake, signal.SIGKILL, lambda: len(bucket.steps()) > 1)
+        stepmark(ranks, lost, *train, code=1, site=install_brake(tmp_path / "site", brake))
+        shutil.rmtree(out)
+        newest = bucket.steps()[0]
+        assert newest < 8
+        stepmark(ranks, lost, *train)
+        assert [line["step"] for line in read_lines(out / "events.jsonl") if line["event"] == "resumed"] == [newest]
+        assert read_losses(out) == read_losses(whole / "out")
+        assert sorted(read_losses(out)) == [*range(1, 9)]
+        assert model_digest(out) == model_digest(whole / "out")
+        assert bucket.steps() == [8, 7]
+        for name in ("model.safetensors", "metrics.jsonl", "status.json"):
+            assert (
+                b"".join(map(bytes, bucket.read_other(name, (out / name).stat().st_size))) == (out / name).read_bytes()
+            )
+        kept = [path for path in lost.rglob("*") if path.is_file() and path.name != "stderr"]
+        assert SECRET not in "".join(path.read_text(errors="replace") for path in kept)
+        assert not [path for path in lost.rglob("*") if path.name.startswith("s3:")]
+        write_recipe(lost, **{**BRAKED, "resume_from_checkpoint": None, place: there})
+        shutil.rmtree(out)
+        stepmark(ranks, lost, *train, code=2)
+        assert f"{there} has checkpoints of an earlier run (checkpoint-8)" in (lost / "stderr").read_text()
+
+
+def test_a_signal_leaves_time_for_the_upload(ranks: Ranks, tmp_path: Path) -> None:
+    brake = tmp_path / "brake"
+    with object_store() as proxy:
+        there = f"{make_bucket(proxy)}/run"
+        write_recipe(tmp_path, **{**BRAKED, "save_steps": 100}, mirror_to=there)
+        out = tmp_path / "out"
+        signal_later(out, brake, signal.SIGTERM, lambda: len(read_losses(out)) > 1)
+        train = ("train", "recipe.yaml", "--nproc", "2")
+        stepmark(ranks, tmp_path, *train, code=75, site=install_brake(tmp_path / "site", brake))
+        told = re.search(r"stopped after step (\d+), checkpoint-\1 is saved and in (\S+)", read_status(out)["reason"])
+        assert told is not None
+        assert told[2] == there
+        assert BucketPlace(Bucket(there)).steps() == [int(told[1])]
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint_leaves_the_later_ones(ranks: Ranks, tmp_path: Path) -> None:
+    with object_store() as proxy:
+        there = f"{make_bucket(proxy)}/run"
+        write_recipe(tmp_path, **{**FIELDS, "max_steps": 4, "lr_scheduler_type": "constant"}, mirror_to=there)
+        stepmark(ranks, tmp_path, "train", "recipe.yaml")
+        before = read_losses(tmp_path / "out")
+        older = ("--resume_from_checkpoint", "out/checkpoint-2", "--max_steps", "3")
+        stepmark(ranks, tmp_path, "train", "recipe.yaml", *older)
+        left = sorted(path.name for path in (tmp_path / "out").glob("left-*"))
+        assert left == ["left-checkpoint-3", "left-checkpoint-4"]
+        assert BucketPlace(Bucket(there)).steps() == [3, 2, 1]
+        shutil.rmtree(tmp_path / "out")
+        stepmark(ranks, tmp_path, "train", "recipe.yaml", "--max_steps", "4")
+        assert read_losses(tmp_path / "out") == before

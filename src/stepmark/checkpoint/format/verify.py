@@ -35,9 +35,10 @@ class Corruption:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The result for one checkpoint; `size` is the total size in bytes that its files should have."""
+    """The result for one checkpoint; `size` is the total size in bytes that its files should have. `path` may be its
+    address in object storage."""
 
-    path: Path
+    path: Path | str
     step: int | None
     size: int
     faults: tuple[Corruption, ...]

@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from stepmark.checkpoint import Retention
+from stepmark.checkpoint import Checkpointer, Retention
 from stepmark.checkpoint.format.checkpoint_folders import LEFT, checkpoints, quarantine, step_of
 from stepmark.checkpoint.mirror import Mirror
 from stepmark.checkpoint.places import Copied
@@ -43,12 +43,14 @@ def check_place(address: str, host: HostGroup) -> None:
 class RunMirror:
     """On all ranks; without `mirror_to` there is no place, and nothing to do."""
 
-    def __init__(self, args: TrainingFields, keep: list[Retention], host: HostGroup, run_log: RunLog) -> None:
+    def __init__(
+        self, args: TrainingFields, keep: list[Retention], checkpointer: Checkpointer, host: HostGroup, run_log: RunLog
+    ) -> None:
         self._host, self._log, self._folder = host, run_log, Path(args.output_dir)
         self.url = None if extracting_graphs() else args.mirror_to
         self._mirror: Mirror | None = None
         if self.url is not None and host.rank == 0:
-            self._mirror = Mirror(self._folder, Bucket(self.url), keep, self._told)
+            self._mirror = Mirror(self._folder, Bucket(self.url), keep, self._told, checkpointer.delete_old)
 
     def _told(self, copied: Copied, seconds: float) -> None:
         self._log.event("mirrored", copied.step or 0, bytes=copied.sent, seconds=seconds)
