@@ -44,9 +44,10 @@ from stepmark.checkpoint.format.verify import Corruption, VerifyReport
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.local_paths import is_address
-from stepmark.filesystem.objects import PART, Bucket
+from stepmark.filesystem.objects import IN_FLIGHT, PART, Bucket
 
 FILES = 3  # copied at a time
+MEMORY = FILES * 2 * IN_FLIGHT * PART  # bytes that this takes, at most
 _NAME = r"[0-9a-f]+-\d{6,}|[0-9a-f]{16}"  # of a save, as run_ownership and the Checkpointer choose it
 _SAVE = re.compile(rf"({_NAME})\Z")
 _OF_SAVE = re.compile(rf"checkpoint-\d+/(?:(?:{LEFT}|{DAMAGED})-)?({_NAME})(\.json\Z|/)")

@@ -11,6 +11,7 @@ import pytest
 
 from stepmark.cli.main import run
 from stepmark.filesystem.objects import Bucket
+from stepmark.preflight.doctor import shared_folder
 from tests.support.buckets import SECRET, Proxy, make_bucket, object_store
 from tests.support.recipes import write_recipe
 
@@ -102,9 +103,8 @@ def test_what_is_damaged_is_found_there(
     place = f"{make_bucket(proxy)}/run"
     assert run(["copy", str(trained[0]), place]) == 0
     bucket = Bucket(place)
-    names = [
-        each.name for each in bucket.objects("checkpoint-1") if each.name.endswith(("/model.safetensors", "/state.json"))
-    ]
+    files = ("/model.safetensors", "/state.json")
+    names = [each.name for each in bucket.objects("checkpoint-1") if each.name.endswith(files)]
     bucket.put(names[0], bucket.read(names[0])[:-1] + b"?")
     bucket.delete(names[1:])
     capsys.readouterr()
@@ -147,3 +147,26 @@ def test_what_is_not_there_is_named(
 def test_a_run_in_a_bucket_is_not_watched(trained: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["evaluate", trained[1], "--watch"]) == 2
     assert "--watch: follows a run's folder" in capsys.readouterr().err
+
+
+def test_the_doctor_and_the_plan_know_the_place(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shared_folder, "MEASURED_BYTES", 1 << 20)
+    place = f"{make_bucket(proxy)}/run"
+    recipe = str(write_recipe(tmp_path, mirror_to=place))
+    assert run(["plan", recipe]) == 0
+    assert re.search(
+        r"^bucket +2\d requests and 0 s at 1 Gbit/s a checkpoint; up to 192 MiB", capsys.readouterr().out, re.M
+    )
+    run(["doctor", "--recipe", recipe])
+    printed = capsys.readouterr().out
+    assert "objects are made, replaced under a condition, read, listed and deleted" in printed
+    assert re.search(r"bucket +\d+ MB/s up and \d+ MB/s down for an object of 1 MiB", printed)
+    assert Bucket(place).objects() == []
+    proxy.fault = lambda _, request: 403 if request[0] == "PUT" else None
+    assert run(["doctor", "--recipe", recipe]) == 1
+    assert "on purpose (Fault403); see to the permissions of these credentials" in capsys.readouterr().out
+    assert run(["train", recipe]) == 1
+    assert "mirror_to: on purpose (Fault403)" in capsys.readouterr().err
+    proxy.fault = lambda *_: None

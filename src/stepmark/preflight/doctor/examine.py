@@ -24,7 +24,7 @@ from stepmark.preflight.doctor.machine import (
     look_at_machine,
     look_at_variables,
 )
-from stepmark.preflight.doctor.shared_folder import look_at_folder
+from stepmark.preflight.doctor.shared_folder import look_at_folder, look_at_place
 from stepmark.runtime.compile_cache import NEURON_FLAGS, without_cache_folder
 from stepmark.runtime.versions import PACKAGES, refused_peft, software_versions
 
@@ -51,6 +51,7 @@ def examine(recipe: Recipe | None, path: str | None = None) -> list[Finding]:
         *look_at_compile_cache(device, None if recipe is None else recipe.training.compile_cache),
         *look_at_machine(workers),
         *look_at_folder(folder),
+        *(() if recipe is None or recipe.training.mirror_to is None else look_at_place(recipe.training.mirror_to)),
         *fields,
         *(look_at_graphs(path, recipe) if recipe is not None and path is not None and makes_graphs else ()),
     ]

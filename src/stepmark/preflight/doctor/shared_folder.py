@@ -1,4 +1,4 @@
-"""Measures what checkpoints need of the file system that the run's folder is on."""
+"""Measures what checkpoints need of the file system that the run's folder is on, and of its place in a bucket."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from stepmark.filesystem import files
 from stepmark.filesystem.locks import try_lock
+from stepmark.filesystem.objects import Bucket
 from stepmark.preflight.doctor.findings import Finding, Status
 
 TOPIC = "folder"
@@ -143,3 +144,31 @@ def file_system(path: Path) -> str:
         if resolved.is_relative_to(point) and len(point.parts) >= best:
             best, kind = len(point.parts), found
     return kind
+
+
+def look_at_place(address: str) -> Iterator[Finding]:
+    """Tries what a run needs of its place in object storage, and measures it, with objects that are removed."""
+    bucket, name = Bucket(address), f".stepmark/doctor-{uuid.uuid4().hex}"
+    size = MEASURED_BYTES
+    try:
+        bucket.check()
+        text = "objects are made, replaced under a condition, read, listed and deleted"
+        yield Finding(
+            TOPIC, address, text if address.startswith("s3://") else f"{text}; stepmark was tried with s3 only"
+        )
+        block = os.urandom(1 << 20)
+        try:
+            began = time.perf_counter()
+            bucket.put(name, (block for _ in range(size >> 20)))
+            written = time.perf_counter()
+            for _ in bucket.blocks(name, size):
+                pass
+            up, down = size / (written - began), size / (time.perf_counter() - written)
+        finally:
+            bucket.delete([name])
+    except OSError as error:
+        yield Finding(TOPIC, address, f"{error.strerror}: {error.filename}", Status.FAILURE)
+        return
+    text = f"{up / 1e6:.0f} MB/s up and {down / 1e6:.0f} MB/s down for an object of {size >> 20} MiB"
+    status = Status.WARNING if min(up, down) < SLOW_WRITE else Status.OK
+    yield Finding(TOPIC, "bucket", text, status, {"bytes_per_second_up": up, "bytes_per_second_down": down})

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from stepmark.checkpoint.places import MEMORY
+from stepmark.filesystem.objects import PART
 from stepmark.preflight.plan.allocations import CATEGORIES
 from stepmark.preflight.plan.plan import HEADROOM, Plan, RankMemory
 from stepmark.preflight.plan.stages import StageTrace
@@ -12,6 +14,8 @@ from stepmark.preflight.plan.step_trace import StepTrace
 from stepmark.trainer.telemetry.progress import aligned
 
 GIGABYTE = 10**9
+GIGABIT = 125e6  # bytes per second
+SMALL_REQUESTS = 25  # of a checkpoint's upload: for its small files, what is beside it, and to look what is there
 COLUMNS = ("mesh", "zero_1", "sequence", "checkpointing", "rows x micro", *CATEGORIES, "peak")
 OF_PIPELINES = ("largest", "bubble")
 
@@ -38,6 +42,10 @@ def _head(plan: Plan) -> Iterator[str]:
     parts = f"model {_gb(plan.model_bytes)}, optimizer {_gb(plan.optimizer_bytes)}"
     yield f"checkpoint  {_gb(plan.checkpoint_bytes)} ({parts}){times}{disk}"
     yield f"host        {_gb(plan.staging_bytes)} a rank to copy a checkpoint to; it is kept from save to save"
+    if plan.own.args.mirror_to is not None:
+        requests, seconds = plan.checkpoint_bytes // PART + SMALL_REQUESTS, plan.checkpoint_bytes / GIGABIT
+        upload = f"{requests:,} requests and {seconds:,.0f} s at 1 Gbit/s a checkpoint"
+        yield f"bucket      {upload}; up to {MEMORY >> 20} MiB on rank 0"
 
 
 def _pipeline(own: RankMemory) -> str:
