@@ -4,6 +4,7 @@ or with more again, go on with it."""
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -16,6 +17,7 @@ from stepmark.filesystem.json_files import read_lines
 from stepmark.launch.signal_listener import INTERRUPTED
 from stepmark.trainer.run_folder.run_log import EVENTS
 from tests.support.braked_run import LONG, BrakedRun
+from tests.support.buckets import make_bucket, object_store
 from tests.support.processes import free_port
 from tests.support.ranks import ROOT
 from tests.support.recipes import write_recipe
@@ -36,6 +38,7 @@ class Pods(BrakedRun):
         *_, job = YAML(typ="safe").load_all(MANIFESTS / manifest)
         (self._container,) = job["spec"]["template"]["spec"]["containers"]
         self.pods = pods
+        self.places = dict.fromkeys(("/shared", "/recipes", "/scratch"), str(folder))
         write_recipe(folder, logging_steps=1, max_steps=STEPS, save_strategy="steps", save_steps=5)
 
     def start(self, *, slowly: bool = False) -> list[subprocess.Popen[bytes]]:
@@ -49,17 +52,20 @@ class Pods(BrakedRun):
 
     def _start(self, index: int, port: str) -> subprocess.Popen[bytes]:
         words = [*self._container["command"], *self._container["args"]]
-        command = [word.replace("/shared", str(self.folder)).replace("--nproc=8", "--nproc=2") for word in words]
+        command = [self._filled(word).replace("--nproc=8", "--nproc=2") for word in words]
         with open(self.folder / f"log-{index}", "ab") as log:
             return subprocess.Popen(command, env=self._variables(index, port), stdout=log, stderr=log)
 
     def _variables(self, index: int, port: str) -> dict[str, str]:
         """The container's, with what the cluster would fill in and the size and address of this one."""
         here = {"WORLD_SIZE": str(self.pods), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        filled = {
-            each["name"]: _value(each, index).replace("/shared", str(self.folder)) for each in self._container["env"]
-        }
+        filled = {each["name"]: self._filled(_value(each, index)) for each in self._container["env"]}
         return self.environment(**{**filled, **{name: here[name] for name in here if name in filled}})
+
+    def _filled(self, text: str) -> str:
+        for name, place in self.places.items():
+            text = text.replace(name, place)
+        return text
 
     def evict(self) -> None:
         """Starts the pods, and asks the last one to stop once they train."""
@@ -85,6 +91,21 @@ def test_an_evicted_pod_costs_nothing(tmp_path: Path, manifest: str, pods: int) 
     assert undisturbed.end(undisturbed.start()) == [0] * pods, undisturbed.log()
     run.evict()
     assert run.end(run.start()) == [0] * pods, run.log()
+    assert run.losses() == undisturbed.losses()
+    assert run.resumptions()
+
+
+def test_a_pod_without_a_volume_goes_on_from_the_bucket(tmp_path: Path) -> None:
+    undisturbed = Pods(tmp_path / "undisturbed", "one_pod.yaml", 1)
+    assert undisturbed.end(undisturbed.start()) == [0], undisturbed.log()
+    run = Pods(tmp_path / "evicted", "one_pod_bucket.yaml", 1)
+    with object_store() as proxy:
+        address = f"{make_bucket(proxy)}/run"
+        run.places["s3://my-bucket/run"] = address
+        run.out = run.folder / "cache" / "runs" / address.replace("://", "/")
+        run.evict()
+        shutil.rmtree(run.folder / "cache")
+        assert run.end(run.start()) == [0], run.log()
     assert run.losses() == undisturbed.losses()
     assert run.resumptions()
 
