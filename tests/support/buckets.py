@@ -1,4 +1,7 @@
-"""A real object store on this machine (moto's server), and a proxy before it that fails requests in every way."""
+"""A real object store on this machine (moto's server), and a proxy before it that fails requests in every way.
+
+A service decides about conditional writes one after another. moto looks first and writes later, so that of two requests
+at once both may win: the proxy passes on one of them at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
 
@@ -36,6 +39,7 @@ class Proxy(ThreadingHTTPServer):
         self.requests: list[Request] = []
         self.fault: Callable[[int, Request], str | int | None] = lambda number, request: None
         self.lock = threading.Lock()
+        self.conditional = threading.Lock()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -79,9 +83,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         connection = http.client.HTTPConnection(self.server.store, timeout=30)
         headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")}
-        connection.request(self.command, self.path, body, headers)
-        with closing(connection), connection.getresponse() as answer:
-            return answer.status, answer.getheaders(), answer.read()
+        under_condition = any(name.lower() in ("if-match", "if-none-match") for name in headers)
+        with self.server.conditional if under_condition else nullcontext(), closing(connection):
+            connection.request(self.command, self.path, body, headers)
+            with connection.getresponse() as answer:
+                return answer.status, answer.getheaders(), answer.read()
 
     def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
         self.send_response(status)

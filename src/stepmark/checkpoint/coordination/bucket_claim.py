@@ -40,7 +40,6 @@ class BucketClaim:
         self._tag: str | None = tag  # None once it was released
         self._beats = 0
         self._lock = threading.Lock()
-        _held.add(identity["run"])
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="stepmark-owner", daemon=True)
         self._thread.start()
@@ -51,38 +50,17 @@ class BucketClaim:
 
         Raises CheckpointBusy if another run is alive, OSError where the bucket cannot be read or written to.
         """
-        identity = {"run": secrets.token_hex(8), "host": socket.gethostname(), "process": process_identity()}
-        own, silence, waits = _content(identity, 0), Silence(clock), False
-        while True:
-            try:
-                data, tag = bucket.read_tagged(OWNER)
-            except FileNotFoundError:
-                data = None
-            try:
-                if data is None:
-                    return cls(bucket, identity, bucket.create(OWNER, own), clock)
-                other = _read(data)
-                quiet = silence.seconds({OWNER: tag})[OWNER]
-                process, gone = other.get("process"), not other.get("run") or quiet >= STALE
-                own_process = process == identity["process"] != []
-                if gone or has_ended(process) or (own_process and other.get("run") not in _held):
-                    return cls(bucket, identity, bucket.replace(OWNER, own, tag), clock)
-            except (FileExistsError, FileNotFoundError):  # another one was faster
-                continue
-            if OWNER in silence.changed or is_near(process):
-                raise CheckpointBusy(
-                    f"{bucket.url} belongs to another run that is alive, on {other.get('host')}; stop that run, or "
-                    "name another place"
-                )
-            if not waits:
-                logger.warning(
-                    "waiting %.0f s to see whether the run on %s that owns %s is alive",
-                    STALE,
-                    other.get("host"),
-                    bucket.url,
-                )
-            waits = True
-            clock.sleep(_POLL)
+        identity: dict[str, Any] = {
+            "run": secrets.token_hex(8),
+            "host": socket.gethostname(),
+            "process": process_identity(),
+        }
+        _held.add(identity["run"])  # before another thread can read it in the bucket
+        try:
+            return cls(bucket, identity, _take(bucket, identity, clock), clock)
+        except BaseException:
+            _held.discard(identity["run"])
+            raise
 
     def renew(self) -> None:
         """Shows that this run is alive. Raises CheckpointBusy if another one has taken the place over, OSError where
@@ -118,6 +96,41 @@ class BucketClaim:
                     self._bucket.replace(OWNER, _content({**self._identity, "run": None}, self._beats), tag)
                 except OSError as error:  # or it was taken over; all that was saved is safe
                     logger.warning("cannot release %s: %s", self._bucket.url, describe_error(error))
+
+
+def _take(bucket: Bucket, identity: dict[str, Any], clock: Clock) -> str:
+    """Makes the owner's object this run's, and returns its tag; raises as `BucketClaim.take`."""
+    own, silence, waits = _content(identity, 0), Silence(clock), False
+    while True:
+        try:
+            data, tag = bucket.read_tagged(OWNER)
+        except FileNotFoundError:
+            data = None
+        try:
+            if data is None:
+                return bucket.create(OWNER, own)
+            other = _read(data)
+            quiet = silence.seconds({OWNER: tag})[OWNER]
+            process, gone = other.get("process"), not other.get("run") or quiet >= STALE
+            own_process = process == identity["process"] != []
+            if gone or has_ended(process) or (own_process and other.get("run") not in _held):
+                return bucket.replace(OWNER, own, tag)
+        except (FileExistsError, FileNotFoundError):  # another one was faster
+            continue
+        if OWNER in silence.changed or is_near(process):
+            raise CheckpointBusy(
+                f"{bucket.url} belongs to another run that is alive, on {other.get('host')}; stop that run, or "
+                "name another place"
+            )
+        if not waits:
+            logger.warning(
+                "waiting %.0f s to see whether the run on %s that owns %s is alive",
+                STALE,
+                other.get("host"),
+                bucket.url,
+            )
+        waits = True
+        clock.sleep(_POLL)
 
 
 def _read(data: bytes) -> dict[str, Any]:
