@@ -34,6 +34,7 @@ _ERRORS = {  # by the answer's status
     "409": (errno.EEXIST, ""),
     "412": (errno.EEXIST, ""),
 }
+_KINDS = {"FileNotFoundError": "404", "AlreadyExistsError": "409", "PreconditionError": "412"}  # of the client's errors
 _STATUS = re.compile(r"status code: (\d+)")
 _SAID = re.compile(r"<Code>(\w+)</Code>\s*<Message>([^<]*)")
 
@@ -90,7 +91,8 @@ class Bucket:
             yield
         except (self._client.exceptions.BaseError, FileNotFoundError) as error:
             status, answer = (each.search(str(error)) for each in (_STATUS, _SAID))
-            number, advice = _ERRORS.get(status[1] if status else "", (errno.EREMOTEIO, ""))
+            kind = _KINDS.get(type(error).__name__, "")
+            number, advice = _ERRORS.get(status[1] if status else kind, (errno.EREMOTEIO, ""))
             said = f"{answer[2].rstrip('.')} ({answer[1]})" if answer else str(error).split("Debug source:")[0]
             if "//169.254." in said:  # where a machine of the cloud would have told its role's
                 number, said, advice = (

@@ -1,0 +1,187 @@
+"""Uploads and downloads of a checkpoint beside the client's own transfer of the same files, and what they take.
+
+    .venv/bin/python benchmarks/object_storage.py --gigabytes 1 --folder /a/disk
+
+The store is in the memory of this process and answers at once, so what is measured is all that Stepmark adds: reading,
+checksums, requests. The client (obstore) uploads the same files from their paths, and downloads them to new files, as
+many at a time. Both read from the page cache, and write without a sync. With --moto, the same against moto's server,
+where the server is what is measured.
+
+"Beside training" is the speed of a loop of matrix products on one thread while the checkpoint is uploaded over and over
+on the other cores, divided by its speed without; a run that saves once a minute has that loss for so long a part of the
+minute as an upload takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import keeping
+import obstore
+import torch
+from obstore.store import MemoryStore
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.places import FILES, BucketPlace, FolderPlace, copy_checkpoint
+from stepmark.filesystem import files
+from stepmark.filesystem.objects import IN_FLIGHT, PART, Bucket
+
+LOOP = 3.0  # seconds of the loop
+
+
+def make(folder: Path, gigabytes: float) -> int:
+    """Writes a checkpoint of that size in files of 256 MiB; the bytes of its tensor files."""
+    count = round(gigabytes * 2**30 / 2**26)
+    model = torch.nn.ParameterList([torch.randn(2**24) for _ in range(count)])
+    with Checkpointer(folder, max_file_size=2**28) as checkpointer:
+        path = checkpointer.save(1, {"model": model}, block=True).result()
+    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+
+
+@contextlib.contextmanager
+def store(kind: str) -> Iterator[Bucket]:
+    if kind == "memory":
+        bucket = Bucket("s3://memory/run")
+        bucket._store = MemoryStore()
+        yield bucket
+        return
+    from tests.support.buckets import make_bucket, object_store
+
+    with object_store() as proxy, mock.patch.dict(os.environ, AWS_ENDPOINT_URL=f"http://{proxy.store}"):
+        yield Bucket(f"{make_bucket(proxy)}/run")
+
+
+def client_up(bucket: Bucket, folder: Path) -> None:
+    def put(name: str) -> None:
+        parts = {"use_multipart": True, "chunk_size": PART, "max_concurrency": IN_FLIGHT}
+        obstore.put(bucket._store, f"plain/{name}", folder / name, **parts)
+
+    with ThreadPoolExecutor(FILES) as pool:
+        list(pool.map(put, list(files.regular_files(folder))))
+
+
+def client_down(bucket: Bucket, folder: Path) -> None:
+    def get(name: str) -> None:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb", buffering=0) as out:
+            for block in obstore.get(bucket._store, f"plain/{name}").stream(min_chunk_size=PART):
+                out.write(block)
+
+    names = [each["path"].removeprefix("plain/") for some in obstore.list(bucket._store, "plain") for each in some]
+    with ThreadPoolExecutor(FILES) as pool:
+        list(pool.map(get, names))
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def loop(seconds: float) -> float:
+    """Products a second, on one thread."""
+    a, began, count = torch.randn(512, 512), time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        torch.mm(a, a)
+        count += 1
+    return count / (time.perf_counter() - began)
+
+
+def beside(work: Callable[[], object], seconds: float) -> float:
+    """The loop's speed while the work is done over and over."""
+    stop = threading.Event()
+
+    def repeat() -> None:
+        while not stop.is_set():
+            work()
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    found = loop(seconds)
+    stop.set()
+    thread.join()
+    return found
+
+
+def measure(options: argparse.Namespace, kind: str, root: Path, size: int) -> list[str]:
+    """The table's lines of one kind of store."""
+    run, place = root / "run", FolderPlace(root / "run")
+    times: dict[str, list[float]] = {}
+    with store(kind) as bucket, mock.patch.object(files, "sync", return_value=None):
+        there = BucketPlace(bucket)
+        with there.owning():
+
+            def upload() -> None:
+                with contextlib.suppress(Exception):
+                    there.remove(1)
+                copy_checkpoint(place, there, 1)
+
+            def download() -> None:
+                copy_checkpoint(there, FolderPlace(root / "down"), 1)
+
+            turns = {
+                "ours up": upload,
+                "client up": lambda: client_up(bucket, run / "checkpoint-1"),
+                "ours down": download,
+                "client down": lambda: client_down(bucket, root / "plain"),
+            }
+            for _ in range(options.rounds + 1):  # the first warms up
+                for name, work in turns.items():
+                    times.setdefault(name, []).append(timed(work))
+                    for each in ("down", "plain"):
+                        shutil.rmtree(root / each, ignore_errors=True)
+            pairs = [(loop(LOOP), beside(upload, LOOP)) for _ in range(options.rounds)] if kind == "memory" else []
+    lines = [f"## {kind}, {size / 2**30:.2f} GiB", "", "| | GB/s, median |", "| --- | --- |"]
+    lines += [f"| {name} | {size / 1e9 / statistics.median(times[name][1:]):.2f} |" for name in turns]
+    lines.append("")
+    for way in ("up", "down"):
+        ratios = [c / o for c, o in zip(times[f"client {way}"][1:], times[f"ours {way}"][1:], strict=True)]
+        lines.append(f"- speed of {way}load beside the client: {statistics.median(ratios):.2f}")
+    if pairs:
+        lines.append(f"- a loop beside uploads without a pause: {statistics.median(b / a for a, b in pairs):.2f}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--moto", action="store_true")
+    parser.add_argument("--save", action="store_true", help="append the numbers to those in results/")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    root = Path(tempfile.mkdtemp(prefix="object-storage-", dir=options.folder))
+    try:
+        size = make(root / "run", options.gigabytes)
+        lines = []
+        for kind in ("memory", *(["moto"] if options.moto else [])):
+            lines += [*measure(options, kind, root, size), ""]
+    finally:
+        shutil.rmtree(root)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    head = f"# Object storage\n\n{keeping.machine()}, {options.rounds} rounds. Ratios are medians.\n"
+    text = "\n".join([head, *lines])
+    print(f"{text}\npeak memory of the process, with the store in it where it is in memory: {peak:,.0f} MB")
+    if options.save:
+        keeping.keep("object_storage", f"{options.gigabytes:g} GiB", text)
+
+
+if __name__ == "__main__":
+    main()
