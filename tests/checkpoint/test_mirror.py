@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -296,3 +297,30 @@ def test_any_request_may_fail(
         model = torch.nn.Linear(8, 8)
         assert checkpointer.restore({"model": model}) == 2
         assert bool((model.weight == 2).all())
+
+
+def test_what_a_callback_adds_to_a_checkpoint_is_uploaded(tmp_path: Path, bucket: Bucket) -> None:
+    run = tmp_path / "run"
+    with mirroring(run, bucket) as mirror:
+        mirror.start()
+        with mirror.holding():
+            save(run, 1)
+            assert "no time" in (mirror.finish(0.2) or "")
+            (run / "checkpoint-1" / "added.txt").write_text("added")
+        assert mirror.finish() is None
+    assert fetched(tmp_path / "new", bucket)
+    assert (tmp_path / "new" / "checkpoint-1" / "added.txt").read_text() == "added"
+
+
+def test_clocks_of_the_bucket_do_not_matter(tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PUSH", 0.0)
+    run = tmp_path / "run"
+    save(run, 1)
+    with mirroring(run, bucket) as mirror:
+        mirror.start()
+        assert mirror.finish() is None
+        for text in ("one", "two"):
+            (run / "status.json").write_text(text)
+            os.utime(run / "status.json", (0, len(text) + ord(text[0])))
+            assert mirror.finish() is None
+            assert bucket.read("status.json") == text.encode()

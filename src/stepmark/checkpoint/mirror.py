@@ -11,9 +11,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from stepmark.checkpoint.coordination.bucket_claim import BucketClaim
 from stepmark.checkpoint.coordination.leases import Lease
@@ -30,9 +30,12 @@ from stepmark.checkpoint.places import (
     BucketPlace,
     Copied,
     FolderPlace,
+    Other,
     check_same_run,
     copy_checkpoint,
     copy_others,
+    counted,
+    missing_others,
 )
 from stepmark.checkpoint.retention_policies import Retention, Saved, steps_to_delete
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointNotFound
@@ -67,14 +70,15 @@ class Mirror:
         self._keep, self._told, self._freed = keep, told, freed
         self._sent: dict[int, _Mark] = {}  # by step, the manifests that are known to be in the bucket
         self._saved: dict[int, Saved] = {}  # the checkpoints there
-        self._seen: dict[str, Any] = {}  # what was beside them at the last upload
+        self._seen: dict[str, Other] = {}  # what was beside them at the last upload
         self._pushed = 0.0
         self._tidy = self.started = False
         self._problem: Exception | None = None
         self._round = threading.Lock()  # held while something is uploaded
         self._changed = threading.Condition()
         self._idle = 0  # rounds in which nothing was left to do
-        self._stop, self._wake = threading.Event(), threading.Event()
+        self._stop, self._wake, self._free = threading.Event(), threading.Event(), threading.Event()
+        self._free.set()
         self._owning = self._place.owning()
         self._claim: BucketClaim | None = None
         self._thread = threading.Thread(target=self._run, name="stepmark-mirror", daemon=True)
@@ -121,6 +125,15 @@ class Mirror:
         self.started = True
         self._thread.start()
 
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Inside the block no further upload begins: a callback may add files to a checkpoint that is complete."""
+        self._free.clear()
+        try:
+            yield
+        finally:
+            self._free.set()
+
     def check(self) -> None:
         """Raises CheckpointBusy where another run has taken the place over. It does not wait."""
         if self._claim is not None and self._claim.lost.is_set():
@@ -161,21 +174,21 @@ class Mirror:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            pause = 0.0
+            idle, problem = False, None
             try:
                 with self._round:
-                    if not self._do_next():
-                        pause = POLL
-                problem: Exception | None = None
+                    free = self._free.is_set()
+                    idle = free and not self._do_next()
+                pause = 0.0 if free and not idle else POLL
             except (OSError, CheckpointError) as error:
                 if self._stop.is_set():
                     return
-                problem, pause = error, RETRY
                 if str(error) != str(self._problem):
                     logger.warning("mirror_to: %s; it is tried again", describe_error(error))
+                problem, pause = error, RETRY
             with self._changed:
                 self._problem = problem
-                self._idle += pause == POLL
+                self._idle += idle
                 self._changed.notify_all()
             if self._claim is None or self._claim.lost.is_set():
                 return
@@ -184,8 +197,7 @@ class Mirror:
 
     def _do_next(self) -> bool:
         """Uploads one checkpoint, or what is beside them. Returns whether there was something to do."""
-        missing = self._missing()
-        if missing:
+        if missing := self._missing():
             self._send(missing[0])
             return True
         if not self._tidy:
@@ -231,14 +243,19 @@ class Mirror:
             self._told(copied, time.monotonic() - began)
 
     def _push(self) -> bool:
-        """Uploads what has changed beside the checkpoints, if anything has."""
-        self._pushed = time.monotonic()
-        others = self._source.others()
-        if others == self._seen:
-            return False
-        copy_others(self._source, self._place, others)
+        """Uploads what has changed beside the checkpoints, if anything has. Times of the bucket count only at first."""
+        self._pushed, others = time.monotonic(), self._source.others()
+        changed = {name: each for name, each in others.items() if self._seen.get(name) != each}
+        if not self._seen:
+            changed = missing_others(changed, self._place.others())
+        for name, each in changed.items():
+            try:
+                self._place.write_other(name, counted(self._source.read_other(name, each.size), stops=[self._stop]))
+            except FileNotFoundError:
+                if os.path.lexists(self._folder / name):
+                    raise  # else it was removed in the meantime
         self._seen = others
-        return True
+        return bool(changed)
 
     def _retain(self) -> None:
         """Deletes in the bucket what no policy keeps; all that are in the folder stay."""

@@ -400,7 +400,7 @@ def copy_objects(address: str, folder: Path, begin: Callable[[int], object], adv
         raise CheckpointNotFound(f"{address}: there is nothing")
     begin(sum(each.size for each in found))
     for each in found:
-        place.write_other(each.name, _counted(bucket.blocks(each.name, each.size), advance))
+        place.write_other(each.name, counted(bucket.blocks(each.name, each.size), advance))
     return folder
 
 
@@ -510,7 +510,7 @@ def copy_checkpoint(
     stops = (Event(), *([] if stop is None else [stop]))
 
     def send(name: str, blocks: Iterator[Any]) -> None:
-        destination.write(manifest, name, _counted(blocks, advance, stops))
+        destination.write(manifest, name, counted(blocks, advance, stops))
 
     with ThreadPoolExecutor(FILES, thread_name_prefix="stepmark-copy") as pool:
         sent = [
@@ -531,6 +531,19 @@ def copy_checkpoint(
     return Copied(step, count, total + len(data))
 
 
+def missing_others(others: dict[str, Other], there: dict[str, Other], *, newer_only: bool = False) -> dict[str, Other]:
+    """Those of `others` that a destination lacks, or has as they were before."""
+
+    def differs(one: Other, other: Other) -> bool:
+        return other.time <= one.time or (one.size != other.size and not newer_only)
+
+    return {
+        name: each
+        for name, each in others.items()
+        if is_file_name(name) and (name not in there or differs(each, there[name]))
+    }
+
+
 def copy_others(
     source: Place,
     destination: Place,
@@ -541,24 +554,18 @@ def copy_others(
     newer_only: bool = False,
 ) -> Copied:
     """What is beside the checkpoints, of `copy`. `newer_only`: not what is newer at the destination."""
-
-    def differs(one: Other, other: Other) -> bool:
-        return other.time <= one.time or (one.size != other.size and not newer_only)
-
-    there = destination.others()
-    newer = {
-        name: each
-        for name, each in others.items()
-        if is_file_name(name) and (name not in there or differs(each, there[name]))
-    }
+    newer = missing_others(others, destination.others(), newer_only=newer_only)
     total = sum(each.size for each in newer.values())
     begin(total)
     for name, each in newer.items():
-        destination.write_other(name, _counted(source.read_other(name, each.size), advance))
+        destination.write_other(name, counted(source.read_other(name, each.size), advance))
     return Copied(None, len(others), total)
 
 
-def _counted(blocks: Iterator[Any], advance: Callable[[int], object], stops: Sequence[Event] = ()) -> Iterator[Any]:
+def counted(
+    blocks: Iterator[Any], advance: Callable[[int], object] = lambda count: None, stops: Sequence[Event] = ()
+) -> Iterator[Any]:
+    """The blocks, with their bytes told to `advance`. Raises InterruptedError once one of `stops` is set."""
     for block in blocks:
         if any(stop.is_set() for stop in stops):
             raise InterruptedError(errno.EINTR, "copying was stopped")

@@ -587,7 +587,7 @@ class TrainingLoop:
         self._parts.step.settle()
         self._check_finite()
         self._check_targets()
-        with self._monitor.within("save", self._step):
+        with self._monitor.within("save", self._step), self._mirror.holding():
             self._hooks.save(self._begin_save, self._checkpointer.wait)
             self._callbacks.progress.line(f"{'saving' if self._args.async_save else 'saved'} checkpoint-{self._step}")
             if self._callbacks.hears("on_save"):

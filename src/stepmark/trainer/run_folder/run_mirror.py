@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,10 @@ class RunMirror:
         """Begins to upload, in the background."""
         if self._mirror is not None:
             self._mirror.start()
+
+    def holding(self) -> AbstractContextManager[None]:
+        """Inside the block no further upload begins."""
+        return nullcontext() if self._mirror is None else self._mirror.holding()
 
     def check(self) -> None:
         """Raises CheckpointBusy, on rank 0, where another run has taken the place over."""
