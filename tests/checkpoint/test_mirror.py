@@ -164,6 +164,18 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path, bucket: Bucket, caplo
     assert BucketPlace(bucket).steps() == [1]
 
 
+def test_a_manifest_that_cannot_be_read_is_set_aside(tmp_path: Path, bucket: Bucket) -> None:
+    save(tmp_path / "run", 1, 2)
+    mirrored(tmp_path / "run", bucket)
+    bucket.put("checkpoint-2/manifest.json", b"garbage")
+    bucket.put("checkpoint-1/manifest.json", b"garbage too")
+    assert not fetched(tmp_path / "new", bucket)
+    assert BucketPlace(bucket).steps() == []
+    bucket.put("checkpoint-9/manifest.json", b"garbage")
+    mirrored(tmp_path / "run", bucket, keep=1)
+    assert BucketPlace(bucket).steps() == [9, 2, 1]
+
+
 def test_another_run_is_not_fetched_over_this_one(tmp_path: Path, bucket: Bucket) -> None:
     for name, step in (("one", 5), ("other", 3)):
         with Checkpointer(tmp_path / name) as checkpointer:
@@ -310,6 +322,24 @@ def test_what_a_callback_adds_to_a_checkpoint_is_uploaded(tmp_path: Path, bucket
         assert mirror.finish() is None
     assert fetched(tmp_path / "new", bucket)
     assert (tmp_path / "new" / "checkpoint-1" / "added.txt").read_text() == "added"
+
+
+def test_objects_of_others_stay(tmp_path: Path, bucket: Bucket) -> None:
+    """Whatever they are called; those of saves that were not completed go."""
+    theirs = ["checkpoint-1/notes.txt", "checkpoint-9/model.bin", "checkpoint-9/global_step9/mp_rank_00", "data/a", "b"]
+    for name in theirs:
+        bucket.put(name, b"theirs")
+    for name in ("checkpoint-9/0123abcd-000001/model.safetensors", "checkpoint-1/0123abcd-000002/state.json"):
+        bucket.put(name, b"left")
+    save(tmp_path / "run", 1, 2)
+    mirrored(tmp_path / "run", bucket, keep=1)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-1")
+    save(tmp_path / "run", 3)
+    mirrored(tmp_path / "run", bucket, keep=1)
+    names = {each.name for each in bucket.objects()}
+    assert names >= {*theirs}
+    assert not [name for name in names if "0123abcd" in name]
+    assert [name for name in names if name.startswith("checkpoint-1/")] == ["checkpoint-1/notes.txt"]
 
 
 def test_clocks_of_the_bucket_do_not_matter(tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

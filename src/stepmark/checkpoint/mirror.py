@@ -25,7 +25,7 @@ from stepmark.checkpoint.format.checkpoint_folders import (
     checkpoints,
     step_of,
 )
-from stepmark.checkpoint.format.manifest import MANIFEST, parse_manifest
+from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.checkpoint.places import (
     BucketPlace,
     Copied,
@@ -35,6 +35,7 @@ from stepmark.checkpoint.places import (
     copy_checkpoint,
     copy_others,
     counted,
+    manifest_of,
     missing_others,
 )
 from stepmark.checkpoint.retention_policies import Retention, Saved, steps_to_delete
@@ -97,9 +98,9 @@ class Mirror:
             own = self._source.steps()
             if own and own[0] >= there[0]:
                 return False
-            check_same_run(self._source, self._place, own)
             say(f"downloading checkpoint-{there[0]} from {self.address}")
             try:
+                check_same_run(self._source, self._place, own)
                 copy_others(self._place, self._source, self._place.others(), newer_only=True)
                 copy_checkpoint(self._place, self._source, there[0])
             except (CheckpointDamaged, CheckpointNotFound) as error:
@@ -264,12 +265,16 @@ class Mirror:
         there = self._place.steps()
         for step in there:
             if step not in self._saved:
-                manifest = parse_manifest(self._place.manifest(step), self._place.size(step))
+                try:
+                    _, manifest = manifest_of(self._place, step)
+                except CheckpointError as error:
+                    logger.warning("mirror_to: %s; it is left as it is", error)
+                    continue
                 metrics = decode_plain(manifest.metrics)
                 self._saved[step] = Saved(step, manifest.time, metrics, resumable=not manifest.model_only)
-        saved = [self._saved[step] for step in there]
+        saved = [self._saved[step] for step in there if step in self._saved]
         here = {*self._marks(), best_step(self._folder)}
-        for step in steps_to_delete(saved, self._keep, max(there)):
+        for step in steps_to_delete(saved, self._keep, max(there, default=0)):
             if step not in here:
                 self._place.remove(step)
                 self._saved.pop(step)

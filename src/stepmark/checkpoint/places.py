@@ -12,6 +12,7 @@ best                           the name of the best checkpoint: in a folder, a l
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import secrets
@@ -51,6 +52,9 @@ MEMORY = FILES * 2 * IN_FLIGHT * PART  # bytes that this takes, at most
 _NAME = r"[0-9a-f]+-\d{6,}|[0-9a-f]{16}"  # of a save, as run_ownership and the Checkpointer choose it
 _SAVE = re.compile(rf"({_NAME})\Z")
 _OF_SAVE = re.compile(rf"checkpoint-\d+/(?:(?:{LEFT}|{DAMAGED})-)?({_NAME})(\.json\Z|/)")
+
+
+logger = logging.getLogger("stepmark")
 
 
 class Other(NamedTuple):
@@ -284,30 +288,37 @@ class BucketPlace:
     def set_aside(self, step: int, why: str) -> None:
         name = _manifest_of(step)
         data = self._bucket.read(name)
-        save = parse_manifest(data, self.size(step)).save
+        try:
+            save = parse_manifest(data, self.size(step)).save
+        except CheckpointError:
+            save = "manifest"
         self._bucket.put(f"checkpoint-{step}/{why}-{save}.json", data)
         self._bucket.delete([name])
 
     def remove(self, step: int) -> None:
-        """Deletes a checkpoint, its manifest first."""
+        """Deletes a checkpoint, its manifest first. Objects that are not its own stay."""
+        _, manifest = manifest_of(self, step)
+        folder, own = self._folder_with(manifest), _folder_of(manifest)
+        names = [f"{folder}/{each.name}" for each in manifest.files]
         self._bucket.delete([_manifest_of(step)])
-        self._tidy(step, None)
+        self._bucket.delete(names if folder != own else [each.name for each in self._bucket.objects(own)])
 
     def tidy(self) -> None:
-        """Deletes what saves have left that were not completed, were replaced, or were not deleted to the end."""
+        """Deletes what saves have left that were not completed, were replaced, or were not deleted to the end: objects
+        with the name of a save that no manifest has, complete or set aside."""
         for name in self._bucket.inside()[0]:
-            if (step := step_of(Path(name))) is not None:
-                try:
-                    save = parse_manifest(self._bucket.read(_manifest_of(step)), self.size(step)).save
-                except FileNotFoundError:
-                    save = None
-                self._tidy(step, save)
-
-    def _tidy(self, step: int, save: str | None) -> None:
-        """Keeps the files of one save, and of those that were set aside."""
-        found = [(each.name, _OF_SAVE.match(each.name)) for each in self._bucket.objects(f"checkpoint-{step}")]
-        used = {save, *(match[1] for _, match in found if match and match[2] == ".json")}
-        self._bucket.delete([name for name, match in found if (match[1] not in used if match else save is None)])
+            if (step := step_of(Path(name))) is None:
+                continue
+            found = [(each.name, _OF_SAVE.match(each.name)) for each in self._bucket.objects(name)]
+            used = {match[1] for _, match in found if match and match[2] == ".json"}
+            try:
+                used.add(manifest_of(self, step)[1].save)
+            except CheckpointNotFound:
+                pass
+            except CheckpointError as error:
+                logger.warning("%s; it is left as it is", error)
+                continue
+            self._bucket.delete([each for each, match in found if match and match[1] not in used])
 
     def others(self) -> dict[str, Other]:
         folders, found = self._bucket.inside()
@@ -374,7 +385,7 @@ def verify_there(address: str) -> Iterator[VerifyReport]:
         for each in reversed(steps):
             where = f"{place.address}/checkpoint-{each}"
             try:
-                _, manifest = _manifest(place, each)
+                _, manifest = manifest_of(place, each)
             except CheckpointDamaged as error:
                 yield VerifyReport(where, None, 0, (Corruption(MANIFEST, str(error)),))
                 continue
@@ -459,7 +470,7 @@ def copy(
         raise CheckpointError(f"{error.filename or destination.address}: {error.strerror or error}") from error
 
 
-def _manifest(place: Place, step: int) -> tuple[bytes, Manifest]:
+def manifest_of(place: Place, step: int) -> tuple[bytes, Manifest]:
     """The manifest of a checkpoint, as bytes too. Raises CheckpointError."""
     data = place.manifest(step)
     try:
@@ -474,7 +485,7 @@ def check_same_run(source: Place, destination: Place, steps: list[int]) -> None:
     there = destination.steps()
     if not there or not steps or {*there} & {*steps}:
         return
-    own, other = (_manifest(place, step)[1].identity for place, step in ((source, steps[0]), (destination, there[0])))
+    own, other = (manifest_of(place, step)[1].identity for place, step in ((source, steps[0]), (destination, there[0])))
     if own and other and own != other:
         raise CheckpointError(f"{destination.address} has checkpoints of another run; name another destination")
 
@@ -490,7 +501,7 @@ def copy_checkpoint(
     replaces: bool = False,
 ) -> Copied:
     """One checkpoint of `copy`. `stop` ends it with InterruptedError; `replaces`: another checkpoint of that step."""
-    (data, manifest), where = _manifest(source, step), f"{source.address}/checkpoint-{step}"
+    (data, manifest), where = manifest_of(source, step), f"{source.address}/checkpoint-{step}"
     if manifest.step != step or not _SAVE.match(manifest.save):
         raise CheckpointDamaged(f"{where}/{MANIFEST} is of step {manifest.step} and save {manifest.save}; verify it")
     unlisted = {name: each for name, each in source.unlisted(manifest).items() if is_file_name(name)}
