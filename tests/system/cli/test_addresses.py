@@ -170,3 +170,15 @@ def test_the_doctor_and_the_plan_know_the_place(
     assert run(["train", recipe]) == 1
     assert "mirror_to: on purpose (Fault403)" in capsys.readouterr().err
     proxy.fault = lambda *_: None
+
+
+def test_a_list_that_fails_is_no_empty_run(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = f"{make_bucket(proxy)}/run"
+    recipe = write_recipe(tmp_path, mirror_to=place, resume_from_checkpoint=True)
+    proxy.fault = lambda _, request: 403 if "delimiter" in request[1] else None
+    assert run(["train", str(recipe)]) == 1
+    assert f"on purpose (Fault403); see to the permissions of these credentials: {place}" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+    proxy.fault = lambda *_: None
