@@ -8,6 +8,7 @@ it is read. What retention would delete there is deleted once a newer one is com
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -25,7 +26,7 @@ from stepmark.checkpoint.format.checkpoint_folders import (
     checkpoints,
     step_of,
 )
-from stepmark.checkpoint.format.manifest import MANIFEST
+from stepmark.checkpoint.format.manifest import MANIFEST, is_file_name
 from stepmark.checkpoint.places import (
     BucketPlace,
     Copied,
@@ -41,6 +42,7 @@ from stepmark.checkpoint.places import (
 from stepmark.checkpoint.retention_policies import Retention, Saved, steps_to_delete
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointNotFound
 from stepmark.filesystem.json_values import decode_plain
+from stepmark.filesystem.local_paths import is_address
 from stepmark.filesystem.objects import Bucket
 from stepmark.liveness.failure_report import describe_error
 
@@ -67,7 +69,7 @@ class Mirror:
         freed: Callable[[], object] = lambda: None,
     ) -> None:
         self.address = bucket.url
-        self._folder, self._source, self._place = folder, FolderPlace(folder), BucketPlace(bucket)
+        self.folder, self._source, self._place = folder, FolderPlace(folder), BucketPlace(bucket)
         self._keep, self._told, self._freed = keep, told, freed
         self._sent: dict[int, _Mark] = {}  # by step, the manifests that are known to be in the bucket
         self._saved: dict[int, Saved] = {}  # the checkpoints there
@@ -101,7 +103,8 @@ class Mirror:
             say(f"downloading checkpoint-{there[0]} from {self.address}")
             try:
                 check_same_run(self._source, self._place, own)
-                copy_others(self._place, self._source, self._place.others(), newer_only=True)
+                # The logs are those of its history, whatever is here.
+                copy_others(self._place, self._source, self._place.own_others(), unless_there=False)
                 copy_checkpoint(self._place, self._source, there[0])
             except (CheckpointDamaged, CheckpointNotFound) as error:
                 logger.warning("%s; it is set aside", error)
@@ -110,6 +113,16 @@ class Mirror:
                 self._sent[there[0]] = self._marks()[there[0]]
                 return True
         return False
+
+    def fetch_older(self, step: int) -> None:
+        """Downloads an older checkpoint as well, if it is there and not in the folder, such as the best one."""
+        if step in self._place.steps() and step not in self._source.steps():
+            copy_checkpoint(self._place, self._source, step)
+            self._sent[step] = self._marks()[step]
+
+    def has_records(self) -> bool:
+        """Whether a run has left something there, perhaps without a checkpoint."""
+        return bool(self._place.own_others().keys() & {"metrics.jsonl", "status.json"})
 
     def leave(self, step: int) -> None:
         """The run goes on from a step: later checkpoints in the bucket are not used again. Raises OSError."""
@@ -140,38 +153,43 @@ class Mirror:
         if self._claim is not None and self._claim.lost.is_set():
             raise CheckpointBusy(f"{self.address} was taken over by another run; stop one of the two")
 
-    def finish(self, seconds: float | None = None) -> str | None:
-        """Waits until all is uploaded. Returns None, or in words what is not, after so many seconds, or by default once
-        it has failed for good."""
-        until = None if seconds is None else time.monotonic() + seconds
+    def finish(self, seconds: float = math.inf) -> str | None:
+        """Waits until all is uploaded. Returns None, or in words what is not, once that has failed or took so long."""
+        until = time.monotonic() + seconds
         with self._changed:
             self._pushed, self._problem, idle = 0.0, None, self._idle
             self._wake.set()
             while self._idle < idle + 2:  # one round may have begun before this call
-                left = None if until is None else until - time.monotonic()
-                if (left is not None and left <= 0) or (left is None and self._problem is not None):
+                left = until - time.monotonic()
+                if left <= 0 or self._problem is not None or not self._thread.is_alive():
                     return self._behind()
-                if not self._thread.is_alive():
-                    return self._behind()
-                self._changed.wait(POLL if left is None else min(POLL, left))
+                self._changed.wait(min(POLL, left))
         return None
 
-    def close(self) -> None:
-        """Ends the uploads, what is in flight included, and releases the place."""
+    def close(self, seconds: float = CLOSING) -> None:
+        """Ends the uploads, what is in flight included, and releases the place; waits so long for that."""
+        until = time.monotonic() + seconds
         self._stop.set()
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(CLOSING)
+            self._thread.join(seconds)
         if self._claim is not None:
             ending = threading.Thread(target=self._owning.__exit__, args=(None, None, None), daemon=True)
             ending.start()
-            ending.join(CLOSING)
+            ending.join(max(0.0, until - time.monotonic()))
+
+    def push_rest(self) -> None:
+        """After `close`: uploads what has changed since beside the checkpoints. Raises CheckpointBusy or OSError."""
+        if self._source.others() != self._seen:
+            with self._place.owning() as self._claim:
+                self._stop.clear()
+                self._push()
 
     def _behind(self) -> str:
         missing = [f"checkpoint-{step}" for step in self._missing()]
         what = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "") or "what is beside the checkpoints"
         why = "there was no time" if self._problem is None else describe_error(self._problem)
-        return f"{what} is not in {self.address} yet: {why}"
+        return f"{what} {'are' if len(missing) > 1 else 'is'} not in {self.address} yet: {why}"
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -185,7 +203,8 @@ class Mirror:
                 if self._stop.is_set():
                     return
                 if str(error) != str(self._problem):
-                    logger.warning("mirror_to: %s; it is tried again", describe_error(error))
+                    again = "" if isinstance(error, CheckpointBusy) else "; it is tried again"
+                    logger.warning("mirror_to: %s%s", describe_error(error), again)
                 problem, pause = error, RETRY
             with self._changed:
                 self._problem = problem
@@ -214,7 +233,7 @@ class Mirror:
     def _marks(self) -> dict[int, _Mark]:
         """The checkpoints in the folder, newest first, each with what changes when it is replaced."""
         found = {}
-        for path in checkpoints(self._folder):
+        for path in checkpoints(self.folder):
             try:
                 status = os.stat(path / MANIFEST)
             except FileNotFoundError:
@@ -224,7 +243,7 @@ class Mirror:
 
     def _send(self, step: int) -> None:
         mark, began = self._marks().get(step), time.monotonic()
-        lease = Lease.take(checkpoint_path(self._folder, step), "mirror")
+        lease = Lease.take(checkpoint_path(self.folder, step), "mirror")
         if lease is None or mark is None:
             return
         try:
@@ -244,19 +263,29 @@ class Mirror:
             self._told(copied, time.monotonic() - began)
 
     def _push(self) -> bool:
-        """Uploads what has changed beside the checkpoints, if anything has. Times of the bucket count only at first."""
+        """Uploads what has changed beside the checkpoints, if anything has. Times of the bucket count only at first. A
+        file that cannot be read is left out: no checkpoint waits for it."""
+        assert self._claim is not None
         self._pushed, others = time.monotonic(), self._source.others()
-        changed = {name: each for name, each in others.items() if self._seen.get(name) != each}
+        changed = {name: each for name, each in others.items() if self._seen.get(name) != each and is_file_name(name)}
         if not self._seen:
             changed = missing_others(changed, self._place.others())
+        if not changed:
+            self._seen = others
+            return False
+        self._claim.renew()
+        if not self._seen.keys() >= others.keys():
+            self._place.note(others)
         for name, each in changed.items():
             try:
                 self._place.write_other(name, counted(self._source.read_other(name, each.size), stops=[self._stop]))
-            except FileNotFoundError:
-                if os.path.lexists(self._folder / name):
-                    raise  # else it was removed in the meantime
+            except OSError as error:
+                if is_address(error.filename) or self._stop.is_set():
+                    raise
+                if not isinstance(error, FileNotFoundError):
+                    logger.warning("mirror_to: %s is left out: %s", name, describe_error(error))
         self._seen = others
-        return bool(changed)
+        return True
 
     def _retain(self) -> None:
         """Deletes in the bucket what no policy keeps; all that are in the folder stay."""
@@ -273,8 +302,10 @@ class Mirror:
                 metrics = decode_plain(manifest.metrics)
                 self._saved[step] = Saved(step, manifest.time, metrics, resumable=not manifest.model_only)
         saved = [self._saved[step] for step in there if step in self._saved]
-        here = {*self._marks(), best_step(self._folder)}
+        here = {*self._marks(), best_step(self.folder)}
         for step in steps_to_delete(saved, self._keep, max(there, default=0)):
             if step not in here:
+                assert self._claim is not None
+                self._claim.renew()
                 self._place.remove(step)
                 self._saved.pop(step)

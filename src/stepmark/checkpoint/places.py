@@ -12,13 +12,14 @@ best                           the name of the best checkpoint: in a folder, a l
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple, Protocol
@@ -28,6 +29,7 @@ from stepmark.checkpoint.coordination.folder_claim import held_by_another
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.format.checkpoint_folders import (
     BEST,
+    COORDINATION,
     DAMAGED,
     LEFT,
     best_step,
@@ -44,11 +46,13 @@ from stepmark.checkpoint.format.streamed_check import checked
 from stepmark.checkpoint.format.verify import Corruption, VerifyReport
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
+from stepmark.filesystem.json_files import parse_json
 from stepmark.filesystem.local_paths import is_address
 from stepmark.filesystem.objects import IN_FLIGHT, PART, Bucket
 
 FILES = 3  # copied at a time
 MEMORY = FILES * 2 * IN_FLIGHT * PART  # bytes that this takes, at most
+_BESIDE = ".stepmark/beside.json"  # the names of what the owner has put beside checkpoints
 _NAME = r"[0-9a-f]+-\d{6,}|[0-9a-f]{16}"  # of a save, as run_ownership and the Checkpointer choose it
 _SAVE = re.compile(rf"({_NAME})\Z")
 _OF_SAVE = re.compile(rf"checkpoint-\d+/(?:(?:{LEFT}|{DAMAGED})-)?({_NAME})(\.json\Z|/)")
@@ -104,7 +108,8 @@ class Place(Protocol):
         """Keeps other runs away. Raises CheckpointBusy where one is alive."""
 
     def others(self) -> dict[str, Other]:
-        """The files beside the checkpoints, by name, without those through which ranks coordinate."""
+        """The files beside the checkpoints, by name, without those through which ranks coordinate, and without folders
+        in which another run is."""
 
     def read_other(self, name: str, size: int) -> Iterator[Any]: ...
 
@@ -180,15 +185,17 @@ class FolderPlace:
         quarantine(checkpoint_path(self._folder, step), why)
 
     def others(self) -> dict[str, Other]:
-        names = [
-            name
-            for path in (sorted(self._folder.iterdir()) if self._folder.is_dir() else ())
-            if not path.name.startswith(".") and not path.is_symlink() and not _is_checkpoint(path.name)
-            for name in (_inside(path) if path.is_dir() else [path.name])
-        ]
-        regular = [name for name in names if files.regular_file_size(self._folder / name) is not None]
-        best = [BEST] * (best_step(self._folder) is not None)
-        return {name: _other(self._folder / name) for name in regular + best}
+        names: list[str] = []
+        for path in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
+            if not path.name.startswith(".") and not path.is_symlink() and not _is_checkpoint(path.name):
+                inside = [*_inside(path)] if path.is_dir() else [path.name]
+                names += [] if any(map(_is_of_run, inside)) else inside
+        found = {BEST: _other(self._folder / BEST)} if best_step(self._folder) is not None else {}
+        for name in names:
+            with suppress(FileNotFoundError):  # it was removed in the meantime
+                if files.regular_file_size(self._folder / name) is not None:
+                    found[name] = _other(self._folder / name)
+        return found
 
     def _best(self) -> bytes:
         return f"checkpoint-{best_step(self._folder)}".encode()
@@ -322,9 +329,24 @@ class BucketPlace:
 
     def others(self) -> dict[str, Other]:
         folders, found = self._bucket.inside()
-        seen = [name for name in folders if not name.startswith(".") and not _is_checkpoint(name)]
-        found += [each for name in seen for each in self._bucket.objects(name)]
+        for name in folders:
+            if not name.startswith(".") and not _is_checkpoint(name):
+                inside = self._bucket.objects(name)
+                found += [] if any(_is_of_run(each.name) for each in inside) else inside
         return {each.name: Other(each.size, each.time) for each in found}
+
+    def note(self, others: Iterable[str]) -> None:
+        """Keeps which of the objects beside checkpoints are this run's."""
+        self._bucket.put(_BESIDE, json.dumps(sorted(others)).encode())
+
+    def own_others(self) -> dict[str, Other]:
+        """The objects beside checkpoints that the run has uploaded; all of them where a copy has."""
+        others = self.others()
+        try:
+            noted = parse_json(self._bucket.read(_BESIDE))
+        except (FileNotFoundError, ValueError):
+            return others
+        return {name: each for name, each in others.items() if name in noted}
 
     def read_other(self, name: str, size: int) -> Iterator[Any]:
         return self._bucket.blocks(name, size)
@@ -343,6 +365,11 @@ def _folder_of(manifest: Manifest) -> str:
 
 def _is_checkpoint(name: str) -> bool:
     return step_of(Path(name)) is not None or name.startswith((f"{DAMAGED}-checkpoint-", f"{LEFT}-checkpoint-"))
+
+
+def _is_of_run(name: str) -> bool:
+    """Whether a name inside a folder is of a run that is there."""
+    return any(part == COORDINATION or _is_checkpoint(part) for part in name.split("/"))
 
 
 def _inside(folder: Path) -> Iterator[str]:
@@ -562,10 +589,11 @@ def copy_others(
     begin: Callable[[int], object] = lambda total: None,
     advance: Callable[[int], object] = lambda count: None,
     *,
-    newer_only: bool = False,
+    unless_there: bool = True,
 ) -> Copied:
-    """What is beside the checkpoints, of `copy`. `newer_only`: not what is newer at the destination."""
-    newer = missing_others(others, destination.others(), newer_only=newer_only)
+    """What is beside the checkpoints, of `copy`; without `unless_there`, also what the destination has."""
+    named = {name: each for name, each in others.items() if is_file_name(name)}
+    newer = missing_others(named, destination.others()) if unless_there else named
     total = sum(each.size for each in newer.values())
     begin(total)
     for name, each in newer.items():

@@ -60,6 +60,8 @@ class Bucket:
         scheme, _, rest = self.url.partition("://")
         if scheme not in SCHEMES or not rest:
             raise UsageError(f"{url}: is no address of object storage: {', '.join(f'{each}://' for each in SCHEMES)}")
+        if not rest.isprintable() or re.search(r"[#?%\\]|//|(^|/)\.{1,2}(/|$)", rest):
+            raise UsageError(f"{url}: has a part that addresses do not mean literally: #, ?, %, \\, //, . or ..")
         try:
             import obstore
             from obstore.store import from_url

@@ -34,7 +34,7 @@ from stepmark.liveness import console
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.components import TrainingComponents, count_epochs
 from stepmark.trainer.run_folder.output_folder import TRACKERS
-from stepmark.trainer.run_folder.run_log import RunLog, read_metrics
+from stepmark.trainer.run_folder.run_log import TRAINER_STATE, RunLog, read_metrics
 from stepmark.trainer.run_folder.status import DONE, RUNNING, RunStatus
 from stepmark.trainer.telemetry.progress import ProgressDisplay
 from stepmark.trainer.training_arguments import TrainingArguments
@@ -42,7 +42,6 @@ from stepmark.trainer.training_arguments import TrainingArguments
 Metrics = dict[str, float]
 
 logger = logging.getLogger("stepmark")
-TRAINER_STATE = "trainer_state.json"
 SHOWN = 100  # characters of a sample on the terminal
 _INTEGRATIONS = "transformers.integrations"
 _NOT_LISTED = ("flyte", "azure_ml")  # transformers does not say whether these are installed

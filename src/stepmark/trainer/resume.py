@@ -22,10 +22,11 @@ from stepmark.liveness.host_group import HostGroup
 from stepmark.model_folder.consolidate import EVALUATION
 from stepmark.runtime.mesh import DATA, Mesh
 from stepmark.sharding.logical_ranks import FIELD
-from stepmark.trainer.callbacks import TRAINER_STATE, RunCallbacks
+from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.components import TrainingComponents
 from stepmark.trainer.run_folder.output_folder import check_named_checkpoint
 from stepmark.trainer.run_folder.run_identity import check_same_run
+from stepmark.trainer.run_folder.run_log import TRAINER_STATE
 
 ATTENTION = "attn_implementation"
 ARITHMETIC, KERNELS = "arithmetic", "the processor's kernels"

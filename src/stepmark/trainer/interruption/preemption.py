@@ -134,7 +134,7 @@ class PreemptionCoordinator:
 
     def seconds_left(self) -> float:
         """The seconds in which a run that stops may do more, and still end by itself."""
-        return max(0.0, self._left() - min(CLOSING, self._grace / 10))
+        return max(0.0, self._left() - min(CLOSING, self._grace / 4))
 
     def explains(self, error: BaseException) -> bool:
         """Whether the error only means that another rank has ended because of the signal."""

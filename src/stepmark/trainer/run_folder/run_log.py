@@ -24,6 +24,7 @@ logger = logging.getLogger("stepmark")
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+TRAINER_STATE = "trainer_state.json"  # as transformers names it
 POSITION = "position"  # the event that says which samples come next
 SYSTEM = "system"  # the folder of what every rank samples of its machine
 PATIENCE = 5.0  # seconds

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import atexit
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stepmark.checkpoint import Checkpointer, Retention
-from stepmark.checkpoint.format.checkpoint_folders import LEFT, checkpoints, quarantine, step_of
+from stepmark.checkpoint.format.checkpoint_folders import LEFT, best_step, checkpoints, quarantine, step_of
 from stepmark.checkpoint.mirror import Mirror
 from stepmark.checkpoint.places import Copied
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import StepmarkError, UsageError
+from stepmark.filesystem.json_files import read_object
 from stepmark.filesystem.objects import Bucket
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.host_group import HostGroup
-from stepmark.liveness.process_exit import say
+from stepmark.liveness.process_exit import end_process, say
 from stepmark.liveness.progress import SAVE, in_phase
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.output_folder import on_rank_0
-from stepmark.trainer.run_folder.run_log import RunLog
+from stepmark.trainer.run_folder.run_log import TRAINER_STATE, RunLog
 
 TOLD = 5.0  # seconds after which the other ranks hear that rank 0 is still busy
-AFTER_SIGNAL, AFTER_ERROR = 5.0, 30.0  # seconds for the last uploads of a run that was interrupted, or has failed
+AFTER_SIGNAL, AFTER_ERROR = 1.0, 30.0  # seconds for the last uploads of a run that was interrupted, or has failed
 
 
 def check_place(address: str, host: HostGroup) -> None:
@@ -92,11 +96,11 @@ class RunMirror:
 
         def claim(mirror: Mirror) -> None:
             there = mirror.open()
-            if there and not resume:
+            if not resume and (there or mirror.has_records()):
+                what = f"checkpoints of an earlier run (checkpoint-{there[0]})" if there else "logs of an earlier run"
                 raise UsageError(
-                    f"mirror_to: {mirror.address} has checkpoints of an earlier run (checkpoint-{there[0]}); to "
-                    "continue it, set resume_from_checkpoint: true, in a script train(resume_from_checkpoint=True); or "
-                    "name another place"
+                    f"mirror_to: {mirror.address} has {what}; to continue it, set resume_from_checkpoint: true, in a "
+                    "script train(resume_from_checkpoint=True); or name another place"
                 )
 
         self._on_rank_0(claim)
@@ -104,9 +108,19 @@ class RunMirror:
             self.fetch()
 
     def fetch(self) -> bool:
-        """Downloads the newest checkpoint, if it is newer than those in the folder; returns whether it was.
-        Collective."""
-        return bool(self._on_rank_0(lambda mirror: mirror.fetch(lambda text: say(f"mirror_to: {text}"))))
+        """Downloads the newest checkpoint and the best one, if it is newer than those in the folder; returns whether it
+        was. Collective."""
+
+        def fetch(mirror: Mirror) -> bool:
+            if not mirror.fetch(lambda text: say(f"mirror_to: {text}")):
+                return False
+            state = read_object(checkpoints(self._folder)[0] / TRAINER_STATE)
+            for step in {step_of(Path(str(state.get("best_model_checkpoint")))), best_step(self._folder)}:
+                if step is not None:
+                    mirror.fetch_older(step)
+            return True
+
+        return bool(self._on_rank_0(fetch))
 
     def leave_later(self, step: int) -> list[Path]:
         """The run goes on from this step: later checkpoints are not used again, there and in the folder, where rank 0
@@ -129,9 +143,9 @@ class RunMirror:
         if self._mirror is not None:
             self._mirror.check()
 
-    def finish(self, seconds: float | None = None) -> str | None:
-        """Waits until all is uploaded, and returns None; or in words what is not, after so many seconds, or once it has
-        failed. Collective."""
+    def finish(self, seconds: float = math.inf) -> str | None:
+        """Waits until all is uploaded, and returns None; or in words what is not, once that has failed or took so long.
+        Collective."""
         told: str | None = self._on_rank_0(lambda mirror: mirror.finish(seconds))
         return told
 
@@ -143,11 +157,28 @@ class RunMirror:
                 f"mirror_to: the run is done, and {behind}; `stepmark copy {self._folder} {self.url}` uploads the rest"
             )
 
+        if self._mirror is not None:
+            self._mirror.close()
+            if (earlier := _LATE.pop(self._folder, None)) is not None:
+                atexit.unregister(earlier)
+            _LATE[self._folder] = atexit.register(partial(_push_late, self._mirror))
+
     def __enter__(self) -> RunMirror:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._mirror is not None:
+            stops = kind is not None and issubclass(kind, RunInterrupted)
             if kind is not None and self._mirror.started:
-                self._mirror.finish(AFTER_SIGNAL if issubclass(kind, RunInterrupted) else AFTER_ERROR)
-            self._mirror.close()
+                self._mirror.finish(AFTER_SIGNAL if stops else AFTER_ERROR)
+            self._mirror.close(*[AFTER_SIGNAL] * stops)
+
+
+_LATE: dict[Path, Callable[[], None]] = {}  # by folder, what uploads what a program writes there after its run
+
+
+def _push_late(mirror: Mirror) -> None:
+    try:
+        mirror.push_rest()
+    except (OSError, StepmarkError) as error:
+        end_process(StepmarkError(f"mirror_to: {describe_error(error)}; the files are in {mirror.folder}"), 0)
