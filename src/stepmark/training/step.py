@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -181,12 +181,8 @@ class TrainStep:
         """The true gradients, and whether they may update the parameters; with a scaler this waits for the device."""
         if self.scaler is None:
             return reduced, True
-        inverse = 1.0 / self.scaler.factor
-        present = [gradient for gradient in reduced.gradients if gradient is not None]
-        if present:
-            torch._foreach_mul_(present, inverse)
-        norm = reduced.norm * inverse
-        return replace(reduced, norm=norm), self.scaler.accept(float(norm))
+        reduced = reduced.divided_by(self.scaler.factor)  # a power of 2, so that nothing is rounded
+        return reduced, self.scaler.accept(float(reduced.norm))
 
     def _update(self, reduced: ReducedGradients, hooks: StepHooks, *, updates: bool) -> None:
         looks = hooks.looks and (hooks.before_update or hooks.after_update)
