@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -28,7 +27,6 @@ from stepmark.runtime.collectives import Collectives
 BEHIND_THE_LAYERS = ("final_layer_norm", "project_out")  # OPT defines these before its layers
 OUTPUTS_OF_ALL_LAYERS = ("output_hidden_states", "output_attentions")
 ROUTER_LOGITS = "output_router_logits"
-COLLECTS_ROUTER_LOGITS = "transformers.utils.output_capturing"  # which early versions of transformers 5 lack
 
 
 @dataclass(frozen=True)
@@ -83,20 +81,21 @@ def checkpoints_gradients(model: nn.Module) -> bool:
 
 def _verified(model: Any) -> str:
     """What the layers of a verified model type return. Raises UsageError for any other."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError(
             f"pipeline_parallel_size: {kind} is an encoder-decoder, which cannot be cut into stages; set it to 1"
         )
-    if kind not in STAGES or type(model).__name__ != _causal_class(kind):
+    if kind not in STAGES or type(model).__name__ != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind):
         raise UsageError(
             f"pipeline_parallel_size: {type(model).__name__} is not among the models that were verified to compute the "
             "same in stages (docs/tables.md); set it to 1"
         )
-    with_routers = kind in ROUTER_LOSSES and find_spec(COLLECTS_ROUTER_LOGITS) is not None
     for name in asked_of_all_layers(model):
-        if name != ROUTER_LOGITS or not with_routers:
+        if name != ROUTER_LOGITS or kind not in ROUTER_LOSSES:
             raise UsageError(
                 f"pipeline_parallel_size: the configuration's {name} asks for outputs of all layers, and no stage has "
                 f"them; set {name} to false in config_overrides"
@@ -127,12 +126,6 @@ def _check_layers_are_called(config: Any) -> None:
                 f"pipeline_parallel_size: the configuration's {name} of {value} leaves out layers at random, and a "
                 f"stage passes on what its layers compute; set {name} to 0 in config_overrides"
             )
-
-
-def _causal_class(kind: str) -> str | None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
 
 
 def layers_of(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
