@@ -99,16 +99,27 @@ def check_file(folder: Path, entry: FileEntry) -> None:
         raise CheckpointDamaged(f"{path} does not match its checksum")
 
 
-def _read_checked(path: Path, count: int, entry: FileEntry, what: str) -> bytes:
+def _read(path: Path, entry: FileEntry) -> bytes:
     """The file's first bytes, which the digest in the manifest is of."""
     try:
         with path.open("rb") if entry.header is not None else open_for_reading(path) as file:  # continues a short read
-            data = file.read(count)
+            return file.read(entry.size if entry.header is None else entry.header)
     except OSError as error:
         raise cannot_read(path, error) from error
+
+
+def checked_header(data: bytes, manifest: Manifest, entry: FileEntry, where: object) -> Header:
+    """The header in a file's first bytes. Raises CheckpointDamaged, which begins with `where`, if it is not the
+    manifest's."""
     if bytes_checksum(data) != entry.digest:
-        raise CheckpointDamaged(f"{what} does not match its checksum")
-    return data
+        raise CheckpointDamaged(f"{where}: its header does not match its checksum")
+    try:
+        header = parse_header(data, entry.size)
+    except CheckpointError as error:  # the manifest, which has been read, knows all its types
+        raise CheckpointDamaged(f"{where}: {error}") from error
+    if (header.step, header.save) != (manifest.step, manifest.save):
+        raise CheckpointDamaged(f"{where} was written by another save, of step {header.step}")
+    return header
 
 
 def read_header(folder: Path, manifest: Manifest, entry: FileEntry) -> Header:
@@ -116,14 +127,7 @@ def read_header(folder: Path, manifest: Manifest, entry: FileEntry) -> Header:
     path = check_size(folder, entry)
     if entry.header is None:
         raise CheckpointDamaged(f"{path} is listed without a header, and is needed as a tensor file")
-    data = _read_checked(path, entry.header, entry, f"{path}: its header")
-    try:
-        header = parse_header(data, entry.size)
-    except CheckpointError as error:  # the manifest, which has been read, knows all its types
-        raise CheckpointDamaged(f"{path}: {error}") from error
-    if (header.step, header.save) != (manifest.step, manifest.save):
-        raise CheckpointDamaged(f"{path} was written by another save, of step {header.step}")
-    return header
+    return checked_header(_read(path, entry), manifest, entry, path)
 
 
 def read_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
@@ -132,7 +136,9 @@ def read_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
     entry = manifest.file(VALUES)
     if entry is None:
         raise CheckpointDamaged(f"{folder}: the manifest lists no {VALUES}")
-    data = _read_checked(check_size(folder, entry), entry.size, entry, f"{path}")
+    data = _read(check_size(folder, entry), entry)
+    if bytes_checksum(data) != entry.digest:
+        raise CheckpointDamaged(f"{path} does not match its checksum")
     try:
         sections = parse_json(data)["sections"]
     except (LookupError, TypeError, ValueError) as error:
