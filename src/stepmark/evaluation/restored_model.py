@@ -82,7 +82,9 @@ class ModelReader:
         key = (config.to_dict(), dtypes)
         if self._cached is None or self._cached[0] != key:
             model = _construct(folder, manifest, config, self.trust_remote_code)
-            _set_dtypes(model, dtypes)
+            for each, tensor in model.state_dict(keep_vars=True).items():  # as they were saved
+                if each in dtypes and isinstance(tensor, Tensor):
+                    tensor.data = tensor.data.to(dtypes[each])
             place_module(model, self.runtime)
             self._cached = key, model
         return self._cached[1]
@@ -225,10 +227,3 @@ def _construct(folder: Path, manifest: Manifest, config: PreTrainedConfig, trust
     with torch.random.fork_rng(devices=[]):
         model: nn.Module = make(config)
     return model
-
-
-def _set_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    """Casts every parameter and buffer to the dtype it was saved in."""
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if name in dtypes and isinstance(tensor, Tensor):
-            tensor.data = tensor.data.to(dtypes[name])
