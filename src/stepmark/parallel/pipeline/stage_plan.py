@@ -60,7 +60,7 @@ def plan_stages(
     config = model.config.get_text_config(decoder=True)
     name, layers = layers_of(model, config.num_hidden_layers)
     _check_layers(model, layers, stages)
-    before, after = _outside(model, name, layers)
+    before, after = _outside(model, layers)
     modules = dict(model.named_modules())
     if sizes is None:
         end = end_cost([modules[each] for each in after])
@@ -158,7 +158,7 @@ def _check_layers(model: nn.Module, layers: nn.ModuleList, stages: int) -> None:
         )
 
 
-def _outside(model: Any, name: str, layers: nn.ModuleList) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _outside(model: Any, layers: nn.ModuleList) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The learned modules before and after the layers. Modules are called in the order in which they are defined, which
     holds for all types that were verified; the head is last wherever it is defined."""
     inside = {id(module) for module in layers.modules()}
