@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stepmark.checkpoint.format.dtypes import torch_dtype
 from stepmark.checkpoint.format.integrity import check_integrity, read_values
 from stepmark.checkpoint.format.manifest import ADAPTER, MANIFEST, MODEL, Manifest, read_manifest
-from stepmark.checkpoint.format.read_errors import cannot_read
+from stepmark.checkpoint.format.read_errors import read_errors_of
 from stepmark.checkpoint.restore.apply import apply
 from stepmark.checkpoint.restore.compare import compare
 from stepmark.checkpoint.restore.read_plan import ReadPlan
@@ -155,10 +155,8 @@ def fill_from(folder: Path, manifest: Manifest, model: nn.Module, runtime: Runti
             raise CheckpointMismatch(
                 f"{folder} contains an unexpected tensor {name!r}: the model that {CONFIG} describes does not have it"
             )
-        try:
+        with read_errors_of(folder):
             plan.read()
-        except OSError as error:
-            raise cannot_read(folder, error) from error
     apply(plan)
 
 

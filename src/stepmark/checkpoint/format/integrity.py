@@ -14,7 +14,7 @@ from typing import Any
 from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.checkpoint.format.checksums import bytes_checksum, file_checksum
 from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, FileEntry, Manifest, read_manifest
-from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
+from stepmark.checkpoint.format.read_errors import FileIncomplete, read_errors_of
 from stepmark.checkpoint.format.tensor_file import Header, parse_header
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.filesystem.files import LARGEST, open_for_reading, regular_file_size
@@ -65,19 +65,15 @@ def foreign_model_files(folder: Path, manifest: Manifest) -> list[str]:
     Any other extra file, such as an adapter that a callback saves there, is harmless.
     """
     known = {entry.name for entry in manifest.files}
-    try:
+    with read_errors_of(folder):
         return sorted(name for name in os.listdir(folder) if _MODEL_FILE.match(name) and name not in known)
-    except OSError as error:
-        raise cannot_read(folder, error) from error
 
 
 def check_size(folder: Path, entry: FileEntry) -> Path:
     """The file's path. Raises CheckpointDamaged where it is missing or has another size."""
     path = folder / entry.name
-    try:
+    with read_errors_of(path):
         size = regular_file_size(path)
-    except OSError as error:
-        raise cannot_read(path, error) from error
     if size is None or not path.resolve().is_relative_to(folder.resolve()):  # a link may lead anywhere
         raise FileIncomplete(f"{path} is missing")
     hollow = size > LARGEST and os.stat(path).st_blocks * 512 < size // 16 and entry.header is None
@@ -91,21 +87,19 @@ def check_size(folder: Path, entry: FileEntry) -> Path:
 def check_file(folder: Path, entry: FileEntry) -> None:
     """Checks a file without tensors, all of it. Raises CheckpointDamaged."""
     path = check_size(folder, entry)
-    try:
+    with read_errors_of(path):
         _, digest = file_checksum(path)
-    except OSError as error:
-        raise cannot_read(path, error) from error
     if digest != entry.digest:
         raise CheckpointDamaged(f"{path} does not match its checksum")
 
 
 def _read(path: Path, entry: FileEntry) -> bytes:
     """The file's first bytes, which the digest in the manifest is of."""
-    try:
-        with path.open("rb") if entry.header is not None else open_for_reading(path) as file:  # continues a short read
-            return file.read(entry.size if entry.header is None else entry.header)
-    except OSError as error:
-        raise cannot_read(path, error) from error
+    with (
+        read_errors_of(path),
+        path.open("rb") if entry.header is not None else open_for_reading(path) as file,  # continues a short read
+    ):
+        return file.read(entry.size if entry.header is None else entry.header)
 
 
 def checked_header(data: bytes, manifest: Manifest, entry: FileEntry, where: object) -> Header:
