@@ -227,11 +227,10 @@ def kept_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, Tensor | Shard):
             same.setdefault(id(value), []).append(key)
     dropped = [re.compile(pattern) for pattern in getattr(module, "_tied_weights_keys", None) or ()]
-    kept = {}
+    kept: dict[str, str] = {}
     for names in same.values():
         stays = [key for key in names if not any(pattern.search(key) for pattern in dropped)]
-        for key in names:
-            kept[key] = (stays or names)[0]
+        kept |= dict.fromkeys(names, (stays or names)[0])
     return kept
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stepmark.checkpoint.format.dtypes import torch_dtype
 from stepmark.checkpoint.format.integrity import check_integrity, read_values
 from stepmark.checkpoint.format.manifest import ADAPTER, MANIFEST, MODEL, Manifest, read_manifest
-from stepmark.checkpoint.format.read_errors import cannot_read
+from stepmark.checkpoint.format.read_errors import read_errors_of
 from stepmark.checkpoint.restore.apply import apply
 from stepmark.checkpoint.restore.compare import compare
 from stepmark.checkpoint.restore.read_plan import ReadPlan
@@ -82,7 +82,9 @@ class ModelReader:
         key = (config.to_dict(), dtypes)
         if self._cached is None or self._cached[0] != key:
             model = _construct(folder, manifest, config, self.trust_remote_code)
-            _set_dtypes(model, dtypes)
+            for each, tensor in model.state_dict(keep_vars=True).items():  # as they were saved
+                if each in dtypes and isinstance(tensor, Tensor):
+                    tensor.data = tensor.data.to(dtypes[each])
             place_module(model, self.runtime)
             self._cached = key, model
         return self._cached[1]
@@ -153,10 +155,8 @@ def fill_from(folder: Path, manifest: Manifest, model: nn.Module, runtime: Runti
             raise CheckpointMismatch(
                 f"{folder} contains an unexpected tensor {name!r}: the model that {CONFIG} describes does not have it"
             )
-        try:
+        with read_errors_of(folder):
             plan.read()
-        except OSError as error:
-            raise cannot_read(folder, error) from error
     apply(plan)
 
 
@@ -225,10 +225,3 @@ def _construct(folder: Path, manifest: Manifest, config: PreTrainedConfig, trust
     with torch.random.fork_rng(devices=[]):
         model: nn.Module = make(config)
     return model
-
-
-def _set_dtypes(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    """Casts every parameter and buffer to the dtype it was saved in."""
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if name in dtypes and isinstance(tensor, Tensor):
-            tensor.data = tensor.data.to(dtypes[name])

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
+from traceback import walk_stack
 
 from stepmark.launch.signal_listener import RunInterrupted, listening
 from stepmark.liveness.process_exit import end_interrupted
@@ -74,7 +74,7 @@ class _Interruption:
             self._answered.set()
             return
         self.reason = self._reason(number)
-        self._raises = not _is_importing(sys._getframe())
+        self._raises = all(frame.f_code.co_filename != _IMPORTING for frame, _ in walk_stack(sys._getframe()))
         self._answered.set()
         if self._raises:
             self._record(self.reason)
@@ -99,12 +99,3 @@ class _Interruption:
 
     def _reason(self, number: signal.Signals) -> str:
         return self.reason or f"{number.name}: {self._what}"
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    """Whether one of the calls that led to this frame imports a module."""
-    while frame is not None:
-        if frame.f_code.co_filename == _IMPORTING:
-            return True
-        frame = frame.f_back
-    return False

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 from stepmark.filesystem import files
@@ -130,11 +130,9 @@ def json_line(values: dict[str, Any], level: str = "info", rank: int | None = 0)
 
 def _level(line: str) -> str:
     """The level of the logger that is writing this line, or the one that the line suggests."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         if frame.f_code is logging.StreamHandler.emit.__code__:
             return str(frame.f_locals["record"].levelname.lower())
         if frame.f_globals.get("__name__") == "warnings":
             return "warning"
-        frame = frame.f_back
     return "error" if _ERROR.match(line) else "warning" if _WARNING.match(line) else "info"

@@ -13,7 +13,9 @@ import sysconfig
 import threading
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import NamedTuple
 
@@ -81,12 +83,9 @@ def _forget_threads() -> None:
 os.register_at_fork(after_in_child=_forget_threads)
 
 
-def _places(frame: FrameType | None) -> list[CodeLocation]:
-    places: list[CodeLocation] = []
-    while frame is not None and len(places) < _MOST:
-        places.append(CodeLocation(frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
-        frame = frame.f_back
-    return places
+def _places(frame: FrameType) -> list[CodeLocation]:
+    frames = islice(walk_stack(frame), _MOST)
+    return [CodeLocation(each.f_code.co_filename, str(line), each.f_code.co_name) for each, line in frames]
 
 
 def is_compiling(places: Sequence[CodeLocation]) -> bool:

@@ -53,8 +53,7 @@ def complete_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _described(name: str, tensor: Tensor) -> str:
-    layout = layout_of(tensor)
-    return f"{name} {tuple(tensor.shape if layout is None else layout.shape)} {tensor.dtype}"
+    return f"{name} {tuple((layout_of(tensor) or tensor).shape)} {tensor.dtype}"
 
 
 def _combined(sums: Iterable[tuple[str, int]]) -> str:

@@ -114,7 +114,8 @@ class GroupCollectives:
         """Starts the all-gather of one contiguous tensor in place, to which every rank provides its own shard along
         dim 0; calling the result waits for it."""
         if self._between_hosts(tensor):
-            works = self._exchange(lambda rank: self._shard(tensor, rank), lambda _: self.own_shard(tensor), GATHERED)
+            own = [self.own_shard(tensor)]
+            works = self._exchange(lambda rank: [self._shard(tensor, rank)], lambda _: own, GATHERED)
         else:
             group = self._group.process_group
             works = [dist.all_gather_into_tensor(tensor, self.own_shard(tensor), group=group, async_op=True)]
@@ -204,21 +205,18 @@ class GroupCollectives:
     ) -> list[dist.Work]:
         """Sends each other rank its shards, and receives those of the `nodes` of each. `like`: a tensor of the type and
         shape of what is sent."""
-        group, works = self._group.process_group, []
         if self._between_hosts(like):
-            for distance in range(1, self.size):
-                left, right = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-                targets = [received[left, node] for node in nodes[left]]
-                shards = [self._shard(tensor, right) for tensor in sent]
-                works += [dist.irecv(each, group=group, group_src=left, tag=REDUCED) for each in targets]
-                works += [dist.isend(each, group=group, group_dst=right, tag=REDUCED) for each in shards]
-            return [work for work in works if work is not None]
+            return self._exchange(
+                lambda rank: [received[rank, node] for node in nodes[rank]],
+                lambda rank: [self._shard(tensor, rank) for tensor in sent],
+                REDUCED,
+            )
         shard = like.numel() // self.size
         joined = torch.cat([each.view(self.size, -1) for each in sent] or [like.new_empty(self.size, 0)], 1).reshape(-1)
         counts = [len(nodes.get(rank, sent)) * shard for rank in range(self.size)]
         arrived = joined.new_empty(sum(counts))
         to_each = [len(sent) * shard] * self.size
-        dist.all_to_all_single(_as_bytes(arrived), _as_bytes(joined), counts, to_each, group=group)
+        dist.all_to_all_single(_as_bytes(arrived), _as_bytes(joined), counts, to_each, group=self._group.process_group)
         for rank, part in enumerate(arrived.split(counts)):
             for node, values in zip(nodes.get(rank, ()), part.split(shard), strict=False):
                 received[rank, node].copy_(values.view_as(received[rank, node]))
@@ -227,13 +225,15 @@ class GroupCollectives:
     def _between_hosts(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu"
 
-    def _exchange(self, target: Callable[[int], Tensor], source: Callable[[int], Tensor], tag: int) -> list[dist.Work]:
-        """Sends each other rank a tensor, and receives one. gloo's own collectives copy what they send and receive."""
+    def _exchange(
+        self, targets: Callable[[int], list[Tensor]], sources: Callable[[int], list[Tensor]], tag: int
+    ) -> list[dist.Work]:
+        """Sends each other rank tensors, and receives some. gloo's own collectives copy what they send and receive."""
         group, works = self._group.process_group, []
         for distance in range(1, self.size):
             left, right = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            works.append(dist.irecv(target(left), group=group, group_src=left, tag=tag))
-            works.append(dist.isend(source(right), group=group, group_dst=right, tag=tag))
+            works += [dist.irecv(each, group=group, group_src=left, tag=tag) for each in targets(left)]
+            works += [dist.isend(each, group=group, group_dst=right, tag=tag) for each in sources(right)]
         return [work for work in works if work is not None]
 
     def _shard(self, tensor: Tensor, rank: int, dim: int = 0) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ class EagerRuntime:
         try:
             used = torch.accelerator.memory_allocated(self.device)
             peak = torch.accelerator.max_memory_allocated(self.device)
-        except (RuntimeError, NotImplementedError):  # an accelerator without memory statistics
+        except RuntimeError:  # an accelerator without memory statistics
             return None
         return DeviceMemory(used, peak, _memory_of(self.device))
 
@@ -133,11 +133,10 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
     if not torch.amp.is_autocast_available(device.type):
         return False
     named = getattr(torch.get_device_module(device), "get_amp_supported_dtype", None)
-    try:
+    with suppress(RuntimeError):
         one = torch.ones(1, 1, dtype=dtype, device=device)
         return (named is None or dtype in named()) and float(one @ one) == 1.0
-    except (RuntimeError, NotImplementedError):
-        return False
+    return False
 
 
 @functools.cache
@@ -145,10 +144,9 @@ def can_pin(device: torch.device) -> bool:
     """Whether host memory can be page-locked for this device, so that copies to and from it need not wait: tried."""
     if device.type in ("cpu", "xla", "mps"):  # mps: its memory is the host's, and pinning gives a tensor on it
         return False
-    try:
+    with suppress(RuntimeError):
         return torch.empty(1, dtype=torch.uint8, pin_memory=True).is_pinned()
-    except (RuntimeError, NotImplementedError):
-        return False
+    return False
 
 
 @functools.cache
@@ -158,8 +156,7 @@ def has_fused_kernel(kind: type[torch.optim.Optimizer], device: torch.device) ->
         return device.type == "cpu"
     parameter = torch.ones(1, device=device, requires_grad=True)
     parameter.grad = torch.ones_like(parameter)
-    try:
+    with suppress(RuntimeError):
         kind([parameter], lr=0.1, fused=True).step()  # type: ignore[call-arg]
         return float(parameter) < 1
-    except (RuntimeError, NotImplementedError):
-        return False
+    return False

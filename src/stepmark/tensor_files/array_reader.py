@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from stepmark.checkpoint.format.block_io import thread_memory
 from stepmark.checkpoint.format.dtypes import item_size
-from stepmark.checkpoint.format.read_errors import cannot_read
+from stepmark.checkpoint.format.read_errors import read_errors_of
 from stepmark.checkpoint.format.tensor_file import PAGE
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.sharding.layout import Box, Shape, TensorSlice
@@ -132,7 +132,7 @@ class ArrayReader:
     def _read(self, runs: Runs) -> None:
         for path, found in runs.items():
             found.sort(key=itemgetter(0))
-            with _opened(path) as file:
+            with read_errors_of(path), path.open("rb", buffering=0) as file:
                 for neighbours in _neighbours(found):
                     buffers: list[memoryview] = []
                     at = neighbours[0][0]
@@ -160,7 +160,7 @@ class ArrayReader:
         else:
             self.checks.check(array.path, [(begin, end, None)])
             low = begin - begin % mmap.ALLOCATIONGRANULARITY
-            with _opened(array.path) as file:
+            with read_errors_of(array.path), array.path.open("rb", buffering=0) as file:
                 if os.fstat(file.fileno()).st_size < end:
                     raise _truncated(array.path, end)
                 mapped = mmap.mmap(file.fileno(), end - low, mmap.MAP_SHARED, mmap.PROT_READ, offset=low)
@@ -192,19 +192,9 @@ def _neighbours(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
             first = number
 
 
-def _opened(path: Path) -> Any:
-    try:
-        return path.open("rb", buffering=0)
-    except OSError as error:
-        raise cannot_read(path, error) from error
-
-
 def _read_exactly(path: Path, descriptor: int, buffers: list[memoryview], offset: int) -> None:
     while buffers:
-        try:
-            count = os.preadv(descriptor, buffers, offset)
-        except OSError as error:
-            raise cannot_read(path, error) from error
+        count = os.preadv(descriptor, buffers, offset)
         if not count:
             raise _truncated(path, offset + sum(map(len, buffers)))
         offset += count

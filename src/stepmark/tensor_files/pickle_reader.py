@@ -289,10 +289,7 @@ def _made(kind: Any, arguments: Any) -> Any:
 
 
 def _dict(items: Any = (), /) -> dict[Any, Any]:
-    made: dict[Any, Any] = {}
-    for key, value in items.items() if type(items) is dict else items:
-        made[_key(key)] = value
-    return made
+    return {_key(key): value for key, value in (items.items() if type(items) is dict else items)}
 
 
 def _set(items: Any = (), /) -> set[Any]:

@@ -33,6 +33,7 @@ from stepmark.training.rank_buffers import RankBuffers
 from stepmark.training.weighted_loss import MicroBatchLoss, Weight
 
 
+@dataclass(eq=False)
 class PipelinedSchedule:
     """Runs the micro-batches of a step as a schedule says. See `MicroBatchSchedule`.
 
@@ -40,33 +41,21 @@ class PipelinedSchedule:
     Where neither the modules nor the configuration show that the model draws any, the first step does.
     """
 
-    def __init__(
-        self,
-        stages: StagedModel,
-        loss: MicroBatchLoss,
-        gradients: GradientReducer,
-        mesh: Mesh,
-        kind: str,
-        *,
-        autocast: torch.dtype | None = None,
-        scaler: LossScaler | None = None,
-        seed: int = 42,
-        loads: ExpertLoads | None = None,
-    ) -> None:
-        """`kind`: as `pipeline_schedule`."""
-        self.stages = stages
-        self.loss = loss
-        self.gradients = gradients
-        self.mesh = mesh
-        self.transfers = Transfers(mesh, draws=True)
-        self.seeks_draws = not stages.plan.draws
-        self.call = StageCalls(stages, loss)
-        self.autocast = autocast
-        self.scaler = scaler
-        self.loads = loads or ExpertLoads(stages.model, mesh)
-        self.kind = kind
-        self._seed = seed
-        self._buffers = RankBuffers(stages.model, mesh)
+    stages: StagedModel
+    loss: MicroBatchLoss
+    gradients: GradientReducer
+    mesh: Mesh
+    kind: str  # as `pipeline_schedule`
+    autocast: torch.dtype | None
+    scaler: LossScaler | None
+    seed: int
+    loads: ExpertLoads
+
+    def __post_init__(self) -> None:
+        self.transfers = Transfers(self.mesh, draws=True)
+        self.seeks_draws = not self.stages.plan.draws
+        self.call = StageCalls(self.stages, self.loss)
+        self._buffers = RankBuffers(self.stages.model, self.mesh)
 
     def forward_backward(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
         """See `MicroBatchSchedule`; the loss of all ranks but those of the last stage is 0."""
@@ -96,7 +85,7 @@ class PipelinedSchedule:
         schedule = make_schedule(self.kind, self.mesh.pipeline.size, len(micro_batches), len(self.stages.own))
         running = _Step(self, schedule, micro_batches, counts, hooks, rank == self.mesh.ranks.own[-1])
         for number in range(len(schedule.ticks)):
-            running.tick(number, lambda index: derive_seed(self._seed, step, index, rank))
+            running.tick(number, lambda index: derive_seed(self.seed, step, index, rank))
         self.transfers.settle()
         return running
 

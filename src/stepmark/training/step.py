@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -144,7 +144,10 @@ class TrainStep:
         if self._mesh.ranks.fixed:  # what is drawn around the update does not depend on which ranks a process hosts
             self._runtime.seed(derive_seed(self._seed, step))
         enter_phase(REDUCE)
-        reduced, updates = self._unscaled(self._gradients.reduce(loss, tokens, self._loads.counts()))
+        reduced, updates = self._gradients.reduce(loss, tokens, self._loads.counts()), True
+        if self.scaler is not None:
+            reduced = reduced.divided_by(self.scaler.factor)  # a power of 2, so that nothing is rounded
+            updates = self.scaler.accept(float(reduced.norm))  # which waits for the device
         scale_to(reduced.gradients, reduced.norm, self._max_grad_norm)
         enter_phase(UPDATE)
         self._update(reduced, hooks, updates=updates)
@@ -176,17 +179,6 @@ class TrainStep:
         sequential = isinstance(self._schedule, SequentialSchedule)
         known = of_known_libraries(self.model) and not _is_compiled(self.model)
         self.optimizer.gathers.defer = sequential and known
-
-    def _unscaled(self, reduced: ReducedGradients) -> tuple[ReducedGradients, bool]:
-        """The true gradients, and whether they may update the parameters; with a scaler this waits for the device."""
-        if self.scaler is None:
-            return reduced, True
-        inverse = 1.0 / self.scaler.factor
-        present = [gradient for gradient in reduced.gradients if gradient is not None]
-        if present:
-            torch._foreach_mul_(present, inverse)
-        norm = reduced.norm * inverse
-        return replace(reduced, norm=norm), self.scaler.accept(float(norm))
 
     def _update(self, reduced: ReducedGradients, hooks: StepHooks, *, updates: bool) -> None:
         looks = hooks.looks and (hooks.before_update or hooks.after_update)

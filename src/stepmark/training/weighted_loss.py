@@ -267,13 +267,9 @@ def with_targets(rule: LabelRule, inputs: Mapping[str, Any], count: Tensor) -> M
     """The inputs; in a micro-batch without targets every label becomes a target. Its weight is 0, but the mean of no
     losses would be nan, and so would its gradient."""
     integers = rule.integers(inputs)
-    some = {name: torch.where(count > 0, each, _any_target(each)) for name, each in integers.items()}
-    return {**inputs, **some}
-
-
-def _any_target(labels: Tensor) -> Tensor:
-    """Class 0; of a sequence class 1, since class 0 may be its padding, which some models skip."""
-    return torch.ones_like(labels) if labels.ndim == 2 else torch.zeros_like(labels)
+    # Class 0; of a sequence class 1, since class 0 may be its padding, which some models skip.
+    targets = {name: torch.full_like(each, int(each.ndim == 2)) for name, each in integers.items()}
+    return {**inputs, **{name: torch.where(count > 0, each, targets[name]) for name, each in integers.items()}}
 
 
 def split_loss(outputs: Any) -> tuple[Tensor, Any]:

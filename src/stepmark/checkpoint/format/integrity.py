@@ -14,7 +14,7 @@ from typing import Any
 from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.checkpoint.format.checksums import bytes_checksum, file_checksum
 from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, FileEntry, Manifest, read_manifest
-from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
+from stepmark.checkpoint.format.read_errors import FileIncomplete, read_errors_of
 from stepmark.checkpoint.format.tensor_file import Header, parse_header
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.filesystem.files import LARGEST, open_for_reading, regular_file_size
@@ -65,19 +65,15 @@ def foreign_model_files(folder: Path, manifest: Manifest) -> list[str]:
     Any other extra file, such as an adapter that a callback saves there, is harmless.
     """
     known = {entry.name for entry in manifest.files}
-    try:
+    with read_errors_of(folder):
         return sorted(name for name in os.listdir(folder) if _MODEL_FILE.match(name) and name not in known)
-    except OSError as error:
-        raise cannot_read(folder, error) from error
 
 
 def check_size(folder: Path, entry: FileEntry) -> Path:
     """The file's path. Raises CheckpointDamaged where it is missing or has another size."""
     path = folder / entry.name
-    try:
+    with read_errors_of(path):
         size = regular_file_size(path)
-    except OSError as error:
-        raise cannot_read(path, error) from error
     if size is None or not path.resolve().is_relative_to(folder.resolve()):  # a link may lead anywhere
         raise FileIncomplete(f"{path} is missing")
     hollow = size > LARGEST and os.stat(path).st_blocks * 512 < size // 16 and entry.header is None
@@ -91,24 +87,33 @@ def check_size(folder: Path, entry: FileEntry) -> Path:
 def check_file(folder: Path, entry: FileEntry) -> None:
     """Checks a file without tensors, all of it. Raises CheckpointDamaged."""
     path = check_size(folder, entry)
-    try:
+    with read_errors_of(path):
         _, digest = file_checksum(path)
-    except OSError as error:
-        raise cannot_read(path, error) from error
     if digest != entry.digest:
         raise CheckpointDamaged(f"{path} does not match its checksum")
 
 
-def _read_checked(path: Path, count: int, entry: FileEntry, what: str) -> bytes:
+def _read(path: Path, entry: FileEntry) -> bytes:
     """The file's first bytes, which the digest in the manifest is of."""
-    try:
-        with path.open("rb") if entry.header is not None else open_for_reading(path) as file:  # continues a short read
-            data = file.read(count)
-    except OSError as error:
-        raise cannot_read(path, error) from error
+    with (
+        read_errors_of(path),
+        path.open("rb") if entry.header is not None else open_for_reading(path) as file,  # continues a short read
+    ):
+        return file.read(entry.size if entry.header is None else entry.header)
+
+
+def checked_header(data: bytes, manifest: Manifest, entry: FileEntry, where: object) -> Header:
+    """The header in a file's first bytes. Raises CheckpointDamaged, which begins with `where`, if it is not the
+    manifest's."""
     if bytes_checksum(data) != entry.digest:
-        raise CheckpointDamaged(f"{what} does not match its checksum")
-    return data
+        raise CheckpointDamaged(f"{where}: its header does not match its checksum")
+    try:
+        header = parse_header(data, entry.size)
+    except CheckpointError as error:  # the manifest, which has been read, knows all its types
+        raise CheckpointDamaged(f"{where}: {error}") from error
+    if (header.step, header.save) != (manifest.step, manifest.save):
+        raise CheckpointDamaged(f"{where} was written by another save, of step {header.step}")
+    return header
 
 
 def read_header(folder: Path, manifest: Manifest, entry: FileEntry) -> Header:
@@ -116,14 +121,7 @@ def read_header(folder: Path, manifest: Manifest, entry: FileEntry) -> Header:
     path = check_size(folder, entry)
     if entry.header is None:
         raise CheckpointDamaged(f"{path} is listed without a header, and is needed as a tensor file")
-    data = _read_checked(path, entry.header, entry, f"{path}: its header")
-    try:
-        header = parse_header(data, entry.size)
-    except CheckpointError as error:  # the manifest, which has been read, knows all its types
-        raise CheckpointDamaged(f"{path}: {error}") from error
-    if (header.step, header.save) != (manifest.step, manifest.save):
-        raise CheckpointDamaged(f"{path} was written by another save, of step {header.step}")
-    return header
+    return checked_header(_read(path, entry), manifest, entry, path)
 
 
 def read_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
@@ -132,7 +130,9 @@ def read_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
     entry = manifest.file(VALUES)
     if entry is None:
         raise CheckpointDamaged(f"{folder}: the manifest lists no {VALUES}")
-    data = _read_checked(check_size(folder, entry), entry.size, entry, f"{path}")
+    data = _read(check_size(folder, entry), entry)
+    if bytes_checksum(data) != entry.digest:
+        raise CheckpointDamaged(f"{path} does not match its checksum")
     try:
         sections = parse_json(data)["sections"]
     except (LookupError, TypeError, ValueError) as error:

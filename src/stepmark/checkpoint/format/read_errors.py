@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator
 from pathlib import Path
 
 from stepmark.errors import CheckpointDamaged, CheckpointError, FileRefused
@@ -28,3 +30,12 @@ def cannot_read(path: Path, error: OSError, what: str = "it") -> CheckpointError
         f"{path}: {what} cannot be read: {reason}; the checkpoint may be intact, and nothing in it was "
         "changed: fix the cause and try again"
     )
+
+
+@contextlib.contextmanager
+def read_errors_of(path: Path) -> Iterator[None]:
+    """Inside the block, an OSError of reading `path` is raised as what `cannot_read` makes of it."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_read(path, error) from error

@@ -8,10 +8,9 @@ from typing import Any
 
 import xxhash
 
-from stepmark.checkpoint.format.checksums import bytes_checksum
+from stepmark.checkpoint.format.integrity import checked_header
 from stepmark.checkpoint.format.manifest import FileEntry, Manifest
-from stepmark.checkpoint.format.tensor_file import parse_header
-from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.errors import CheckpointDamaged
 
 
 def checked(blocks: Iterable[Any], manifest: Manifest, entry: FileEntry, where: str) -> Iterator[memoryview]:
@@ -46,14 +45,7 @@ class _Data:
         self._digest = xxhash.xxh3_64()
 
     def begin(self, head: bytes, manifest: Manifest, entry: FileEntry, where: str) -> None:
-        if bytes_checksum(head) != entry.digest:
-            raise CheckpointDamaged(f"{where}: its header does not match its checksum")
-        try:
-            header = parse_header(head, entry.size)
-        except CheckpointError as error:
-            raise CheckpointDamaged(f"{where}: {error}") from error
-        if (header.step, header.save) != (manifest.step, manifest.save):
-            raise CheckpointDamaged(f"{where} was written by another save, of step {header.step}")
+        header = checked_header(head, manifest, entry, where)
         for tensor in header.tensors:
             pairs = zip(tensor.checksum_blocks(), header.digests[tensor.name], strict=True)
             self._blocks += [(end - begin, digest, tensor.name) for (begin, end), digest in pairs]

@@ -141,10 +141,7 @@ class PageCacheEviction:
             self._drop(windows)
 
     def _drop(self, windows: list[int]) -> None:
-        with contextlib.suppress(OSError):  # only advice; a file that is gone is not cached either
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                for window in windows:
-                    os.posix_fadvise(descriptor, window * WINDOW, WINDOW, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+        # Only advice; a file that is gone is not cached either.
+        with contextlib.suppress(OSError), self._path.open("rb", buffering=0) as file:
+            for window in windows:
+                os.posix_fadvise(file.fileno(), window * WINDOW, WINDOW, os.POSIX_FADV_DONTNEED)

@@ -35,7 +35,7 @@ from stepmark.checkpoint.threads import in_parallel
 from stepmark.liveness.gc_pause import without_collection
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import can_pin
-from stepmark.sharding.layout import Part, TensorSlice
+from stepmark.sharding.layout import Part
 from stepmark.sharding.views import block_views, host_array, is_row_major
 
 _CHUNK = 8 << 20  # bytes that a thread copies at a time
@@ -78,10 +78,7 @@ def extents_of(plan: SavePlan, rank: int) -> tuple[list[Extent], int]:
 @without_collection()
 def plan_copies(plan: SavePlan, extents: Sequence[Extent], entries: Mapping[tuple[str, str], Entry]) -> list[Copy]:
     """The copies that fill the extents, those from the same tensor together. `entries` is by group and name."""
-    parts: dict[tuple[str, str, TensorSlice], Part] = {}
-    for (group, name), entry in entries.items():
-        for part in entry.layout.parts:
-            parts[group, name, part.slice] = part
+    parts = {(*place, part.slice): part for place, entry in entries.items() for part in entry.layout.parts}
     copies = []
     for extent in extents:
         file = plan.files[extent.file]
@@ -232,12 +229,11 @@ def _keeps_values(device: torch.device, stream: torch.Stream) -> bool:
     if not _FREEZES or (device.type == "cuda" and stream.stream_id != 0):
         return False
     one = torch.zeros(1, device=device)
-    try:
+    with suppress(RuntimeError):
         _tried.append((one, kept := torch._lazy_clone(one)))
         one.data.add_(1)
         return [float(kept), float(one)] == [0, 1]
-    except (RuntimeError, NotImplementedError):
-        return False
+    return False
 
 
 def split_copies(

@@ -72,7 +72,11 @@ class ChatTokenizer:
         if not self._answers_alone:
             targets = [True] * len(tokens.ids)
         elif template.marks_answers:
-            targets = self._marked_answers(shown.chat)
+            found = self._tokenizer.apply_chat_template(
+                messages, tools=shown.chat.tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+                **shown.chat.variables,
+            )  # fmt: skip
+            targets = [bool(each) for each in found["assistant_masks"]]
         else:
             spans = [span for number in answers for span in self._answer(shown, template, number, where)]
             _check_apart(shown, spans, where)
@@ -82,13 +86,6 @@ class ChatTokenizer:
             raise _unclear(where, "weight")
         without = tokens.within([span for number in silent for span in shown.spans(number)], where)
         return [target and not left_out for target, left_out in zip(targets, without, strict=True)]
-
-    def _marked_answers(self, chat: Chat) -> list[bool]:
-        found = self._tokenizer.apply_chat_template(
-            chat.messages, tools=chat.tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
-            **chat.variables,
-        )  # fmt: skip
-        return [bool(each) for each in found["assistant_masks"]]
 
     def _answer(self, shown: _Shown, template: MarkedTemplate, number: int, where: str) -> Spans:
         """Where the template writes an answer, without the generation prompt."""

@@ -173,7 +173,7 @@ def head_layout(
     heads = _counts(stage, prefix, config, where)
     if heads.copies == 1:
         return heads
-    return HeadLayout(heads.queries, heads.keys, heads.copies, heads.size, _arranged(stage, prefix, heads, arrangement))
+    return replace(heads, arrangement=_arranged(stage, prefix, heads, arrangement))
 
 
 def _sample(stages: Sequence[Stage]) -> tuple[Stage, str] | None:
@@ -211,7 +211,7 @@ def _counts(stage: Stage, prefix: str, config: Mapping[str, Any], where: Path) -
 
 def _arranged(stage: Stage, prefix: str, heads: HeadLayout, arrangement: str) -> str:
     """How the replicas lie, as their values show."""
-    wide = HeadLayout(heads.queries, heads.keys, heads.copies, heads.size, WIDE)
+    wide = replace(heads, arrangement=WIDE)
     stored = {name: stage.tensors[name] for name in stage.tensors if name.startswith(f"{prefix}weight")}
     found: dict[str, GlobalTensor] = {}
     for name, locals_ in stored.items():

@@ -225,7 +225,7 @@ def _complete_optimizer(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -
             raise CheckpointMismatch(
                 f"{found.folder}: the optimizer has a state of {name!r}, and the model has no such tensor"
             )
-        _check_shapes(name, state, parameter)
+        _check_shapes(state, parameter)
         step = state.get(STEP)
         if isinstance(step, int | float) and {"exp_avg", "exp_avg_sq"} <= state.keys():  # as torch's Adam has it
             state[STEP] = number_tensor(f"{name}/{STEP}", float(step), found.folder)
@@ -258,7 +258,7 @@ def _check_keys(found: ForeignCheckpoint, optimizer: ForeignOptimizer) -> None:
                 )
 
 
-def _check_shapes(name: str, state: dict[str, Any], parameter: GlobalTensor) -> None:
+def _check_shapes(state: dict[str, Any], parameter: GlobalTensor) -> None:
     if factored_shape(state) not in (None, parameter.shape):
         raise CheckpointMismatch(
             f"{parameter.where} is {list(parameter.shape)}, and its optimizer's sums over rows and columns are of "

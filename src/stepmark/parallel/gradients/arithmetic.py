@@ -106,15 +106,18 @@ def totals(
         first = losses.sum().float().reshape(1)
         parts = [value_of(each) / kind for each, kind in zip(counted, kinds, strict=True)]
         square = torch.stack([losses.new_zeros(()), *parts]).sum().float().reshape(1)
+    first, square, loads = over_parts(first, square, loads, mesh)
+    return first, square, rest, loads
+
+
+def over_parts(loss: Tensor, square: Tensor, loads: Tensor | None, mesh: Mesh) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The sums over the ranks that hold the parts of one model: of the loss, which only the last stage of a pipeline
+    has, of squares (vectors of one element, which become 0-dim), and of the loads of experts, of which each stage has
+    its own layers'."""
     (square,) = mesh.tensor_parallel.all_reduce([square])
-    both, loads = over_stages(torch.cat([first, square]), loads, mesh)  # only the last stage has a loss
-    return both[0], both[1], rest, loads
-
-
-def over_stages(numbers: Tensor, loads: Tensor | None, mesh: Mesh) -> tuple[Tensor, Tensor | None]:
-    """The sums over a pipeline of a vector, and of the loads of experts, of which each stage has its own layers'."""
-    summed = mesh.pipeline.all_reduce([numbers] if loads is None else [numbers, loads])
-    return summed[0], None if loads is None else summed[1]
+    both = torch.cat([loss, square])
+    both, *summed = mesh.pipeline.all_reduce([both] if loads is None else [both, loads])
+    return both[0], both[1], summed[0] if summed else None
 
 
 def copies_of(buckets: Sequence[Bucket]) -> list[int]:

@@ -24,7 +24,7 @@ from stepmark.parallel.gradients.arithmetic import (
     add_partial_of_buckets,
     copies_of,
     norms,
-    over_stages,
+    over_parts,
     squares,
     totals,
 )
@@ -168,11 +168,8 @@ class AllReduce:
         ]
         square = squares(present, copies, self._mesh.runtime.device)
         (square,) = self._mesh.experts.all_reduce([square])
-        (square,) = self._mesh.tensor_parallel.all_reduce([square])
-        if self._mesh.pipeline.size > 1:
-            both, loads = over_stages(torch.cat([square, loss.float().reshape(1)]), loads, self._mesh)
-            square, loss = both[0], both[1]
-        return square.reshape(()).sqrt(), loss, loads
+        loss, square, loads = over_parts(loss.float().reshape(1), square, loads, self._mesh)
+        return square.sqrt(), loss, loads
 
     def expose_grads(
         self, sums: BucketAccumulator | ParameterAccumulator, reduced: ReducedGradients

@@ -38,7 +38,9 @@ class OverlappedReduction:
         self._start = start
         self._axis = axis
         self._device = device
-        self._order = [number for number in reversed(range(len(sums.buckets))) if self._is_independent(number)]
+        # Those that can be sent without a reduction over tensor parallel neighbours first:
+        alone = [not bucket.replication.partial or bucket.replication.count == 1 for bucket in sums.buckets]
+        self._order = [number for number in reversed(range(len(alone))) if alone[number]]
         self._learned = False
         self._running = False  # whether a backward pass has begun whose gradients are sent
         self._needed = [[0] * len(bucket.members) for bucket in sums.buckets]
@@ -53,11 +55,6 @@ class OverlappedReduction:
     def __del__(self) -> None:
         if getattr(self, "_sent", None):  # an error has ended the step
             keep_abandoned(self._sent)
-
-    def _is_independent(self, number: int) -> bool:
-        """Whether a bucket can be sent without a reduction over tensor parallel neighbours first."""
-        replication = self._sums.buckets[number].replication
-        return not replication.partial or replication.count == 1
 
     def last_backward(self) -> None:
         """From now on a bucket is sent as soon as all gradients of its parameters have arrived."""

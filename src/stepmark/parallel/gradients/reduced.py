@@ -28,9 +28,10 @@ class ReducedGradients:
     loads: Tensor | None = None  # tokens that each expert got on all ranks, a float32 vector; None without experts
     used: Used | None = None  # of shards of several parameters, whether each of these took part; None: all did
 
-    def divided_by(self, number: int) -> ReducedGradients:
+    def divided_by(self, number: float) -> ReducedGradients:
         """The gradients are changed in place."""
-        torch._foreach_div_([each for each in self.gradients if each is not None], number)
+        if present := [each for each in self.gradients if each is not None]:
+            torch._foreach_div_(present, number)
         return replace(self, norm=self.norm / number)
 
 

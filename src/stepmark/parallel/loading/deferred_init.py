@@ -12,7 +12,7 @@ Small tensors are real, and so are tensors computed from others: rotary frequenc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,12 +134,11 @@ class DeferredInit(TorchDispatchMode):
         """Makes all parameters meta tensors, each the object it was, and everything else real. Returns where the values
         of the parameters come from, by name; tied ones have all their names."""
         for module in model.modules():
-            for name, tensor in _plain_tensors(module):
+            attributes = [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
+            for name, tensor in [*module.named_buffers(recurse=False), *attributes]:
                 if self._is_deferred(tensor):
                     setattr(module, name, self._real(tensor))
-        sources: dict[int, TensorSource] = {}
-        for parameter in model.parameters():
-            sources[id(parameter)] = self._settle(parameter)
+        sources = {id(parameter): self._settle(parameter) for parameter in model.parameters()}
         return {name: sources[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
 
     def _settle(self, parameter: nn.Parameter) -> TensorSource:
@@ -261,9 +260,3 @@ def _place_of(tensor: Tensor) -> Callable[[Tensor], Tensor]:
 
 def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of a module itself, and the tensors that it has as plain attributes."""
-    yield from list(module.named_buffers(recurse=False))
-    yield from [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -26,12 +26,11 @@ from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.parallel.loading.deferred_init import SMALL, DeferredInit
 from stepmark.parallel.loading.pretrained import prepare
 from stepmark.parallel.loading.tensor_source import TensorSource, open_files, open_folder
+from stepmark.parallel.parallelize import parallelize
 from stepmark.runtime.base import Runtime
+from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import cast_module, replace
 from stepmark.sharding.layout import Layout, layout_of
-
-if TYPE_CHECKING:
-    from stepmark.runtime.mesh import Mesh
 
 ShardModel = Callable[[nn.Module], object]
 
@@ -146,8 +145,6 @@ def load_for_parallelism(
 
 def model_factory(mesh: Mesh, **options: Any) -> ModelFactory:
     """The factory of models for a rank of the mesh; the options are those of `parallelize`."""
-    from stepmark.parallel.parallelize import parallelize
-
     return ModelFactory(functools.partial(parallelize, mesh=mesh, **options), mesh.runtime)
 
 

@@ -170,10 +170,9 @@ def _fill_buffers(model: Any, named: Named) -> None:
     On the meta device initialising a parameter costs nothing and draws nothing.
     """
     for name, buffer in model.named_buffers():
-        requires_reading = name in named
         if buffer.is_meta:
             replace(buffer, torch.zeros(buffer.shape, dtype=buffer.dtype))
-        if requires_reading:
+        if name in named:
             named.pop(name).fill(buffer, Layout.full(buffer.shape))
             buffer._is_hf_initialized = True
     model.initialize_weights()

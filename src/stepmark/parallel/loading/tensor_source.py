@@ -68,17 +68,15 @@ class SafetensorsSource:
     def fill(self, local: Tensor, layout: Layout) -> None:
         """See `TensorSource`. Raises CheckpointDamaged where the file ends before or cannot be read."""
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise CheckpointDamaged(f"{self.path} cannot be opened: {error.strerror}") from error
-        try:
+        with file:
             step = BUFFER // self.dtype.itemsize
             for part in layout.parts:
                 for start in range(0, part.slice.numel, step):
                     for block, view in block_views(local, part, start, min(start + step, part.slice.numel)):
-                        self._read_box(descriptor, block.box, view)
-        finally:
-            os.close(descriptor)
+                        self._read_box(file.fileno(), block.box, view)
 
     def _read_box(self, descriptor: int, box: Box, target: Tensor) -> None:
         """Reads one contiguous run of the file at a time."""

@@ -219,7 +219,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             UsageError: A parameter was frozen, or unfrozen, after the parameters were sharded.
         """
         sharded, gradients, mesh = self._initialized()
-        self._check_frozen_ones()
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise UsageError(
+                "step: a parameter that was frozen when the optimizer was made requires a gradient now, and would not "
+                "be trained; make the optimizer anew"
+            )
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -235,13 +239,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         gradients.reset()
         mesh.runtime.step_boundary()
         return result
-
-    def _check_frozen_ones(self) -> None:
-        if any(parameter.requires_grad for parameter in self._frozen):
-            raise UsageError(
-                "step: a parameter that was frozen when the optimizer was made requires a gradient now, and would not "
-                "be trained; make the optimizer anew"
-            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. `step` does so as well."""

@@ -84,8 +84,7 @@ def routed_experts(model: nn.Module) -> dict[str, RoutedExperts]:
         weight = next((each for each in module.parameters(recurse=False) if each.ndim == 3), None)
         if weight is None or not (hasattr(module, "has_gate") and hasattr(module, "is_transposed")):
             continue
-        layout = layout_of(weight)
-        number = (weight.shape if layout is None else layout.shape)[0]
+        number = (layout_of(weight) or weight).shape[0]
         block = name.rpartition(".")[0]
         inside = model.get_submodule(block)
         tensors = [*inside.named_buffers(), *(each for each in inside.named_parameters() if not each[1].requires_grad)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -28,7 +27,6 @@ from stepmark.runtime.collectives import Collectives
 BEHIND_THE_LAYERS = ("final_layer_norm", "project_out")  # OPT defines these before its layers
 OUTPUTS_OF_ALL_LAYERS = ("output_hidden_states", "output_attentions")
 ROUTER_LOGITS = "output_router_logits"
-COLLECTS_ROUTER_LOGITS = "transformers.utils.output_capturing"  # which early versions of transformers 5 lack
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def plan_stages(
     config = model.config.get_text_config(decoder=True)
     name, layers = layers_of(model, config.num_hidden_layers)
     _check_layers(model, layers, stages)
-    before, after = _outside(model, name, layers)
+    before, after = _outside(model, layers)
     modules = dict(model.named_modules())
     if sizes is None:
         end = end_cost([modules[each] for each in after])
@@ -83,20 +81,21 @@ def checkpoints_gradients(model: nn.Module) -> bool:
 
 def _verified(model: Any) -> str:
     """What the layers of a verified model type return. Raises UsageError for any other."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError(
             f"pipeline_parallel_size: {kind} is an encoder-decoder, which cannot be cut into stages; set it to 1"
         )
-    if kind not in STAGES or type(model).__name__ != _causal_class(kind):
+    if kind not in STAGES or type(model).__name__ != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind):
         raise UsageError(
             f"pipeline_parallel_size: {type(model).__name__} is not among the models that were verified to compute the "
             "same in stages (docs/tables.md); set it to 1"
         )
-    with_routers = kind in ROUTER_LOSSES and find_spec(COLLECTS_ROUTER_LOGITS) is not None
     for name in asked_of_all_layers(model):
-        if name != ROUTER_LOGITS or not with_routers:
+        if name != ROUTER_LOGITS or kind not in ROUTER_LOSSES:
             raise UsageError(
                 f"pipeline_parallel_size: the configuration's {name} asks for outputs of all layers, and no stage has "
                 f"them; set {name} to false in config_overrides"
@@ -129,12 +128,6 @@ def _check_layers_are_called(config: Any) -> None:
             )
 
 
-def _causal_class(kind: str) -> str | None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-
-
 def layers_of(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     """The name of the list of `count` layers, and the list. Raises UsageError where it is not clear which it is."""
     lists = [
@@ -165,7 +158,7 @@ def _check_layers(model: nn.Module, layers: nn.ModuleList, stages: int) -> None:
         )
 
 
-def _outside(model: Any, name: str, layers: nn.ModuleList) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _outside(model: Any, layers: nn.ModuleList) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The learned modules before and after the layers. Modules are called in the order in which they are defined, which
     holds for all types that were verified; the head is last wherever it is defined."""
     inside = {id(module) for module in layers.modules()}

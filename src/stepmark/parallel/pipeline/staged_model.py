@@ -54,7 +54,7 @@ class ModelSize:
     @classmethod
     def of(cls, model: nn.Module) -> ModelSize:
         """The size of a model that was not cut into pipeline stages; it may be sharded otherwise."""
-        sizes = {id(parameter): _numel(parameter) for parameter in model.parameters()}
+        sizes = {id(each): math.prod((layout_of(each) or each).shape) for each in model.parameters()}
         nbytes = sum(sizes[id(parameter)] * parameter.element_size() for parameter in model.parameters())
         looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         used = {
@@ -72,11 +72,6 @@ class ModelSize:
         outside = sum(size for key, size in sizes.items() if key not in looked_up)
         total = sum(sizes.values())
         return cls(total, trained, nbytes, multiplied - idle, outside - idle, total - idle)
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    layout = layout_of(parameter)
-    return parameter.numel() if layout is None else math.prod(layout.shape)
 
 
 class StagedModel:

@@ -62,7 +62,11 @@ class AllocationTracker(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not is_dtensor(leaf):
                 self._see(leaf.untyped_storage())
-        if _accumulates(function):
+        # Autograd accumulates gradients, of several uses of a tensor, or of its parts, in place if it holds the only
+        # reference to the sum, but never with fake tensors. Checkpointed forward passes, which run within a backward
+        # pass, record gradients.
+        in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        if in_backward and function in ACCUMULATING:
             self._summed = self._numbers.get(arguments[0].untyped_storage()._cdata)
         return result
 
@@ -177,14 +181,6 @@ class AllocationTracker(TorchDispatchMode):
         for number in numbers:
             usage[self._categories[number]] += self._sizes[number]
         return {category: usage[category] for category in CATEGORIES}
-
-
-def _accumulates(function: Any) -> bool:
-    """Whether autograd accumulates gradients: of several uses of a tensor, or of its parts. It does so in place if it
-    holds the only reference to the sum, but never with fake tensors. Checkpointed forward passes, which run within a
-    backward pass, record gradients."""
-    in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-    return in_backward and function in ACCUMULATING
 
 
 def _advance(live: dict[int, None], events: list[int]) -> None:

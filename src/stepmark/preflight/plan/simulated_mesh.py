@@ -236,9 +236,6 @@ class SimulatedCollectives(GroupCollectives):
         received = torch.empty_like(sent).view(self.size, -1)
         return lambda: (sent, received)[1].sum(0, dtype=dtype)
 
-    def _exchange(self, target: Callable[[int], Tensor], source: Callable[[int], Tensor], tag: int) -> list[dist.Work]:
-        return []
-
     def _send_shards(self, *_: Any) -> list[dist.Work]:
         return []
 

@@ -176,7 +176,9 @@ class GivenLoader:
         saved = None if self._begun else self._position["loader"]
         self._begun = True
         with stream.drawing():
-            _set_epoch(self.given, epoch)
+            for owner in (self.given, getattr(self.given, "sampler", None), getattr(self.given, "batch_sampler", None)):
+                if owner is not None and hasattr(owner, "set_epoch"):
+                    owner.set_epoch(epoch)
             if saved is not None:
                 self.given.load_state_dict(saved)
             self._source = source = iter(self.given)
@@ -260,12 +262,6 @@ class _RandomStream:
 def _whole_turns(batches: Iterator[Any], size: int) -> Iterator[Any]:
     while len(turn := list(islice(batches, size))) == size:
         yield from turn
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    for owner in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        if owner is not None and hasattr(owner, "set_epoch"):
-            owner.set_epoch(epoch)
 
 
 def is_sharded(loader: Any) -> bool:

@@ -73,7 +73,7 @@ class Adapter(RenamedModel):
             )
         saved = by_name[active]
         super().__init__(model, {name: full for name, (full, _) in saved.items()})
-        self.adapter_name, self.config = active, model.peft_config[active]
+        self.config = model.peft_config[active]
         self._others = {full for found in others.values() for full, _ in found.values()}
         _check_complete(model, saved)
 

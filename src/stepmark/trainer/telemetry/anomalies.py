@@ -61,9 +61,6 @@ class SpikeDetector:
             past.append(value)
         return "; ".join(reasons) or None
 
-    def forget(self) -> None:
-        self.found = None
-
     def state_dict(self) -> dict[str, Any]:
         return {"past": {name: list(past) for name, past in self._past.items()}, "rollbacks": self.rollbacks}
 
@@ -164,7 +161,7 @@ class AnomalyDetector:
         """The run continues from an earlier checkpoint, without the steps since."""
         self.not_finite, self._streak, self._diverged = {}, 0, None
         if self.spikes is not None:
-            self.spikes.forget()
+            self.spikes.found = None
 
     def _look_for_repeats(self, step: int, loss: float, norm: float, rate: float) -> None:
         usable = rate > 0.0 and norm > 0.0 and math.isfinite(loss) and math.isfinite(norm)

@@ -164,7 +164,7 @@ class Telemetry:
     def not_rolled_back(self, step: int) -> None:
         """There is no checkpoint to return to from a loss spike at this step."""
         assert self.spikes is not None
-        self.spikes.forget()
+        self.spikes.found = None
         message = f"there is no checkpoint from before the loss spike of step {step}; training goes on"
         self._report_anomaly(Anomaly("not_rolled_back", step, message))
 

@@ -31,7 +31,9 @@ class _Derived:
 
 def weights_made_again() -> AbstractContextManager[None]:
     """Around a forward pass whose graph ends before its backward pass."""
-    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+    return torch.autograd.graph.saved_tensors_hooks(
+        _pack, lambda packed: packed.tensor() if isinstance(packed, _Derived) else packed
+    )
 
 
 def _pack(saved: Tensor) -> Tensor | _Derived:
@@ -46,10 +48,6 @@ def _pack(saved: Tensor) -> Tensor | _Derived:
     if not isinstance(parameter, nn.Parameter) or not (transposed or cast):
         return saved
     return _Derived(parameter, saved.dtype, transposed)
-
-
-def _unpack(packed: Tensor | _Derived) -> Tensor:
-    return packed.tensor() if isinstance(packed, _Derived) else packed
 
 
 def _is(node: Any, name: str) -> bool:

@@ -88,12 +88,6 @@ def _is_there(value: Any) -> bool:
     return _on_accelerator.get() and isinstance(value, Tensor) and value.device.type != "cpu"
 
 
-def _is_unread(value: Any) -> bool:
-    """Whether a path is taken without looking at `value`: the one that is right whatever it holds. On CUDA only where a
-    look would lead to it."""
-    return _is_there(value) and (value.device.type != "cuda" or _masks_nothing.get() is False)
-
-
 def recorded_checkpoint(
     checkpoint: Callable[..., Any], trains: Callable[[], bool] = lambda: True
 ) -> Callable[..., Any]:
@@ -126,7 +120,9 @@ def capturing_checkpoint(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def checkpoint_captured(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        captured = _collector().get() if "transformers.utils.output_capturing" in sys.modules else None
+        from transformers.utils.output_capturing import _active_collector
+
+        captured = _active_collector.get()  # by the model that is called, so far: lists of outputs, by name
         if not captured or not torch.is_grad_enabled():
             return checkpoint(function, *args, **options)
         before = {name: len(values) if isinstance(values, list) else values for name, values in captured.items()}
@@ -136,7 +132,7 @@ def capturing_checkpoint(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def with_captured(*inputs: Any, **more: Any) -> tuple[Any, ...]:
             nonlocal several
             own = {name: [None] * each if isinstance(each, int) else each for name, each in before.items()}
-            with _set((_collector(), own)):
+            with _set((_active_collector, own)):
                 output = function(*inputs, **more)
             several = isinstance(output, tuple)
             found = list(output) if isinstance(output, tuple) else [output]
@@ -155,13 +151,6 @@ def capturing_checkpoint(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(outputs) if several else outputs[0]
 
     return checkpoint_captured
-
-
-def _collector() -> Any:
-    """The variable with what the model that is called has captured so far: lists of outputs, by name."""
-    from transformers.utils.output_capturing import _active_collector  # which early versions of transformers 5 lack
-
-    return _active_collector
 
 
 def _with_gradient(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -183,7 +172,10 @@ def _replace_reads() -> None:
 
     @functools.wraps(is_tracing)
     def is_tracing_or_recorded(tensor: Any = None) -> bool:
-        return is_recorded(tensor) or _is_unread(tensor) or is_tracing(tensor)
+        # A path is taken without looking at the tensor: the one that is right whatever it holds. On CUDA only where a
+        # look would lead to it.
+        unread = _is_there(tensor) and (tensor.device.type != "cuda" or _masks_nothing.get() is False)
+        return is_recorded(tensor) or unread or is_tracing(tensor)
 
     @functools.wraps(check)
     def check_unless_recorded(cond: Any, *args: Any, **options: Any) -> None:
