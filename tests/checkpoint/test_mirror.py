@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from stepmark.checkpoint import Checkpointer, KeepLast
 from stepmark.checkpoint import mirror as module
 from stepmark.checkpoint.coordination.bucket_claim import OWNER
 from stepmark.checkpoint.mirror import Mirror
-from stepmark.checkpoint.places import BucketPlace, Copied
+from stepmark.checkpoint.places import BucketPlace, Copied, FolderPlace
 from stepmark.errors import CheckpointBusy, CheckpointError
 from stepmark.filesystem import objects
 from stepmark.filesystem.objects import Bucket
@@ -193,7 +194,7 @@ def test_what_could_not_be_uploaded_in_time_is_told(tmp_path: Path, bucket: Buck
         mirror.start()
         told = mirror.finish(0.3)
         assert told is not None
-        assert told.startswith(f"checkpoint-7, checkpoint-4 is not in {bucket.url} yet: there was no time")
+        assert told.startswith(f"checkpoint-7, checkpoint-4 are not in {bucket.url} yet: there was no time")
         proxy.fault = lambda *_: None
 
 
@@ -340,6 +341,71 @@ def test_objects_of_others_stay(tmp_path: Path, bucket: Bucket) -> None:
     assert names >= {*theirs}
     assert not [name for name in names if "0123abcd" in name]
     assert [name for name in names if name.startswith("checkpoint-1/")] == ["checkpoint-1/notes.txt"]
+
+
+def test_a_run_below_another_one_is_its_own(tmp_path: Path, bucket: Bucket) -> None:
+    below = Bucket(f"{bucket.url}/below")
+    save(tmp_path / "below", 1)
+    mirrored(tmp_path / "below", below)
+    bucket.put("data/large.bin", b"of nobody")
+    save(tmp_path / "run", 1)
+    (tmp_path / "run" / "logs").mkdir()
+    (tmp_path / "run" / "logs" / "own.txt").write_text("own")
+    save(tmp_path / "run" / "earlier-run-1", 1)
+    mirrored(tmp_path / "run", bucket)
+    before = {each.name: each for each in below.objects()}
+    assert fetched(tmp_path / "new", bucket)
+    found = {path.name for path in (tmp_path / "new").iterdir()}
+    assert found - {".stepmark"} == {"checkpoint-1", "metrics.jsonl", "logs"}
+    mirrored(tmp_path / "new", bucket)
+    assert {each.name: each for each in below.objects()} == before
+    assert not bucket.objects("earlier-run-1")
+
+
+def test_the_logs_of_a_newer_checkpoint_replace_those_here(tmp_path: Path, bucket: Bucket) -> None:
+    save(tmp_path / "run", 1)
+    mirrored(tmp_path / "run", bucket)
+    fetched(tmp_path / "other", bucket)
+    save(tmp_path / "other", 2, 3)
+    mirrored(tmp_path / "other", bucket)
+    future = time.time() + 3600
+    os.utime(tmp_path / "run" / "metrics.jsonl", (future, future))
+    assert fetched(tmp_path / "run", bucket)
+    logs = [folder / "metrics.jsonl" for folder in (tmp_path / "run", tmp_path / "other")]
+    assert logs[0].read_text() == logs[1].read_text()
+
+
+def test_no_checkpoint_waits_for_a_file_that_cannot_be_read(
+    tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "run", 1)
+    for name in ("gone.txt", "denied.txt"):
+        (tmp_path / "run" / name).write_text("text")
+    read = FolderPlace.read_other
+
+    def read_other(self: FolderPlace, name: str, size: int) -> Iterator[Any]:
+        if name == "gone.txt":
+            (tmp_path / "run" / name).unlink(missing_ok=True)
+        if name == "denied.txt":
+            raise PermissionError(13, "Permission denied", name)
+        return read(self, name, size)
+
+    monkeypatch.setattr(FolderPlace, "read_other", read_other)
+    assert mirrored(tmp_path / "run", bucket) == [1]
+    assert "denied.txt is left out: " in caplog.text
+    assert "gone.txt" not in caplog.text
+
+
+def test_one_that_was_replaced_uploads_no_logs_either(tmp_path: Path, bucket: Bucket) -> None:
+    save(tmp_path / "run", 1)
+    mirrored(tmp_path / "run", bucket)
+    before = bucket.read("metrics.jsonl")
+    with mirroring(tmp_path / "run", bucket) as mirror:
+        bucket.put(OWNER, json.dumps({"run": "other", "host": "h", "process": ["b", 1, 1, "1"]}).encode())
+        save(tmp_path / "run", 2)
+        mirror.start()
+        assert "was taken over by another run" in (mirror.finish() or "")
+    assert bucket.read("metrics.jsonl") == before
 
 
 def test_clocks_of_the_bucket_do_not_matter(tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,3 +119,17 @@ def test_a_missing_bucket_is_named(proxy: Proxy, bucket: Bucket) -> None:
 def test_other_addresses_are_refused(url: str) -> None:
     with pytest.raises(UsageError, match=r"no address of object storage: s3://, gs://, az://"):
         Bucket(url)
+
+
+@pytest.mark.parametrize("path", ["run#1", "a?b", "a%20b", "a//b", "a/../b", "./a", "a\\b", "a\nb"])
+def test_a_name_that_would_be_changed_is_refused(path: str) -> None:
+    with pytest.raises(UsageError, match="has a part that addresses do not mean literally"):
+        Bucket(f"s3://bucket/{path}")
+
+
+def test_other_names_are_literal(proxy: Proxy) -> None:
+    place = make_bucket(proxy)
+    for path in ("with space", "grün/日本", "a+b=c&d", "a:b", "~a"):
+        Bucket(f"{place}/{path}").put("here", path.encode())
+        assert Bucket(f"{place}/{path}").read("here") == path.encode()
+    assert len(Bucket(f"{place}/x").objects()) == 0

@@ -1,8 +1,8 @@
 """Follows a run's folder with a place in a bucket, in the background, so that the run outlives its machine.
 
-The newest checkpoint is uploaded first, then those before it that are still in the folder, and before each of them what
-is beside them: metrics, events, status. Training waits for none of this. A checkpoint is protected from deletion while
-it is read. What retention would delete there is deleted once a newer one is complete.
+The newest checkpoint is uploaded first, then those before it that are still in the folder. Before each of them comes
+what it needs, and what is beside it: metrics, events, status. Training waits for none of this. A checkpoint is
+protected from deletion while it is read. What retention would delete there is deleted once a newer one is complete.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ _Mark = tuple[int, int]
 
 class Mirror:
     """Of one run, in the process that owns its folder. In a thread, after each checkpoint that was uploaded,
-    `told(copied, seconds)` is called, and `freed()`, since retention may not have deleted it meanwhile."""
+    `told(copied, seconds)` is called, and `freed()`, since retention may not have deleted it meanwhile. `needs(path)`
+    are the steps of older checkpoints that a run which goes on from this one uses: they are uploaded before it."""
 
     def __init__(
         self,
@@ -67,10 +68,11 @@ class Mirror:
         keep: Sequence[Retention],
         told: Callable[[Copied, float], object],
         freed: Callable[[], object] = lambda: None,
+        needs: Callable[[Path], set[int]] = lambda checkpoint: set(),
     ) -> None:
         self.address = bucket.url
         self.folder, self._source, self._place = folder, FolderPlace(folder), BucketPlace(bucket)
-        self._keep, self._told, self._freed = keep, told, freed
+        self._keep, self._told, self._freed, self._needs = keep, told, freed, needs
         self._sent: dict[int, _Mark] = {}  # by step, the manifests that are known to be in the bucket
         self._saved: dict[int, Saved] = {}  # the checkpoints there
         self._seen: dict[str, Other] = {}  # what was beside them at the last upload
@@ -94,8 +96,8 @@ class Mirror:
         return self._place.steps()
 
     def fetch(self, say: Callable[[str], object] = lambda text: None) -> bool:
-        """Downloads the newest checkpoint, and what is beside it, where it is newer than those in the folder. Returns
-        whether it was. A damaged one is set aside. Raises CheckpointError or OSError."""
+        """Downloads the newest checkpoint, what it needs, and what is beside it, where it is newer than those in the
+        folder. Returns whether it was. A damaged one is set aside. Raises CheckpointError or OSError."""
         while there := self._place.steps():
             own = self._source.steps()
             if own and own[0] >= there[0]:
@@ -110,15 +112,12 @@ class Mirror:
                 logger.warning("%s; it is set aside", error)
                 self._place.set_aside(there[0], DAMAGED)
             else:
-                self._sent[there[0]] = self._marks()[there[0]]
+                older = self._needs(checkpoint_path(self.folder, there[0])).intersection(there[1:]).difference(own)
+                for step in older:
+                    copy_checkpoint(self._place, self._source, step)
+                self._sent |= {step: self._marks()[step] for step in (there[0], *older)}
                 return True
         return False
-
-    def fetch_older(self, step: int) -> None:
-        """Downloads an older checkpoint as well, if it is there and not in the folder, such as the best one."""
-        if step in self._place.steps() and step not in self._source.steps():
-            copy_checkpoint(self._place, self._source, step)
-            self._sent[step] = self._marks()[step]
 
     def has_records(self) -> bool:
         """Whether a run has left something there, perhaps without a checkpoint."""
@@ -218,7 +217,8 @@ class Mirror:
     def _do_next(self) -> bool:
         """Uploads one checkpoint, or what is beside them. Returns whether there was something to do."""
         if missing := self._missing():
-            self._send(missing[0])
+            older = self._needs(checkpoint_path(self.folder, missing[0])).intersection(missing[1:])
+            self._send(max(older, default=missing[0]))
             return True
         if not self._tidy:
             self._place.tidy()

@@ -146,3 +146,76 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_leaves_the_later_ones(ranks
         shutil.rmtree(tmp_path / "out")
         stepmark(ranks, tmp_path, "train", "recipe.yaml", "--max_steps", "4")
         assert read_losses(tmp_path / "out") == before
+
+
+def test_the_best_model_is_not_lost(ranks: Ranks, tmp_path: Path) -> None:
+    """Of a run that becomes worse, whose best checkpoint is not its newest."""
+    fields = {**BRAKED, "learning_rate": 3.0, "lr_scheduler_type": "constant", "save_total_limit": 1, "zero_1": False}
+    fields |= {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    whole, lost, brake = tmp_path / "whole", tmp_path / "lost", tmp_path / "brake"
+    for folder in (whole, lost):
+        folder.mkdir()
+    write_recipe(whole, **fields)
+    stepmark(ranks, whole, "train", "recipe.yaml")
+    with object_store() as proxy:
+        there = f"{make_bucket(proxy)}/run"
+        write_recipe(lost, **fields, mirror_to=there)
+        place = BucketPlace(Bucket(there))
+        signal_later(lost / "out", brake, signal.SIGKILL, lambda: place.steps()[:1] >= [4])
+        stepmark(
+            ranks, lost, "train", "recipe.yaml", code=-signal.SIGKILL, site=install_brake(tmp_path / "site", brake)
+        )
+        shutil.rmtree(lost / "out")
+        stepmark(ranks, lost, "train", "recipe.yaml")
+        assert model_digest(lost / "out") == model_digest(whole / "out")
+        assert place.steps() == [8, 1]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from stepmark import Trainer, TrainingArguments
+from tests.support.programs import Blocks, tiny_model
+
+args = TrainingArguments(output_dir=sys.argv[1], device="cpu", max_steps=2, save_steps=1, disable_tqdm=True)
+trainer = Trainer(tiny_model(), args, train_dataset=Blocks(8))
+trainer.train()
+trainer.save_model()
+Path(args.output_dir, "notes.txt").write_text("after training")
+"""
+
+
+def test_what_a_script_writes_after_training_is_uploaded(ranks: Ranks, tmp_path: Path) -> None:
+    with object_store() as proxy:
+        there = f"{make_bucket(proxy)}/run"
+        variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        variables["STEPMARK_CACHE"] = str(tmp_path)
+        done = ranks.script(SCRIPT, there, **variables)
+        assert done.returncode == 0, done.stderr
+        assert Bucket(there).read("notes.txt") == b"after training"
+        folder = tmp_path / "runs" / there.replace("://", "/")
+        assert Bucket(there).read("model.safetensors") == (folder / "model.safetensors").read_bytes()
+        assert ranks.script(SCRIPT, there, **variables).returncode == 1  # it is another run, without resuming
+
+
+def test_a_signal_ends_the_run_in_time_where_the_store_hangs(ranks: Ranks, tmp_path: Path) -> None:
+    brake = tmp_path / "brake"
+    with object_store() as proxy:
+        proxy.delay = 600.0
+        there = f"{make_bucket(proxy)}/run"
+        write_recipe(tmp_path, **{**BRAKED, "max_steps": 100}, mirror_to=there, signal_grace=8)
+        out, began = tmp_path / "out", []
+
+        def hangs() -> bool:
+            if len(read_losses(out)) < 2:
+                return False
+            proxy.fault = lambda *_: "late"
+            began.append(time.monotonic())
+            return True
+
+        signal_later(out, brake, signal.SIGTERM, hangs)
+        train = ("train", "recipe.yaml", "--nproc", "2")
+        stepmark(ranks, tmp_path, *train, code=75, site=install_brake(tmp_path / "site", brake))
+        reason = read_status(out)["reason"]
+        assert f"in {there} yet: there was no time" in reason
+        assert re.search(r"checkpoint-\d+ is saved; checkpoint-\d+", reason)

@@ -55,7 +55,7 @@ class RunMirror:
         self.url = None if extracting_graphs() else args.mirror_to
         self._mirror: Mirror | None = None
         if self.url is not None and host.rank == 0:
-            self._mirror = Mirror(self._folder, Bucket(self.url), keep, self._told, checkpointer.delete_old)
+            self._mirror = Mirror(self._folder, Bucket(self.url), keep, self._told, checkpointer.delete_old, _best_of)
 
     def _told(self, copied: Copied, seconds: float) -> None:
         self._log.event("mirrored", copied.step or 0, bytes=copied.sent, seconds=seconds)
@@ -110,17 +110,7 @@ class RunMirror:
     def fetch(self) -> bool:
         """Downloads the newest checkpoint and the best one, if it is newer than those in the folder; returns whether it
         was. Collective."""
-
-        def fetch(mirror: Mirror) -> bool:
-            if not mirror.fetch(lambda text: say(f"mirror_to: {text}")):
-                return False
-            state = read_object(checkpoints(self._folder)[0] / TRAINER_STATE)
-            for step in {step_of(Path(str(state.get("best_model_checkpoint")))), best_step(self._folder)}:
-                if step is not None:
-                    mirror.fetch_older(step)
-            return True
-
-        return bool(self._on_rank_0(fetch))
+        return bool(self._on_rank_0(lambda mirror: mirror.fetch(lambda text: say(f"mirror_to: {text}"))))
 
     def leave_later(self, step: int) -> list[Path]:
         """The run goes on from this step: later checkpoints are not used again, there and in the folder, where rank 0
@@ -172,6 +162,13 @@ class RunMirror:
             if kind is not None and self._mirror.started:
                 self._mirror.finish(AFTER_SIGNAL if stops else AFTER_ERROR)
             self._mirror.close(*[AFTER_SIGNAL] * stops)
+
+
+def _best_of(checkpoint: Path) -> set[int]:
+    """The step of the best checkpoint, as far as a run that goes on from this one knows it, and where `best` points."""
+    state = read_object(checkpoint / TRAINER_STATE)
+    found = {step_of(Path(str(state.get("best_model_checkpoint")))), best_step(checkpoint.parent)}
+    return {step for step in found if step is not None}
 
 
 _LATE: dict[Path, Callable[[], None]] = {}  # by folder, what uploads what a program writes there after its run
