@@ -48,6 +48,7 @@ from stepmark.data.loader.batch import StepBatch  # noqa: E402
 from stepmark.data.loader.labels import LabelRule  # noqa: E402
 from stepmark.parallel.pipeline.schedules import ideal_idle_share  # noqa: E402
 from stepmark.parallel.pipeline.staged_model import StagedModel, staged  # noqa: E402
+from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.micro_batches import StepHooks  # noqa: E402
 from stepmark.training.optimizer import build_optimizer  # noqa: E402
 from stepmark.training.pipelined_micro_batches import PipelinedSchedule  # noqa: E402
@@ -102,7 +103,8 @@ def own_schedule(model: Any, mesh: Mesh, kind: str, batch: StepBatch) -> Callabl
     assert stages is not None
     optimizer = build_optimizer("sgd", list(model.named_parameters()), mesh.runtime)
     gradients = optimizer.gradients(mesh, accumulation=len(batch))
-    schedule = PipelinedSchedule(stages, MicroBatchLoss(model), gradients, mesh, kind)
+    loss, loads = MicroBatchLoss(model), ExpertLoads(stages.model, mesh)
+    schedule = PipelinedSchedule(stages, loss, gradients, mesh, kind, None, None, 42, loads)
     return lambda: float(schedule.forward_backward(0, batch, StepHooks())[0])
 
 
