@@ -48,7 +48,7 @@ from stepmark.data.loader.batch import StepBatch  # noqa: E402
 from stepmark.data.loader.labels import LabelRule  # noqa: E402
 from stepmark.parallel.pipeline.schedules import ideal_idle_share  # noqa: E402
 from stepmark.parallel.pipeline.staged_model import StagedModel, staged  # noqa: E402
-from stepmark.training.expert_loads import ExpertLoads
+from stepmark.training.expert_loads import ExpertLoads  # noqa: E402
 from stepmark.training.micro_batches import StepHooks  # noqa: E402
 from stepmark.training.optimizer import build_optimizer  # noqa: E402
 from stepmark.training.pipelined_micro_batches import PipelinedSchedule  # noqa: E402
