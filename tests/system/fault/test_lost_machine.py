@@ -63,7 +63,7 @@ def test_a_run_whose_machine_is_gone(ranks: Ranks, tmp_path: Path) -> None:
 
 
 BRAKED = {"logging_steps": 1, "save_steps": 1, "save_total_limit": 2, "learning_rate": 1e-2, "zero_1": True}
-BRAKED |= {"max_steps": 8, "resume_from_checkpoint": True}
+BRAKED |= {"max_steps": 30, "resume_from_checkpoint": True}
 
 
 def signal_later(folder: Path, brake: Path, number: signal.Signals, enough: Callable[[], bool]) -> None:
@@ -97,13 +97,13 @@ def test_a_run_goes_on_from_the_bucket_by_the_same_command(ranks: Ranks, tmp_pat
         stepmark(ranks, lost, *train, code=1, site=install_brake(tmp_path / "site", brake))
         shutil.rmtree(out)
         newest = bucket.steps()[0]
-        assert newest < 8
+        assert newest < 30
         stepmark(ranks, lost, *train)
         assert [line["step"] for line in read_lines(out / "events.jsonl") if line["event"] == "resumed"] == [newest]
         assert read_losses(out) == read_losses(whole / "out")
-        assert sorted(read_losses(out)) == [*range(1, 9)]
+        assert sorted(read_losses(out)) == [*range(1, 31)]
         assert model_digest(out) == model_digest(whole / "out")
-        assert bucket.steps() == [8, 7]
+        assert bucket.steps() == [30, 29]
         for name in ("model.safetensors", "metrics.jsonl", "status.json"):
             assert (
                 b"".join(map(bytes, bucket.read_other(name, (out / name).stat().st_size))) == (out / name).read_bytes()
@@ -114,7 +114,7 @@ def test_a_run_goes_on_from_the_bucket_by_the_same_command(ranks: Ranks, tmp_pat
         write_recipe(lost, **{**BRAKED, "resume_from_checkpoint": None, place: there})
         shutil.rmtree(out)
         stepmark(ranks, lost, *train, code=2)
-        assert f"{there} has checkpoints of an earlier run (checkpoint-8)" in (lost / "stderr").read_text()
+        assert f"{there} has checkpoints of an earlier run (checkpoint-30)" in (lost / "stderr").read_text()
 
 
 def test_a_signal_leaves_time_for_the_upload(ranks: Ranks, tmp_path: Path) -> None:
@@ -149,9 +149,9 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_leaves_the_later_ones(ranks
 
 
 def test_the_best_model_is_not_lost(ranks: Ranks, tmp_path: Path) -> None:
-    """Of a run that becomes worse, whose best checkpoint is not its newest."""
-    fields = {**BRAKED, "learning_rate": 3.0, "lr_scheduler_type": "constant", "save_total_limit": 1, "zero_1": False}
-    fields |= {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    """Of a run whose best checkpoint is its first: the one with the greatest loss."""
+    fields = {**BRAKED, "save_total_limit": 1, "zero_1": False, "eval_strategy": "steps", "eval_steps": 1}
+    fields |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     whole, lost, brake = tmp_path / "whole", tmp_path / "lost", tmp_path / "brake"
     for folder in (whole, lost):
         folder.mkdir()
@@ -168,7 +168,7 @@ def test_the_best_model_is_not_lost(ranks: Ranks, tmp_path: Path) -> None:
         shutil.rmtree(lost / "out")
         stepmark(ranks, lost, "train", "recipe.yaml")
         assert model_digest(lost / "out") == model_digest(whole / "out")
-        assert place.steps() == [8, 1]
+        assert place.steps() == [30, 1]
 
 
 SCRIPT = """
@@ -203,7 +203,7 @@ def test_a_signal_ends_the_run_in_time_where_the_store_hangs(ranks: Ranks, tmp_p
     with object_store() as proxy:
         proxy.delay = 600.0
         there = f"{make_bucket(proxy)}/run"
-        write_recipe(tmp_path, **{**BRAKED, "max_steps": 100}, mirror_to=there, signal_grace=8)
+        write_recipe(tmp_path, **{**BRAKED, "max_steps": 100}, mirror_to=there, signal_grace=12)
         out, began = tmp_path / "out", []
 
         def hangs() -> bool:
