@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 from unittest import mock
 
 from tests.support.xla_flags import FASTER
@@ -111,3 +112,12 @@ def native_ranks() -> Iterator[Ranks]:
     zygote = Zygote(*EAGER_MODULES, variables=native.environment())
     with closing(zygote), closing(Ranks(zygote.address)) as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[Any]:
+    """A real object store on this machine, behind a proxy that fails requests: tests/support/buckets.py."""
+    from tests.support.buckets import object_store  # which imports moto
+
+    with object_store() as found:
+        yield found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,16 +15,10 @@ from stepmark.checkpoint.coordination.bucket_claim import OWNER, BucketClaim
 from stepmark.errors import CheckpointBusy
 from stepmark.filesystem.objects import Bucket
 from stepmark.liveness.heartbeat import STALE, has_ended, process_identity
-from tests.support.buckets import Proxy, make_bucket, object_store
+from tests.support.buckets import Proxy, make_bucket
 from tests.support.clock import MovedClock
 
 ELSEWHERE = ["another boot", 1, 1, "1"]
-
-
-@pytest.fixture(scope="module")
-def proxy() -> Iterator[Proxy]:
-    with object_store() as found:
-        yield found
 
 
 @pytest.fixture

@@ -23,14 +23,8 @@ from stepmark.checkpoint.places import BucketPlace, Copied, FolderPlace
 from stepmark.errors import CheckpointBusy, CheckpointError
 from stepmark.filesystem import objects
 from stepmark.filesystem.objects import Bucket
-from tests.support.buckets import Proxy, make_bucket, object_store
+from tests.support.buckets import Proxy, make_bucket
 from tests.support.run_folders import saved_steps
-
-
-@pytest.fixture(scope="module")
-def proxy() -> Iterator[Proxy]:
-    with object_store() as found:
-        yield found
 
 
 @pytest.fixture

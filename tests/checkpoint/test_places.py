@@ -22,16 +22,10 @@ from stepmark.checkpoint.places import Copied, copy, place_of
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem import files, objects
 from stepmark.filesystem.objects import Bucket
-from tests.support.buckets import SECRET, Proxy, Request, make_bucket, object_store
+from tests.support.buckets import SECRET, Proxy, Request, make_bucket
 from tests.support.run_folders import saved_steps
 
 KINDS = ["folder", "bucket"]
-
-
-@pytest.fixture(scope="module")
-def proxy() -> Iterator[Proxy]:
-    with object_store() as found:
-        yield found
 
 
 @pytest.fixture(autouse=True)

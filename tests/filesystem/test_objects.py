@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,15 +10,9 @@ import pytest
 from stepmark.errors import UsageError
 from stepmark.filesystem import objects
 from stepmark.filesystem.objects import PART, Bucket
-from tests.support.buckets import SECRET, Proxy, Request, make_bucket, object_store
+from tests.support.buckets import SECRET, Proxy, Request, make_bucket
 
 BLOCK = b"x" * (PART // 2 + 3)
-
-
-@pytest.fixture(scope="module")
-def proxy() -> Iterator[Proxy]:
-    with object_store() as found:
-        yield found
 
 
 @pytest.fixture

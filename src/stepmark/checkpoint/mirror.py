@@ -23,7 +23,6 @@ from stepmark.checkpoint.format.checkpoint_folders import (
     LEFT,
     best_step,
     checkpoint_path,
-    checkpoints,
     step_of,
 )
 from stepmark.checkpoint.format.manifest import MANIFEST, is_file_name
@@ -115,7 +114,7 @@ class Mirror:
                 older = self._needs(checkpoint_path(self.folder, there[0])).intersection(there[1:]).difference(own)
                 for step in older:
                     copy_checkpoint(self._place, self._source, step)
-                self._sent |= {step: self._marks()[step] for step in (there[0], *older)}
+                self._sent |= {step: mark for step in (there[0], *older) if (mark := self._mark(step))}
                 return True
         return False
 
@@ -228,21 +227,29 @@ class Mirror:
         return self._push()
 
     def _missing(self) -> list[int]:
-        return [step for step, mark in self._marks().items() if self._sent.get(step) != mark]
+        """The steps that are not in the bucket as they are here, newest first. Of those that were sent, only the newest
+        is looked at again, which a run may save once more: there may be thousands."""
+        steps = self._steps()
+        looked_at = [step for step in steps if step == steps[0] or step not in self._sent]
+        return [step for step in looked_at if (mark := self._mark(step)) and mark != self._sent.get(step)]
 
-    def _marks(self) -> dict[int, _Mark]:
-        """The checkpoints in the folder, newest first, each with what changes when it is replaced."""
-        found = {}
-        for path in checkpoints(self.folder):
-            try:
-                status = os.stat(path / MANIFEST)
-            except FileNotFoundError:
-                continue
-            found[step_of(path) or 0] = status.st_ino, status.st_mtime_ns
-        return found
+    def _steps(self) -> list[int]:
+        try:
+            found = [step_of(Path(name)) for name in os.listdir(self.folder)]
+        except FileNotFoundError:
+            return []
+        return sorted((step for step in found if step is not None), reverse=True)
+
+    def _mark(self, step: int) -> _Mark | None:
+        """What changes when a checkpoint in the folder is replaced; None where it is not complete, or gone."""
+        try:
+            status = os.stat(checkpoint_path(self.folder, step) / MANIFEST)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status.st_ino, status.st_mtime_ns
 
     def _send(self, step: int) -> None:
-        mark, began = self._marks().get(step), time.monotonic()
+        mark, began = self._mark(step), time.monotonic()
         lease = Lease.take(checkpoint_path(self.folder, step), "mirror")
         if lease is None or mark is None:
             return
@@ -302,7 +309,7 @@ class Mirror:
                 metrics = decode_plain(manifest.metrics)
                 self._saved[step] = Saved(step, manifest.time, metrics, resumable=not manifest.model_only)
         saved = [self._saved[step] for step in there if step in self._saved]
-        here = {*self._marks(), best_step(self.folder)}
+        here = {*self._steps(), best_step(self.folder)}
         for step in steps_to_delete(saved, self._keep, max(there, default=0)):
             if step not in here:
                 assert self._claim is not None

@@ -533,14 +533,17 @@ def copy_checkpoint(
         raise CheckpointDamaged(f"{where}/{MANIFEST} is of step {manifest.step} and save {manifest.save}; verify it")
     unlisted = {name: each for name, each in source.unlisted(manifest).items() if is_file_name(name)}
     count = len(manifest.files) + len(unlisted) + 1
-    if step in destination.steps():
-        if destination.manifest(step) == data:
-            return Copied(step, count, 0)
-        if not replaces:
-            raise CheckpointError(
-                f"{destination.address}/checkpoint-{step} is another checkpoint of that step; delete it, or name "
-                "another destination"
-            )
+    try:
+        there = destination.manifest(step)
+    except CheckpointNotFound:
+        there = None
+    if there == data:
+        return Copied(step, count, 0)
+    if there is not None and not replaces:
+        raise CheckpointError(
+            f"{destination.address}/checkpoint-{step} is another checkpoint of that step; delete it, or name another "
+            "destination"
+        )
     holds = destination.prepare(manifest)
     missing = [entry for entry in manifest.files if not holds(entry)]
     total = sum(entry.size for entry in missing) + sum(each.size for each in unlisted.values())

@@ -198,6 +198,12 @@ class TrainingFields(metaclass=AcceptingDefaults):
         return self.device
 
     @property
+    def place(self) -> str:
+        """Where the run is: `output_dir`, or the address that was given for it."""
+        address = self.mirror_to
+        return address if address and self.output_dir == str(working_folder(address)) else self.output_dir
+
+    @property
     def best_metric_key(self) -> str | None:
         """The name of `metric_for_best_model` in evaluations, with `eval_`; None without such a metric."""
         name = self.metric_for_best_model

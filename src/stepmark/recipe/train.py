@@ -206,7 +206,7 @@ def _last_line(recipe: Recipe, state: Any) -> str:
     done = f"done: step {state.global_step}"
     if extracting_graphs():
         return f"{done}; nothing is saved"
-    folder = args.output_dir
+    folder = args.place
     best = args.load_best_model_at_end and state.best_model_checkpoint is not None
     kind = "adapter" if adapted else "model"
     model = f"the best {kind}, of step {state.best_global_step}," if best else f"the {kind}"

@@ -16,7 +16,6 @@ from stepmark.config.recipe import Recipe, read_recipe
 from stepmark.config.yaml_file import format_yaml
 from stepmark.errors import UsageError
 from stepmark.filesystem import files
-from stepmark.filesystem.cache_folder import working_folder
 from stepmark.model_folder.model_config import refuse_kernels
 from stepmark.runtime.xla_environment import extracting_graphs
 
@@ -40,8 +39,7 @@ def used_values(recipe: Recipe) -> dict[str, Any]:
         given = {name: getattr(part, name) for name in field_names(type(part))}
         values |= {name: _absolute(name, value) for name, value in changed(given, type(part)).items()}
     values.pop("accept_changes", None)  # a change is accepted once
-    address = values.get("mirror_to")
-    if address is not None and values.get("output_dir") == str(working_folder(address)):
+    if recipe.training.place == values.get("mirror_to"):
         values["output_dir"] = values.pop("mirror_to")
     return values
 

@@ -124,6 +124,8 @@ class RunCallbacks:
             log_format=self.args.log_format,
         )
         self.run_log.describe(total_steps=total_steps, process=os.getpid(), host=socket.gethostname())
+        if self.args.mirror_to is not None:
+            self.run_log.describe(mirror_to=self.args.mirror_to)
         if self.args.prometheus_file is not None:
             self.run_log.export(self.args.prometheus_file)
         finished = self.state.global_step >= total_steps

@@ -53,8 +53,7 @@ class Run:
         sizes = args.tensor_parallel_size, args.pipeline_parallel_size, args.expert_parallel_size
         check_sizes(context.world.size, *sizes, replicas=args.data_parallel_replicas)
         check_hosting(context.runtime, sizes[0], sizes[2], args.data_parallel_replicas)
-        if args.mirror_to is not None and not extracting_graphs():
-            check_place(args.mirror_to, context.host)
+        check_place(args, context.host)
         return cls(context, Path(args.output_dir))
 
     def prepare_folder(self) -> None:

@@ -687,7 +687,7 @@ class TrainingLoop:
         saved = f"checkpoint-{self._step} is saved" if self._step else "nothing was trained yet"
         if extracting_graphs():
             saved = "nothing is saved"
-        if self._mirror.url is not None:
+        if self._mirror.url is not None and self._step:
             behind = self._mirror.finish(preemption.seconds_left())
             saved += f"; {behind}" if behind else f" and in {self._mirror.url}"
         raise RunInterrupted(f"{preemption.signal_name}: stopped {where}after step {self._step}, {saved}")

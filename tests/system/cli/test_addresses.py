@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from stepmark.cli.main import run
 from stepmark.filesystem.objects import Bucket
 from stepmark.preflight.doctor import shared_folder
-from tests.support.buckets import SECRET, Proxy, make_bucket, object_store
+from tests.support.buckets import SECRET, Proxy, make_bucket
 from tests.support.recipes import write_recipe
 
 OUT = "OUT"
@@ -31,12 +30,6 @@ COMMANDS = (
     ["report", "RUN", "--out", f"{OUT}/page.html"],
     ["rows", "RUN", "--step", "1"],
 )
-
-
-@pytest.fixture(scope="module")
-def proxy() -> Iterator[Proxy]:
-    with object_store() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -33,14 +33,22 @@ TOLD = 5.0  # seconds after which the other ranks hear that rank 0 is still busy
 AFTER_SIGNAL, AFTER_ERROR = 1.0, 30.0  # seconds for the last uploads of a run that was interrupted, or has failed
 
 
-def check_place(address: str, host: HostGroup) -> None:
-    """Tries there what a run needs. Collective. Raises StepmarkError, on all ranks, for what does not work."""
-    bucket = Bucket(address)
+def _field_of(args: TrainingFields) -> str:
+    """The field that names the run's place in a bucket."""
+    return "output_dir" if args.place == args.mirror_to else "mirror_to"
+
+
+def check_place(args: TrainingFields, host: HostGroup) -> None:
+    """Tries there what a run needs, if it has one. Collective. Raises StepmarkError, on all ranks, for what does not
+    work."""
+    if args.mirror_to is None or extracting_graphs():
+        return
+    bucket = Bucket(args.mirror_to)
 
     def explain(error: Exception) -> StepmarkError:
         if not isinstance(error, OSError):
             raise error
-        return StepmarkError(f"mirror_to: {describe_error(error)}")
+        return StepmarkError(f"{_field_of(args)}: {describe_error(error)}")
 
     on_rank_0(host, bucket.check, explain)
 
@@ -53,6 +61,7 @@ class RunMirror:
     ) -> None:
         self._host, self._log, self._folder = host, run_log, Path(args.output_dir)
         self.url = None if extracting_graphs() else args.mirror_to
+        self._field = _field_of(args)
         self._mirror: Mirror | None = None
         if self.url is not None and host.rank == 0:
             self._mirror = Mirror(self._folder, Bucket(self.url), keep, self._told, checkpointer.delete_old, _best_of)
@@ -73,7 +82,7 @@ class RunMirror:
             except StepmarkError as error:
                 done.set_result((None, error))
             except OSError as error:
-                done.set_result((None, StepmarkError(f"mirror_to: {describe_error(error)}")))
+                done.set_result((None, StepmarkError(f"{self._field}: {describe_error(error)}")))
             except BaseException as error:
                 done.set_exception(error)
 
@@ -99,8 +108,8 @@ class RunMirror:
             if not resume and (there or mirror.has_records()):
                 what = f"checkpoints of an earlier run (checkpoint-{there[0]})" if there else "logs of an earlier run"
                 raise UsageError(
-                    f"mirror_to: {mirror.address} has {what}; to continue it, set resume_from_checkpoint: true, in a "
-                    "script train(resume_from_checkpoint=True); or name another place"
+                    f"{self._field}: {mirror.address} has {what}; to continue it, set resume_from_checkpoint: true, in "
+                    "a script train(resume_from_checkpoint=True); or name another place"
                 )
 
         self._on_rank_0(claim)
@@ -110,7 +119,7 @@ class RunMirror:
     def fetch(self) -> bool:
         """Downloads the newest checkpoint and the best one, if it is newer than those in the folder; returns whether it
         was. Collective."""
-        return bool(self._on_rank_0(lambda mirror: mirror.fetch(lambda text: say(f"mirror_to: {text}"))))
+        return bool(self._on_rank_0(lambda mirror: mirror.fetch(lambda text: say(f"{self._field}: {text}"))))
 
     def leave_later(self, step: int) -> list[Path]:
         """The run goes on from this step: later checkpoints are not used again, there and in the folder, where rank 0
@@ -144,7 +153,8 @@ class RunMirror:
         behind = self.finish()
         if behind is not None:
             raise StepmarkError(
-                f"mirror_to: the run is done, and {behind}; `stepmark copy {self._folder} {self.url}` uploads the rest"
+                f"{self._field}: the run is done, and {behind}; `stepmark copy {self._folder} {self.url}` uploads what "
+                "is missing"
             )
 
         if self._mirror is not None:

@@ -32,10 +32,16 @@ def banner(parts: TrainingComponents, step: int) -> list[str]:
         *_hosted(parts),
         *_stages(parts),
         *_shards(parts),
-        f"output   {args.output_dir}",
-        *([] if args.mirror_to is None else [f"mirror   {args.mirror_to}"]),
+        *_places(args),
         *too_short(args, parts.total_steps),
     ]
+
+
+def _places(args: TrainingFields) -> list[str]:
+    """Where the run is, and where it is followed."""
+    if args.place == args.mirror_to:
+        return [f"output   {args.place}, from {args.output_dir}"]
+    return [f"output   {args.output_dir}", *([] if args.mirror_to is None else [f"mirror   {args.mirror_to}"])]
 
 
 def too_short(args: TrainingFields, total_steps: int) -> list[str]:
