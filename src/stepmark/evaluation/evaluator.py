@@ -36,8 +36,8 @@ from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import kept_generators
 from stepmark.runtime.mesh import Mesh
-from stepmark.runtime.seeds import derive_seed, kept_host_generators
-from stepmark.training.micro_batches import autocast, seed_micro_batch
+from stepmark.runtime.seeds import derive_seed, kept_host_generators, seed_generators
+from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating, unwrapped
 from stepmark.training.one_graph_per_step.transformers_forward import forward_without_reads
 from stepmark.training.pipelined_forward import PipelinedForward
@@ -214,7 +214,7 @@ class Evaluator:
             for number, each in enumerate(source()):
                 batch, place = divmod(number, len(self.mesh.ranks.own))
                 if not self.runtime.lazy:  # what a user's loss draws depends on nothing but the batch
-                    seed_micro_batch(self.runtime, derive_seed(EVALUATION, batch, self.mesh.ranks.own[place]))
+                    seed_generators(self.runtime, derive_seed(EVALUATION, batch, self.mesh.ranks.own[place]))
                 found = forward(each)
                 for _ in range(idle if place == len(self.mesh.ranks.own) - 1 else 0):
                     forward(replace(each, rows=0))

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import torch
+
+from stepmark.runtime.base import Runtime
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -16,8 +19,11 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_host(value: int) -> None:
-    """Seeds Python's and numpy's global generators, from which some models draw, such as the masks of Wav2Vec2."""
+def seed_generators(runtime: Runtime, value: int) -> None:
+    """Seeds all global generators: the device's, torch's of the host, and Python's and numpy's, from which some models
+    draw, such as the masks of Wav2Vec2."""
+    runtime.seed(value)
+    torch.default_generator.manual_seed(value)  # again on eager devices, whose seed is the host's too
     random.seed(value)
     np.random.seed(value % 2**32)
 

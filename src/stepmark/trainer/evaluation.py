@@ -18,7 +18,7 @@ from stepmark.evaluation.prompt_samples import PromptSampler
 from stepmark.filesystem.sizes import size
 from stepmark.liveness.process_exit import say
 from stepmark.parallel.optimizer.pending_gathers import of_known_libraries
-from stepmark.runtime.seeds import derive_seed
+from stepmark.runtime.seeds import derive_seed, seed_generators
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.loaders import LoaderFactory
 from stepmark.trainer.training_arguments import TrainingArguments
@@ -117,6 +117,9 @@ class TrainerEvaluation:
         pause = self.pause or EvaluationProgress()
         key = pause.key(prefix)
         if key not in pause.completed:
+            if self.pause is not None:  # in training: where it was stopped between two sets, the second draws the same
+                step = self.callbacks.state.global_step
+                seed_generators(self.evaluator.runtime, derive_seed(self.args.seed, step, prefix))
             metrics = self._metrics_of(batches, prefix, ignore_keys) if loop is None else dict(loop())
             _, epoch = self.callbacks.model_position()
             if epoch is not None:

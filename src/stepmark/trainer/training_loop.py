@@ -27,6 +27,7 @@ from stepmark.launch.step_board import StepPlace, show_step
 from stepmark.liveness.process_exit import say
 from stepmark.liveness.progress import BETWEEN, END, enter_phase
 from stepmark.model_folder.consolidate import EVALUATION
+from stepmark.runtime.seeds import derive_seed, seed_generators
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.sharding.logical_ranks import FIELD
 from stepmark.trainer.callbacks import RunCallbacks, is_better
@@ -276,7 +277,7 @@ class TrainingLoop:
             if self._step < self._parts.total_steps:
                 self._stop_if_asked()
             while self._step < self._parts.total_steps and not self._callbacks.control.should_training_stop:
-                self._callbacks.event("on_epoch_begin")
+                self._event("on_epoch_begin")
                 self._epoch_open = True
                 self._train_epoch()
                 self._end_epoch()
@@ -363,6 +364,12 @@ class TrainingLoop:
         if self._epoch_open and (at_end or control.should_training_stop or control.should_epoch_stop):
             self._end_epoch()
 
+    def _event(self, name: str) -> None:
+        """Calls callbacks. What these draw, and what is called until the next such event, is of the seed, the step and
+        the event alone: a resumed run draws it again."""
+        seed_generators(self._parts.context.runtime, derive_seed(self._args.seed, self._step, name))
+        self._callbacks.event(name)
+
     def _train_epoch(self) -> None:
         show_step(StepPlace(self._step + 1))
         batches = DevicePrefetcher(self._parts.loader, self._parts.context.runtime)
@@ -381,12 +388,12 @@ class TrainingLoop:
         enter_phase(BETWEEN)
         self._check_targets()
         self._skip_rest_of_epoch()
-        self._callbacks.event("on_epoch_end")
+        self._event("on_epoch_end")
         self._follow_control()
 
     def _train_step(self, batch: StepBatch) -> None:
         callbacks, parts = self._callbacks, self._parts
-        callbacks.event("on_step_begin")
+        self._event("on_step_begin")
         set_training(parts.model, parts.optimizer.inner)
         hooks = StepHooks(
             after_micro_step=callbacks.heard("on_substep_end"),
@@ -412,7 +419,7 @@ class TrainingLoop:
         self._show_progress()
         if self._args.on_loss_spike == ROLLBACK:
             self._positions[self._step] = batch.state
-        callbacks.event("on_step_end")
+        self._event("on_step_end")
         self._monitor.step_ended(self._step, batch)
         self._follow_control()
         self._checkpointer.check()

@@ -18,7 +18,7 @@ from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.optimizer.pending_gathers import PendingGathers
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
-from stepmark.runtime.seeds import derive_seed, seed_host
+from stepmark.runtime.seeds import derive_seed, seed_generators
 from stepmark.sharding.dtensor import is_dtensor
 from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.loss_scaler import LossScaler
@@ -205,7 +205,7 @@ class SequentialSchedule:
             weight = Weight(
                 (counts.each[indices][index] if own else counts.zero).reshape(()), counts.divisor.reshape(())
             )
-            seed_micro_batch(self._runtime, derive_seed(self._seed, step, index, rank))
+            seed_generators(self._runtime, derive_seed(self._seed, step, index, rank))
             with self._mesh.watching_others():
                 edges = number == 0, number == len(turns) - 1
                 loss = self._pass(batch.micro_batches[indices][index], weight, *edges, counts=own)
@@ -258,13 +258,6 @@ class SequentialSchedule:
             if is_dtensor(loss):
                 raise UsageError(LOSS)
             return loss
-
-
-def seed_micro_batch(runtime: Runtime, seed: int) -> None:
-    """Seeds all generators that a model may draw from: the device's, and those of the host."""
-    runtime.seed(seed)
-    torch.default_generator.manual_seed(seed)  # again on eager devices, whose seed is the host's too
-    seed_host(seed)
 
 
 def autocast_dtype(*, bf16: bool, fp16: bool) -> torch.dtype | None:

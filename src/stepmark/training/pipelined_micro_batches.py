@@ -22,11 +22,11 @@ from stepmark.parallel.pipeline.staged_model import StagedModel
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
 from stepmark.parallel.tensor.dropout import begin_regions
 from stepmark.runtime.mesh import Mesh
-from stepmark.runtime.seeds import derive_seed
+from stepmark.runtime.seeds import derive_seed, seed_generators
 from stepmark.runtime.stage_transfers import Form
 from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.loss_scaler import LossScaler
-from stepmark.training.micro_batches import StepHooks, TokenCounts, autocast, of_ranks, seed_micro_batch
+from stepmark.training.micro_batches import StepHooks, TokenCounts, autocast, of_ranks
 from stepmark.training.one_graph_per_step.saved_weights import weights_made_again
 from stepmark.training.pipelined_forward import StageCalls
 from stepmark.training.rank_buffers import RankBuffers
@@ -131,11 +131,11 @@ class _Step:
             if both and task.kind == BACKWARD:
                 continue  # it ran with its forward pass, in one graph
             if task.kind == FORWARD:
-                seed_micro_batch(self._runtime, seed(task.micro_batch))
+                seed_generators(self._runtime, seed(task.micro_batch))
                 self._watch_generator()
                 self._forward(task)
             elif self._parts.transfers.draws or self._checkpointing:
-                seed_micro_batch(self._runtime, seed(task.micro_batch))
+                seed_generators(self._runtime, seed(task.micro_batch))
                 begin_regions(self._parts.stages.model)  # those that are computed again
             if both or task.kind == BACKWARD:
                 self._backward(replace(task, kind=BACKWARD))

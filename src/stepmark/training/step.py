@@ -22,7 +22,7 @@ from stepmark.parallel.parallelize import check_adapted
 from stepmark.parallel.pipeline.schedules import ONE_F_ONE_B
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.mesh import Mesh
-from stepmark.runtime.seeds import derive_seed, kept_host_generators
+from stepmark.runtime.seeds import derive_seed, kept_host_generators, seed_generators
 from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.loss_scaler import LossScaler
 from stepmark.training.micro_batches import AroundPasses, MicroBatchSchedule, SequentialSchedule, StepHooks, call
@@ -134,15 +134,16 @@ class TrainStep:
         Returns:
             The step's statistics; reading them waits for the device.
         """
-        hooks = hooks or StepHooks()
-        self.optimizer.switch("train")
-        enter_phase(PASSES)
         on_host = torch.random.fork_rng(devices=[]) if self._runtime.lazy else nullcontext()
         with kept_host_generators(), on_host:
-            self._loads.begin()
-            loss, tokens = self._schedule.forward_backward(step, batch, hooks)
-        if self._mesh.ranks.fixed:  # what is drawn around the update does not depend on which ranks a process hosts
-            self._runtime.seed(derive_seed(self._seed, step))
+            return self._trained(step, batch, hooks or StepHooks())
+
+    def _trained(self, step: int, batch: StepBatch, hooks: StepHooks) -> StepStatistics:
+        self.optimizer.switch("train")
+        enter_phase(PASSES)
+        self._loads.begin()
+        loss, tokens = self._schedule.forward_backward(step, batch, hooks)
+        seed_generators(self._runtime, derive_seed(self._seed, step))  # all ranks draw alike around the update
         enter_phase(REDUCE)
         reduced, updates = self._gradients.reduce(loss, tokens, self._loads.counts()), True
         if self.scaler is not None:
