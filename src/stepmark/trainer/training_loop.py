@@ -45,6 +45,7 @@ from stepmark.trainer.telemetry.banner import banner
 from stepmark.trainer.telemetry.loss_meter import LossMeter, load_fields
 from stepmark.trainer.telemetry.telemetry import Telemetry
 from stepmark.trainer.telemetry.throughput import TotalFlos
+from stepmark.trainer.user_changes import UserChanges
 from stepmark.training.learning_rate_schedule import (
     advance,
     follows_metric,
@@ -96,6 +97,7 @@ class TrainingLoop:
         self._changes: dict[str, str] = {}  # what the resumption has changed, in words
         self._spikes = self._monitor.spikes
         self._positions: dict[int, dict[str, Any]] = {}  # in the data, after steps that may be rolled back
+        self._user_changes = UserChanges(parts)
         callbacks.before_hearing = parts.optimizer.gathers.wait
         if self._args.on_loss_spike == ROLLBACK and not isinstance(parts.loader, DataLoader):
             raise UsageError(
@@ -127,6 +129,7 @@ class TrainingLoop:
             "loader": self._parts.loader.state_dict(),
             "unfinished": self._unfinished,
             "means": self._losses.state_dict(),
+            "user_changes": self._user_changes.state_dict(),
             "learning_rate": self._learning_rate,
             "schedule": schedule_state(self._parts.schedule),
             "rates": [float(group["lr"]) for group in self._parts.optimizer.inner.param_groups],
@@ -152,6 +155,8 @@ class TrainingLoop:
             loader = {**self._parts.loader.state_dict(), "epoch": loader["epoch"], "samples": 0}
         self._parts.loader.load_state_dict(loader)
         self._losses.load_state_dict(state["means"])
+        if "user_changes" in state:  # not in that of another tool
+            self._user_changes.load_state_dict(state["user_changes"])
         restore_schedule(self._parts.schedule, state["schedule"], rates)
         self._learning_rate = state.get("learning_rate", rates[0])  # older checkpoints have no rate of the last step
         vars(self._parts.optimizer.inner).update(state.get("optimizer", {}))
@@ -599,7 +604,11 @@ class TrainingLoop:
             self._callbacks.progress.line(f"{'saving' if self._args.async_save else 'saved'} checkpoint-{self._step}")
             if self._callbacks.hears("on_save"):
                 self._checkpointer.wait()  # a callback may read the checkpoint, or add files to it
-            self._callbacks.event("on_save")
+                with self._user_changes.watching():
+                    self._callbacks.event("on_save")
+            else:
+                self._callbacks.event("on_save")
+            self._user_changes.check()
 
     def _begin_save(self) -> None:
         state, model_only, key = self._callbacks.state, self._args.save_only_model, self._args.best_metric_key

@@ -1,0 +1,146 @@
+"""What callbacks change besides tensors: a resumed run has it, or was told that no checkpoint does."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from stepmark import Trainer, TrainingArguments
+from tests.support.programs import VOCABULARY, StopsAt, checksum, tiny_model
+from tests.support.ranks import Ranks
+
+STEPS, CHANGED, SAVED, STOPPED = 7, 2, 3, 4
+Change = Callable[[Trainer], None]
+
+
+class Changes(TrainerCallback):
+    """Calls a function once, at an event of a step."""
+
+    def __init__(self, change: Change, step: int = CHANGED, event: str = "on_step_end") -> None:
+        self.trainer: Any = None
+        setattr(
+            self, event, lambda args, state, control, **_: change(self.trainer) if state.global_step == step else None
+        )
+
+
+def freeze(trainer: Trainer) -> None:
+    for name, parameter in trainer.model.named_parameters():
+        if ".mlp." in name:
+            parameter.requires_grad_(False)
+
+
+def set_decay(trainer: Trainer) -> None:
+    for group in trainer.optimizer.param_groups:
+        group.update(weight_decay=0.3, betas=(0.5, 0.6))
+
+
+def set_base_rates(trainer: Trainer) -> None:
+    schedule: Any = trainer.lr_scheduler
+    schedule.base_lrs = [3 * rate for rate in schedule.base_lrs]
+
+
+CHANGES: dict[str, Change] = {"freeze": freeze, "decay": set_decay, "rates": set_base_rates}
+
+
+def make(folder: str, stop: int | None, change: Changes, **options: Any) -> Trainer:
+    sample = [index % VOCABULARY for index in range(8)]
+    given = {"learning_rate": 0.01, "save_steps": SAVED, "logging_steps": 1, "disable_tqdm": True, **options}
+    arguments = TrainingArguments(folder, device="cpu", max_steps=STEPS, per_device_train_batch_size=1, **given)
+    model = tiny_model(layers=2)
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=[{"input_ids": sample[index:] + sample[:index], "labels": sample} for index in range(8)],
+        callbacks=[change, StopsAt(stop)],
+    )
+    change.trainer = trainer
+    return trainer
+
+
+def train(folder: str, name: str, stop: int | None, options: dict[str, Any], resume: bool) -> list[Any]:
+    trainer = make(folder, stop, Changes(CHANGES[name]), **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return [checksum(trainer), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][SAVED:]]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("nproc", "options"),
+    [
+        pytest.param(1, {}, id="one rank"),
+        pytest.param(2, {"zero_1": True}, id="zero_1"),
+        pytest.param(2, {"fsdp": "full_shard"}, id="fsdp"),
+        pytest.param(2, {"pipeline_parallel_size": 2, "gradient_accumulation_steps": 2}, id="pipeline"),
+    ],
+)
+def test_what_a_callback_changes_is_so_in_a_resumed_run(
+    ranks: Ranks, tmp_path: Path, name: str, nproc: int, options: dict[str, Any]
+) -> None:
+    def run(folder: str, stop: int | None, resume: bool, change: str = name) -> list[Any]:
+        return ranks.run(train, str(tmp_path / folder), change, stop, options, resume, nproc=nproc).check()
+
+    whole = run("whole", None, False)
+    run("cut", STOPPED, False)
+    assert run("cut", None, True) == whole
+
+
+def test_arguments_of_the_resumed_run_count_where_no_callback_has_changed_them(tmp_path: Path) -> None:
+    """Of the optimizer, as before."""
+    make(str(tmp_path / "run"), STOPPED, Changes(set_base_rates), weight_decay=0.1).train()
+    resumed = make(str(tmp_path / "run"), None, Changes(set_base_rates), weight_decay=0.2)
+    resumed.train(resume_from_checkpoint=True)
+    assert {group["weight_decay"] for group in resumed.optimizer.param_groups} <= {0.2, 0.0}
+
+
+def left_gradient(trainer: Trainer) -> None:
+    parameter = next(trainer.model.parameters())
+    parameter.grad = torch.ones_like(parameter)
+
+
+def write(trainer: Trainer) -> None:
+    with torch.no_grad():
+        next(trainer.model.parameters()).mul_(0.9)
+
+
+def set_dropout(trainer: Trainer) -> None:
+    for module in trainer.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+
+
+def count(trainer: Trainer) -> None:
+    block: Any = trainer.model.transformer.h[0]
+    block.seen += 1
+
+
+@pytest.mark.parametrize(
+    ("change", "step", "event", "told"),
+    [
+        (left_gradient, SAVED, "on_step_end", "a gradient is there between steps"),
+        (left_gradient, SAVED, "on_save", "a gradient is there between steps"),
+        (write, SAVED, "on_save", "written to in on_save, after the checkpoint was made"),
+        (set_dropout, CHANGED, "on_step_end", "transformer.drop.p, .*changed by training, and in no checkpoint"),
+        (count, CHANGED, "on_step_end", "transformer.h.0.seen: changed by training, and in no checkpoint"),
+        (write, CHANGED, "on_step_end", None),
+        (freeze, CHANGED, "on_step_end", None),
+    ],
+)
+def test_what_no_checkpoint_has_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Change, step: int, event: str, told: str | None
+) -> None:
+    trainer = make(str(tmp_path), None, Changes(change, step, event))
+    block: Any = trainer.model.transformer.h[0]
+    block.register_buffer("seen", torch.zeros(1), persistent=False)
+    with caplog.at_level(logging.WARNING, logger="stepmark"):
+        trainer.train()
+    found = [each for each in caplog.messages if "A resumed run may train differently" in each]
+    assert len(found) == (told is not None)
+    assert told is None or re.search(told, found[0])
