@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import tracemalloc
 import unittest.mock
 from itertools import pairwise
@@ -293,3 +294,57 @@ def test_a_copy_that_the_host_has_no_room_for_is_not_begun(tmp_path: Path, monke
         large = {"nest": {"tensor": torch.zeros(8 << 20)}}
         with pytest.raises(CheckpointError, match="saving needs 0.02 GiB more of host memory for its copy"):
             checkpointer.save(3, large)
+
+
+class CudaRuntime:
+    """Records what is registered; `code` is what registering returns."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.registered: dict[int, int] = {}
+        self.tried: list[tuple[int, int]] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.tried.append((size, flags))
+        if self.code == 0:
+            self.registered[address] = size
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+def test_cuda_locks_the_exact_size_until_nobody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, size = CudaRuntime(0), 3 * mmap.PAGESIZE + 5
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    held = staging.StagingMemory()
+    memory = held.take(size, pinned=True)
+    assert runtime.registered == {memory.data_ptr(): size}
+    assert held.take(size - 1, pinned=True) is memory
+    reader = memory.numpy().data
+    del memory
+    held.release()
+    assert runtime.registered  # a thread still reads it
+    reader[size - 1] = 7
+    del reader
+    assert not runtime.registered
+
+
+def test_memory_that_cannot_be_locked_is_taken_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime, kernels = CudaRuntime(2), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **options: kernels.append(options))
+
+    def refuse(*_: object, **options: object) -> None:
+        assert options["pin_memory"]
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    memory = staging.StagingMemory().take(100, pinned=True)
+    assert (memory.numel(), runtime.tried, kernels) == (100, [(100, 1)], [{"device": "cuda"}])
+    assert "cannot be page-locked, so saves take longer: out of memory" in caplog.text

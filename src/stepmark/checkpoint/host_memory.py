@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stepmark.checkpoint.threads import in_parallel
 from stepmark.errors import CheckpointError
 from stepmark.runtime.hardware import machine_memory
 
 Item = TypeVar("Item")
+logger = logging.getLogger("stepmark")
 
 GROUP_BYTES = 64 << 20  # bytes of tensors that come from a lazy device to the host together
 MACHINE = "machine"  # all of a node's memory, as a limit
+_PAGES, _TOUCHING = 4096, 4  # that a thread touches at a time, and threads
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 _RESERVE = 64 << 20  # bytes that are left for everything else
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -57,7 +62,7 @@ class StagingMemory:
         """At least `size` bytes, as a uint8 tensor; the same memory as before where that is large enough."""
         if self._memory is None or self._memory.numel() < size or self._pinned != pinned:
             self._memory = None
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else _touched(size)
+            self._memory = pinned_memory(size) if pinned else _touched(size)
             self._pinned = pinned
         return self._memory
 
@@ -121,8 +126,35 @@ def shortage(
 
 def _touched(size: int) -> Tensor:
     tensor = host_memory(size)
-    tensor[:: mmap.PAGESIZE] = 0
+    pages = tensor.numpy()[:: mmap.PAGESIZE]
+
+    def touch(begin: int) -> None:
+        pages[begin : begin + _PAGES] = 0
+
+    in_parallel(touch, range(0, len(pages), _PAGES), _TOUCHING)
     return tensor
+
+
+def pinned_memory(size: int) -> Tensor:
+    """`size` bytes of page-locked memory, or of other memory where so much cannot be locked. CUDA locks pages that are
+    there already, as many as are needed, in a fifth of the time that torch's allocator takes for a power of two."""
+    if size and torch.cuda.is_available():
+        memory, runtime = _touched(size), torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(memory.data_ptr(), size, _PORTABLE)) == 0:
+            lent: NDArray[np.uint8] = np.frombuffer(memory.numpy().data, dtype=np.uint8)
+            weakref.finalize(lent, _unregister, runtime, memory).atexit = False
+            return torch.from_numpy(lent)
+        with contextlib.suppress(RuntimeError):  # the next kernel would report the error
+            torch.zeros(1, device="cuda")
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        logger.warning("%s of host memory cannot be page-locked, so saves take longer: %s", _gib(size), error)
+        return _touched(size)
+
+
+def _unregister(runtime: Any, memory: Tensor) -> None:
+    runtime.cudaHostUnregister(memory.data_ptr())
 
 
 def host_memory(size: int) -> Tensor:
