@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ _TYPES = {  # of the fields that runs write, and others read; float: a time or s
     for name in names.split()
 }
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def finite_number(value: Any) -> float | None:
+    """The value of a file as a float, if it is a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        return None
+    return float(value)
 
 
 def parse_json(data: bytes, most: int = 0) -> Any:

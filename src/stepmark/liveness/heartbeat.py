@@ -73,6 +73,15 @@ def _started(process: int) -> str | None:
     return None if state in "ZX" else rest[18]
 
 
+def process_age() -> float:
+    """Seconds since this process began; 0 where the system has no /proc."""
+    try:
+        ticks, up = _started(os.getpid()), Path("/proc/uptime").read_text().split()[0]
+        return max(float(up) - int(ticks or 0) / os.sysconf("SC_CLK_TCK"), 0.0)
+    except (OSError, ValueError):
+        return 0.0
+
+
 class Heartbeat:
     """A file that is touched and locked for as long as this process lives."""
 

@@ -17,11 +17,13 @@ from stepmark.report.checkpoints import Checkpoint
 from stepmark.report.history import NOT_RUNNING, RECENT, History
 from stepmark.report.html_table import fragment
 from stepmark.trainer.run_folder.status import STUCK
+from stepmark.trainer.telemetry.time_spent import PARTS, seconds_in
 
 STATES = {"done": "good", "running": "plain", "interrupted": "warn", "failed": "bad", NOT_RUNNING: "bad", STUCK: "bad"}
 CORRUPTED = {"corrupted": "is corrupted", "quarantined": "was corrupted and is quarantined"}
 SHOWN_RANKS = 8  # whose failures are listed
 SHOWN_LINES = 40  # of a console
+SHOWN_PARTS = 3  # of a run's time, besides steps
 
 
 def header_of_all(name: str, histories: Sequence[History]) -> str:
@@ -155,8 +157,20 @@ def tiles(history: History, checkpoints: Sequence[Checkpoint]) -> str:
         again = sum(max((before.last or 0) - (after.resumed or 0), 0) for before, after in history.resumptions())
         times = "once" if resumed == 1 else f"{resumed} times"
         found.append(("Resumed", times, f"{text.plural(again, 'step')} trained again"))
+    found += _goodput(history)
     shown = (fragment("tile", name=escape(name), value=escape(value), note=escape(note)) for name, value, note in found)
     return f'<section class="tiles">{"".join(shown)}</section>' if found else ""
+
+
+def _goodput(history: History) -> list[tuple[str, str, str]]:
+    """The share of the time since the run began that went into steps which count, and what took most of the rest."""
+    spent = seconds_in(history.status)
+    whole = sum(spent.values())
+    if not whole:
+        return []
+    others = sorted(((taken / whole, PARTS[part]) for part, taken in spent.items() if part != "kept"), reverse=True)
+    named = [f"{share:.0%} {words}" for share, words in others[:SHOWN_PARTS] if share >= 0.005]
+    return [("Goodput", f"{spent['kept'] / whole:.1%}", "; ".join([f"of {text.seconds(whole)}", *named]))]
 
 
 def recent_median(history: History, key: str) -> float | None:

@@ -21,6 +21,7 @@ from stepmark.data.loader.batch import StepBatch
 from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.prefetcher import DevicePrefetcher
 from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
+from stepmark.filesystem.json_files import finite_number
 from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.signal_listener import RunInterrupted, how_to_go_on
 from stepmark.launch.step_board import StepPlace, show_step
@@ -39,12 +40,13 @@ from stepmark.trainer.resume import ARITHMETIC, arithmetic_of, locate_best, rest
 from stepmark.trainer.run_folder.output_folder import check_start, set_aside_earlier_attempt, set_aside_finished_run
 from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.run_mirror import RunMirror
-from stepmark.trainer.run_folder.status import INTERRUPTED
+from stepmark.trainer.run_folder.status import INTERRUPTED, RunStatus
 from stepmark.trainer.run_hooks import RunHooks
 from stepmark.trainer.telemetry.banner import banner
 from stepmark.trainer.telemetry.loss_meter import LossMeter, load_fields
 from stepmark.trainer.telemetry.telemetry import Telemetry
 from stepmark.trainer.telemetry.throughput import TotalFlos
+from stepmark.trainer.telemetry.time_spent import KEPT, TimeSpent
 from stepmark.trainer.user_changes import UserChanges
 from stepmark.training.learning_rate_schedule import (
     advance,
@@ -187,6 +189,7 @@ class TrainingLoop:
         Raises CheckpointError, before anything is trained, where this run cannot continue from any.
         """
         restored = None
+        self._monitor.spent = TimeSpent(RunStatus.read(Path(self._args.output_dir)).content if resume else {})
         if resume:
             named = local_path(resume, "resume_from_checkpoint") if isinstance(resume, str) else None
             restored = self._restore(named)
@@ -200,11 +203,12 @@ class TrainingLoop:
         elif not extracting_graphs():
             folder, host = Path(self._args.output_dir), self._parts.context.host
             set_aside_earlier_attempt(folder, host, resumes=bool(resume), repeats=self._record_resumption)
+            self._monitor.spent.restored(0.0, 0.0)
         return None if restored is None else restored.path
 
     def _restore(self, checkpoint: Path | None) -> Restored | None:
         """As `restore_run`. Where the checkpoint is named, the run has left those that are newer."""
-        parts, callbacks = self._parts, self._callbacks
+        parts, callbacks, began = self._parts, self._callbacks, time.perf_counter()
         restored = restore_run(self.sections(), parts, callbacks, self._checkpointer, checkpoint, self._changes)
         if checkpoint is not None and restored is not None and self._args.save_strategy != "no":
             for path in self._mirror.leave_later(restored.step):
@@ -214,6 +218,9 @@ class TrainingLoop:
                     restored.path.name,
                     path.name,
                 )
+        if restored is not None:
+            kept = finite_number(self._checkpointer.metadata(restored.path).get(KEPT))
+            self._monitor.spent.restored(time.perf_counter() - began, kept)
         return restored
 
     # The loop
@@ -630,6 +637,7 @@ class TrainingLoop:
                 "samples_per_step": self._parts.loader.layout.global_batch,
                 FIELD: None if self._parts.mesh.needs_processes else self._parts.mesh.ranks.total,
                 ARITHMETIC: arithmetic_of(self._parts.mesh),
+                KEPT: self._monitor.spent.kept(self._monitor.timers.parts()),
             },
             model_only=model_only,
             metrics={**best, **self._monitor.anomalies.not_finite},

@@ -19,6 +19,7 @@ from typing import Any
 from stepmark.filesystem import files
 from stepmark.filesystem.json_files import append_line, read_lines, read_object, replace_json
 from stepmark.trainer.run_folder.status import FAILED, RUNNING, STATES, STATUS, RunStatus, details_in, recorded_state
+from stepmark.trainer.telemetry.time_spent import seconds_in
 
 logger = logging.getLogger("stepmark")
 
@@ -64,7 +65,9 @@ class PrometheusFile:
     def write(self, status: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
         """Writes the newest log and the status. A file that cannot be written does not end the run."""
         counts = {**self._counts, "tokens": metrics.get("target_tokens"), "restarts": max(self._starts - 1, 0)}
-        numbers = {**metrics, **status, **self._gauges, **{f"{name}_total": count for name, count in counts.items()}}
+        spent = {f"time_spent_{part}_seconds": seconds for part, seconds in seconds_in(status).items()}
+        totals = {f"{name}_total": count for name, count in counts.items()}
+        numbers = {**metrics, **status, **spent, **self._gauges, **totals}
         shown = {f"stepmark_{_INVALID.sub('_', name)}": value for name, value in numbers.items() if is_number(value)}
         shown.pop("stepmark_state", None)  # a metric of that name
         counters = {f"stepmark_{name}_total" for name in counts}

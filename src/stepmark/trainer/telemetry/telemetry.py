@@ -37,6 +37,7 @@ from stepmark.trainer.telemetry.lazy_device import Compilation, DeviceReadMonito
 from stepmark.trainer.telemetry.save_history import SaveHistory
 from stepmark.trainer.telemetry.system_samples import SystemSampler
 from stepmark.trainer.telemetry.throughput import RunTimers, Throughput, device_model, memory_fields
+from stepmark.trainer.telemetry.time_spent import TIME_SPENT, TimeSpent
 
 logger = logging.getLogger("stepmark")
 MAX_COMPILATIONS = 100  # events of one process
@@ -52,6 +53,7 @@ class Telemetry:
         folder, extracts = Path(args.output_dir), extracting_graphs()
         dtype = torch.bfloat16 if args.bf16 or args.fp16 or args.dtype == "bfloat16" else torch.float32
         self.timers = RunTimers()
+        self.spent = TimeSpent({})
         watched = args.on_loss_spike is not None and not extracts
         self.spikes = SpikeDetector(args.loss_spike_window, args.loss_spike_threshold) if watched else None
         limit = 0 if extracts else args.stop_on_nan
@@ -94,6 +96,7 @@ class Telemetry:
 
     def begin(self) -> None:
         """The loop begins; earlier compilations are not counted."""
+        self.spent.begin()
         self.timers.restart()
         if self._run_log.writes:
             self._recompilations = RecompilationMonitor(self._runtime, self._report_compilation)
@@ -136,9 +139,10 @@ class Telemetry:
 
     def part_fields(self) -> dict[str, float]:
         """Seconds of each part of training since the last call or log."""
-        parts = {f"seconds_{part}": spent for part, spent in self.timers.parts().items()}
+        parts = self.timers.parts()
         self.timers.restart()
-        return parts
+        self._run_log.describe(**{TIME_SPENT: self.spent.add(parts)})
+        return {f"seconds_{part}": spent for part, spent in parts.items()}
 
     # Saves
 

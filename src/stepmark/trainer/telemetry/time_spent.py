@@ -1,0 +1,75 @@
+"""Where the time of a run has gone, over all its attempts: for status.json, the report and Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from stepmark.filesystem.json_files import finite_number
+from stepmark.liveness.heartbeat import process_age
+
+TIME_SPENT = "time_spent"  # in status.json
+KEPT = "kept_seconds"  # in the metadata of a checkpoint: of the steps up to it
+PARTS = {  # by their name in the file, in words
+    "kept": "steps",
+    "repeated": "steps that were trained again",
+    "saving": "saves",
+    "evaluating": "evaluations",
+    "restoring": "restoring",
+    "starting": "starting",
+    "stopped": "between attempts",
+}
+
+
+def seconds_in(status: Mapping[str, Any]) -> dict[str, float]:
+    """The seconds of each part in the content of status.json; empty where it has none."""
+    saved = status.get(TIME_SPENT)
+    if not isinstance(saved, dict):
+        return {}
+    return {part: max(finite_number(saved.get(part)) or 0.0, 0.0) for part in PARTS}
+
+
+class TimeSpent:
+    """Seconds since a run began, by what they were spent on; they add up to the time up to the last log.
+
+    `kept`: steps whose result is in the model, with their waits for data and compilations. `repeated`: steps that were
+    undone, since the run went on from a checkpoint before them. `saving` and `evaluating`: while training waits.
+    `starting`: from the start of a process, with imports and the wait for other ranks, to its first step. `stopped`:
+    from the last log of an attempt to the start of the next, with steps that were never logged.
+
+    Args:
+        status: The content of status.json as an earlier attempt has left it.
+    """
+
+    def __init__(self, status: Mapping[str, Any]) -> None:
+        self._began, self._restoring = time.time() - process_age(), 0.0
+        self.seconds = seconds_in(status) or dict.fromkeys(PARTS, 0.0)
+        written = finite_number(status.get("time"))
+        if any(self.seconds.values()) and written is not None:
+            self.seconds["stopped"] += max(self._began - written, 0.0)
+            self._began = max(self._began, min(written, time.time()))  # of the same process: what follows on it
+
+    def restored(self, seconds: float, kept: float | None) -> None:
+        """The run goes on from its beginning, or a checkpoint, up to which steps have taken `kept` seconds (None: not
+        known); finding and reading it took `seconds`."""
+        self.seconds["restoring"] += seconds
+        self._restoring += seconds
+        before = self.seconds["kept"]
+        self.seconds["kept"] = before if kept is None else min(kept, before)
+        self.seconds["repeated"] += before - self.seconds["kept"]
+
+    def begin(self) -> None:
+        """The first step of this process comes next."""
+        self.seconds["starting"] += max(time.time() - self._began - self._restoring, 0.0)
+
+    def add(self, parts: Mapping[str, float]) -> dict[str, float]:
+        """Adds the parts of `RunTimers`. Returns all seconds so far, for status.json."""
+        self.seconds["kept"] += parts["step"] + parts["data"]
+        self.seconds["saving"] += parts["save"]
+        self.seconds["evaluating"] += parts["evaluation"]
+        return dict(self.seconds)
+
+    def kept(self, parts: Mapping[str, float]) -> float:
+        """Seconds of the steps up to now, where `parts` has those since the last call of `add`."""
+        return self.seconds["kept"] + parts["step"] + parts["data"]

@@ -1,0 +1,106 @@
+"""Where the time of a run goes, over its attempts."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.checkpoint.format.manifest import read_manifest
+from stepmark.report.history import read_history
+from stepmark.report.summary import tiles
+from stepmark.trainer.run_folder.run_log import read_metrics
+from stepmark.trainer.telemetry import time_spent
+from stepmark.trainer.telemetry.time_spent import KEPT, PARTS, TIME_SPENT, TimeSpent, seconds_in
+from tests.support.ranks import Ranks
+from tests.trainer.test_user_changes import Changes, freeze, make
+
+STEP = {"step": 3.0, "data": 1.0, "save": 0.5, "evaluation": 0.25}
+
+
+class Clock:
+    """The time, and when this process began."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.process_began = 1000.0, 1000.0
+        monkeypatch.setattr(time_spent.time, "time", lambda: self.now)
+        monkeypatch.setattr(time_spent, "process_age", lambda: self.now - self.process_began)
+
+
+def attempt(clock: Clock, status: dict[str, Any], starting: float, restored: tuple[float, float | None]) -> TimeSpent:
+    """A process that began `starting` seconds ago and has restored for some of them."""
+    clock.process_began = clock.now
+    clock.now += starting
+    found = TimeSpent(status)
+    found.restored(*restored)
+    found.begin()
+    return found
+
+
+def test_seconds_add_up_over_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    first = attempt(clock, {}, 10.0, (0.0, 0.0))
+    clock.now += 4.75
+    first.add(STEP)
+    saved = first.kept({"step": 0.0, "data": 0.0})
+    clock.now += 4.75
+    status = {"time": clock.now, TIME_SPENT: first.add(STEP)}
+    clock.now += 20  # killed, and started again
+    second = attempt(clock, status, 7.0, (2.0, saved))
+    clock.now += 4.75
+    found = second.add(STEP)
+    expected = {"kept": 8.0, "repeated": 4.0, "saving": 1.5, "evaluating": 0.75, "restoring": 2.0, "starting": 15.0}
+    assert found == pytest.approx({**expected, "stopped": 20.0})
+    assert sum(found.values()) == pytest.approx(clock.now - 1000)
+
+
+def test_a_checkpoint_that_says_nothing_keeps_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    status = {"time": clock.now, TIME_SPENT: attempt(clock, {}, 1.0, (0.0, 0.0)).add(STEP)}
+    found = attempt(clock, status, 1.0, (0.5, None))
+    assert (found.seconds["kept"], found.seconds["repeated"]) == (4.0, 0.0)
+
+
+def test_another_training_of_the_same_process_counts_no_second_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    first = attempt(clock, {}, 1.0, (0.0, 0.0))
+    clock.now += 4.75
+    status = {"time": clock.now, TIME_SPENT: first.add(STEP)}
+    clock.now += 3
+    again = TimeSpent(status)
+    again.restored(0.0, None)
+    again.begin()
+    assert sum(again.seconds.values()) == pytest.approx(clock.now - 1000)
+
+
+@pytest.mark.parametrize(
+    "content", [None, [], 7, {"kept": "x", "saving": -1, "stopped": 10**400}, {"kept": float("nan")}]
+)
+def test_a_status_of_another_kind_counts_as_nothing(content: Any) -> None:
+    assert not any(seconds_in({TIME_SPENT: content}).values())
+
+
+def train(folder: str, stop: int | None) -> None:
+    make(folder, stop, Changes(freeze)).train(resume_from_checkpoint=stop is None)
+
+
+def test_a_resumed_run_knows_the_time_of_all_its_attempts(ranks: Ranks, tmp_path: Path) -> None:
+    """Stopped after step 4, it goes on from step 3."""
+    began = time.time()
+    ranks.run(train, str(tmp_path), 4).check()
+    first = seconds_in(json.loads((tmp_path / "status.json").read_text()))
+    ranks.run(train, str(tmp_path), None).check()
+    found = seconds_in(json.loads((tmp_path / "status.json").read_text()))
+    assert list(found) == list(PARTS)
+    kept = read_manifest(tmp_path / "checkpoint-3").metadata[KEPT]
+    assert 0 < kept < first["kept"]
+    assert found["repeated"] == pytest.approx(first["kept"] - kept)
+    assert min(found[part] for part in ("kept", "saving", "restoring", "starting", "stopped")) > 0
+    logged = [line["time"] for line in read_metrics(tmp_path)]
+    assert logged[-1] - logged[0] <= sum(found.values()) <= time.time() - began
+    shown = tiles(read_history(tmp_path), [])
+    assert "Goodput" in shown
+    assert f"{found['kept'] / sum(found.values()):.1%}" in shown
