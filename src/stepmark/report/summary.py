@@ -17,7 +17,7 @@ from stepmark.report.checkpoints import Checkpoint
 from stepmark.report.history import NOT_RUNNING, RECENT, History
 from stepmark.report.html_table import fragment
 from stepmark.trainer.run_folder.status import STUCK
-from stepmark.trainer.telemetry.time_spent import PARTS, seconds_in
+from stepmark.trainer.run_folder.time_spent import PARTS, seconds_in
 
 STATES = {"done": "good", "running": "plain", "interrupted": "warn", "failed": "bad", NOT_RUNNING: "bad", STUCK: "bad"}
 CORRUPTED = {"corrupted": "is corrupted", "quarantined": "was corrupted and is quarantined"}

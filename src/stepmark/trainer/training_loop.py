@@ -41,12 +41,12 @@ from stepmark.trainer.run_folder.output_folder import check_start, set_aside_ear
 from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.run_mirror import RunMirror
 from stepmark.trainer.run_folder.status import INTERRUPTED, RunStatus
+from stepmark.trainer.run_folder.time_spent import KEPT, TimeSpent
 from stepmark.trainer.run_hooks import RunHooks
 from stepmark.trainer.telemetry.banner import banner
 from stepmark.trainer.telemetry.loss_meter import LossMeter, load_fields
 from stepmark.trainer.telemetry.telemetry import Telemetry
 from stepmark.trainer.telemetry.throughput import TotalFlos
-from stepmark.trainer.telemetry.time_spent import KEPT, TimeSpent
 from stepmark.trainer.user_changes import UserChanges
 from stepmark.training.learning_rate_schedule import (
     advance,

@@ -19,7 +19,7 @@ from typing import Any
 from stepmark.filesystem import files
 from stepmark.filesystem.json_files import append_line, read_lines, read_object, replace_json
 from stepmark.trainer.run_folder.status import FAILED, RUNNING, STATES, STATUS, RunStatus, details_in, recorded_state
-from stepmark.trainer.telemetry.time_spent import seconds_in
+from stepmark.trainer.run_folder.time_spent import seconds_in
 
 logger = logging.getLogger("stepmark")
 

@@ -32,12 +32,12 @@ from stepmark.runtime.versions import software_versions
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.components import TrainingComponents
 from stepmark.trainer.run_folder.run_log import RunLog
+from stepmark.trainer.run_folder.time_spent import TIME_SPENT, TimeSpent
 from stepmark.trainer.telemetry.anomalies import Anomaly, AnomalyDetector, SpikeDetector
 from stepmark.trainer.telemetry.lazy_device import Compilation, DeviceReadMonitor, RecompilationMonitor
 from stepmark.trainer.telemetry.save_history import SaveHistory
 from stepmark.trainer.telemetry.system_samples import SystemSampler
 from stepmark.trainer.telemetry.throughput import RunTimers, Throughput, device_model, memory_fields
-from stepmark.trainer.telemetry.time_spent import TIME_SPENT, TimeSpent
 
 logger = logging.getLogger("stepmark")
 MAX_COMPILATIONS = 100  # events of one process

@@ -12,9 +12,9 @@ import pytest
 from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.report.history import read_history
 from stepmark.report.summary import tiles
+from stepmark.trainer.run_folder import time_spent
 from stepmark.trainer.run_folder.run_log import read_metrics
-from stepmark.trainer.telemetry import time_spent
-from stepmark.trainer.telemetry.time_spent import KEPT, PARTS, TIME_SPENT, TimeSpent, seconds_in
+from stepmark.trainer.run_folder.time_spent import KEPT, PARTS, TIME_SPENT, TimeSpent, seconds_in
 from tests.support.ranks import Ranks
 from tests.trainer.test_user_changes import Changes, freeze, make
 
