@@ -12,8 +12,7 @@ from typing import Any
 
 from stepmark.errors import CheckpointMismatch
 from stepmark.filesystem.json_files import read_json
-from stepmark.sharding.layout import Shape
-from stepmark.tensor_files.global_tensor import row_major_strides
+from stepmark.sharding.layout import Shape, row_major_strides
 
 CONFIG = "config.json"
 

@@ -14,7 +14,8 @@ from typing import Any
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models.model_outline import CONFIG, ModelOutline, read_config
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
-from stepmark.tensor_files.global_tensor import GlobalTensor, row_major_strides
+from stepmark.sharding.layout import row_major_strides
+from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.strided import strided
 
 EMBEDDING = "tok_embeddings.weight"

@@ -24,7 +24,7 @@ from stepmark.checkpoint.format.dtypes import torch_dtype
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.format.tensor_file import read_tensors
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from stepmark.sharding.layout import Box, Layout, Shape
+from stepmark.sharding.layout import Box, Layout, Shape, row_major_index
 from stepmark.sharding.views import block_views, narrow
 
 BUFFER = 8 << 20
@@ -158,11 +158,9 @@ def _runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
     while split > 0 and box.lengths[split - 1 :] == shape[split - 1 :]:
         split -= 1
     split = max(split - 1, 0)  # this dim is sharded, the dims after it are complete
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    numel = math.prod(box.lengths[split:])
-    for index in itertools.product(*(range(length) for length in box.lengths[:split])):
-        yield first + sum(each * stride for each, stride in zip(index, strides[:split], strict=True)), numel
+    ranges = [range(offset, offset + length) for offset, length in zip(*box, strict=True)]
+    for index in itertools.product(*ranges[:split]):
+        yield row_major_index((*index, *box.offsets[split:]), shape), math.prod(box.lengths[split:])
 
 
 def open_folder(folder: Path) -> dict[str, SafetensorsSource]:
