@@ -65,6 +65,13 @@ class SafetensorsSource:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def blocks(self) -> Iterator[bytes]:
+        """Its bytes, BUFFER of them at a time. Raises as `fill`."""
+        with read_errors_of(self.path), self.path.open("rb") as file:
+            file.seek(self.begin)
+            for start in range(0, self.nbytes, BUFFER):
+                yield file.read(min(BUFFER, self.nbytes - start))
+
     def fill(self, local: Tensor, layout: Layout) -> None:
         """See `TensorSource`. Raises CheckpointDamaged where the file ends before, CheckpointError where it cannot be
         read."""
