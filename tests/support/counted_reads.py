@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 from stepmark.parallel.loading.tensor_source import SafetensorsSource
+from stepmark.sharding.layout import Box
 
 
 @dataclass
@@ -19,11 +20,11 @@ class Reads:
 @contextmanager
 def counted_reads() -> Iterator[Reads]:
     """While active, counts what tensors are read from files."""
-    reads, original = Reads(), SafetensorsSource._read
+    reads, original = Reads(), SafetensorsSource._read_box
 
-    def read(self: SafetensorsSource, descriptor: int, memory: memoryview, offset: int) -> Any:
-        reads.count += len(memory)
-        return original(self, descriptor, memory, offset)
+    def read(self: SafetensorsSource, file: Any, box: Box, target: Any) -> None:
+        reads.count += box.numel * self.dtype.itemsize
+        original(self, file, box, target)
 
-    with mock.patch.object(SafetensorsSource, "_read", read):
+    with mock.patch.object(SafetensorsSource, "_read_box", read):
         yield reads

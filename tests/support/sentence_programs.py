@@ -11,19 +11,15 @@ import torch
 
 from stepmark.runtime.context import start
 from tests.support import trl_programs
-from tests.support.trl_programs import SPECIAL, WORDS, wait_for
+from tests.support.trl_programs import WORDS, wait_for, word_tokenizer
 
 KINDS = ("ranking", "similarity", "several")
 
 
 def save_model(folder: Path) -> Path:
     """An encoder and its tokenizer in a folder; the tokenizer's configuration is written last."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+    from transformers import BertConfig, BertModel
 
-    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(SPECIAL + WORDS)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", unk_token="<unk>")
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=64,
@@ -36,7 +32,7 @@ def save_model(folder: Path) -> Path:
         attention_probs_dropout_prob=0.0,
     )
     BertModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
     return folder
 
 

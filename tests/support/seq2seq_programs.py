@@ -12,10 +12,10 @@ from stepmark import Seq2SeqTrainer, Seq2SeqTrainingArguments
 LENGTH = 9
 
 
-def small_t5() -> T5ForConditionalGeneration:
+def small_t5(vocabulary: int = 61) -> T5ForConditionalGeneration:
     torch.manual_seed(0)
     config = T5Config(
-        vocab_size=61,
+        vocab_size=vocabulary,
         d_model=16,
         d_ff=16,
         d_kv=8,

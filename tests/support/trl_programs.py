@@ -24,14 +24,17 @@ SPECIAL = ["<pad>", "<eos>", "<unk>"]
 KINDS = ("SFT", "DPO", "KTO", "Reward")
 
 
-def save_model(folder: Path, kind: str) -> Path:
-    """A model and a tokenizer of words in a folder; the tokenizer's configuration is written last."""
+def word_tokenizer(**special: str) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(SPECIAL + WORDS)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", unk_token="<unk>", **special)
+
+
+def save_model(folder: Path, kind: str) -> Path:
+    """A model and a tokenizer of words in a folder; the tokenizer's configuration is written last."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
@@ -48,7 +51,7 @@ def save_model(folder: Path, kind: str) -> Path:
     )
     model = LlamaForSequenceClassification(config) if kind == "Reward" else LlamaForCausalLM(config)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    word_tokenizer(eos_token="<eos>").save_pretrained(folder)
     return folder
 
 

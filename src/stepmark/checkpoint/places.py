@@ -572,16 +572,13 @@ def copy_checkpoint(
     return Copied(step, count, total + len(data))
 
 
-def missing_others(others: dict[str, Other], there: dict[str, Other], *, newer_only: bool = False) -> dict[str, Other]:
+def missing_others(others: dict[str, Other], there: dict[str, Other]) -> dict[str, Other]:
     """Those of `others` that a destination lacks, or has as they were before."""
-
-    def differs(one: Other, other: Other) -> bool:
-        return other.time <= one.time or (one.size != other.size and not newer_only)
-
     return {
         name: each
         for name, each in others.items()
-        if is_file_name(name) and (name not in there or differs(each, there[name]))
+        if is_file_name(name)
+        and ((known := there.get(name)) is None or known.time <= each.time or known.size != each.size)
     }
 
 

@@ -4,11 +4,11 @@ fully qualified names, the keys on the way to them joined by "."."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from operator import setitem
 from typing import Any, NamedTuple
 
@@ -25,13 +25,13 @@ from stepmark.checkpoint.save.plan import ANY_ONE
 from stepmark.checkpoint.sections import SECTION_NAME, Entry, Section, add_optimizer, overlaps_itself
 from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.filesystem.json_values import decode
+from stepmark.filesystem.printable import listed
 from stepmark.sharding.dtensor import is_dtensor, local_of
 from stepmark.sharding.layout import Shard
 
 logger = logging.getLogger("stepmark")
 
 _REST = "state_dict"  # the section of what is in neither a model nor an optimizer
-_SHOWN = 3  # names in an error
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,8 @@ def compare_state_dict(
         missing = [name for name in found if name not in stored]
         if missing and not allow_partial:
             near = get_close_matches(missing[0], stored, 2) or stored
-            raise CheckpointMismatch(f"{plan.where} has no {_some(missing)}; it has {_some(near)}")
+            lacks, has = (listed([*map(repr, names)], 3) for names in (missing, near))
+            raise CheckpointMismatch(f"{plan.where} has no {lacks}; it has {has}")
         for name, leaf in found.items():
             if isinstance(stored.get(name), Stored):
                 _want_tensor(plan, name, leaf, section.entries.get(name), stored[name])
@@ -270,9 +271,3 @@ def _stored_optimizer(plan: ReadPlan, group: str, encoded: Mapping[str, Any]) ->
 def _replaced(value: Any, by: Callable[[Stored], Any]) -> Any:
     """A value with others for the tensors in it; pytree takes a size for a tuple."""
     return tree_map_only(Stored, by, value, is_leaf=lambda each: isinstance(each, torch.Size))
-
-
-def _some(names: Collection[str]) -> str:
-    """The first names, for an error."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(repr, islice(names, _SHOWN))) + more

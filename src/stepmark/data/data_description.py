@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.config.data_arguments import DataArguments
+from stepmark.filesystem.printable import listed
 
 MOST_FILES = 200  # that a description lists
-_SHOWN = 3  # names in a message
 _FIELDS = "text_column messages_column assistant_only_loss packing max_train_samples dataset_name dataset_config_name"
 
 
@@ -61,8 +61,7 @@ def _of_texts(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
     removed = [name for name in old if name not in new and old[name] not in renamed]
     for names, what in ((changed, "changed"), (added, "added"), (removed, "no longer read")):
         if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            yield f"{', '.join(names[:_SHOWN])}{more}: {what}"
+            yield f"{listed(names, 3)}: {what}"
 
 
 def _absolute(name: str) -> str:

@@ -9,7 +9,6 @@ of the user's own, such as an Enum or a namedtuple, would have to be imported, a
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
 import math
 import struct
@@ -208,16 +207,6 @@ def _unknown(dtype: str, package: str) -> CheckpointError:
     return CheckpointError(
         f"a stored value has the unknown dtype {dtype[:80]}; use a newer Stepmark and a {package} that has it"
     )
-
-
-def check_types(encoded: Any) -> None:
-    """Raises CheckpointError where `decode` would for an element type, before anything is decoded."""
-    for item in dicts_in(encoded):
-        with contextlib.suppress(LookupError, TypeError, ValueError):  # what makes no sense is for `decode` to say
-            if item.get(TAG) in ("array", "scalar"):
-                _numpy_dtype(item["dtype"])
-            elif item.get(TAG) == "dtype":
-                _torch_dtype(item["v"])
 
 
 def dicts_in(encoded: Any) -> Iterator[dict[str, Any]]:

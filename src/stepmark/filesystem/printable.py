@@ -1,9 +1,11 @@
-"""Text from files of others, as a terminal may show it: no escape sequence, and nothing that cannot be encoded."""
+"""Text from files of others, as a terminal may show it: no escape sequence, and nothing that cannot be encoded; and
+lists of words, as messages have them."""
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -12,6 +14,12 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 def printable(text: str) -> str:
     """The text, in which control characters, marks of direction and lone surrogates are escaped."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def listed(words: Sequence[str], most: int = 8) -> str:
+    """The words as an enumeration, of which only the first are named."""
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
 
 
 def printable_record(record: logging.LogRecord) -> bool:

@@ -22,6 +22,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from stepmark.errors import LaunchError, PeerFailed
+from stepmark.filesystem.printable import listed
 from stepmark.launch.join_clock import SETTING, JoinClock
 from stepmark.launch.store import StoreConnection
 from stepmark.launch.world import World
@@ -29,7 +30,6 @@ from stepmark.liveness.host_group import launcher_serves
 from stepmark.liveness.messages import pack, unpack
 
 _GAVE_UP = "gave-up"
-_SHOWN = 8  # ranks that a message names
 _READ_BY_OTHERS = 1.0  # seconds for the others to read why rank 0 gives up, which may serve the store
 
 
@@ -204,9 +204,7 @@ class Meeting:
 
 def describe_ranks(world: World, ranks: set[int]) -> str:
     """Some of these ranks, with the nodes on which the launcher starts them if those are known."""
-    shown = sorted(ranks)[:_SHOWN]
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return ", ".join(f"rank {rank}{_node_of(world, rank)}" for rank in shown) + more
+    return listed([f"rank {rank}{_node_of(world, rank)}" for rank in sorted(ranks)])
 
 
 def _node_of(world: World, rank: int) -> str:

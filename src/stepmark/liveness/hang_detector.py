@@ -28,11 +28,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch.distributed as dist
 
 from stepmark.errors import PeerLost, StepTimeout
+from stepmark.filesystem.printable import listed
 from stepmark.liveness import progress
 from stepmark.liveness.bounded_call import call_with_timeout
 from stepmark.liveness.failure_report import REPORTS, is_lost_peer
 from stepmark.liveness.host_group import launcher_serves
-from stepmark.liveness.late_rank import LEFT, Beat, LateRank, find_stuck, listed
+from stepmark.liveness.late_rank import LEFT, Beat, LateRank, find_stuck
 from stepmark.liveness.process_exit import RECORDING, end_process, print_stacks, say
 from stepmark.liveness.progress import Progress
 from stepmark.liveness.running_time import CLOCK, Clock, Silence

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
+from stepmark.filesystem.printable import listed
 from stepmark.liveness import progress
 from stepmark.liveness.progress import Progress
 from stepmark.liveness.thread_frames import innermost, is_waiting, places_of, stack
 
 LEFT = "left"  # instead of a heartbeat: the rank has exited normally
-_NAMED = 8  # ranks that a message names
 _OWN = ("stepmark/liveness/hang_detector.py", "stepmark/liveness/late_rank.py")
 
 
@@ -132,9 +132,3 @@ def find_stuck(beats: Mapping[int, Beat], describe: Callable[[int], str]) -> Lat
     elif len(chosen) > 1:
         text += "; all ranks wait there: look at the network and the devices"
     return LateRank(chosen[0], one, text, ends=ends)
-
-
-def listed(ranks: Sequence[str]) -> str:
-    """Joins descriptions of ranks, and shortens long lists."""
-    more = [f"and {len(ranks) - _NAMED} more"] if len(ranks) > _NAMED else []
-    return ", ".join([*ranks[:_NAMED], *more])

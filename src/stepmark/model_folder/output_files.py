@@ -22,8 +22,9 @@ from stepmark.errors import CheckpointMismatch
 from stepmark.filesystem import files
 from stepmark.model_folder.model_files import index_of, split_into_files
 from stepmark.model_folder.new_folder import WritingListener, check_room, writing
+from stepmark.sharding.layout import row_major_strides
 from stepmark.tensor_files.array_reader import ArrayReader
-from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray, row_major_strides
+from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 from stepmark.tensor_files.records import Record, RecordChecks
 from stepmark.tensor_files.streaming import WrittenTensor, write_jobs
 from stepmark.tensor_files.torch_writer import TorchArchive

@@ -8,7 +8,6 @@ sums are in a fixed order, parameters and shards begin at multiples of 64 elemen
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from stepmark.errors import UsageError
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
-from stepmark.sharding.layout import Box, Layout, Part, Shape, TensorSlice, layout_of
+from stepmark.sharding.layout import Box, Layout, Part, Shape, TensorSlice, layout_of, row_major_index
 from stepmark.sharding.replication import replication_of
 from stepmark.sharding.views import narrow
 
@@ -175,8 +174,7 @@ def _place_of_run(part: Part, local_shape: Shape) -> int | None:
     first = next((dim for dim, length in enumerate(lengths) if length > 1), len(lengths))
     if lengths[first + 1 :] != local_shape[first + 1 :]:
         return None
-    strides = [math.prod(local_shape[dim + 1 :]) for dim in range(len(local_shape))]
-    return sum(place * stride for place, stride in zip(part.at, strides, strict=True))
+    return row_major_index(part.at, local_shape)
 
 
 def make_buckets(

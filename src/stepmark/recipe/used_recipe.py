@@ -56,10 +56,13 @@ def recipe_writer(recipe: Recipe) -> Any:
     return WriteRecipe()
 
 
-def recipe_file_of(model: Path) -> Path | None:
-    """The recipe of the run that saved a checkpoint or model, in its folder or the one around it; None without."""
-    candidates = (folder / USED_RECIPE for folder in (model, model.absolute().parent))
-    return next((path for path in candidates if os.path.lexists(path)), None)
+def find_recipe(*folders: Path, trusts_code: bool) -> tuple[Recipe | None, Path | None]:
+    """The recipe in the first of the folders that has one, as `read_used_recipe` reads it, and its file."""
+    for folder in folders:
+        recipe = read_used_recipe(folder, trusts_code=trusts_code)
+        if recipe is not None:
+            return recipe, folder / USED_RECIPE
+    return None, None
 
 
 def read_used_recipe(folder: Path, *, trusts_code: bool = False) -> Recipe | None:

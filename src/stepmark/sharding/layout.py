@@ -125,6 +125,24 @@ class TensorSlice(NamedTuple):
         return blocks
 
 
+@lru_cache(1024)
+def row_major_strides(shape: Shape) -> Shape:
+    """The strides, in elements, of an array in row-major order."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def row_major_index(offsets: Sequence[int], shape: Sequence[int]) -> int:
+    """The number of the element at `offsets` in the flattened tensor."""
+    number = 0
+    for offset, size in zip(offsets, shape, strict=True):
+        number = number * size + offset
+    return number
+
+
 def row_major_boxes(lengths: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
     """Splits elements [start, stop) of a flattened box into boxes, as (offsets, lengths), in row-major order."""
     if start >= stop:

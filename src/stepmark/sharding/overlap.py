@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from stepmark.sharding.layout import Box, Shape, TensorSlice
+from stepmark.sharding.layout import Box, TensorSlice, row_major_index
 
 
 class Overlap(NamedTuple):
@@ -20,13 +20,6 @@ class Overlap(NamedTuple):
     first: int
     last: int
 
-    def strides(self) -> Shape:
-        """The strides, in elements, of the box inside the stored slice."""
-        strides = [1] * len(self.source.lengths)
-        for dim in range(len(strides) - 2, -1, -1):
-            strides[dim] = strides[dim + 1] * self.source.lengths[dim + 1]
-        return tuple(strides)
-
 
 def overlaps(stored: TensorSlice, wanted: TensorSlice) -> list[Overlap]:
     """The intersection of two slices of one tensor, as disjoint boxes."""
@@ -40,16 +33,9 @@ def overlaps(stored: TensorSlice, wanted: TensorSlice) -> list[Overlap]:
             if box is not None:
                 inside = box.relative_to(block.box.offsets)
                 end = tuple(offset + length - 1 for offset, length in zip(inside.offsets, inside.lengths, strict=True))
-                first = block.start + _position(inside.offsets, block.box.lengths)
-                found.append(Overlap(box, block.box, first, block.start + _position(end, block.box.lengths) + 1))
+                first = block.start + row_major_index(inside.offsets, block.box.lengths)
+                found.append(Overlap(box, block.box, first, block.start + row_major_index(end, block.box.lengths) + 1))
     return found
-
-
-def _position(offsets: Sequence[int], lengths: Sequence[int]) -> int:
-    position = 0
-    for offset, length in zip(offsets, lengths, strict=True):
-        position = position * length + offset
-    return position
 
 
 def disjoint(boxes: Sequence[Box]) -> bool:

@@ -22,9 +22,9 @@ from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.checkpoint.format.read_errors import read_errors_of
 from stepmark.checkpoint.format.tensor_file import PAGE
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
-from stepmark.sharding.layout import Box, Shape, TensorSlice
+from stepmark.sharding.layout import Box, Shape, TensorSlice, row_major_strides
 from stepmark.tensor_files import conversion
-from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray, row_major_strides
+from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
 from stepmark.tensor_files.records import RecordChecks
 
 _GAP = 1 << 12  # bytes between two arrays of a file that are read as well, rather than by another call

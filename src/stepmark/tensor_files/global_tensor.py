@@ -13,7 +13,7 @@ from pathlib import Path
 
 from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.errors import CheckpointDamaged
-from stepmark.sharding.layout import Box, Shape
+from stepmark.sharding.layout import Box, Shape, row_major_strides
 from stepmark.sharding.overlap import disjoint
 
 
@@ -53,16 +53,6 @@ class StoredArray:
             return 0
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return (last + 1) * item_size(self.dtype)
-
-
-@cache
-def row_major_strides(shape: Shape) -> Shape:
-    """The strides, in elements, of an array in row-major order."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 from stepmark.checkpoint.format.dtypes import item_size
 from stepmark.errors import CheckpointDamaged
-from stepmark.sharding.layout import Box, Shape, row_major_boxes
-from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, moved, row_major_strides
+from stepmark.sharding.layout import Box, Shape, row_major_boxes, row_major_index, row_major_strides
+from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, moved
 
 
 def as_written(tensors: Mapping[str, GlobalTensor], form: Mapping[str, Any] | None) -> dict[str, GlobalTensor]:
@@ -77,17 +77,12 @@ def strided(tensor: GlobalTensor, start: int, lengths: Shape, strides: Shape) ->
         split = [part for piece in pieces for part in _split(piece, dims)]
         for boxes in product(*chosen):
             box = Box(*(tuple(chain(*parts)) for parts in zip(*boxes, strict=True)))
-            places = [_number(at, g) - begin for (at, _), g, begin in zip(boxes, groups, begins, strict=True)]
+            places = [row_major_index(at, g) - begin for (at, _), g, begin in zip(boxes, groups, begins, strict=True)]
             for piece in moved(split, box, (0,) * len(box.lengths)):
                 for joined in _joined(piece, [part for _, part in boxes]):
                     yield _arranged(joined, places, order)
 
     return replace(tensor, shape=lengths, pieces=tuple(view(tensor.pieces)), replicas=tuple(view(tensor.replicas)))
-
-
-def _number(offsets: Shape, shape: Shape) -> int:
-    """Of an element, in row-major order."""
-    return sum(a * b for a, b in zip(offsets, row_major_strides(shape), strict=True))
 
 
 def _split(piece: Piece, dims: Sequence[Shape]) -> Iterator[Piece]:
@@ -96,7 +91,7 @@ def _split(piece: Piece, dims: Sequence[Shape]) -> Iterator[Piece]:
     ranges = [(row_major_boxes(d, o, o + n)) for d, o, n in zip(dims, piece.offsets, array.shape, strict=True)]
     strides = tuple(s * inner for s, d in zip(array.strides, dims, strict=True) for inner in row_major_strides(d))
     for boxes in product(*ranges):
-        begins = [_number(at, d) - o for (at, _), d, o in zip(boxes, dims, piece.offsets, strict=True)]
+        begins = [row_major_index(at, d) - o for (at, _), d, o in zip(boxes, dims, piece.offsets, strict=True)]
         begin = sum(a * b for a, b in zip(begins, array.strides, strict=True)) * item_size(array.dtype)
         offsets, lengths = (tuple(chain(*parts)) for parts in zip(*boxes, strict=True)) if boxes else ((), ())
         yield Piece(replace(array, offset=array.offset + begin, shape=lengths, strides=strides), offsets)

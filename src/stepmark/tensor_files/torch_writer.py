@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.errors import CheckpointMismatch
-from stepmark.tensor_files.global_tensor import GlobalTensor, row_major_strides
+from stepmark.sharding.layout import row_major_strides
+from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.pickle_reader import STORAGES, PickledName
 from stepmark.tensor_files.streaming import WrittenTensor
 from stepmark.tensor_files.torch_file import CENTRAL, ELSEWHERE, END, LARGE_END, LOCAL, LOCATOR

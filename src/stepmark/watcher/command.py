@@ -14,12 +14,11 @@ from typing import Any
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
-from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointNotFound
 from stepmark.evaluation.run_options import RunOptions
 from stepmark.filesystem.printable import printable
 from stepmark.liveness.gc_pause import quick_imports
-from stepmark.recipe.used_recipe import USED_RECIPE, read_used_recipe, recipe_file_of
+from stepmark.recipe.used_recipe import USED_RECIPE, find_recipe
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment, warn_not_saved
 from stepmark.trainer.telemetry.progress import QUIET, aligned
 from stepmark.watcher.evaluation_data import Request
@@ -52,11 +51,9 @@ def evaluate_command(request: Request) -> int:
 
 def _compile_cache(request: Request) -> bool | str | None:
     """Where the run keeps compiled graphs, so that its evaluations' are found there; None before it has begun."""
-    if request.is_run:
-        recipe = _recipe_of_run(request.path, request.trust_remote_code)
-    else:
-        run = request.path.absolute().parent
-        recipe = read_used_recipe(run, trusts_code=request.trust_remote_code) or _recipe_of(request.path, request)
+    path = request.path
+    folders = _run_and_newest(path) if request.is_run else (path.absolute().parent, path)
+    recipe, _ = find_recipe(*folders, trusts_code=request.trust_remote_code)
     return None if recipe is None else recipe.training.compile_cache
 
 
@@ -77,9 +74,10 @@ def _of_one(request: Request, mesh: Any) -> int:
     leads = mesh.context.host.rank == 0
     path = mesh.context.host.broadcast(_newest(request))
     with reading(path, "once") if leads else contextlib.nullcontext():
-        setup = EvaluationSetup.prepare(request, mesh, _recipe_of(path, request), path)
+        recipe, file = find_recipe(path, path.absolute().parent, trusts_code=request.trust_remote_code)
+        setup = EvaluationSetup.prepare(request, mesh, recipe, path)
         if leads:
-            _say(setup.summary(_origin(request, recipe_file_of(path), path, RunOptions.of_checkpoint(path))))
+            _say(setup.summary(_origin(request, file, path, RunOptions.of_checkpoint(path))))
         metrics = setup.evaluate(path)
     if extracting_graphs():
         warn_not_saved(f"the evaluation of {path}")
@@ -90,16 +88,9 @@ def _of_one(request: Request, mesh: Any) -> int:
     return 0
 
 
-def _recipe_of(path: Path, request: Request) -> Recipe | None:
-    """The recipe of the run that saved this checkpoint or model."""
-    found = recipe_file_of(path)
-    return None if found is None else read_used_recipe(found.parent, trusts_code=request.trust_remote_code)
-
-
-def _recipe_of_run(run: Path, trusts_code: bool) -> Recipe | None:
-    """The recipe in a run's folder, or the copy in its newest checkpoint, as where checkpoints were copied there."""
-    newest = next(iter(checkpoints(run)), run)
-    return read_used_recipe(run, trusts_code=trusts_code) or read_used_recipe(newest, trusts_code=trusts_code)
+def _run_and_newest(run: Path) -> tuple[Path, Path]:
+    """Where a run's recipe may be: in its folder, or as a copy in its newest checkpoint, as where those were copied."""
+    return run, next(iter(checkpoints(run)), run)
 
 
 def _origin(request: Request, recipe: Path | None, path: Path, options: RunOptions | None) -> str:
@@ -134,12 +125,10 @@ def _of_run(request: Request, mesh: Any) -> int:
         time.sleep(_APPEAR_EVERY)
 
     def make_setup(checkpoint: Path) -> Any:
-        holder = request.path if (request.path / USED_RECIPE).is_file() else checkpoint
-        recipe = read_used_recipe(holder, trusts_code=request.trust_remote_code)
+        recipe, file = find_recipe(request.path, checkpoint, trusts_code=request.trust_remote_code)
         setup = EvaluationSetup.prepare(request, mesh, recipe, checkpoint)
         if leads:
-            used = None if recipe is None else holder / USED_RECIPE
-            _say(setup.summary(_origin(request, used, checkpoint, RunOptions.of_checkpoint(checkpoint))))
+            _say(setup.summary(_origin(request, file, checkpoint, RunOptions.of_checkpoint(checkpoint))))
             if not setup.moves_best:
                 _say(f"{request.path / 'best'} stays as it is: --data is not the data of the run; see --update_best")
         return setup
@@ -164,8 +153,8 @@ def _of_run(request: Request, mesh: Any) -> int:
 
 def _with_metric(request: Request) -> Request:
     """With the metric for the best checkpoint of the run's recipe, unless one is given."""
-    recipe = _recipe_of_run(request.path, request.trust_remote_code) if request.metric is None else None
-    if recipe is None or recipe.training.metric_for_best_model is None:
+    recipe, _ = find_recipe(*_run_and_newest(request.path), trusts_code=request.trust_remote_code)
+    if request.metric is not None or recipe is None or recipe.training.metric_for_best_model is None:
         return request
     own, greater = recipe.training, request.greater_is_better
     greater = own.greater_is_better if greater is None else greater

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from transformers import DataCollatorWithPadding, default_data_collator
 from stepmark import Conversations, Trainer, TrainingArguments
 from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import DataError
+from tests.support.seq2seq_programs import small_t5
 
 LENGTHS = (3, 7, 5, 4)
 IDS = [np.random.RandomState(length).randint(3, 200, length).tolist() for length in LENGTHS]
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 NO_DROPOUT = {f"{name}_dropout": 0.0 for name in ("hidden", "attention", "final", "feat_proj")}
+t5 = partial(small_t5, vocabulary=300)
 
 
 class LastToken(nn.Module):
@@ -43,20 +46,6 @@ class LastToken(nn.Module):
             hidden = hidden + pixel_values.float().mean((1, 2, 3))[:, None]
         logits = self.head(hidden).view(-1, self.tasks, 3)
         return {"loss": cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
-
-
-def t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=300,
-        d_model=16,
-        d_kv=8,
-        d_ff=16,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return transformers.T5ForConditionalGeneration(config)
 
 
 def llama(kind: Any) -> Callable[[], nn.Module]:

@@ -28,7 +28,7 @@ from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.sections import Section, describe, runtime_of
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
-from stepmark.filesystem.json_values import check_types
+from stepmark.filesystem.json_values import decode
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.gc_pause import without_collection
 from stepmark.liveness.timed_collectives import TimedGroup
@@ -141,9 +141,9 @@ class Restorer:
         files.enter_context(reader)
         values = read_values(path, manifest)
         try:
-            check_types([values.get(name) for name in state])
+            decode([values.get(name) for name in state], lambda name: None)  # before anything is changed
         except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+            raise type(error)(f"{path}: {error}") from error
         for value in state.values():
             if hasattr(value, "ensure_state"):  # an optimizer that would make its state in the first step
                 unused = [name for name, held in value.named_state().items() if held.keys() <= {MASTER}]

@@ -26,7 +26,7 @@ from stepmark.checkpoint.format.verified_file import BLOCK, VerifiedFile
 from stepmark.checkpoint.host_memory import BufferPool, in_groups
 from stepmark.errors import CheckpointDamaged
 from stepmark.runtime.base import Runtime
-from stepmark.sharding.layout import Box, Layout, Part, Shape, Shard, TensorSlice
+from stepmark.sharding.layout import Box, Layout, Part, Shape, Shard, TensorSlice, row_major_strides
 from stepmark.sharding.overlap import Overlap, disjoint, overlaps
 from stepmark.sharding.views import block_views, host_array, is_row_major
 
@@ -307,7 +307,7 @@ def _copy_boxes(file: VerifiedFile, stored: StoredTensor, begin: int, end: int, 
     views = block_views(target.host, part, 0, part.slice.numel)
     arrays = [(block.box, host_array(view, write=True)) for block, view in views]
     for pair in pairs:
-        strides = tuple(stride * size for stride in pair.strides())
+        strides = tuple(stride * size for stride in row_major_strides(pair.source.lengths))
         source = np.lib.stride_tricks.as_strided(read[pair.first - first :], pair.box.lengths, strides, writeable=False)
         for box, memory in arrays:
             common = box.intersect(pair.box)

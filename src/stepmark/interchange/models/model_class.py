@@ -1,8 +1,7 @@
 """The outline of any model that transformers has: its class is made on the meta device.
 
 torch and the class take several hundred MB and some seconds, so that is done in a process of its own, which ends before
-tensors are read, unless this process has imported them already. The commonest models need neither
-(`known_outlines.py`).
+tensors are read, unless this process has imported them already.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Any
 
 import stepmark
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.models.known_outlines import known_outline
-from stepmark.interchange.models.model_outline import ModelOutline, read_config
+from stepmark.interchange.models.model_outline import ModelOutline
 from stepmark.model_folder.adapted_model import class_of_task, read_adapter_config
 from stepmark.model_folder.model_config import CONFIG, check_counts, few_modules, model_class
+from stepmark.tensor_files.source_files import read_json
 
 _MODULES = (20, 4000)  # that a class may make: so many for each tensor of the checkpoint, and so many more
 _SECONDS = 600  # after which that process is taken to hang
@@ -32,11 +31,8 @@ def outline_of(path: Path, tensors: int, adapter: Path | None = None) -> ModelOu
     A config of many more layers than the checkpoint has `tensors` is refused before it is built. Raises
     CheckpointMismatch where it is not the config of a model that transformers knows, or not of this checkpoint.
     """
-    config = read_config(path)
+    config = read_json(path)
     check_counts(path, config, tensors)
-    known = known_outline(config) if adapter is None else None
-    if known is not None:
-        return known
     try:
         here = {"torch", "transformers"} <= sys.modules.keys()
         asked = (config, tensors, None if adapter is None else str(adapter))

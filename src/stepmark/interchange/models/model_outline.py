@@ -7,13 +7,9 @@ import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from stepmark.errors import CheckpointMismatch
-from stepmark.filesystem.json_files import read_json
-from stepmark.sharding.layout import Shape
-from stepmark.tensor_files.global_tensor import row_major_strides
+from stepmark.sharding.layout import Shape, row_major_strides
 
 CONFIG = "config.json"
 
@@ -77,16 +73,3 @@ class ModelOutline:
         for key in ("layer_norms", "frozen"):
             found[key] = frozenset(found[key])
         return cls(**{**found, "optional": tuple(found["optional"])})
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The contents of a config.json. Raises CheckpointMismatch where it is not one."""
-    try:
-        found = read_json(path, follow=True)
-    except OSError as error:
-        raise CheckpointMismatch(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise CheckpointMismatch(f"{path} is not a JSON file: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointMismatch(f"{path} is not the config of a model")
-    return found

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
-from stepmark.interchange.models.model_outline import read_config
 from stepmark.interchange.neuron.key_value_layout import HeadLayout
 from stepmark.interchange.neuron.stages import Stage, model_of
 from stepmark.interchange.sources.complete_state import config_path, finish
@@ -42,7 +41,7 @@ def config_of(tag: Path, state: Mapping[str, Any]) -> dict[str, Any] | None:
 def heads_config(options: ImportOptions, found: ForeignCheckpoint) -> dict[str, Any] | None:
     """The model's config, for its numbers of heads."""
     path = config_path(found.files, options)
-    return None if path is None else read_config(path)
+    return None if path is None else read_json(path)
 
 
 def finish_adapter(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from stepmark.checkpoint.format.manifest import MASTER
-from stepmark.interchange.models.model_outline import CONFIG, ModelOutline, read_config
+from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sinks.export_plan import (
     ExportOptions,
     ExportPlan,
@@ -26,6 +26,7 @@ from stepmark.interchange.sources.optimizer_names import NAMES
 from stepmark.model_folder.adapted_model import ADAPTER_WEIGHTS
 from stepmark.model_folder.output_files import MAX_SHARD, DataFile, copied_files, model_files, tensor_file, torch_file
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
+from stepmark.tensor_files.source_files import read_json
 
 _MASTERS = (
     "the weights are written in fp32, from the master weights; load the model in fp32 (with bf16=True for autocast), "
@@ -44,7 +45,7 @@ def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
     found = ExportPlan(files, notes=[_MASTERS] if masters else [])
     found.files += copied_files(source.files, without=(CONFIG,))
     if not source.adapter:
-        config = read_config(source.files[CONFIG])
+        config = read_json(source.files[CONFIG])
         config |= {key: "float32" for key in ("dtype", "torch_dtype") if masters and key in config}
         found.files.append(DataFile(CONFIG, (json.dumps(config, indent=2) + "\n").encode()))
     found.files.append(torch_file("optimizer.pt", numbered(source, outline)))

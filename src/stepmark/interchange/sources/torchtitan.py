@@ -12,9 +12,11 @@ from functools import partial
 from typing import Any
 
 from stepmark.errors import CheckpointMismatch
-from stepmark.interchange.models.model_outline import CONFIG, ModelOutline, read_config
+from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
-from stepmark.tensor_files.global_tensor import GlobalTensor, row_major_strides
+from stepmark.sharding.layout import row_major_strides
+from stepmark.tensor_files.global_tensor import GlobalTensor
+from stepmark.tensor_files.source_files import read_json
 from stepmark.tensor_files.strided import strided
 
 EMBEDDING = "tok_embeddings.weight"
@@ -63,7 +65,7 @@ def exported(found: ForeignCheckpoint) -> ForeignCheckpoint:
     """
     if CONFIG not in found.files:
         raise CheckpointMismatch(f"{found.folder} has no {CONFIG}, which states the heads; give it with --config")
-    return _translated(found, _heads(found, read_config(found.files[CONFIG])), back=True)
+    return _translated(found, _heads(found, read_json(found.files[CONFIG])), back=True)
 
 
 def _translated(found: ForeignCheckpoint, heads: dict[str, int], *, back: bool) -> ForeignCheckpoint:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepmark.errors import CheckpointMismatch, UsageError
-from stepmark.parallel.loading.tensor_source import BUFFER, JoinedSource, SafetensorsSource, TensorSource
+from stepmark.parallel.loading.tensor_source import JoinedSource, SafetensorsSource, TensorSource
 from stepmark.runtime.module_placement import replace
 from stepmark.sharding.layout import Layout
 
@@ -107,16 +107,7 @@ def _equal(one: SafetensorsSource | JoinedSource, other: SafetensorsSource | Joi
         return True
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    numel, step = one.nbytes // one.dtype.itemsize, BUFFER // one.dtype.itemsize
-    flat = [SafetensorsSource(each.path, each.name, each.dtype, (numel,), each.begin) for each in (one, other)]
-    for start in range(0, numel, step):
-        count = min(step, numel - start)
-        blocks = [torch.empty(count, dtype=one.dtype) for _ in flat]
-        for block, tensor in zip(blocks, flat, strict=True):
-            tensor.fill(block, Layout.box((numel,), (start,), (count,)))
-        if not torch.equal(*(block.view(torch.uint8) for block in blocks)):
-            return False
-    return True
+    return all(mine == theirs for mine, theirs in zip(one.blocks(), other.blocks(), strict=True))
 
 
 def _check(model: Any, named: Named, wanted: Mapping[str, Tensor], missing: set[str], at: Any) -> None:

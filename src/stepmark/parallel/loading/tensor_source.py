@@ -7,11 +7,11 @@ their pages count as the process's memory, and a file that shrinks under them en
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
 import mmap
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from stepmark.checkpoint.format.dtypes import torch_dtype
-from stepmark.checkpoint.format.read_errors import cannot_read
+from stepmark.checkpoint.format.read_errors import cannot_read, read_errors_of
 from stepmark.checkpoint.format.tensor_file import read_tensors
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from stepmark.sharding.layout import Box, Layout, Shape
+from stepmark.sharding.layout import Box, Layout, Shape, row_major_index
 from stepmark.sharding.views import block_views, narrow
 
 BUFFER = 8 << 20
@@ -65,42 +65,36 @@ class SafetensorsSource:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def blocks(self) -> Iterator[bytes]:
+        """Its bytes, BUFFER of them at a time. Raises as `fill`."""
+        with read_errors_of(self.path), self.path.open("rb") as file:
+            file.seek(self.begin)
+            for start in range(0, self.nbytes, BUFFER):
+                yield file.read(min(BUFFER, self.nbytes - start))
+
     def fill(self, local: Tensor, layout: Layout) -> None:
-        """See `TensorSource`. Raises CheckpointDamaged where the file ends before or cannot be read."""
-        try:
-            file = self.path.open("rb", buffering=0)
-        except OSError as error:
-            raise CheckpointDamaged(f"{self.path} cannot be opened: {error.strerror}") from error
-        with file:
+        """See `TensorSource`. Raises CheckpointDamaged where the file ends before, CheckpointError where it cannot be
+        read."""
+        with read_errors_of(self.path), self.path.open("rb") as file:
             step = BUFFER // self.dtype.itemsize
             for part in layout.parts:
                 for start in range(0, part.slice.numel, step):
                     for block, view in block_views(local, part, start, min(start + step, part.slice.numel)):
-                        self._read_box(file.fileno(), block.box, view)
+                        self._read_box(file, block.box, view)
 
-    def _read_box(self, descriptor: int, box: Box, target: Tensor) -> None:
+    def _read_box(self, file: io.BufferedReader, box: Box, target: Tensor) -> None:
         """Reads one contiguous run of the file at a time."""
         buffer = passing(box.numel * self.dtype.itemsize, torch.uint8)
         data: Any = buffer.numpy()
-        memory, done = memoryview(data), 0
+        rest = memoryview(data)
         for start, numel in _runs(box, self.shape):
             nbytes = numel * self.dtype.itemsize
-            self._read(descriptor, memory[done : done + nbytes], self.begin + start * self.dtype.itemsize)
-            done += nbytes
+            begin = file.seek(self.begin + start * self.dtype.itemsize)
+            got = file.readinto(rest[:nbytes])
+            if got < nbytes:
+                raise CheckpointDamaged(f"{self.path} ends at byte {begin + got}, inside tensor {self.name!r}")
+            rest = rest[nbytes:]
         target.copy_(buffer.view(self.dtype).view(box.lengths))
-
-    def _read(self, descriptor: int, memory: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(memory):
-            try:
-                got = os.preadv(descriptor, [memory[done:]], offset + done)
-            except OSError as error:
-                raise CheckpointDamaged(
-                    f"{self.path}: tensor {self.name!r} cannot be read at byte {offset + done}: {error.strerror}"
-                ) from error
-            if got == 0:
-                raise CheckpointDamaged(f"{self.path} ends at byte {offset + done}, inside tensor {self.name!r}")
-            done += got
 
 
 @dataclass(frozen=True)
@@ -158,11 +152,9 @@ def _runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
     while split > 0 and box.lengths[split - 1 :] == shape[split - 1 :]:
         split -= 1
     split = max(split - 1, 0)  # this dim is sharded, the dims after it are complete
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    numel = math.prod(box.lengths[split:])
-    for index in itertools.product(*(range(length) for length in box.lengths[:split])):
-        yield first + sum(each * stride for each, stride in zip(index, strides[:split], strict=True)), numel
+    ranges = [range(offset, offset + length) for offset, length in zip(*box, strict=True)]
+    for index in itertools.product(*ranges[:split]):
+        yield row_major_index((*index, *box.offsets[split:]), shape), math.prod(box.lengths[split:])
 
 
 def open_folder(folder: Path) -> dict[str, SafetensorsSource]:

@@ -1,4 +1,4 @@
-"""What is known of models without their class is what transformers' class says."""
+"""The outline of a model, as transformers' class has it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 from stepmark.errors import CheckpointMismatch
 from stepmark.interchange.models import model_class
-from stepmark.interchange.models.known_outlines import known_outline
 from stepmark.interchange.models.model_class import outline_of
 
 SIZES = {
@@ -24,48 +23,6 @@ SIZES = {
     "vocab_size": 64,
     "tie_word_embeddings": False,
 }
-TIED = {**SIZES, "tie_word_embeddings": True}
-GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16, "vocab_size": 64}
-
-KNOWN: list[dict[str, Any]] = [
-    {"model_type": "llama", **SIZES},
-    {"model_type": "llama", **TIED, "attention_bias": True, "head_dim": 6},
-    {"model_type": "llama", **SIZES, "mlp_bias": True, "architectures": ["LlamaForCausalLM"]},
-    {"model_type": "mistral", **SIZES, "head_dim": 6},
-    {"model_type": "mistral", **TIED, "attention_bias": True, "head_dim": None},
-    {"model_type": "qwen2", **SIZES, "attention_bias": False},
-    {"model_type": "qwen2", **TIED},
-    {"model_type": "qwen3", **SIZES, "head_dim": 6, "mlp_bias": True},
-    {"model_type": "qwen3", **TIED, "head_dim": 4, "attention_bias": True},
-    {"model_type": "granite", **SIZES, "attention_bias": True, "mlp_bias": True},
-    {"model_type": "gpt2", **GPT2},
-    {"model_type": "gpt2", **GPT2, "n_inner": 24, "tie_word_embeddings": False},
-]
-OPEN: list[dict[str, Any]] = [
-    {"model_type": "llama", **{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}},
-    {"model_type": "llama", **{k: v for k, v in SIZES.items() if k != "tie_word_embeddings"}},
-    {"model_type": "llama", **SIZES, "architectures": ["LlamaForSequenceClassification"]},
-    {"model_type": "llama", **SIZES, "quantization_config": {"quant_method": "fp8"}},
-    {"model_type": "llama", **SIZES, "hidden_size": "32"},
-    {"model_type": "qwen3", **SIZES},
-    {"model_type": "gpt2", **GPT2, "add_cross_attention": True},
-    {"model_type": "bert", "hidden_size": 32},
-    {"model_type": ["llama"]},
-]
-
-
-@pytest.mark.parametrize("config", KNOWN, ids=lambda config: config["model_type"])
-def test_known_models_are_those_of_transformers(config: dict[str, Any]) -> None:
-    known, real = known_outline(config), model_class._outline(config, 1000)
-    assert known == real
-    assert known is not None
-    for mine, theirs in ((known.parameters, real.parameters), (known.state, real.state)):
-        assert list(mine) == list(theirs)  # the order numbers an optimizer's states
-
-
-@pytest.mark.parametrize("config", OPEN, ids=lambda config: str(config["model_type"]))
-def test_what_a_config_leaves_open_is_asked_of_the_class(config: dict[str, Any]) -> None:
-    assert known_outline(config) is None
 
 
 def test_another_process_finds_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +59,6 @@ def test_a_model_of_very_many_layers_is_not_built(change: dict[str, int], tmp_pa
         outline_of(tmp_path / "config.json", 30)
 
 
-@pytest.mark.prove
 def test_a_model_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "bert", "hidden_size": 7, "num_attention_heads": 2})
