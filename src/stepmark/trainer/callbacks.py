@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -11,7 +10,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +26,14 @@ from transformers.trainer_callback import (
 
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
-from stepmark.filesystem.files import make_folder, make_own_folder, replace_file
+from stepmark.filesystem.files import make_folder, make_own_folder
 from stepmark.filesystem.json_files import read_object, replace_json
 from stepmark.liveness import console
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.components import TrainingComponents, count_epochs
+from stepmark.trainer.run_folder.log_history import encode_state, pack
 from stepmark.trainer.run_folder.output_folder import TRACKERS
-from stepmark.trainer.run_folder.run_log import TRAINER_STATE, RunLog, read_metrics
+from stepmark.trainer.run_folder.run_log import RunLog, read_metrics
 from stepmark.trainer.run_folder.status import DONE, RUNNING, RunStatus
 from stepmark.trainer.telemetry.progress import ProgressDisplay
 from stepmark.trainer.training_arguments import TrainingArguments
@@ -224,14 +223,14 @@ class RunCallbacks:
         due = self.control.should_log  # which transformers' handler unsets, also for values that a program logs itself
         self._log_event(step, {**logs, "epoch": epoch})
         self.control.should_log |= due
+        pack(self.state)
 
     # State
 
-    def write_state(self, folder: Path) -> None:
-        """Writes the state to trainer_state.json, with that of the callbacks which have one."""
+    def encode_state(self) -> Iterator[bytes]:
+        """The content of trainer_state.json as `encode_state`, with the state of the callbacks which have one."""
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=self._exportable()).stateful_callbacks
-        state = json.dumps(asdict(self.state), indent=2, sort_keys=True) + "\n"
-        replace_file(folder / TRAINER_STATE, state.encode())
+        return encode_state(self.state)
 
     def restore_state(self, saved: TrainerState) -> None:
         """Restores the history, the best model and the callbacks' states from `saved`: their counters, and with
