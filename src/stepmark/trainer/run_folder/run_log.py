@@ -161,7 +161,8 @@ class RunLog:
 
     def attempts(self) -> int:
         """How often the run was resumed so far."""
-        return sum("resumed" in line for line in read_metrics(self.folder))
+        lines = read_lines(self.folder / METRICS, lambda line: b'"resumed"' in line)
+        return sum("resumed" in line for line in lines)
 
     def status(self, state: str, step: int, reason: str | None = None) -> None:
         """Writes status.json. `state` is running, done, interrupted or failed; all but the first are events too."""
