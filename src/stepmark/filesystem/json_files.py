@@ -11,17 +11,16 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from stepmark.filesystem import files
 
 _PARSED = {b"{": 240, b"[": 72, b",": 40}  # bytes of memory that a value takes, by a sign that it has in the text
 _MOST_PARSED = 400 << 20
 _LONGEST_LINE = 16 << 20  # bytes
-_BATCH = 1 << 16  # bytes of lines that are parsed at once
+_END = 1 << 16  # bytes at the end of a file, which are always of interest
 _LARGEST_INTEGER = (1 << 63) - 1
 LATEST = 253370764800.0  # seconds since the Unix epoch: the beginning of the year 9999, up to which calendars go
 _TYPES = {  # of the fields that runs write, and others read; float: a time or seconds
@@ -51,6 +50,8 @@ def parse_json(data: bytes, most: int = 0) -> Any:
 
 def is_too_large(data: bytes, most: int = 0) -> bool:
     """Whether a JSON text would not be read."""
+    if len(data) * max(_PARSED.values()) <= _MOST_PARSED:
+        return False
     needed = sum(size * data.count(sign) for sign, size in _PARSED.items())
     return len(data) > files.LARGEST or needed > max(_MOST_PARSED, most)
 
@@ -97,7 +98,7 @@ def append_line(path: Path, values: Mapping[str, Any], *, durable: bool = False)
             os.fsync(file.fileno())
 
 
-def read_lines(path: Path, wanted: Callable[[bytes], object] | None = None) -> list[dict[str, Any]]:
+def read_lines(path: Path, wanted: Callable[[bytes], object] = bool) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines, in order; none where there is no file. Partial lines, lines that are not
     objects, and fields of other types than a run writes are skipped; so are lines that are not `wanted`, without being
     parsed, but for those at the file's end."""
@@ -105,33 +106,16 @@ def read_lines(path: Path, wanted: Callable[[bytes], object] | None = None) -> l
         file = files.open_for_reading(path)
     except FileNotFoundError:
         return []
-    found = []
+    lines = []
     with file:
-        last = os.fstat(file.fileno()).st_size - _BATCH
-        for batch in _batches(file):
-            kept = batch if wanted is None or file.tell() > last else [*filter(wanted, batch)]
-            found += [_checked(value) for value in _parsed(kept) if isinstance(value, dict)]
-    return found
-
-
-def _batches(file: BinaryIO) -> Iterator[list[bytes]]:
-    batch, size = [], 0
-    for line in iter(partial(file.readline, _LONGEST_LINE), b""):
-        batch.append(line)
-        size += len(line)
-        if size > _BATCH:
-            yield batch
-            batch, size = [], 0
-    yield batch
-
-
-def _parsed(lines: list[bytes]) -> list[Any]:
-    """The values of the lines that are JSON: parsed at once, or one by one where some are not."""
-    with contextlib.suppress(ValueError):
-        values = parse_json(b"[%b]" % b",".join(lines))
-        if len(values) == len(lines):
-            return values
-    return [] if len(lines) == 1 else [value for line in lines for value in _parsed([line])]
+        end = os.fstat(file.fileno()).st_size - _END
+        while line := file.readline(_LONGEST_LINE):
+            if not wanted(line) and file.tell() < end:
+                continue
+            with contextlib.suppress(ValueError):
+                value = parse_json(line)
+                lines += [_checked(value)] if isinstance(value, dict) else []
+    return lines
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:

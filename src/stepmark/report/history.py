@@ -234,9 +234,9 @@ def read_history(folder: Path, *, recent: bool = False) -> History:
         history.status = {"state": FAILED, "reason": next(iter(history.failures.values())).partition("\n")[0]}
     if history.status.get("state") == RUNNING:
         history.liveness = read_liveness(folder) or read_process(history.status)
-    events = read_lines(folder / EVENTS, (lambda line: b'"event": "save' not in line) if recent else None)
+    events = read_lines(folder / EVENTS, (lambda line: b'"event": "save' not in line) if recent else bool)
     history.events = [line for line in events if isinstance(line.get("event"), str)]
-    _sort_metrics(history, read_lines(folder / METRICS, (lambda line: b'"loss": ' not in line) if recent else None))
+    _sort_metrics(history, read_lines(folder / METRICS, (lambda line: b'"loss": ' not in line) if recent else bool))
     if recent and len(history.logs) < RECENT:  # the last ones may be farther from the end, if they were trained again
         return read_history(folder)
     _add_concurrent_evaluations(history, read_lines(folder / EVALUATIONS))

@@ -155,12 +155,11 @@ class RunCallbacks:
         """Steps that were logged before appear again; trackers have them."""
         if not self.run_log.writes or not self._trackers:
             return
-
-        def again(line: bytes) -> bool:  # or logged outside of training, perhaps for an earlier step
-            step = _TRAINED.match(line)
-            return step is None or int(step[1]) >= self.state.global_step
-
-        for line in read_lines(self.run_log.folder / METRICS, again):
+        step = self.state.global_step  # what is not of training may be logged again for an earlier one
+        lines = read_lines(
+            self.run_log.folder / METRICS, lambda line: (match := _TRAINED.match(line)) is None or int(match[1]) >= step
+        )
+        for line in lines:
             if isinstance(line.get("step"), int):
                 self._sent |= {name: max(line["step"], self._sent.get(name, -1)) for name in line}
 

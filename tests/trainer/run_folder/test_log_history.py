@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import Any
 
 import numpy
 import pytest
+from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerState
 
 from stepmark.trainer.run_folder import log_history
 from stepmark.trainer.run_folder.log_history import LogHistory, encode_state, pack, read_state
+from tests.trainer.compat.test_strategies import steps, trainer
 
 BLOCK, FEW = 16, 4
 LOGS = (FEW + 3) * BLOCK + 5
@@ -248,3 +251,53 @@ def test_the_content_is_that_of_the_call() -> None:
     state.log_history.clear()
     state.best_metric = 5.0
     assert b"".join(pieces) == expected
+
+
+class Saves(TrainerCallback):
+    """Does with the history what programs do, and counts what each save encodes."""
+
+    def __init__(self, encoded: list[Any]) -> None:
+        self.encoded, self.counts = encoded, list[int]()
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        state.log_history[-1]["mine"] = state.global_step
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        assert [log["step"] for log in state.log_history if "loss" in log] == list(range(1, state.global_step))
+
+    def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        self.counts.append(len(self.encoded))
+        self.encoded.clear()
+
+
+def test_a_run_that_saves_every_step_encodes_each_log_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, text = set(), log_history._text
+    encoded: list[Any] = []
+    monkeypatch.setattr(log_history, "_text", lambda log: encoded.append(log) or text(log))
+    monkeypatch.setattr(log_history, "BLOCK", 4)
+    decompress = log_history.zlib.decompress
+
+    class Zlib:
+        compress = log_history.zlib.compress
+
+        @staticmethod
+        def decompress(data: bytes) -> bytes:
+            threads.add(threading.current_thread().name)
+            return decompress(data)
+
+    options = {**steps("logging", 1), **steps("save", 1), **steps("eval", 6)}
+    saves = Saves(encoded)
+    made, _ = trainer(tmp_path, saves, **options)
+    monkeypatch.setattr(log_history, "zlib", Zlib)
+    made.train()
+    assert saves.counts == [2 if number % 6 == 0 else 1 for number in range(1, 13)]
+    path = tmp_path / "checkpoint-12" / "trainer_state.json"
+    found, now = TrainerState.load_from_json(str(path)), list(made.state.log_history)
+    assert found.log_history == now[: len(found.log_history)]
+    assert [log["mine"] for log in found.log_history] == [log["step"] for log in found.log_history]
+    assert path.read_bytes() == usual(found)
+    assert "stepmark-save" in threads
+
+    again, _ = trainer(tmp_path, max_steps=14, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+    assert list(again.state.log_history)[: len(found.log_history)] == found.log_history

@@ -60,14 +60,12 @@ class LogHistory(list[Any]):
 
     def _logs(self, block: int) -> list[Any]:
         if block not in self._open:
-            self._hold(block, json.loads(b"[%b]" % zlib.decompress(self._blocks[block])))
+            if len(self._open) >= self._most_open:
+                self._close()
+                self._most_open = max(FEW, 2 * len(self._open))
+            logs = json.loads(b"[%b]" % zlib.decompress(self._blocks[block]))
+            self._open[block] = _values(logs), logs
         return self._open[block][1]
-
-    def _hold(self, block: int, logs: list[Any]) -> None:
-        if len(self._open) >= self._most_open:
-            self._close()
-            self._most_open = max(FEW, 2 * len(self._open))
-        self._open[block] = _values(logs), logs
 
     def _close(self) -> None:
         """Encodes open blocks that have changed, and closes those whose logs no one else has."""
@@ -86,14 +84,13 @@ class LogHistory(list[Any]):
 
     def pack(self) -> None:
         """Encodes the last item, and makes blocks. Raises TypeError or ValueError for what JSON cannot hold."""
-        for log in list.__getitem__(self, slice(-1, None)):
-            self._encoded(log)
+        list(map(self._encoded, list.__getitem__(self, slice(-1, None))))
         while list.__len__(self) >= BLOCK:
             logs = list.__getitem__(self, slice(BLOCK))
             self._blocks.append(_compressed(map(self._encoded, logs)))
             list.__delitem__(self, slice(BLOCK))
-            self._hold(len(self._blocks) - 1, logs)
-            self._texts = {}
+            self._open[len(self._blocks) - 1], self._texts = (_values(logs), logs), {}
+            self._close()
 
     def _encoded(self, log: Any) -> bytes:
         values = _values(log)
@@ -199,11 +196,11 @@ def read_state(path: Path) -> TrainerState:
     """Reads trainer_state.json; most logs are decoded once they are read. Raises OSError or ValueError."""
     text, history = path.read_bytes(), LogHistory()
     begin, end = text.find(_KEY + _FIRST), text.find(_END)
-    if begin < 0 or end < begin:  # it is indented otherwise, or has no logs
-        state = TrainerState.load_from_json(str(path))
-        history.extend(state.log_history)
-    else:
+    try:
         history.take(text, begin + len(_KEY + _FIRST), end)
         state = TrainerState(**json.loads(text[:begin] + _KEY + b"]" + text[end + 4 :]))
+    except ValueError:  # it is indented otherwise, or has no logs
+        state = TrainerState.load_from_json(str(path))
+        history = LogHistory(state.log_history)
     state.log_history = history
     return state
