@@ -64,7 +64,7 @@ def test_lines_that_are_not_wanted_are_not_parsed_but_at_the_end(
     parse = json_files.parse_json
     monkeypatch.setattr(json_files, "parse_json", lambda line: parsed.append(line) or parse(line))
     found = read_lines(path, lambda line: b"hundred" in line)
-    assert len(parsed) == len(found) < 10_000
+    assert sum(text.count(b": ") for text in parsed) == len(found) < 10_000
     assert [line["hundred"] for line in found if "hundred" in line] == list(range(0, 20_000, 100))
     assert [*found[-1000:]] == read_lines(path)[-1000:]
     assert len(read_lines(path)) == 20_000

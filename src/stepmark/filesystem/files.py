@@ -20,7 +20,7 @@ from stepmark.errors import FileRefused
 from stepmark.filesystem.visibility import when_visible
 
 LARGEST = 128 << 20  # bytes of a file that is read as a whole, but for those with these endings
-_LARGEST = {"used_recipe.yaml": 1 << 20, ".jsonl": 8 << 30, ".metadata": 512 << 20}
+_LARGEST = {"used_recipe.yaml": 1 << 20, ".jsonl": 8 << 30, ".metadata": 512 << 20, "trainer_state.json": 8 << 30}
 _WHOLE = (".json", ".txt", ".model", ".jinja", ".py")  # of files that libraries read as a whole
 _NO_FILE = "is a link that is not followed, or no regular file"
 TEMPORARY = ".stepmark-"  # begins the names of files that are being made; 32 hexadecimal digits follow

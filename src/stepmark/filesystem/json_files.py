@@ -20,6 +20,7 @@ from stepmark.filesystem import files
 _PARSED = {b"{": 240, b"[": 72, b",": 40}  # bytes of memory that a value takes, by a sign that it has in the text
 _MOST_PARSED = 400 << 20
 _LONGEST_LINE = 16 << 20  # bytes
+_BATCH = 16  # lines that are parsed together
 _END = 1 << 16  # bytes at the end of a file, which are always of interest
 _LARGEST_INTEGER = (1 << 63) - 1
 LATEST = 253370764800.0  # seconds since the Unix epoch: the beginning of the year 9999, up to which calendars go
@@ -106,16 +107,28 @@ def read_lines(path: Path, wanted: Callable[[bytes], object] = bool) -> list[dic
         file = files.open_for_reading(path)
     except FileNotFoundError:
         return []
-    lines = []
+    found: list[dict[str, Any]] = []
+    kept: list[bytes] = []
     with file:
-        end = os.fstat(file.fileno()).st_size - _END
+        left = os.fstat(file.fileno()).st_size - _END
         while line := file.readline(_LONGEST_LINE):
-            if not wanted(line) and file.tell() < end:
-                continue
-            with contextlib.suppress(ValueError):
-                value = parse_json(line)
-                lines += [_checked(value)] if isinstance(value, dict) else []
-    return lines
+            left -= len(line)
+            if left < 0 or wanted(line):
+                kept.append(line)
+            if len(kept) == _BATCH:
+                found += _objects(kept)
+                kept = []
+    return found + _objects(kept)
+
+
+def _objects(lines: list[bytes]) -> list[dict[str, Any]]:
+    """The objects in lines: parsed together, so that they share the names of fields, or where that fails one by one."""
+    values: Any = []
+    with contextlib.suppress(ValueError):
+        values = parse_json(b"[%b]" % b",".join(lines))
+    if len(values) != len(lines):
+        return [found for line in lines for found in _objects([line])] if len(lines) > 1 else []
+    return [_checked(value) for value in values if isinstance(value, dict)]
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:

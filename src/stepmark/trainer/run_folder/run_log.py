@@ -134,7 +134,8 @@ class RunLog:
         """Also keeps the newest numbers in a file for Prometheus from now on."""
         if self.writes:
             self.prometheus = PrometheusFile(Path(path), str(self.folder), read_lines(self.folder / EVENTS))
-            self._numbers = {name: value for line in read_metrics(self.folder) for name, value in line.items()}
+            lines = read_lines(self.folder / METRICS, lambda line: b'"loss": ' not in line)
+            self._numbers = {name: value for line in lines for name, value in line.items()}
 
     def metrics(self, values: dict[str, Any]) -> None:
         """Appends one line to metrics.jsonl, flushed to the system. Floats keep full precision."""
