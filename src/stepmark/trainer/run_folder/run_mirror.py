@@ -180,7 +180,7 @@ class RunMirror:
 def _best_of(checkpoint: Path) -> set[int]:
     """The step of the best checkpoint, as far as a run that goes on from this one knows it, and where `best` points."""
     state = TrainerState()
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         state = read_state(checkpoint / TRAINER_STATE)
     found = {step_of(Path(str(state.best_model_checkpoint))), best_step(checkpoint.parent)}
     return {step for step in found if step is not None}
