@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.checkpoint import Checkpointer
-from stepmark.errors import CheckpointMismatch, CheckpointNotFound, UsageError
+from stepmark.checkpoint.save import background
+from stepmark.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, UsageError
 from tests.support.checkpoint_states import Net, identities, net, same, snapshot, train
 
 OPTIMIZERS = {
@@ -351,3 +353,46 @@ def test_wrappers_of_torch_are_seen_through(tmp_path: Path) -> None:
         assert same(snapshot(compiled._orig_mod), snapshot(module))
         checkpointer.save(2, {"model": compiled, "optimizer": optimizer}, block=True)
         assert checkpointer.manifest(2).tensors["model"].keys() == checkpointer.manifest(1).tensors["model"].keys()
+
+
+def test_what_files_returns_completes_them_behind_training(tmp_path: Path) -> None:
+    threads = []
+
+    def begin(folder: Path) -> Any:
+        (folder / "long.txt").touch()
+
+        def complete() -> None:
+            threads.append(threading.current_thread())
+            (folder / "long.txt").write_text("complete")
+
+        return complete
+
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": net(0)}, files=begin)
+        checkpointer.wait()
+        assert (tmp_path / "checkpoint-1" / "long.txt").read_text() == "complete"
+        assert checkpointer.restore({"model": net(1)}) == 1  # its checksum is of the complete file
+        assert threads != [threading.current_thread()]
+
+
+def test_a_save_whose_files_cannot_be_completed_has_failed(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": net(0)}, files=lambda _: fail)
+        with pytest.raises(CheckpointError, match="step 1 was not saved: No space left"):
+            checkpointer.wait()
+        assert checkpointer.latest() is None
+
+
+def test_a_save_lists_the_checkpoints_only_where_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> Any:
+        raise AssertionError(folder)
+
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": net(0)}, block=True)
+        monkeypatch.setattr(background, "checkpoints", refuse)
+        checkpointer.save(2, {"model": net(0)}, block=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.filesystem import files
+from stepmark.filesystem import files, json_files
 from stepmark.filesystem.json_files import append_line, read_lines, replace_json
 
 
@@ -53,3 +53,31 @@ def test_lines_that_are_not_objects_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "lines").write_bytes(b'[1]\n"x"\n\xff\xfe\n{"a": 1}\nnull\n{"b"')
     assert read_lines(tmp_path / "lines") == [{"a": 1}]
     assert read_lines(tmp_path / "no file") == []
+
+
+def test_lines_that_are_not_wanted_are_not_parsed_but_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lines"
+    path.write_text("".join(json.dumps({"odd" if step % 100 else "hundred": step}) + "\n" for step in range(20_000)))
+    parsed = []
+    parse = json_files.parse_json
+    monkeypatch.setattr(json_files, "parse_json", lambda line: parsed.append(line) or parse(line))
+    found = read_lines(path, lambda line: b"hundred" in line)
+    assert sum(text.count(b": ") for text in parsed) == len(found) < 10_000
+    assert [line["hundred"] for line in found if "hundred" in line] == list(range(0, 20_000, 100))
+    assert [*found[-1000:]] == read_lines(path)[-1000:]
+    assert len(read_lines(path)) == 20_000
+
+
+@pytest.mark.parametrize(
+    "values", [{"step": -1, "a": 1.5}, {"time": 1e300, "a": 2}, {"a": [1 << 70]}, {"\u00e9": 1, "b": True}]
+)
+def test_a_line_with_one_odd_field_is_read_as_before(tmp_path: Path, values: dict[str, object]) -> None:
+    (tmp_path / "lines").write_text(json.dumps({**values, "loss": 0.5}) + "\n")
+    kept = {
+        name: [math.inf] if isinstance(value, list) else value
+        for name, value in values.items()
+        if name not in ("step", "time")
+    }
+    assert read_lines(tmp_path / "lines") == [{**kept, "loss": 0.5}]

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.format import integrity
 from stepmark.cli.inspect import summarize
 from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import StepmarkError, UsageError
+from stepmark.filesystem import json_files
 from stepmark.liveness.failure_report import FailureReport
-from stepmark.report.checkpoints import read_checkpoints
+from stepmark.report.checkpoints import SMALL, read_checkpoints
 from stepmark.report.figures import axes, figures, interpolated, marks, thin, total_seconds
 from stepmark.report.history import KILLED, find_runs, names, read_history, short_names
 from stepmark.report.page import write_report
@@ -338,3 +342,37 @@ def test_a_run_without_a_finite_value_has_its_figures(run: Path) -> None:
     (loss, *_) = figures([read_history(run)])
     assert (loss.name, loss.series[0].y) == ("loss", [None, None])
     assert "training: no finite value" in write_report(run).read_text()
+
+
+@pytest.mark.parametrize("again", [0, 30, 2000])
+def test_a_summary_reads_the_end_and_says_the_same(run: Path, monkeypatch: pytest.MonkeyPatch, again: int) -> None:
+    """`again`: steps that were trained before the last resumption and appear again."""
+    lines = [log(step, tokens_per_second=float(step)) for step in range(1, 3001)]
+    lines[1500:1500] = [{"step": 1500, "eval_loss": 0.5, "time": 2500.5}, {"resumed": 1500, "time": 2501.0}]
+    if again:
+        lines += [{"step": 3000, "eval_loss": 0.1, "time": 1.0}, {"resumed": 3000 - again, "time": 4001.0}]
+        lines += [log(step, tokens_per_second=1.0) for step in range(3001 - again, 3004 - again)]
+    write(run / "metrics.jsonl", lines)
+    saves = [{"event": kind, "step": step, "time": 1.0} for step in range(3000) for kind in ("save_begun", "saved")]
+    write(run / "events.jsonl", [{"event": "started", "step": 0, "total_steps": 5000, "time": 1.0}, *saves])
+    (run / "status.json").write_text(json.dumps({"state": "done", "step": 3003 - again, "time": 5000.0}))
+    expected = summarize(read_history(run))
+    parsed: list[bytes] = []
+    parse = json_files.parse_json
+    monkeypatch.setattr(json_files, "parse_json", lambda line: parsed.append(line) or parse(line))  # type: ignore[func-returns-value]
+    assert summarize(read_history(run, recent=True)) == expected
+    assert again or sum(text.count(b"step") for text in parsed) < len(lines)
+
+
+def test_large_files_of_a_checkpoint_are_checked_by_their_size(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(run) as checkpointer:
+        state = {"weights": torch.ones(2)}
+        checkpointer.save(1, {"state": state}, files=lambda to: (to / "long").write_bytes(bytes(SMALL + 1)), block=True)
+    read: list[str] = []
+    checksum = integrity.file_checksum
+    monkeypatch.setattr(integrity, "file_checksum", lambda path: (read.append(path.name), checksum(path))[1])
+    (found,) = read_checkpoints(read_history(run))
+    assert (found.state, read) == ("complete", ["state.json"])
+    (run / "checkpoint-1" / "long").write_bytes(b"")
+    (found,) = read_checkpoints(read_history(run))
+    assert found.state == "corrupted"

@@ -144,7 +144,7 @@ class Checkpointer:
         step: int,
         state: Mapping[str, Any],
         *,
-        files: Callable[[Path], None] | None = None,
+        files: Callable[[Path], object] | None = None,
         metadata: Mapping[str, Any] | None = None,
         model_only: bool = False,
         metrics: Mapping[str, float] | None = None,
@@ -155,7 +155,8 @@ class Checkpointer:
         Args:
             step: The step, from 0 on, the same on all ranks.
             state: The sections to save, by name.
-            files: Called at once on rank 0 with a folder to which it may add files.
+            files: Called at once on rank 0 with a folder to which it may add files. A function that it returns is
+                called before the checkpoint is committed, in the background, to complete them.
             metadata: Plain values that can be read without the state.
             metrics: Values for `KeepBest`, by name.
             model_only: Whether to save only the modules. Default: False.
@@ -282,6 +283,7 @@ class Checkpointer:
             commit=Commit(
                 values=values_to_bytes(values) if self._group.rank == 0 else b"",
                 extra=request.extra,
+                complete=request.complete,
                 manifest=replace(request.manifest, world_size=self._group.size, mesh=self._mesh, sections=kinds),
                 lost=ownership.lost,
                 clock=self._timestamps,

@@ -48,7 +48,7 @@ def run(parsed: argparse.Namespace) -> int:
     if is_run and not (parsed.checkpoint / MANIFEST).exists():
         from stepmark.report.history import read_history
 
-        run_summary = summarize(read_history(parsed.checkpoint))
+        run_summary = summarize(read_history(parsed.checkpoint, recent=True))
         print(json.dumps(run_summary, indent=2) if parsed.json else "\n".join(_lines_of_run(run_summary)))
         return 0
     manifest = read_manifest(find_checkpoints(parsed.checkpoint)[0])
@@ -199,7 +199,6 @@ def _ranges(numbers: Iterable[int]) -> str:
 def summarize(history: History) -> dict[str, Any]:
     """The state, progress, newest log, best evaluation and checkpoints; None where something is unknown."""
     from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
-    from stepmark.report.checkpoints import read_checkpoints
     from stepmark.report.summary import end_of_run, recent_median, unit_of
 
     status, started = history.status, history.started
@@ -224,7 +223,7 @@ def summarize(history: History) -> dict[str, Any]:
         "best": None if best is None else {"metric": best.metric, "step": best.step, "value": best.value},
         "checkpoints": sorted(step for path in checkpoints(history.folder) if (step := step_of(path)) is not None),
         "resumed": len(history.resumptions()),
-        "trouble": [told for kind, told in end_of_run(history, read_checkpoints(history)) if kind != "failed"],
+        "trouble": [told for kind, told in end_of_run(history) if kind != "failed"],
     }
 
 

@@ -44,7 +44,7 @@ def run(parsed: argparse.Namespace) -> int:
     from stepmark.report.history import read_history
 
     quiet_libraries()
-    trained = read_history(parsed.run).last_step or 0
+    trained = read_history(parsed.run, recent=True).last_step or 0
     rows = RunRows(parsed.run, parsed.attempt, trusts_code=parsed.trust_remote_code)
     found = rows.of_steps(range(first, last + 1), parsed.rank)
     if parsed.json:

@@ -12,7 +12,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,7 +20,7 @@ from stepmark.errors import FileRefused
 from stepmark.filesystem.visibility import when_visible
 
 LARGEST = 128 << 20  # bytes of a file that is read as a whole, but for those with these endings
-_LARGEST = {"used_recipe.yaml": 1 << 20, ".jsonl": 8 << 30, ".metadata": 512 << 20}
+_LARGEST = {"used_recipe.yaml": 1 << 20, ".jsonl": 8 << 30, ".metadata": 512 << 20, "trainer_state.json": 8 << 30}
 _WHOLE = (".json", ".txt", ".model", ".jinja", ".py")  # of files that libraries read as a whole
 _NO_FILE = "is a link that is not followed, or no regular file"
 TEMPORARY = ".stepmark-"  # begins the names of files that are being made; 32 hexadecimal digits follow
@@ -211,19 +211,22 @@ def sync_file(path: Path) -> None:
         close(descriptor)
 
 
-def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Makes a small file. Not atomically: use `replace_file` where another process may read it, or where it exists."""
-    descriptor = open_for_writing(path, exclusive=True)
+def write_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool = True) -> None:
+    """Makes a small file, or one in pieces. Not atomically: use `replace_file` where another process may read it, or
+    where it exists."""
+    descriptor, offset = open_for_writing(path, exclusive=True), 0
     try:
-        write_at(descriptor, memoryview(data), 0)
+        for piece in [data] if isinstance(data, bytes) else data:
+            write_at(descriptor, memoryview(piece), offset)
+            offset += len(piece)
         if durable:
             sync(descriptor)
     finally:
         close(descriptor)
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Replaces the contents of a small file atomically; not synced to disk."""
+def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Replaces the contents of a file atomically; not synced to disk."""
     temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(16)}")
     try:
         write_file(temporary, data, durable=False)

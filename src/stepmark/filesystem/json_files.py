@@ -21,6 +21,8 @@ from stepmark.filesystem import files
 _PARSED = {b"{": 240, b"[": 72, b",": 40}  # bytes of memory that a value takes, by a sign that it has in the text
 _MOST_PARSED = 400 << 20
 _LONGEST_LINE = 16 << 20  # bytes
+_BATCH = 16  # lines that are parsed together
+_END = 1 << 16  # bytes at the end of a file, which are always of interest
 _LARGEST_INTEGER = (1 << 63) - 1
 LATEST = 253370764800.0  # seconds since the Unix epoch: the beginning of the year 9999, up to which calendars go
 _TYPES = {  # of the fields that runs write, and others read; float: a time or seconds
@@ -57,6 +59,8 @@ def parse_json(data: bytes, most: int = 0) -> Any:
 
 def is_too_large(data: bytes, most: int = 0) -> bool:
     """Whether a JSON text would not be read."""
+    if len(data) * max(_PARSED.values()) <= _MOST_PARSED:
+        return False
     needed = sum(size * data.count(sign) for sign, size in _PARSED.items())
     return len(data) > files.LARGEST or needed > max(_MOST_PARSED, most)
 
@@ -103,24 +107,46 @@ def append_line(path: Path, values: Mapping[str, Any], *, durable: bool = False)
             os.fsync(file.fileno())
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, wanted: Callable[[bytes], object] = bool) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines, in order; none where there is no file. Partial lines, lines that are not
-    objects, and fields of other types than a run writes are skipped."""
+    objects, and fields of other types than a run writes are skipped; so are lines that are not `wanted`, without being
+    parsed, but for those at the file's end."""
     try:
         file = files.open_for_reading(path)
     except FileNotFoundError:
         return []
-    lines = []
+    found: list[dict[str, Any]] = []
+    kept: list[bytes] = []
     with file:
+        left = os.fstat(file.fileno()).st_size - _END
         while line := file.readline(_LONGEST_LINE):
-            with contextlib.suppress(ValueError):
-                value = parse_json(line)
-                lines += [_checked(value)] if isinstance(value, dict) else []
-    return lines
+            left -= len(line)
+            if left < 0 or wanted(line):
+                kept.append(line)
+            if len(kept) == _BATCH:
+                found += _objects(kept)
+                kept = []
+    return found + _objects(kept)
+
+
+def _objects(lines: list[bytes]) -> list[dict[str, Any]]:
+    """The objects in lines: parsed together, so that they share the names of fields, or where that fails one by one."""
+    values: Any = []
+    with contextlib.suppress(ValueError):
+        values = parse_json(b"[%b]" % b",".join(lines))
+    if len(values) != len(lines):
+        return [found for line in lines for found in _objects([line])] if len(lines) > 1 else []
+    return [_checked(value) for value in values if isinstance(value, dict)]
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
     """What has been read, without fields of types that a run does not write."""
+    for name, value in values.items():  # most lines are fine as they are
+        small = type(value) is float or (type(value) is int and abs(value) <= _LARGEST_INTEGER)
+        if not small or not name.isascii() or (name in _TYPES and not _fits(name, value)):
+            break
+    else:
+        return values
     return {name: value for name, value in _mapped(values, _number).items() if value is None or _fits(name, value)}
 
 

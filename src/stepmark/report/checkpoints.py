@@ -15,6 +15,7 @@ from stepmark.errors import CheckpointError
 from stepmark.report.history import History, number
 from stepmark.trainer.run_folder.status import RUNNING, STUCK
 
+SMALL = 1 << 20  # bytes of a file whose checksum is read
 _QUARANTINED = re.compile(r"damaged-checkpoint-(\d+)(\.\d+)?\Z")
 _UNFINISHED = re.compile(r"\.checkpoint-(\d+)\..+\Z")
 
@@ -76,7 +77,7 @@ def _of_folder(path: Path, events: dict[str, dict[int, dict[str, Any]]], history
     if quarantined is not None:
         step = int(quarantined[1])
         event = events["set_aside"].get(step, {})
-        detail = str(event.get("reason") or _inspect(path)[0] or "quarantined when the run was resumed")
+        detail = str(event.get("reason") or inspected(path)[0] or "quarantined when the run was resumed")
         return Checkpoint(step, path.name, "quarantined", detail, _size(path), time=event.get("time"))
     unfinished = _UNFINISHED.match(path.name)
     if unfinished is not None:
@@ -86,7 +87,7 @@ def _of_folder(path: Path, events: dict[str, dict[int, dict[str, Any]]], history
 
 
 def _existing(path: Path, step: int, saved: dict[str, Any], history: History) -> Checkpoint | None:
-    problem, manifest = _inspect(path)
+    problem, manifest = inspected(path)
     if problem is not None and not path.is_dir():  # retention has just deleted it
         return None
     notes = [] if problem is None else [problem]
@@ -112,12 +113,12 @@ def _of_events(step: int, events: dict[str, dict[int, dict[str, Any]]]) -> Check
     return Checkpoint(step, name, state, detail, stall=last.get("stall_seconds"), time=last.get("time"))
 
 
-def _inspect(path: Path) -> tuple[str | None, Manifest | None]:
+def inspected(path: Path) -> tuple[str | None, Manifest | None]:
     """A checkpoint's corruption, found without reading its tensors (None: intact), and its manifest if readable."""
     manifest = None
     try:
         manifest = read_manifest(path)
-        check_integrity(path, manifest)
+        check_integrity(path, manifest, SMALL)
     except (CheckpointError, OSError) as error:
         return str(error).replace(f"{path}/", ""), manifest
     return None, manifest

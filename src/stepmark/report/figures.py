@@ -13,7 +13,7 @@ from stepmark.report.history import Attempt, EvaluationPoint, History, Line
 POINTS = 1500  # of one line, at most
 BARS = 48
 Values = Sequence[float | None]
-PARTS = ("step", "data", "save", "evaluation")
+PARTS = {part: f"seconds_{part}" for part in ("step", "data", "save", "evaluation")}
 GIGA = 1e9
 AXES = ("tokens", "epoch", "flops")  # that a curve can be drawn over, beside steps and time
 PLACES = 200  # at most, at which a run's position on these axes is given
@@ -139,8 +139,8 @@ def _bits(loss: Figure, histories: Sequence[History]) -> Figure:
     return replace(loss, name="bits", title="Bits per byte", unit="loss / ln 2, of models of bytes", series=found)
 
 
-def _scaled(values: Values, factor: float) -> list[float | None]:
-    return [None if value is None else value * factor for value in values]
+def _scaled(values: list[float | None], factor: float) -> list[float | None]:
+    return values if factor == 1 else [None if value is None else value * factor for value in values]
 
 
 def _other_metrics(histories: Sequence[History]) -> list[Figure]:
@@ -174,19 +174,21 @@ def _of_logs(histories: Sequence[History], key: str, empty: Figure, points: int)
 def _time(history: History) -> Figure:
     """Seconds of each part, in bars of equally many steps, including the steps that were trained again."""
     logs = [*history.logs, *history.closing, *(line for lost in history.lost for line in lost)]
-    logs = [line for line in logs if any(_finite(line.get(f"seconds_{part}")) is not None for part in PARTS)]
+    logs = [line for line in logs if any(_finite(line.get(key)) is not None for key in PARTS.values())]
     if not logs:
         return Figure("time", "Where the time went", "")
-    steps = sorted({line["step"] for line in logs})
-    width = max(math.ceil((steps[-1] + 1) / BARS), steps[0], 1)
-    numbers = sorted({(step - 1) // width for step in steps})
-    bars = [[line for line in logs if (line["step"] - 1) // width == number] for number in numbers]
+    steps = {line["step"] for line in logs}
+    width = max(math.ceil((max(steps) + 1) / BARS), min(steps), 1)
+    grouped: dict[int, list[Line]] = {(step - 1) // width: [] for step in sorted(steps)}
+    for line in logs:
+        grouped[(line["step"] - 1) // width].append(line)
+    bars = list(grouped.values())
     figure = Figure("time", "Where the time went", f"seconds in {width} steps" if width > 1 else "seconds", zero=True)
     origin = origin_of(history)
     x = [float(max(line["step"] for line in bar)) for bar in bars]
     times = [_since(max(bar, key=lambda line: line["step"]), origin) for bar in bars]
     for part in PARTS:
-        sums: list[float | None] = [sum(_finite(line.get(f"seconds_{part}")) or 0.0 for line in bar) for bar in bars]
+        sums: list[float | None] = [_spent(bar, part) for bar in bars]
         if any(sums):
             figure.series.append(Series(part, "bar", 0, x, sums, times))
     return figure
@@ -216,7 +218,7 @@ def line_of(
 ) -> Series:
     """The values of `key` in lines of a run that have it, times `scale`, thinned."""
     kept, origin = [line for line in lines if key in line], origin_of(history)
-    values = [None if (value := _finite(line[key])) is None else value * scale for line in kept]
+    values = _scaled([_finite(line[key]) for line in kept], scale)
     indices, mean = thin(values, points)
     x, times = [float(kept[i]["step"]) for i in indices], [_since(kept[i], origin) for i in indices]
     return Series(name, "line", run, x, [values[i] for i in indices], times, mean=mean)
@@ -296,20 +298,19 @@ def _since(line: Line, origin: float) -> float | None:
 
 def _finite(value: Any) -> float | None:
     """The value if it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
+    return float(value) if type(value) in (float, int) and math.isfinite(value) else None
 
 
 def total_seconds(history: History) -> dict[str, float]:
     """Seconds of each part over the complete run; "again" holds the time of steps that were trained again."""
-
-    def spent(lines: Iterable[Line], part: str) -> float:
-        return sum(_finite(line.get(f"seconds_{part}")) or 0.0 for line in lines)
-
-    found = {part: spent([*history.logs, *history.closing], part) for part in PARTS}
-    again = sum(spent(lost, part) for lost in history.lost for part in PARTS)
+    found = {part: _spent([*history.logs, *history.closing], part) for part in PARTS}
+    again = sum(_spent(lost, part) for lost in history.lost for part in PARTS)
     return {**found, "again": again} if again else found
+
+
+def _spent(lines: Iterable[Line], part: str) -> float:
+    key = PARTS[part]
+    return sum(_finite(line[key]) or 0.0 for line in lines if key in line)
 
 
 def thin(values: Values, most: int) -> tuple[list[int], list[float | None] | None]:

@@ -221,8 +221,8 @@ def _natural(path: Path) -> list[tuple[float, str]]:
     return [(float(part) if index % 2 else math.inf, part) for index, part in enumerate(parts)]
 
 
-def read_history(folder: Path) -> History:
-    """Reads the folder of a run.
+def read_history(folder: Path, *, recent: bool = False) -> History:
+    """Reads the folder of a run. With `recent`, there are only the last logs, and no events of saves.
 
     Raises UsageError if the folder does not exist or does not belong to a run.
     """
@@ -234,8 +234,11 @@ def read_history(folder: Path) -> History:
         history.status = {"state": FAILED, "reason": next(iter(history.failures.values())).partition("\n")[0]}
     if history.status.get("state") == RUNNING:
         history.liveness = read_liveness(folder) or read_process(history.status)
-    history.events = [line for line in read_lines(folder / EVENTS) if isinstance(line.get("event"), str)]
-    _sort_metrics(history, read_lines(folder / METRICS))
+    events = read_lines(folder / EVENTS, (lambda line: b'"event": "save' not in line) if recent else bool)
+    history.events = [line for line in events if isinstance(line.get("event"), str)]
+    _sort_metrics(history, read_lines(folder / METRICS, (lambda line: b'"loss": ' not in line) if recent else bool))
+    if recent and len(history.logs) < RECENT:  # the last ones may be farther from the end, if they were trained again
+        return read_history(folder)
     _add_concurrent_evaluations(history, read_lines(folder / EVALUATIONS))
     return history
 

@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints as checkpoints_in
 from stepmark.errors import FileRefused
 from stepmark.filesystem.files import files_in, read_file
 from stepmark.liveness.console import CONSOLE
 from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.report import text
-from stepmark.report.checkpoints import Checkpoint
+from stepmark.report.checkpoints import Checkpoint, inspected
 from stepmark.report.history import NOT_RUNNING, RECENT, History
 from stepmark.report.html_table import fragment
 from stepmark.trainer.run_folder.status import STUCK
@@ -77,7 +78,7 @@ def trouble_of_all(
 def _troubles(history: History, checkpoints: Sequence[Checkpoint]) -> list[tuple[str, str]]:
     """Kind and text of each."""
     return [
-        *end_of_run(history, checkpoints),
+        *end_of_run(history),
         *((str(event.get("kind", "trouble")), str(event.get("message", ""))) for event in history.of_kind("trouble")),
         *(("save_failed", f"the save of step {event.get('step')} failed") for event in history.of_kind("save_failed")),
         *(
@@ -92,7 +93,7 @@ def _troubles(history: History, checkpoints: Sequence[Checkpoint]) -> list[tuple
     ]
 
 
-def end_of_run(history: History, checkpoints: Sequence[Checkpoint]) -> list[tuple[str, str]]:
+def end_of_run(history: History) -> list[tuple[str, str]]:
     """Why the run failed, or that it was killed."""
     titles = {name: told.partition("\n")[0] for name, told in history.failures.items()}
     kept = [("traceback", f"{name}: {title}") for name, title in titles.items()][:SHOWN_RANKS]
@@ -108,8 +109,8 @@ def end_of_run(history: History, checkpoints: Sequence[Checkpoint]) -> list[tupl
     if history.state != NOT_RUNNING or history.liveness is None:
         return []
     host = f" on {history.liveness.host}" if history.liveness.host else ""
-    newest = max((one.step for one in checkpoints if one.state == "complete"), default=None)
-    resume = f"; checkpoint-{newest} is the newest to resume from" if newest is not None else ""
+    newest = next((path.name for path in checkpoints_in(history.folder) if inspected(path)[0] is None), None)
+    resume = f"; {newest} is the newest to resume from" if newest is not None else ""
     last = text.moment(history.liveness.last_beat)
     return [("killed", f"the run ended without a status (killed?); last heartbeat {last}{host}{resume}")]
 

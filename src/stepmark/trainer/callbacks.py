@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
+import re
 import secrets
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,14 @@ from transformers.trainer_callback import (
 
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
-from stepmark.filesystem.files import make_folder, make_own_folder, replace_file
-from stepmark.filesystem.json_files import read_object, replace_json
+from stepmark.filesystem.files import make_folder, make_own_folder
+from stepmark.filesystem.json_files import read_lines, read_object, replace_json
 from stepmark.liveness import console
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.components import TrainingComponents, count_epochs
+from stepmark.trainer.run_folder.log_history import encode_state, pack
 from stepmark.trainer.run_folder.output_folder import TRACKERS
-from stepmark.trainer.run_folder.run_log import TRAINER_STATE, RunLog, read_metrics
+from stepmark.trainer.run_folder.run_log import METRICS, RunLog
 from stepmark.trainer.run_folder.status import DONE, RUNNING, RunStatus
 from stepmark.trainer.telemetry.progress import ProgressDisplay
 from stepmark.trainer.training_arguments import TrainingArguments
@@ -45,6 +45,7 @@ logger = logging.getLogger("stepmark")
 SHOWN = 100  # characters of a sample on the terminal
 _INTEGRATIONS = "transformers.integrations"
 _NOT_LISTED = ("flyte", "azure_ml")  # transformers does not say whether these are installed
+_TRAINED = re.compile(rb'\{"step": (\d+),.*"loss": ')  # a line of metrics.jsonl about training
 _OWN_STATES = ("TrainerControl",)  # in checkpoints of transformers' Trainer; not restored
 
 
@@ -140,24 +141,32 @@ class RunCallbacks:
 
     # Events
 
+    @property
+    def _trackers(self) -> list[Any]:
+        return [each for each in self.handler.callbacks if _is_reporter(type(each))]
+
     def train_begins(self) -> None:
         """Calls `on_train_begin`, for which trackers continue the runs of this folder."""
-        trackers = [each for each in self.handler.callbacks if _is_reporter(type(each))]
-        joins = bool(trackers) and self.run_log.writes
-        with same_runs(self.run_log.folder, self.args, trackers) if joins else nullcontext():
+        joins = bool(self._trackers) and self.run_log.writes
+        with same_runs(self.run_log.folder, self.args, self._trackers) if joins else nullcontext():
             self.event("on_train_begin")
 
     def resumed(self) -> None:
         """Steps that were logged before appear again; trackers have them."""
-        for line in read_metrics(self.run_log.folder) if self.run_log.writes else ():
+        if not self.run_log.writes or not self._trackers:
+            return
+        step = self.state.global_step  # what is not of training may be logged again for an earlier one
+        lines = read_lines(
+            self.run_log.folder / METRICS, lambda line: (match := _TRAINED.match(line)) is None or int(match[1]) >= step
+        )
+        for line in lines:
             if isinstance(line.get("step"), int):
                 self._sent |= {name: max(line["step"], self._sent.get(name, -1)) for name in line}
 
     def _log_event(self, step: int, logs: Metrics) -> None:
         """Calls `on_log`, of trackers with the values that they do not have yet."""
         new = {name: value for name, value in logs.items() if self._sent.get(name, -1) < step}
-        every = self.handler.callbacks
-        trackers = [each for each in every if _is_reporter(type(each))]
+        every, trackers = self.handler.callbacks, self._trackers
         if not trackers or len(new) == len(logs):
             self.event("on_log", logs)
             return
@@ -224,14 +233,14 @@ class RunCallbacks:
         due = self.control.should_log  # which transformers' handler unsets, also for values that a program logs itself
         self._log_event(step, {**logs, "epoch": epoch})
         self.control.should_log |= due
+        pack(self.state)
 
     # State
 
-    def write_state(self, folder: Path) -> None:
-        """Writes the state to trainer_state.json, with that of the callbacks which have one."""
+    def encode_state(self) -> Iterator[bytes]:
+        """The content of trainer_state.json as `encode_state`, with the state of the callbacks which have one."""
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=self._exportable()).stateful_callbacks
-        state = json.dumps(asdict(self.state), indent=2, sort_keys=True) + "\n"
-        replace_file(folder / TRAINER_STATE, state.encode())
+        return encode_state(self.state)
 
     def restore_state(self, saved: TrainerState) -> None:
         """Restores the history, the best model and the callbacks' states from `saved`: their counters, and with

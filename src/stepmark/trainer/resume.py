@@ -24,6 +24,7 @@ from stepmark.runtime.mesh import DATA, Mesh
 from stepmark.sharding.logical_ranks import FIELD
 from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.components import TrainingComponents
+from stepmark.trainer.run_folder.log_history import read_state
 from stepmark.trainer.run_folder.output_folder import check_named_checkpoint
 from stepmark.trainer.run_folder.run_identity import check_same_run
 from stepmark.trainer.run_folder.run_log import TRAINER_STATE
@@ -94,7 +95,7 @@ def restore_run(
         raise CheckpointDamaged(f"resume_from_checkpoint: {error}{remedy}") from error
     assert restored is not None
     path, step = restored.path, restored.step
-    callbacks.restore_state(TrainerState.load_from_json(str(path / TRAINER_STATE)))
+    callbacks.restore_state(read_state(path / TRAINER_STATE))
     if parts.args.load_best_model_at_end:
         locate_best(
             callbacks.state, path.absolute().parent, host, "the best model will be chosen from later evaluations"

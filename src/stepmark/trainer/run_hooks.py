@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.errors import UsageError
+from stepmark.filesystem.files import replace_file
 from stepmark.trainer.evaluation import EvaluationProgress
+from stepmark.trainer.run_folder.run_log import TRAINER_STATE
 from stepmark.training.micro_batches import Passes
 
 Action = Callable[[], None]
@@ -115,13 +118,16 @@ class RunHooks:
         if trainer._overridden("save_model") or trainer._overridden("_save"):
             trainer._saved.collect(trainer.save_model)
 
-    def write_files(self, folder: Path) -> None:
-        """Adds a run's files to the folder of a checkpoint, on rank 0."""
+    def write_files(self, folder: Path) -> Action:
+        """Adds a run's files to the folder of a checkpoint, on rank 0. Returns what completes them later: the history
+        may be long."""
         trainer = self._trainer
         trainer._saved.add_to(folder, trainer._saved_processing)
         for write in trainer.checkpoint_files:
             write(folder)
-        trainer._callbacks.write_state(folder)
+        path, content = folder / TRAINER_STATE, trainer._callbacks.encode_state()
+        replace_file(path, b"")
+        return partial(replace_file, path, content)
 
     def state(self) -> dict[str, Any]:
         """A subclass's part of the run's state."""

@@ -29,7 +29,7 @@ from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import check_by_batch
 from stepmark.evaluation.run_options import RunOptions, function_name
-from stepmark.filesystem.files import make_folder
+from stepmark.filesystem.files import make_folder, replace_file
 from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.hang_detector import HangDetector
@@ -64,6 +64,7 @@ from stepmark.trainer.run_folder.adapters import Adapter
 from stepmark.trainer.run_folder.hub_uploads import HubUploads, check_hub, write_model_card
 from stepmark.trainer.run_folder.model_export import SavedModel, own_storages, saved_processing
 from stepmark.trainer.run_folder.run_identity import identity
+from stepmark.trainer.run_folder.run_log import TRAINER_STATE
 from stepmark.trainer.run_folder.run_mirror import RunMirror
 from stepmark.trainer.run_hooks import RunHooks
 from stepmark.trainer.run_model import align_special_tokens, check_packed, make_again, model_of, prepare_model
@@ -1062,7 +1063,7 @@ class Trainer:
         """
         if self._run.log.writes:
             with self._run.writing():
-                self._callbacks.write_state(Path(self.args.output_dir))
+                replace_file(Path(self.args.output_dir) / TRAINER_STATE, self._callbacks.encode_state())
 
 
 refuse_missing_hooks(Trainer)

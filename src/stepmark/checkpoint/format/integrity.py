@@ -6,6 +6,7 @@ cannot be read at the moment, which does not mean corruption.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -23,9 +24,9 @@ from stepmark.filesystem.json_files import parse_json
 _MODEL_FILE = re.compile(r"model.*\.(safetensors|index\.json)\Z")
 
 
-def check_integrity(folder: Path, manifest: Manifest) -> dict[str, Header]:
-    """Checks that every file exists with its size, and the checksums of headers and of files without tensors; returns
-    the headers by file name.
+def check_integrity(folder: Path, manifest: Manifest, largest: float = math.inf) -> dict[str, Header]:
+    """Checks that every file exists with its size, and the checksums of headers and of files without tensors that have
+    at most `largest` bytes; returns the headers by file name.
 
     Raises CheckpointDamaged, naming the first file that is missing or corrupted.
     """
@@ -33,7 +34,7 @@ def check_integrity(folder: Path, manifest: Manifest) -> dict[str, Header]:
     headers = {}
     for entry in manifest.files:
         if entry.header is None:
-            check_file(folder, entry)
+            (check_file if entry.size <= largest else check_size)(folder, entry)
         else:
             headers[entry.name] = read_header(folder, manifest, entry)
     for name in foreign_model_files(folder, manifest):

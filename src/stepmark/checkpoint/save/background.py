@@ -91,8 +91,7 @@ class Background:
     def make_room(self, folder: Path, needed: int, save: str) -> None:
         """On rank 0: where fewer than `needed` bytes are free, deletes what the policies do not keep, as they may be
         stricter than those of the run that saved it. What they keep stays, the newest checkpoint included."""
-        existing = checkpoints(folder)
-        if existing and shutil.disk_usage(folder).free < needed:
+        if shutil.disk_usage(folder).free < needed and (existing := checkpoints(folder)):
             self._cleaner.after(existing[0], save)
 
     def _discard(self, temporary: Path) -> None:

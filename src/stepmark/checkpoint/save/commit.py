@@ -36,7 +36,8 @@ class Commit:
     """What rank 0 adds to the tensor files.
 
     `values` are the bytes of state.json, `extra` the names of the user's files, which are in the temporary folder
-    already. `manifest` has neither files nor tensors yet. `lost` says whether another run has taken the folder over.
+    already, and which `complete` completes. `manifest` has neither files nor tensors yet. `lost` says whether another
+    run has taken the folder over.
     """
 
     values: bytes
@@ -44,6 +45,7 @@ class Commit:
     manifest: Manifest
     lost: Callable[[], bool]
     clock: TimestampSource
+    complete: Callable[[], object] | None = None
 
     def run(self, temporary: Path, plan: SavePlan, headers: Mapping[int, str]) -> tuple[Path, int]:
         """Returns the checkpoint's path and the bytes of its files. `headers` are the checksums of the tensor files'
@@ -68,6 +70,8 @@ class Commit:
             made[INDEX] = index
         for name, data in made.items():
             files.write_file(temporary / name, data)
+        if self.complete is not None:
+            self.complete()
         for name in self.extra:
             files.sync_file(temporary / name)
         for name in (*made, *self.extra):

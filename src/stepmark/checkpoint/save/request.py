@@ -36,6 +36,7 @@ class SaveRequest:
     tables: RankTables
     manifest: Manifest
     extra: Sequence[str] = ()
+    complete: Callable[[], object] | None = None
 
 
 def prepare_save(
@@ -43,7 +44,7 @@ def prepare_save(
     save: str,
     temporary: Path,
     state: Mapping[str, Any],
-    write_files: Callable[[Path], None] | None,
+    write_files: Callable[[Path], object] | None,
     metadata: Mapping[str, Any] | None,
     metrics: Mapping[str, float] | None,
     model_only: bool,
@@ -56,9 +57,10 @@ def prepare_save(
         raise UsageError(f"step: {step!r} is not an integer from 0 to 2**63 - 1; count steps from 0")
     sections = describe(state, model_only=model_only)
     extra: list[str] = []
+    complete: object = None
     if write_files is not None:
         files.make_folder(temporary)
-        write_files(temporary)
+        complete = write_files(temporary)
         extra = list(files.regular_files(temporary))
         for name in extra:
             _check_extra(temporary, name)
@@ -80,7 +82,8 @@ def prepare_save(
         metadata=encode_plain(dict(metadata or {}), "metadata"),
         metrics=encode_plain({name: float(value) for name, value in (metrics or {}).items()}, "metrics"),
     )
-    return SaveRequest(temporary, sections, tabulate(sections, first=hasattr(state, "sections")), manifest, extra)
+    tables = tabulate(sections, first=hasattr(state, "sections"))
+    return SaveRequest(temporary, sections, tables, manifest, extra, complete if callable(complete) else None)
 
 
 def _check_extra(folder: Path, name: str) -> None:

@@ -137,7 +137,8 @@ class RunLog:
         """Also keeps the newest numbers in a file for Prometheus from now on."""
         if self.writes:
             self.prometheus = PrometheusFile(Path(path), str(self.folder), read_lines(self.folder / EVENTS))
-            self._numbers = {name: value for line in read_metrics(self.folder) for name, value in line.items()}
+            lines = read_lines(self.folder / METRICS, lambda line: b'"loss": ' not in line)
+            self._numbers = {name: value for line in lines for name, value in line.items()}
 
     def metrics(self, values: dict[str, Any]) -> None:
         """Appends one line to metrics.jsonl, flushed to the system. Floats keep full precision."""
@@ -164,7 +165,8 @@ class RunLog:
 
     def attempts(self) -> int:
         """How often the run was resumed so far."""
-        return sum("resumed" in line for line in read_metrics(self.folder))
+        lines = read_lines(self.folder / METRICS, lambda line: b'"resumed"' in line)
+        return sum("resumed" in line for line in lines)
 
     def status(self, state: str, step: int, reason: str | None = None) -> None:
         """Writes status.json. `state` is running, done, interrupted or failed; all but the first are events too."""

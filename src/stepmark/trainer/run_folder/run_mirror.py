@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import threading
 from collections.abc import Callable
@@ -12,13 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer_callback import TrainerState
+
 from stepmark.checkpoint import Checkpointer, Retention
 from stepmark.checkpoint.format.checkpoint_folders import LEFT, best_step, checkpoints, quarantine, step_of
 from stepmark.checkpoint.mirror import Mirror
 from stepmark.checkpoint.places import Copied
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import StepmarkError, UsageError
-from stepmark.filesystem.json_files import read_object
 from stepmark.filesystem.objects import Bucket
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.liveness.failure_report import describe_error
@@ -26,6 +28,7 @@ from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.process_exit import end_process, say
 from stepmark.liveness.progress import SAVE, in_phase
 from stepmark.runtime.xla_environment import extracting_graphs
+from stepmark.trainer.run_folder.log_history import read_state
 from stepmark.trainer.run_folder.output_folder import on_rank_0
 from stepmark.trainer.run_folder.run_log import TRAINER_STATE, RunLog
 
@@ -176,8 +179,10 @@ class RunMirror:
 
 def _best_of(checkpoint: Path) -> set[int]:
     """The step of the best checkpoint, as far as a run that goes on from this one knows it, and where `best` points."""
-    state = read_object(checkpoint / TRAINER_STATE)
-    found = {step_of(Path(str(state.get("best_model_checkpoint")))), best_step(checkpoint.parent)}
+    state = TrainerState()
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        state = read_state(checkpoint / TRAINER_STATE)
+    found = {step_of(Path(str(state.best_model_checkpoint))), best_step(checkpoint.parent)}
     return {step for step in found if step is not None}
 
 
