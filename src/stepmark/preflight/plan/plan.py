@@ -20,7 +20,7 @@ from stepmark.errors import DataError, UsageError
 from stepmark.parallel.pipeline.balance import active_experts
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.parallel.pipeline.staged_model import ModelSize
-from stepmark.preflight.plan.candidates import neighbours, smaller
+from stepmark.preflight.plan.candidates import cost, neighbours, smaller
 from stepmark.preflight.plan.simulated_mesh import DEVICES, PlannedDevice
 from stepmark.preflight.plan.stages import StageTrace, trace_deep, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
@@ -131,10 +131,11 @@ class Plan:
 
     @property
     def chosen(self) -> RankMemory | None:
-        """The first that fits: the recipe's own if it does."""
+        """The recipe's own settings if they fit, else the cheapest that do."""
         if self.device_memory is None:
             return None
-        return next((option for option in self.options if option.fits(self.device_memory)), None)
+        fitting = [option for option in self.options if option.fits(self.device_memory)]
+        return min(fitting, key=lambda each: (each is not self.own, *cost(each.args, self.own.args)), default=None)
 
 
 def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *, count_data: bool = False) -> Plan:
@@ -174,6 +175,7 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
         device_name = choose_device("auto")
         other = "--device xla or --device cuda plans for another one"
         notes.append(f"device: auto is {device_name} on this machine; {other}.")
+    args = replace(args, device=device_name)  # which says what can be offered
     check_device_has_attention(recipe, device_name)
     device = DEVICES.get(device_name) or PlannedDevice(device_name)  # a native one, which runs operations one by one
     setup = StepSetup(config, args, ranks, block_size, device, recipe.model)
@@ -181,7 +183,8 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     options = [_measure(setup, each, own=each is args) for each in neighbours(args, ranks)]
     if options[0].impossible is not None:
         raise UsageError(options[0].impossible)
-    if device_memory is not None and not any(each.fits(device_memory) for each in options):
+    cheap = [each for each in options if not cost(each.args, args)[0]]
+    if device_memory is not None and not any(each.fits(device_memory) for each in cheap):
         tried = [one.args for one in options]
         for settings in (each for each in smaller(args, ranks) if each not in tried):
             options.append(_measure(setup, settings))
