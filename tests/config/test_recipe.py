@@ -189,6 +189,23 @@ def test_a_recipe_may_follow_a_flag_without_a_value(tmp_path: Path, flag: str) -
         assert flag == "--do_train" or getattr(made, flag[2:]) is True
 
 
+def test_lists_are_given_as_several_values_of_a_flag(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("config_name: gpt2\ntokenizer_name: bytes\ndataset_name: python-stdlib\nseed: 7\n")
+    parser = argparse.ArgumentParser()
+    add_recipe_arguments(parser)
+    flags = ["--report_to", "wandb", "tensorboard"]
+    for given in ([*flags, str(path)], [str(path), *flags], ["--report_to", "wandb,tensorboard", str(path)]):
+        made = recipe_of(parser.parse_args(given)).training
+        assert (made.reporters, made.seed) == (["wandb", "tensorboard"], 7)
+    stages = ["--pipeline_parallel_size", "2", "--gradient_accumulation_steps", "2"]
+    for layers in (["1", "3"], ["[1, 3]"]):
+        made = recipe_of(parser.parse_args([str(path), *stages, "--pipeline_layers", *layers])).training
+        assert made.pipeline_layers == [1, 3]
+    made = recipe_of(parser.parse_args(["--accept_changes", "data", "model", str(path)])).training
+    assert made.accepted_changes == ["data", "model"]
+
+
 def test_a_path_after_a_flag_stays_its_value(tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
     path.write_text("config_name: gpt2\ntokenizer_name: bytes\ndataset_name: python-stdlib\n")

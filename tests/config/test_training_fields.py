@@ -127,7 +127,16 @@ def test_what_follows_from_other_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "names"), [("none", []), (None, []), ("tensorboard", ["tensorboard"]), (["none"], []), ([], [])]
+    ("given", "names"),
+    [
+        ("none", []),
+        (None, []),
+        ("tensorboard", ["tensorboard"]),
+        ("wandb,tensorboard", ["wandb", "tensorboard"]),
+        ("wandb, tensorboard", ["wandb", "tensorboard"]),
+        (["none"], []),
+        ([], []),
+    ],
 )
 def test_reporters(given: Any, names: list[str]) -> None:
     assert TrainingFields(report_to=given).reporters == names

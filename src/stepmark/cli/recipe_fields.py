@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from stepmark.config.fields import Field
-from stepmark.config.recipe import DO_TRAIN, Recipe, all_fields, is_switch, read_recipe, sections
+from stepmark.config.recipe import DO_TRAIN, Recipe, all_fields, is_list, is_switch, read_recipe, sections
 from stepmark.config.unknown_fields import unknown_fields
 from stepmark.launch.rank_count import int_or_auto
 from stepmark.liveness import console
@@ -30,10 +31,11 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     for title, fields in sections().items():
         group = parser.add_argument_group(f"recipe fields: {title}")
         for field in fields:
-            switch: dict[str, Any] = {"nargs": "?", "const": "true"} if is_switch(field.name) else {}
+            several = {"nargs": "+"} if is_list(field.name) else {}
+            counted: dict[str, Any] = {"nargs": "?", "const": "true"} if is_switch(field.name) else several
             metavar = field.type_name.replace(" | None", "").replace(" | ", "|").upper()
             names = [f"--{field.name}", *(["--accept-changes"] if field.name == "accept_changes" else [])]
-            group.add_argument(*names, metavar=metavar, help=_help(field), **switch)
+            group.add_argument(*names, metavar=metavar, help=_help(field), **counted)
     parser.add_argument(f"--{DO_TRAIN}", nargs="?", const="true", help=argparse.SUPPRESS)
 
 
@@ -51,12 +53,15 @@ def _explain_unknown(argument: str) -> str:
 
 
 def recipe_of(parsed: argparse.Namespace) -> Recipe:
-    """The recipe, overridden by the flags; the path may come after a flag without a value. What is printed from now on
-    has its `log_format`. Raises UsageError that names the field."""
+    """The recipe, overridden by the flags; the path may come after a flag without a value, or with several. What is
+    printed from now on has its `log_format`. Raises UsageError that names the field."""
     given = {n: value for n in (*all_fields(), DO_TRAIN) if (value := getattr(parsed, n)) is not None}
     for name, value in given.items():
-        if parsed.recipe is None and is_switch(name) and value.endswith((".yaml", ".yml")):
-            parsed.recipe, given[name] = value, "true"
+        values = value if isinstance(value, list) else [value]
+        if parsed.recipe is None and (is_switch(name) or values[1:]) and values[-1].endswith((".yaml", ".yml")):
+            *values, parsed.recipe = values
+        elements = (each if each.isdecimal() else json.dumps(each) for each in values)
+        given[name] = f"[{', '.join(elements)}]" if values[1:] else [*values, "true"][0]
     recipe = read_recipe(parsed.recipe, given)
     console.install(recipe.training.log_format, launcher=getattr(parsed, "nproc", None) is not None)
     return recipe

@@ -247,14 +247,12 @@ class TrainingFields(metaclass=AcceptingDefaults):
     @property
     def accepted_changes(self) -> list[str]:
         """The names in `accept_changes`."""
-        given = self.accept_changes or []
-        return [name.strip() for name in (given.split(",") if isinstance(given, str) else map(str, given))]
+        return _names(self.accept_changes)
 
     @property
     def reporters(self) -> list[str]:
         """The names in `report_to`."""
-        names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
-        return [name for name in names if name != "none"]
+        return [name for name in _names(self.report_to) if name != "none"]
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values."""
@@ -270,6 +268,11 @@ class TrainingFields(metaclass=AcceptingDefaults):
     def to_json_string(self) -> str:
         """All fields as JSON."""
         return json.dumps(self._values(), indent=2)
+
+
+def _names(given: list[Any] | str | None) -> list[str]:
+    """Those of a list, or of text with commas between them."""
+    return [name.strip() for name in (given.split(",") if isinstance(given, str) else map(str, given or []))]
 
 
 def set_log_level(args: TrainingFields) -> None:
