@@ -17,7 +17,7 @@ from stepmark.config.recipe import ModelArguments, Recipe
 from stepmark.config.yaml_file import parse_options
 from stepmark.data.prepared_data import choose_block_size
 from stepmark.data.tokenize.tokenizer import check_own_code, load_tokenizer
-from stepmark.errors import DataError, StepmarkError, UsageError
+from stepmark.errors import StepmarkError, UsageError
 from stepmark.liveness.gc_pause import quick_imports
 from stepmark.model_folder.model_config import check_fits, load_config
 from stepmark.parallel.loading.load import ModelFactory, patched_constructors
@@ -104,8 +104,8 @@ def config_of(recipe: Recipe, tokenizer: Any) -> Any:
     """The configuration of the recipe's model, which is made once in a run, before data are tokenized for it. Without a
     tokenizer (None) its own vocabulary applies, and blocks may have any length that it takes.
 
-    Raises UsageError where the fields do not describe one, or the saved model has none that can be read, and DataError
-    where blocks are longer than the model takes.
+    Raises UsageError where the fields do not describe one, the saved model has none that can be read, or blocks are
+    longer than the model takes.
     """
     name = recipe.model.model_name_or_path
     if name is None:
@@ -116,10 +116,9 @@ def config_of(recipe: Recipe, tokenizer: Any) -> Any:
     length = choose_block_size(recipe.data.block_size, getattr(tokenizer, "model_max_length", UNLIMITED))
     longest = getattr(made, "max_position_embeddings", None)
     if isinstance(longest, (int, float)) and length > longest:
-        raise DataError(
-            f"block_size: {length} tokens are more than the model's {longest} positions; lower block_size, or raise "
-            "the positions in config_overrides"
-        )
+        more = ", or raise max_position_embeddings in config_overrides" if name is None else ""
+        told = f"block_size: {length} tokens are more than the model's {longest} positions"
+        raise UsageError(f"{told}; set block_size to {longest} or less{more}")
     return made
 
 

@@ -60,7 +60,7 @@ def build_task_trainer(recipe: Recipe, run: Run, callbacks: Sequence[Any] = ()) 
     if not train:
         raise DataError("task: there are no training rows; give dataset_name or train_file with some")
     if args.eval_strategy != "no" and not validation:
-        raise DataError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
+        raise UsageError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
     model = build_model(recipe.model, model_config, args.seed, None, getattr(torch, args.dtype))
     made = converted(args, config)
     more: dict[str, Any] = {"callbacks": list(callbacks), "processing_class": tokenizer}

@@ -11,7 +11,7 @@ from stepmark.config.data_arguments import columns_of
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
-from stepmark.errors import DataError, UsageError
+from stepmark.errors import UsageError
 from stepmark.evaluation.metric_functions import load_metrics
 from stepmark.liveness.gc_pause import quick_imports
 from stepmark.recipe.early_checks import check_early, work_offline_without_hub
@@ -124,7 +124,7 @@ def build_trainer(
         check_sharding(recipe.model, config, make)
     data = prepare(tokenizer)
     if args.eval_strategy != "no" and data.validation is None:
-        raise DataError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
+        raise UsageError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
     dtype = getattr(torch, args.dtype)
     model = build_model(recipe.model, config, args.seed, make, dtype, reads_weights=reads_weights)
     _check_vocabulary(model, tokenizer, recipe)

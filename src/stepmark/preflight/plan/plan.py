@@ -16,7 +16,7 @@ from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.order import BatchLayout, Epoch
 from stepmark.data.prepared_data import choose_block_size, prepare
-from stepmark.errors import DataError, UsageError
+from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.balance import active_experts
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.parallel.pipeline.staged_model import ModelSize
@@ -155,10 +155,7 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
         tokenizer = build_tokenizer(recipe.model)
     except UsageError as error:
         notes.append(f"Planned with the configuration's own vocabulary: {error}")
-    try:
-        config = config_of(recipe, tokenizer)
-    except DataError as error:
-        raise UsageError(str(error)) from error
+    config = config_of(recipe, tokenizer)
     block_size = choose_block_size(recipe.data.block_size, getattr(tokenizer, "model_max_length", UNLIMITED))
     replicas = ranks // (args.tensor_parallel_size * args.pipeline_parallel_size)
     logical = args.data_parallel_replicas or replicas
