@@ -112,7 +112,7 @@ def build_trainer(
     import torch
 
     with quick_imports():
-        from stepmark.recipe.model import build_model, build_tokenizer, check_sharding, config_of
+        from stepmark.recipe.model import build_model, build_tokenizer, check_makeable, config_of
         from stepmark.trainer.trainer import Trainer
 
     args, functions = recipe.training, load_metrics(recipe.evaluation.metrics, "metrics")
@@ -120,8 +120,7 @@ def build_trainer(
     config = config_of(recipe, tokenizer)
     # An adapter is made over the complete model, and sharded with it.
     make = _model_factory(args, run.context) if recipe.model.peft is None else None
-    if make is not None:
-        check_sharding(recipe.model, config, make)
+    check_makeable(recipe.model, config, make, args.dtype, run.context)
     data = prepare(tokenizer)
     if args.eval_strategy != "no" and data.validation is None:
         raise UsageError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")

@@ -202,7 +202,9 @@ def test_a_block_longer_than_the_data_or_the_model(refused: Callable[..., str]) 
     assert error.startswith("block_size 5000 is longer than the training data")
     assert "set block_size to" in error
     error = refused(block_size=33)
-    assert error.startswith("block_size: 33 tokens are more than the model's 32 positions; set block_size to 32 or less")
+    assert error.startswith(
+        "block_size: 33 tokens are more than the model's 32 positions; set block_size to 32 or less"
+    )
     assert "max_position_embeddings in config_overrides" in error
     assert refused(block_size=0).startswith("block_size: should be at least 2")
 
