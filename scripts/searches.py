@@ -68,7 +68,6 @@ SEARCHES = {
     "sagemaker": "faq/",
     "mfu": "faq/",
     "profiler": "performance/",
-    "neuron-profile view": "performance/",
 }
 
 
