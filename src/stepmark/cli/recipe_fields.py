@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from stepmark.config.fields import Field
-from stepmark.config.recipe import DO_TRAIN, Recipe, all_fields, is_list, is_switch, read_recipe, sections
+from stepmark.config.recipe import DO_TRAIN, Recipe, all_fields, is_switch, read_recipe, sections
 from stepmark.config.unknown_fields import unknown_fields
 from stepmark.launch.rank_count import int_or_auto
 from stepmark.liveness import console
@@ -31,7 +31,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     for title, fields in sections().items():
         group = parser.add_argument_group(f"recipe fields: {title}")
         for field in fields:
-            several = {"nargs": "+"} if is_list(field.name) else {}
+            several = {"nargs": "+"} if "list" in field.type_name else {}
             counted: dict[str, Any] = {"nargs": "?", "const": "true"} if is_switch(field.name) else several
             metavar = field.type_name.replace(" | None", "").replace(" | ", "|").upper()
             names = [f"--{field.name}", *(["--accept-changes"] if field.name == "accept_changes" else [])]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -176,11 +175,6 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 def is_switch(name: str) -> bool:
     """Whether a flag may stand without a value, for true."""
     return name == DO_TRAIN or bool in all_fields()[name].types
-
-
-def is_list(name: str) -> bool:
-    """Whether a flag may have several values, which become a list."""
-    return any((typing.get_origin(kind) or kind) is list for kind in all_fields()[name].types)
 
 
 def read_recipe(path: str | None, flags: Mapping[str, str]) -> Recipe:

@@ -47,6 +47,7 @@ _DEADLINE = Values(
     lambda value: 0 < value < float("inf") if isinstance(value, float) else value in ("auto", "off"),
     "auto, off, or a number of seconds above 0",
 )
+_COUNTED = Values(lambda value: value in (True, False, "no", "all"), "true or all, false or no")
 _FOLDER = Values(lambda value: not isinstance(value, str) or bool(value.strip()), "the path of a folder")
 _DEVICE = Values(lambda value: True, "", {"enum": [*DEVICES]})  # checked where it is used
 
@@ -68,6 +69,8 @@ class TrainingFields(metaclass=AcceptingDefaults):
     logging_strategy: Annotated[str, one_of("no", "steps", "epoch")] = "steps"
     logging_steps: Annotated[float, INTERVAL] = 500
     logging_first_step: bool = False
+    logging_nan_inf_filter: bool = False
+    include_num_input_tokens_seen: Annotated[str | bool, _COUNTED] = "no"
     log_format: Annotated[str, one_of("text", "json")] = "text"
     log_level: Annotated[str, one_of(*LOG_LEVELS)] = "passive"
     disable_tqdm: bool | None = None
@@ -167,6 +170,8 @@ class TrainingFields(metaclass=AcceptingDefaults):
 
     def __post_init__(self) -> None:
         check_fields(self, TrainingFields, self._values())
+        counted = self.include_num_input_tokens_seen
+        self.include_num_input_tokens_seen = "all" if counted is True else counted or "no"
         if is_address(self.output_dir):
             if self.mirror_to not in (None, self.output_dir):
                 raise UsageError("output_dir and mirror_to: each names a place in object storage; set one of them")

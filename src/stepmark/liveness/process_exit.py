@@ -19,7 +19,6 @@ INTERRUPTED = 75  # exit code: ended by a signal, and can be resumed
 STDERR = 2
 RECORDING = 2.0  # seconds for recording the reason: a file system may hang
 FLUSHING = 1.0  # seconds for printing
-_OVER = "\r\x1b[K"  # on a terminal, in place of the progress bar, which is drawn again below
 
 
 def print_stacks(reason: str) -> None:
@@ -33,7 +32,7 @@ def say(line: str, *, stacks: bool = False) -> None:
 
     def write() -> None:
         lines = console.shaped([*line.splitlines(), *(all_stacks().splitlines() if stacks else ())])
-        over = _OVER if os.isatty(STDERR) and not console.json else ""
+        over = "\r\x1b[K" if os.isatty(STDERR) and not console.json else ""  # a progress bar, which comes again below
         with contextlib.suppress(OSError):  # no longer read
             os.write(STDERR, (over + "".join(f"{each}\n" for each in lines)).encode())
         console.keep(lines)
