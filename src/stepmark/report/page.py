@@ -220,8 +220,7 @@ def all_figures(histories: Sequence[History], *, complete: bool = False) -> list
     """The figures of training and of the machine; `complete`: with every value, not those alone that are drawn."""
     points = sys.maxsize if complete else max(POINTS * 8 // max(len(histories), 8), 100)
     found = [*figures(histories, points=points), *system_figures(histories, points=points)]
-    of_ranks = {"rank_memory": "host", "rank_device_memory": "device"}  # what the figure of rank 0 shows of it
-    twice = {of_ranks.get(each.name) for each in found}
+    twice = {{"rank_memory": "host", "rank_device_memory": "device"}.get(each.name) for each in found}
     return [each for each in found if each.name != "memory" or {one.name for one in each.series} - twice]
 
 

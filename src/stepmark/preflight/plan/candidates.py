@@ -33,9 +33,8 @@ def neighbours(args: TrainingFields, ranks: int) -> list[TrainingFields]:
 def smaller(args: TrainingFields, ranks: int) -> list[TrainingFields]:
     """Settings that need ever less memory: what saves some on the recipe's own mesh, and all of it with more and more
     ranks that share a model, first along the tensor parallel axis, then along the pipeline."""
-    again: dict[str, Any] = {"gradient_checkpointing": True}
-    least = {**again, **_one_row(args)}
-    pairs = ((rows, shards) for rows in (again, least) for shards in (ZERO_1, FSDP))
+    least: dict[str, Any] = {"gradient_checkpointing": True, **_one_row(args)}
+    pairs = ((rows, shards) for rows in ({"gradient_checkpointing": True}, least) for shards in (ZERO_1, FSDP))
     found = [each for rows, shards in pairs for each in _changed(args, ranks, **rows, **shards)]
     for stages in (each for each in _powers(ranks) if each >= args.pipeline_parallel_size):
         for size in (each for each in _powers(ranks // stages) if each >= args.tensor_parallel_size):

@@ -180,10 +180,10 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     options = [_measure(setup, each, own=each is args) for each in neighbours(args, ranks)]
     if options[0].impossible is not None:
         raise UsageError(options[0].impossible)
-    cheap = [each for each in options if not cost(each.args, args)[0]]
-    if device_memory is not None and not any(each.fits(device_memory) for each in cheap):
+    if device_memory is not None and not options[0].fits(device_memory):
         tried = [one.args for one in options]
-        for settings in (each for each in smaller(args, ranks) if each not in tried):
+        least = min((cost(one.args, args) for one in options if one.fits(device_memory)), default=(2,))
+        for settings in (each for each in smaller(args, ranks) if each not in tried and cost(each, args) < least):
             options.append(_measure(setup, settings))
             if options[-1].fits(device_memory):
                 break

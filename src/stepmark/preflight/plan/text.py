@@ -17,7 +17,6 @@ GIGABYTE = 10**9
 GIGABIT = 125e6  # bytes per second
 SMALL_REQUESTS = 25  # of a checkpoint's upload: for its small files, what is beside it, and to look what is there
 COLUMNS = ("mesh", "sharded", "sequence", "checkpointing", "rows x micro", *CATEGORIES, "peak")
-NO_YES = ("no", "yes")
 OF_PIPELINES = ("largest", "bubble")
 
 
@@ -111,8 +110,8 @@ def _row(plan: Plan, option: RankMemory, piped: bool) -> tuple[str, ...]:
     cells = [
         _mesh(plan, option),
         "fsdp" if args.fsdp is not None else "zero_1" if args.zero_1 else "no",
-        NO_YES[args.sequence_parallel],
-        NO_YES[args.gradient_checkpointing],
+        ("no", "yes")[args.sequence_parallel],
+        ("no", "yes")[args.gradient_checkpointing],
         f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps}",
         *_sizes(plan, option.trace),
     ]
