@@ -170,8 +170,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
 
     def __post_init__(self) -> None:
         check_fields(self, TrainingFields, self._values())
-        counted = self.include_num_input_tokens_seen
-        self.include_num_input_tokens_seen = "all" if counted is True else counted or "no"
+        self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen in (True, "all") else "no"
         if is_address(self.output_dir):
             if self.mirror_to not in (None, self.output_dir):
                 raise UsageError("output_dir and mirror_to: each names a place in object storage; set one of them")
