@@ -57,6 +57,17 @@ SEARCHES = {
     "state.json": "checkpoint-values/",
     "status.json": "run-folder/",
     "nfs": "operations/",
+    "qlora": "limits/",
+    "reproducibility": "faq/",
+    "docker": "faq/",
+    "jupyter": "faq/",
+    "vllm": "faq/",
+    "gguf": "faq/",
+    "hyperpod": "faq/",
+    "eks": "tutorials/spot-instances/",
+    "sagemaker": "faq/",
+    "mfu": "faq/",
+    "profiler": "performance/",
 }
 
 

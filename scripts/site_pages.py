@@ -41,7 +41,7 @@ BOOSTS = {
     "data": 3,
     "glossary": 0.2,
     "reference/source-map": 0.05,
-    "reference/fields": 6,
+    "reference/fields": 4,
     "reference/": 0.5,
     "decisions/": 0.1,
     "tables": 0.1,

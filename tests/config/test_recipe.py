@@ -169,7 +169,15 @@ def test_shared_fields_have_the_defaults_of_transformers() -> None:
     ours = all_fields()
     # transformers' own default reports to whatever is installed, and its data seed and scheduler arguments are the same
     # in other words; a warm-up ratio is older than transformers 5, which has it in warmup_steps.
-    other_words = {"output_dir", "report_to", "resume_from_checkpoint", "lr_scheduler_kwargs", "logging_strategy"}
+    # A filter would hide losses that are nan.
+    other_words = {
+        "logging_nan_inf_filter",
+        "output_dir",
+        "report_to",
+        "resume_from_checkpoint",
+        "lr_scheduler_kwargs",
+        "logging_strategy",
+    }
     for field in dataclasses.fields(TrainingArguments):
         if field.name in ours and field.name not in other_words:
             default = getattr(field.default, "value", field.default)
@@ -187,6 +195,23 @@ def test_a_recipe_may_follow_a_flag_without_a_value(tmp_path: Path, flag: str) -
         made = recipe_of(parser.parse_args(text)).training
         assert made.seed == 7
         assert flag == "--do_train" or getattr(made, flag[2:]) is True
+
+
+def test_lists_are_given_as_several_values_of_a_flag(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("config_name: gpt2\ntokenizer_name: bytes\ndataset_name: python-stdlib\nseed: 7\n")
+    parser = argparse.ArgumentParser()
+    add_recipe_arguments(parser)
+    flags = ["--report_to", "wandb", "tensorboard"]
+    for given in ([*flags, str(path)], [str(path), *flags], ["--report_to", "wandb,tensorboard", str(path)]):
+        made = recipe_of(parser.parse_args(given)).training
+        assert (made.reporters, made.seed) == (["wandb", "tensorboard"], 7)
+    stages = ["--pipeline_parallel_size", "2", "--gradient_accumulation_steps", "2"]
+    for layers in (["1", "3"], ["[1, 3]"]):
+        made = recipe_of(parser.parse_args([str(path), *stages, "--pipeline_layers", *layers])).training
+        assert made.pipeline_layers == [1, 3]
+    made = recipe_of(parser.parse_args(["--accept_changes", "data", "model", str(path)])).training
+    assert made.accepted_changes == ["data", "model"]
 
 
 def test_a_path_after_a_flag_stays_its_value(tmp_path: Path) -> None:

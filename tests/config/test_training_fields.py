@@ -78,6 +78,7 @@ def test_out_of_range(field: str, value: Any) -> None:
         ({"bf16": True, "dtype": "bfloat16"}, ("bf16", "dtype")),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, ("warmup_steps", "warmup_ratio")),
         ({"torch_compile": True, "fsdp": True}, ("torch_compile and fsdp",)),
+        ({"device": "xla", "fsdp": True}, ("fsdp and device",)),
         ({"load_best_model_at_end": True}, ("load_best_model_at_end", "eval_strategy")),
         ({"eval_on_start": True}, ("eval_on_start", "eval_strategy")),
         ({"save_strategy": "best"}, ("save_strategy", "eval_strategy")),
@@ -126,7 +127,16 @@ def test_what_follows_from_other_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "names"), [("none", []), (None, []), ("tensorboard", ["tensorboard"]), (["none"], []), ([], [])]
+    ("given", "names"),
+    [
+        ("none", []),
+        (None, []),
+        ("tensorboard", ["tensorboard"]),
+        ("wandb,tensorboard", ["wandb", "tensorboard"]),
+        ("wandb, tensorboard", ["wandb", "tensorboard"]),
+        (["none"], []),
+        ([], []),
+    ],
 )
 def test_reporters(given: Any, names: list[str]) -> None:
     assert TrainingFields(report_to=given).reporters == names

@@ -234,6 +234,11 @@ def test_a_file_has_a_largest_size(tmp_path: Path, name: str, most: int) -> None
     files.open_for_reading(tmp_path / name).close()
 
 
+def test_a_folder_that_cannot_be_made_is_an_error_of_the_system() -> None:
+    with pytest.raises(FileNotFoundError):
+        files.make_folder(Path("/proc/stepmark/run"))
+
+
 def test_a_folder_of_ours_is_no_link(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     (tmp_path / "run").mkdir()

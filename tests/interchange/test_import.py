@@ -114,6 +114,17 @@ def test_qwen3_of_optimum_neuron(tp: int, fused: bool, tmp_path: Path, monkeypat
     assert members == {name: int("layernorm" in name) for name in expected.model}
 
 
+def test_a_model_of_optimum_neuron_is_consolidated_in_either_format(tmp_path: Path) -> None:
+    expected = truth()
+    source = foreign_checkpoints.optimum_folder(tmp_path / "source", expected, tp=2, xser=False)
+    assert run(["consolidate", str(source), str(tmp_path / "out"), "-f", "pytorch"]) == 0
+    written = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert written.keys() == expected.model.keys()
+    assert all(torch.equal(written[name], value) for name, value in expected.model.items())
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    assert run(["consolidate", str(source), str(tmp_path / "other"), "--merge-adapters"]) == 2
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_replicas_of_optimum_neuron_that_differ(fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On trn2 each replica is trained apart: the model has as many key/value heads, which a config has to say."""
@@ -192,7 +203,6 @@ def test_consolidate_takes_what_the_old_command_took(given: str, tmp_path: Path)
     (source / "tokenizer.json").write_text("{}")
     inner = source / ("tensor_parallel_shards" if "old" in given else "shards")
     command = ["consolidate", str(inner if "inner" in given else source), str(tmp_path / "out")]
-    assert run([*command, "-f", "pytorch"]) == 2
     assert run([*command, "--merge-adapters"]) == 2
     assert not (tmp_path / "out").exists()
     assert run([*command, "--max-shard-size", "20KB"]) == 0

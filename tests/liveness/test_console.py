@@ -139,6 +139,29 @@ def test_what_goes_past_the_stream_is_shaped_and_kept(
     assert printed.splitlines() == kept(tmp_path)[1:]
 
 
+BAR_AND_LINE = """
+import sys
+from stepmark.liveness.process_exit import say
+
+sys.stderr.write("training 3/9")
+sys.stderr.flush()
+say("interrupted")
+"""
+
+
+@pytest.mark.parametrize(
+    ("terminal", "shown"), [(True, b"training 3/9\r\x1b[Kinterrupted\r\n"), (False, b"training 3/9interrupted\n")]
+)
+def test_a_line_on_a_terminal_stands_in_place_of_the_progress_bar(terminal: bool, shown: bytes) -> None:
+    reader, writer = os.openpty() if terminal else os.pipe()
+    try:
+        subprocess.run([sys.executable, "-c", BAR_AND_LINE], stderr=writer, check=True, timeout=60)
+        assert os.read(reader, 1000) == shown
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
 def test_a_run_keeps_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", str(write_recipe(tmp_path, logging_steps=1))]) == 0
     printed = capsys.readouterr().err.splitlines()

@@ -93,7 +93,7 @@ print("stepmark.trainer.trainer" in sys.modules, "torch_xla" in sys.modules)
 def test_a_run_on_the_cpu_does_not_import_torch_xla(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, eval_strategy="epoch", validation_split_percentage=0)
     done = subprocess.run([sys.executable, "-c", CPU_RUN, str(recipe)], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "1\nTrue False\n", done.stderr
+    assert done.stdout == "2\nTrue False\n", done.stderr
     assert "there is no validation data" in done.stderr
 
 

@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from scripts.pipeline_comparison import pipeline_mesh
+from stepmark.checkpoint.host_memory import _RESERVE, MACHINE
 from stepmark.cli.main import run
+from stepmark.config.recipe import ModelArguments
 from stepmark.config.training_fields import TrainingFields
+from stepmark.errors import UsageError
+from stepmark.launch.world import World
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.recipe import model, train
 from stepmark.trainer import run_model
@@ -49,6 +56,33 @@ def test_a_wrong_configuration_is_found_before_data_are_tokenized(
     monkeypatch.setattr(train, "prepare_data", lambda *_: pytest.fail("the data are tokenized"))
     assert run(["train", str(write_recipe(tmp_path, **fields))]) != 0
     assert f"error: {named}" in capsys.readouterr().err
+
+
+def test_a_model_without_room_in_host_memory_is_refused_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model, "free_host_memory", lambda: {MACHINE: 1 << 30, "control group 0:1": _RESERVE + 5000})
+    monkeypatch.setattr(train, "prepare_data", lambda *_: pytest.fail("the data are tokenized"))
+    assert run(["train", str(write_recipe(tmp_path))]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: config_name: making the model needs ")
+    assert "more of host memory for the model, and 0.06 GiB are free; divide it among ranks" in error
+
+
+@pytest.mark.parametrize(("node", "fits"), [(0, False), (1, True)])
+def test_ranks_of_one_node_share_its_memory(monkeypatch: pytest.MonkeyPatch, node: int, fits: bool) -> None:
+    config = GPT2Config(n_layer=1, n_embd=256, n_head=2, vocab_size=1000, n_positions=16)
+    needed = 4 * sum(each.numel() for each in GPT2LMHeadModel(config).parameters())
+    monkeypatch.setattr(model, "free_host_memory", lambda: {MACHINE: _RESERVE + needed * 3 // 2})
+
+    def gather(report: tuple[int, int, Any]) -> list[Any]:
+        assert report[1] == needed
+        return [report, (node, *report[1:])]
+
+    own: Any = SimpleNamespace(world=World(), host=SimpleNamespace(all_gather=gather))
+    fields = ModelArguments(config_name="gpt2", tokenizer_name="bytes")
+    with contextlib.nullcontext() if fits else pytest.raises(UsageError, match="for the models of the 2 ranks on this"):
+        model.check_makeable(fields, config, None, "float32", own)
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "precompile"])

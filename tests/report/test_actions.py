@@ -97,9 +97,9 @@ def test_zooming_comparing_and_reading_without_a_mouse(compared: Path) -> None:
     loss.plot.root.focus();
     results.focused = document.activeElement === loss.plot.root;
     press("Home");
-    results.first = loss.readout.querySelector("b").textContent;
+    results.first = loss.readout.querySelector("b").innerText;
     press("ArrowRight");
-    results.second = loss.readout.querySelector("b").textContent;
+    results.second = loss.readout.querySelector("b").innerText;
     press("+");
     await soon();
     results.pressed = shown(loss);
@@ -127,7 +127,7 @@ def test_zooming_comparing_and_reading_without_a_mouse(compared: Path) -> None:
     compared_values = rf"slow: training\s+{values}\s+fast: training\s+{values}\s+" r"\N{MINUS SIGN}\d+(\.\d)?%"
     assert re.search(compared_values, seen["tip"])
     assert seen["focused"]
-    assert (seen["first"], seen["second"]) == ("step 1 · 1 s", "step 2 · 2 s")
+    assert (seen["first"], seen["second"]) == tuple(f"step {n} · {n} s\n% compared with slow" for n in (1, 2))
     assert seen["pressed"][1] - seen["pressed"][0] == pytest.approx(STEPS / 2)
     assert seen["curves"] == [9, 6]  # three runs, each with its smoothed curve and its evaluations
     assert seen["time"] == [0, STEPS]

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from stepmark.report.history import read_history
 from stepmark.report.html_table import color
-from stepmark.report.page import write_report
+from stepmark.report.page import all_figures, write_report
 from stepmark.report.text import NOTHING
 from tests.report.test_history import log, write
 from tests.support.browser import act, dump_dom
@@ -197,6 +198,58 @@ window.onload = () => setTimeout(() => {{
       if (pen.measureText(label).width > plot.over.offsetLeft - 4) add(`cut off: ${{label}}`);
 }}, 1500);
 </script>"""
+
+
+def runs_that_differ(folder: Path, *, settings: int = 8) -> list[Path]:
+    """Three runs, the last two in one group, which differ in many fields with long values."""
+    runs = [folder / f"a-run-with-quite-a-long-name-{index}" for index in range(3)]
+    for index, run in enumerate(runs):
+        run.mkdir()
+        losses = [4.0, 2.0, 2.0 + 0.0123456]
+        write(run / "metrics.jsonl", [log(step, loss=losses[index]) for step in range(1, 10)])
+        write(run / "events.jsonl", [{"event": "started", "step": 0, "parameters": 123_456_789}])
+        given = [f"field_{number}: a_value_of_some_length_{index > 0}" for number in range(settings)]
+        (run / "used_recipe.yaml").write_text("\n".join(given))
+    return runs
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_no_column_of_a_table_is_cut(tmp_path: Path, width: int) -> None:
+    runs = runs_that_differ(tmp_path)
+    script = """
+    results.tables = [...document.querySelectorAll(".table")].map((each) => [each.scrollWidth, each.clientWidth]);
+    results.heads = document.querySelector("#runs thead").getClientRects().length;
+    """
+    found = act(write_report(runs[0], runs[1:]), script, (width, 900))
+    assert found["tables"]
+    assert all(needed <= there for needed, there in found["tables"]), found
+    few = act(write_report(runs[0], [runs[1]]), script.replace("#runs", "#differences"), (width, 900))
+    assert few["heads"] == (width > 500), "a table that fits has its heads"
+
+
+def test_a_deviation_has_the_digits_of_its_value_and_a_percentage_says_of_what(tmp_path: Path) -> None:
+    runs = runs_that_differ(tmp_path, settings=1)
+    script = """
+    const group = document.getElementById("group");
+    group.value = "field_0";
+    group.oninput();
+    await soon(0.5);
+    results.text = charts[0].readout.innerText;
+    """
+    text = act(write_report(runs[0], runs[1:]), script)["text"]
+    assert "2.0062 ± 0.0062 of 2 \u221250%" in text
+    assert "% compared with a_value_of_some_length_False" in text
+
+
+def test_memory_is_drawn_once(tmp_path: Path) -> None:
+    write(tmp_path / "metrics.jsonl", [log(step, host_memory=2e9) for step in (1, 2)])
+    drawn = [figure.name for figure in all_figures([read_history(tmp_path)])]
+    assert "memory" in drawn
+    (tmp_path / "system").mkdir()
+    write(tmp_path / "system" / "rank-0.jsonl", [{"step": step, "time": step, "memory": 2e9} for step in (1, 2)])
+    drawn = [figure.name for figure in all_figures([read_history(tmp_path)])]
+    assert "rank_memory" in drawn
+    assert "memory" not in drawn
 
 
 def test_nothing_is_cut_off_on_a_phone(run: Path, tmp_path: Path) -> None:

@@ -221,11 +221,13 @@ def test_train_and_doctor_say_that_inductor_needs_a_compiler(
         assert done.returncode == (2 if command == "train" else 1)
 
 
-def test_lazy_devices_refuse_it() -> None:
+def test_lazy_devices_refuse_it_and_sharded_parameters() -> None:
     with pytest.raises(UsageError, match="^torch_compile and device: xla is lazy"):
         TrainingFields(device="xla", torch_compile=True)
     with pytest.raises(UsageError, match="^torch_compile and device: xla is lazy"):
         check_device(TrainingFields(torch_compile=True), "xla")
+    with pytest.raises(UsageError, match="^fsdp and device: lazy devices"):
+        check_device(TrainingFields(fsdp="full_shard"), "xla")
 
 
 def test_which_modules_are_compiled() -> None:

@@ -158,12 +158,22 @@ def test_probes_of_starts_that_were_killed_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(errno.ENOSPC, 1), (errno.EROFS, 1), (errno.ESTALE, 1), (errno.EDQUOT, 1), (errno.EACCES, 2)]
+    ("number", "earlier", "code"),
+    [
+        (errno.ENOSPC, [], 1),
+        (errno.ESTALE, [], 1),
+        (errno.EDQUOT, [], 1),
+        (errno.EACCES, [], 2),
+        (errno.EROFS, [], 2),  # nothing was ever written there
+        (errno.EROFS, ["events.jsonl"], 1),
+    ],
 )
 def test_a_disk_in_trouble_is_no_wrong_usage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, earlier: list[str], code: int
 ) -> None:
     """Another attempt may find it well again, and one that failed leaves nothing."""
+    for name in earlier:
+        (tmp_path / name).touch()
 
     def fail(path: Path, data: bytes, *, durable: bool = True) -> None:
         path.touch()
@@ -174,7 +184,8 @@ def test_a_disk_in_trouble_is_no_wrong_usage(
         prepare_output_folder(tmp_path, HostGroup())
     report = FailureReport.of(caught.value, 0)
     assert (report.exit_code, report.permanent) == (code, code == 2)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == earlier
+    assert str(caught.value).count("another folder") == (number != errno.ESTALE)
 
 
 @pytest.mark.parametrize("name", ["train_results.json", "all_results.json"])

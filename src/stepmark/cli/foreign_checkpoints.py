@@ -111,14 +111,13 @@ def consolidate_foreign(parsed: argparse.Namespace, max_shard: int) -> int:
     from stepmark.interchange.sinks.hf_model import write_model_folder
     from stepmark.interchange.sources.foreign import ImportOptions
 
-    given = "--merge-adapters" if parsed.merge_adapters else f"-f {parsed.format}"
-    if given != "-f safetensors":
-        raise UsageError(f"{given}: {parsed.source} is of another tool, and written as safetensors; leave it out")
+    if parsed.merge_adapters:
+        raise UsageError(f"--merge-adapters: {parsed.source} is another tool's; leave it out, and merge with peft")
     leave_out_torch_xla()
     try:
         with BytesProgress("consolidating") as listener:
             found = open_foreign(parsed.source, ImportOptions(model_only=True))
-            size = write_model_folder(found, parsed.out, listener, max_shard)
+            size = write_model_folder(found, parsed.out, listener, max_shard, parsed.format)
     except CheckpointMismatch as error:
         where = f" (of `stepmark import {parsed.source} {parsed.out} --model-only`)" if "--" in str(error) else ""
         raise CheckpointMismatch(f"{error}{where}") from error

@@ -50,11 +50,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="stepmark", description=stepmark.__doc__, allow_abbrev=False)
+    text, plain = Path(__file__).with_name("overview.txt"), argparse.RawDescriptionHelpFormatter
+    overview = text.read_text(encoding="utf-8")
+    parser = _Parser("stepmark", "%(prog)s COMMAND ...", overview, formatter_class=plain, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"stepmark {stepmark.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    listed: dict[str, Any] = {"metavar": "COMMAND", "prog": "stepmark", "help": argparse.SUPPRESS}  # in the overview
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser, **listed)
     for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
+        command = commands.add_parser(name, description=module.HELP, allow_abbrev=False)
         command.add_argument("--traceback", action="store_true", help="print the Python traceback of an error")
         module.add_arguments(command)
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from stepmark.config.fields import Field
@@ -30,10 +31,11 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     for title, fields in sections().items():
         group = parser.add_argument_group(f"recipe fields: {title}")
         for field in fields:
-            switch: dict[str, Any] = {"nargs": "?", "const": "true"} if is_switch(field.name) else {}
+            several = {"nargs": "+"} if "list" in field.type_name else {}
+            counted: dict[str, Any] = {"nargs": "?", "const": "true"} if is_switch(field.name) else several
             metavar = field.type_name.replace(" | None", "").replace(" | ", "|").upper()
             names = [f"--{field.name}", *(["--accept-changes"] if field.name == "accept_changes" else [])]
-            group.add_argument(*names, metavar=metavar, help=_help(field), **switch)
+            group.add_argument(*names, metavar=metavar, help=_help(field), **counted)
     parser.add_argument(f"--{DO_TRAIN}", nargs="?", const="true", help=argparse.SUPPRESS)
 
 
@@ -51,12 +53,15 @@ def _explain_unknown(argument: str) -> str:
 
 
 def recipe_of(parsed: argparse.Namespace) -> Recipe:
-    """The recipe, overridden by the flags; the path may come after a flag without a value. What is printed from now on
-    has its `log_format`. Raises UsageError that names the field."""
+    """The recipe, overridden by the flags; the path may come after a flag without a value, or with several. What is
+    printed from now on has its `log_format`. Raises UsageError that names the field."""
     given = {n: value for n in (*all_fields(), DO_TRAIN) if (value := getattr(parsed, n)) is not None}
     for name, value in given.items():
-        if parsed.recipe is None and is_switch(name) and value.endswith((".yaml", ".yml")):
-            parsed.recipe, given[name] = value, "true"
+        values = value if isinstance(value, list) else [value]
+        if parsed.recipe is None and (is_switch(name) or values[1:]) and values[-1].endswith((".yaml", ".yml")):
+            *values, parsed.recipe = values
+        elements = (each if each.isdecimal() else json.dumps(each) for each in values)
+        given[name] = f"[{', '.join(elements)}]" if values[1:] else [*values, "true"][0]
     recipe = read_recipe(parsed.recipe, given)
     console.install(recipe.training.log_format, launcher=getattr(parsed, "nproc", None) is not None)
     return recipe

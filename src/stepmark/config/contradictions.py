@@ -75,6 +75,8 @@ def device_contradictions(args: Any, device: str) -> Iterator[str]:
         return
     if args.torch_compile:
         yield "torch_compile and device: xla is lazy and compiles every step itself; leave torch_compile out"
+    if args.full_sharding is not None:
+        yield "fsdp and device: lazy devices cannot free parameters within a graph; use zero_1, or leave fsdp out"
     yield from reduction_contradictions(args.reduce_dtype, device)
 
 
@@ -104,8 +106,6 @@ def _not_with_fsdp(args: Any) -> Iterator[str]:
         yield "zero_1 and fsdp: fsdp shards optimizer states too; leave zero_1 out"
     if args.data_parallel_replicas is not None and not args.hosts_ranks:
         yield "fsdp and data_parallel_replicas: torch adds copies of the shards in its own order; leave one of them out"
-    if args.device_name == "xla":
-        yield "fsdp and device: lazy devices cannot free parameters within a graph; use zero_1, or leave fsdp out"
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
         if getattr(args, name) > 1:
             yield f"fsdp and {name}: both shard parameters; leave one of them out"

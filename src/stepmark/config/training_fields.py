@@ -47,6 +47,7 @@ _DEADLINE = Values(
     lambda value: 0 < value < float("inf") if isinstance(value, float) else value in ("auto", "off"),
     "auto, off, or a number of seconds above 0",
 )
+_COUNTED = Values(lambda value: value in (True, False, "no", "all"), "true or all, false or no")
 _FOLDER = Values(lambda value: not isinstance(value, str) or bool(value.strip()), "the path of a folder")
 _DEVICE = Values(lambda value: True, "", {"enum": [*DEVICES]})  # checked where it is used
 
@@ -68,6 +69,8 @@ class TrainingFields(metaclass=AcceptingDefaults):
     logging_strategy: Annotated[str, one_of("no", "steps", "epoch")] = "steps"
     logging_steps: Annotated[float, INTERVAL] = 500
     logging_first_step: bool = False
+    logging_nan_inf_filter: bool = False
+    include_num_input_tokens_seen: Annotated[str | bool, _COUNTED] = "no"
     log_format: Annotated[str, one_of("text", "json")] = "text"
     log_level: Annotated[str, one_of(*LOG_LEVELS)] = "passive"
     disable_tqdm: bool | None = None
@@ -167,6 +170,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
 
     def __post_init__(self) -> None:
         check_fields(self, TrainingFields, self._values())
+        self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen in (True, "all") else "no"
         if is_address(self.output_dir):
             if self.mirror_to not in (None, self.output_dir):
                 raise UsageError("output_dir and mirror_to: each names a place in object storage; set one of them")
@@ -247,14 +251,12 @@ class TrainingFields(metaclass=AcceptingDefaults):
     @property
     def accepted_changes(self) -> list[str]:
         """The names in `accept_changes`."""
-        given = self.accept_changes or []
-        return [name.strip() for name in (given.split(",") if isinstance(given, str) else map(str, given))]
+        return _names(self.accept_changes)
 
     @property
     def reporters(self) -> list[str]:
         """The names in `report_to`."""
-        names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
-        return [name for name in names if name != "none"]
+        return [name for name in _names(self.report_to) if name != "none"]
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values."""
@@ -270,6 +272,11 @@ class TrainingFields(metaclass=AcceptingDefaults):
     def to_json_string(self) -> str:
         """All fields as JSON."""
         return json.dumps(self._values(), indent=2)
+
+
+def _names(given: list[Any] | str | None) -> list[str]:
+    """Those of a list, or of text with commas between them."""
+    return [name.strip() for name in (given.split(",") if isinstance(given, str) else map(str, given or []))]
 
 
 def set_log_level(args: TrainingFields) -> None:

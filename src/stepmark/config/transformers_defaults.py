@@ -26,12 +26,11 @@ DONE_ANYWAY: dict[str, Callable[[Any], bool]] = {
     "ddp_broadcast_buffers": lambda value: value is False,  # each rank has its own; checkpoints hold the first rank's
     "ddp_static_graph": lambda value: True,  # the order of gradients need not be declared
     "ddp_backend": lambda value: value in ("gloo", "nccl", "xla"),  # the backend is that of the device
-    "logging_nan_inf_filter": lambda value: value is False,
+    "no_logging_nan_inf_filter": lambda value: True,  # HfArgumentParser's option; losses are unfiltered by default
     "dataloader_pin_memory": lambda value: value is False,
     "dataloader_persistent_workers": lambda value: value is True,  # workers live for an epoch
     "dataloader_prefetch_factor": _is_count,
     "torch_empty_cache_steps": _is_count,
-    "include_num_input_tokens_seen": lambda value: value in ("no", False),  # as HfArgumentParser reads `no`
     "eval_use_gather_object": lambda value: True,
 }
 
@@ -62,6 +61,7 @@ def transformers_defaults() -> dict[str, Any]:
     fields = [field for field in dataclasses.fields(transformers_class()) if field.init]
     missing = dataclasses.MISSING
     made = {field.name: field.default_factory() for field in fields if field.default_factory is not missing}
+    made["no_logging_nan_inf_filter"] = False
     return {field.name: None if field.default is missing else field.default for field in fields} | made
 
 
@@ -90,7 +90,11 @@ def options_of_transformers(base: type) -> type:
     """
     hints = typing.get_type_hints(transformers_class())
     fields = [
-        (name, hints[name], dataclasses.field(default=value, metadata={"help": refusals("transformers").get(name, "")}))
+        (
+            name,
+            hints.get(name, bool),
+            dataclasses.field(default=value, metadata={"help": refusals("transformers").get(name, "")}),
+        )
         for name, value in transformers_defaults().items()
         if name not in field_names(base) and not isinstance(value, (list, dict))
     ]

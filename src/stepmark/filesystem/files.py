@@ -55,15 +55,15 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, *, parents: bool = True) -> None:
     """Creates a folder and its parents, unless it exists."""
     try:
         os.mkdir(path)
     except FileNotFoundError:
-        if path.parent == path:
+        if path.parent == path or not parents:
             raise
         make_folder(path.parent)
-        make_folder(path)
+        make_folder(path, parents=False)  # in /proc there is never one
     except FileExistsError:
         if not when_visible(lambda: stat.S_ISDIR(os.stat(path).st_mode), path):
             raise

@@ -32,8 +32,9 @@ def say(line: str, *, stacks: bool = False) -> None:
 
     def write() -> None:
         lines = console.shaped([*line.splitlines(), *(all_stacks().splitlines() if stacks else ())])
+        over = "\r\x1b[K" if os.isatty(STDERR) and not console.json else ""  # a progress bar, which comes again below
         with contextlib.suppress(OSError):  # no longer read
-            os.write(STDERR, "".join(f"{each}\n" for each in lines).encode())
+            os.write(STDERR, (over + "".join(f"{each}\n" for each in lines)).encode())
         console.keep(lines)
 
     call_with_timeout(FLUSHING, write, None)  # standard error may be a pipe that is full

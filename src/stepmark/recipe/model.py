@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepmark.checkpoint.host_memory import free_host_memory, shortage
 from stepmark.config.recipe import ModelArguments, Recipe
 from stepmark.config.yaml_file import parse_options
 from stepmark.data.prepared_data import choose_block_size
 from stepmark.data.tokenize.tokenizer import check_own_code, load_tokenizer
-from stepmark.errors import DataError, StepmarkError, UsageError
+from stepmark.errors import StepmarkError, UsageError
 from stepmark.liveness.gc_pause import quick_imports
 from stepmark.model_folder.model_config import check_fits, load_config
 from stepmark.parallel.loading.load import ModelFactory, patched_constructors
 from stepmark.recipe.early_checks import check_model_folder
+from stepmark.runtime.context import Context
 from stepmark.runtime.module_placement import cast_module
 from stepmark.trainer.run_folder.run_identity import SPECIAL
 from stepmark.training.model_options import check_attention, use_attention
@@ -104,8 +106,8 @@ def config_of(recipe: Recipe, tokenizer: Any) -> Any:
     """The configuration of the recipe's model, which is made once in a run, before data are tokenized for it. Without a
     tokenizer (None) its own vocabulary applies, and blocks may have any length that it takes.
 
-    Raises UsageError where the fields do not describe one, or the saved model has none that can be read, and DataError
-    where blocks are longer than the model takes.
+    Raises UsageError where the fields do not describe one, the saved model has none that can be read, or blocks are
+    longer than the model takes.
     """
     name = recipe.model.model_name_or_path
     if name is None:
@@ -116,10 +118,9 @@ def config_of(recipe: Recipe, tokenizer: Any) -> Any:
     length = choose_block_size(recipe.data.block_size, getattr(tokenizer, "model_max_length", UNLIMITED))
     longest = getattr(made, "max_position_embeddings", None)
     if isinstance(longest, (int, float)) and length > longest:
-        raise DataError(
-            f"block_size: {length} tokens are more than the model's {longest} positions; lower block_size, or raise "
-            "the positions in config_overrides"
-        )
+        more = ", or raise max_position_embeddings in config_overrides" if name is None else ""
+        told = f"block_size: {length} tokens are more than the model's {longest} positions"
+        raise UsageError(f"{told}; set block_size to {longest} or less{more}")
     return made
 
 
@@ -189,14 +190,24 @@ def _kind_of(config: ModelArguments) -> tuple[Any, dict[str, Any]]:
     return AutoModelForCausalLM, {}
 
 
-def check_sharding(config: ModelArguments, made: Any, factory: ModelFactory) -> None:
-    """Raises UsageError where `factory` cannot shard the model; no weights are read or drawn for that."""
-    try:
-        with torch.device("meta"):
-            model = _from_config(copy.deepcopy(made), config)
-    except Exception:  # the error of building or loading it says more
-        return
-    factory.shard(model)
+def check_makeable(config: ModelArguments, made: Any, factory: ModelFactory | None, dtype: str, own: Context) -> None:
+    """Raises UsageError where `factory` cannot shard the model, or, on all ranks of a node, where host memory has no
+    room for what they make of it; no weights are read or drawn for that. Collective."""
+    size, read = 0, config.model_name_or_path is not None
+    with contextlib.suppress(Exception), torch.device("meta"):  # the error of building or loading it says more
+        model = _from_config(copy.deepcopy(made), config)
+        size = getattr(torch, dtype if read else "float32").itemsize
+    if size and factory is not None:
+        factory.shard(model)
+    needed = size and size * sum(each.numel() for each in (*model.parameters(), *model.buffers()))
+    reports = own.host.all_gather((own.world.node, needed, free_host_memory()))
+    here = [(needs, free) for node, needs, free in reports if node == own.world.node]
+    short = shortage([needs for needs, _ in here], [free for _, free in here], "the model", "the models of the")
+    if short is not None:
+        raise UsageError(
+            f"{'model_name_or_path' if read else 'config_name'}: making the model needs {short}; divide it among ranks "
+            "(tensor_parallel_size, pipeline_parallel_size), start fewer ranks on a node, or choose a smaller model"
+        )
 
 
 def _load(name: str, made: Any, dtype: torch.dtype, config: ModelArguments, whole: bool) -> torch.nn.Module:

@@ -23,7 +23,7 @@ from stepmark.data.prepared_data import choose_block_size
 from stepmark.data.sources.corpus import Corpus
 from stepmark.data.sources.sources import open_sources, stdlib_texts
 from stepmark.errors import DataError, StepmarkError, UsageError
-from stepmark.recipe.model import build_model, build_tokenizer, config_of
+from stepmark.recipe.model import build_model, build_tokenizer, check_makeable, config_of
 from stepmark.trainer.compat.transformers_arguments import converted
 from stepmark.trainer.run import Run
 from stepmark.trainer.training_arguments import TrainingArguments
@@ -60,7 +60,8 @@ def build_task_trainer(recipe: Recipe, run: Run, callbacks: Sequence[Any] = ()) 
     if not train:
         raise DataError("task: there are no training rows; give dataset_name or train_file with some")
     if args.eval_strategy != "no" and not validation:
-        raise DataError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
+        raise UsageError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
+    check_makeable(recipe.model, model_config, None, args.dtype, run.context)
     model = build_model(recipe.model, model_config, args.seed, None, getattr(torch, args.dtype))
     made = converted(args, config)
     more: dict[str, Any] = {"callbacks": list(callbacks), "processing_class": tokenizer}

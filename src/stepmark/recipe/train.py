@@ -11,7 +11,7 @@ from stepmark.config.data_arguments import columns_of
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
-from stepmark.errors import DataError, UsageError
+from stepmark.errors import UsageError
 from stepmark.evaluation.metric_functions import load_metrics
 from stepmark.liveness.gc_pause import quick_imports
 from stepmark.recipe.early_checks import check_early, work_offline_without_hub
@@ -112,7 +112,7 @@ def build_trainer(
     import torch
 
     with quick_imports():
-        from stepmark.recipe.model import build_model, build_tokenizer, check_sharding, config_of
+        from stepmark.recipe.model import build_model, build_tokenizer, check_makeable, config_of
         from stepmark.trainer.trainer import Trainer
 
     args, functions = recipe.training, load_metrics(recipe.evaluation.metrics, "metrics")
@@ -120,11 +120,10 @@ def build_trainer(
     config = config_of(recipe, tokenizer)
     # An adapter is made over the complete model, and sharded with it.
     make = _model_factory(args, run.context) if recipe.model.peft is None else None
-    if make is not None:
-        check_sharding(recipe.model, config, make)
+    check_makeable(recipe.model, config, make, args.dtype, run.context)
     data = prepare(tokenizer)
     if args.eval_strategy != "no" and data.validation is None:
-        raise DataError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
+        raise UsageError("eval_strategy: there is no validation data; give validation_file, or set eval_strategy: no")
     dtype = getattr(torch, args.dtype)
     model = build_model(recipe.model, config, args.seed, make, dtype, reads_weights=reads_weights)
     _check_vocabulary(model, tokenizer, recipe)

@@ -219,7 +219,9 @@ def read_histories(folder: Path, more: Sequence[Path]) -> list[History]:
 def all_figures(histories: Sequence[History], *, complete: bool = False) -> list[Figure]:
     """The figures of training and of the machine; `complete`: with every value, not those alone that are drawn."""
     points = sys.maxsize if complete else max(POINTS * 8 // max(len(histories), 8), 100)
-    return [*figures(histories, points=points), *system_figures(histories, points=points)]
+    found = [*figures(histories, points=points), *system_figures(histories, points=points)]
+    twice = {{"rank_memory": "host", "rank_device_memory": "device"}.get(each.name) for each in found}
+    return [each for each in found if each.name != "memory" or {one.name for one in each.series} - twice]
 
 
 def _write_tables(folder: Path, histories: Sequence[History]) -> None:

@@ -245,7 +245,8 @@ class RunCallbacks:
     def restore_state(self, saved: TrainerState) -> None:
         """Restores the history, the best model and the callbacks' states from `saved`: their counters, and with
         `restore_callback_states_from_checkpoint` also their constructor arguments."""
-        for name in ("log_history", "total_flos", "best_metric", "best_global_step", "best_model_checkpoint"):
+        restored = "log_history total_flos num_input_tokens_seen best_metric best_global_step best_model_checkpoint"
+        for name in restored.split():
             setattr(self.state, name, getattr(saved, name))
         states: Any = saved.stateful_callbacks  # plain values, once they were read from a file
         # A class of which there are several has a list of them, in order.

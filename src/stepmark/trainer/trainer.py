@@ -154,6 +154,7 @@ class Trainer:
     _trained = False  # by a call of `train`
     _hosts_ranks = True  # whether a process may have several logical ranks
     _in_save_model = False  # which calls `_save`
+    _train_batch_size = property(lambda self: self.args.train_batch_size)  # read by programs, also after resuming
 
     loss = Replaceable(lambda trainer: trainer._loss, "Calls the model and weights its loss, for every micro-batch.")
     evaluator = Replaceable(

@@ -90,6 +90,7 @@ class TrainingLoop:
         self._monitor = Telemetry(parts, callbacks.run_log)
         self._flos = TotalFlos(parts.model)
         self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look, parts.step.experts)
+        self._losses.filters = parts.args.logging_nan_inf_filter
         self._epoch_open = False
         self._unfinished: dict[str, Any] | None = None  # what is left of an evaluation in which the run was stopped
         self._preemption: PreemptionCoordinator | None = None
@@ -427,7 +428,9 @@ class TrainingLoop:
             self._learning_rate = float(parts.schedule.get_last_lr()[0])
         callbacks.state.global_step += 1
         callbacks.state.epoch = batch.epoch
-        callbacks.state.total_flos += self._flos.of(batch)
+        tokens = self._flos.tokens(batch)
+        callbacks.state.total_flos += self._flos.per_token * tokens
+        callbacks.state.num_input_tokens_seen += round(tokens)
         self._show_progress()
         if self._args.on_loss_spike == ROLLBACK:
             self._positions[self._step] = batch.state
@@ -491,6 +494,8 @@ class TrainingLoop:
         over_layers, of_layers = load_fields(loads)
         machine |= of_layers
         log = {**values, "learning_rate": self._learning_rate, "tokens_per_second": speed, **over_layers}
+        if self._args.include_num_input_tokens_seen != "no":
+            log["num_input_tokens_seen"] = self._callbacks.state.num_input_tokens_seen
         counters = self._parts.context.runtime.counters()
         if counters is not None:
             log |= {"graph_compilations": counters.compilations}
@@ -556,7 +561,7 @@ class TrainingLoop:
             return
         if key not in metrics:
             names = ", ".join(sorted(name for name in metrics if name != "epoch"))
-            raise UsageError(f"metric_for_best_model: the evaluation has no {key}; it has {names}")
+            raise UsageError(f"metric_for_best_model: {key} is not found in the evaluation metrics, which are {names}")
         if not isinstance(metrics[key], (int, float)):
             raise UsageError(f"metric_for_best_model: {key} is a {type(metrics[key]).__name__}; name a number")
         if follows_metric(self._parts.schedule):

@@ -135,13 +135,13 @@ def prepare_sets(
     """The evaluation sets by name (None for one without a name). `options`: the settings of the run; `longest`: the
     number of the model's positions.
 
-    Raises DataError where there is nothing to evaluate on.
+    Raises UsageError where there is nothing to evaluate on, and DataError where that is empty or cannot be read.
     """
     from stepmark.data.prepared_data import DEFAULT_BLOCK_SIZE, prepare
 
     wanted = request.block_size or options.block_size
     if wanted is not None and longest is not None and wanted > longest:
-        raise DataError(f"--block_size: {wanted} tokens are more than the model's {longest} positions; lower it")
+        raise UsageError(f"--block_size: {wanted} tokens are more than the model's {longest} positions; lower it")
     block_size = wanted or min(DEFAULT_BLOCK_SIZE, tokenizer.model_max_length, longest or DEFAULT_BLOCK_SIZE)
     sets: dict[str | None, EvaluationSet] = {}
     for name, (config, or_all) in _choose(request, request.columns(options), recipe, block_size).items():
@@ -155,7 +155,7 @@ def prepare_sets(
         blocks = data.train if in_full else data.validation
         where = ", ".join(file_names(config.train_file)) or config.dataset_name or "dataset_mixture"
         if blocks is None:
-            raise DataError(f"{where} has no validation data; name a file with --data, all of which is then used")
+            raise UsageError(f"{where} has no validation data; name a file with --data, all of which is then used")
         if not len(blocks):
             raise DataError(f"{where}: its validation data is empty; name other data with --data")
         content = f"{data.fingerprint} {len(blocks)} {'all' if in_full else 'validation'}"
@@ -173,8 +173,7 @@ def _choose(
             name: _of_source(source, columns, recipe, block_size, samples)
             for name, source in map(split_name, request.data)
         }
-    if recipe is None:
-        raise DataError(f"--data: the run has no recipe that names its data; name a file, a folder, or {STDLIB}")
+    assert recipe is not None  # `EvaluationSetup.prepare` refuses to read data that nothing names
     data = recipe.data
     samples = samples or data.max_eval_samples
     if data.validation_file:  # the training data need not be read

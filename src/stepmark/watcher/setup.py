@@ -86,7 +86,7 @@ class EvaluationSetup:
         tokenizer, longest = _read_what_texts_need(mesh, recipe, checkpoint, trust, base_model)
         sets: dict[str | None, EvaluationSet] = {}
         if recipe is None and not request.data and not evaluator:
-            raise DataError(_what_to_pass(checkpoint, options, request))
+            raise UsageError(_what_to_pass(checkpoint, options, request))
         reads = bool(request.data) or recipe is not None or not evaluator  # which needs no data
         if tokenizer is None and reads:
             raise UsageError(
@@ -97,7 +97,7 @@ class EvaluationSetup:
             with mesh.context.leader_first("preparing evaluation data"):
                 try:
                     sets = prepare_sets(request, options, recipe, tokenizer, longest)
-                except DataError as error:
+                except (DataError, UsageError) as error:
                     if not evaluator or request.data:
                         raise
                     logger.warning("evaluating without data: %s", error)  # which may not be needed

@@ -100,6 +100,45 @@ def test_settings_that_fit_are_found_and_given_as_flags(tmp_path: Path) -> None:
     assert plan_own(changed, 4).own.trace.peak == plan.chosen.trace.peak
 
 
+WIDE = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
+
+
+def test_sharded_parameters_are_offered_before_ranks_share_a_model(tmp_path: Path) -> None:
+    fields = {"config_name": "llama", "config_overrides": WIDE, "block_size": 128, "tokenizer_name": "bytes"}
+    sharded = recipe_in(tmp_path, **fields, fsdp="full_shard", gradient_checkpointing=True, device="cuda")
+    memory = int(plan_own(sharded, 8).own.trace.peak / 0.89)
+    plan = plan_recipe(recipe_in(tmp_path, **fields, device="cuda"), 8, memory)
+    assert plan.chosen is not None
+    assert flags(plan.own, plan.chosen) == ["--gradient_checkpointing true", "--fsdp full_shard"]
+    assert "8 x tp 1     fsdp" in to_text(plan)
+    lazy = plan_recipe(recipe_in(tmp_path, **fields, device="xla"), 8, memory)
+    assert not [option for option in lazy.options if option.args.fsdp]
+
+
+def test_the_cheapest_settings_that_fit_are_chosen(tmp_path: Path) -> None:
+    own = TrainingFields(per_device_train_batch_size=4, gradient_accumulation_steps=4)
+    near = neighbours(own, 4)
+    fitting = StepTrace({"update": {"parameters": 1}}, 0.0)
+    order: list[tuple[bool, bool, int, int]] = []
+    while near:
+        options = [RankMemory(own, impossible="too large"), *(RankMemory(each, fitting) for each in near[1:])]
+        chosen = Plan("", 0, 0, 4, DEVICES["cuda"], 10, 32, 2, 1, options, 0, 0, []).chosen
+        if chosen is None:
+            break
+        args = chosen.args
+        shared = args.tensor_parallel_size * args.pipeline_parallel_size
+        order.append((args.gradient_checkpointing, args.fsdp is not None, args.per_device_train_batch_size, shared))
+        near.remove(args)
+    assert order == [
+        (False, False, 4, 1),
+        (False, False, 1, 1),
+        (False, True, 4, 1),
+        (True, False, 4, 1),
+        (False, False, 4, 2),
+        (False, False, 4, 2),
+    ]
+
+
 @pytest.mark.parametrize(
     ("size", "fields"),
     [

@@ -201,13 +201,16 @@ def test_a_block_longer_than_the_data_or_the_model(refused: Callable[..., str]) 
     error = refused(code=1, block_size=5000, config_overrides={"n_positions": 5000, "n_embd": 16, "n_head": 2})
     assert error.startswith("block_size 5000 is longer than the training data")
     assert "set block_size to" in error
-    error = refused(code=1, block_size=33)
-    assert error.startswith("block_size: 33 tokens are more than the model's 32 positions")
+    error = refused(block_size=33)
+    assert error.startswith(
+        "block_size: 33 tokens are more than the model's 32 positions; set block_size to 32 or less"
+    )
+    assert "max_position_embeddings in config_overrides" in error
     assert refused(block_size=0).startswith("block_size: should be at least 2")
 
 
 def test_evaluation_without_data(refused: Callable[..., str], tmp_path: Path) -> None:
-    error = refused(code=1, eval_strategy="epoch", validation_split_percentage=0)
+    error = refused(eval_strategy="epoch", validation_split_percentage=0)
     assert error.startswith("eval_strategy: there is no validation data; give validation_file")
     empty = tmp_path / "empty.txt"
     empty.touch()

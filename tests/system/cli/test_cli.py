@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import stepmark
 from stepmark.cli.main import COMMANDS, run
+from stepmark.config.fields import REFERENCE
 from stepmark.config.recipe import all_fields
 from stepmark.errors import CheckpointDamaged, UsageError
 from stepmark.launch.supervisor import rank_command
@@ -102,7 +104,10 @@ def help_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_help_names_every_command_and_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     told = help_of(capsys)
-    assert all(name in told for name in COMMANDS)
+    listed = [line.split()[0] for line in told.splitlines() if re.match(r"  \w+   ", line)]
+    assert sorted(listed) == sorted(COMMANDS)
+    assert f"Documentation: {REFERENCE.removesuffix('reference')}" in told
+    assert max(map(len, told.splitlines())) < 112
     told = help_of(capsys, "train")
     assert "--nproc N" in told
     assert "--traceback" in told

@@ -105,7 +105,7 @@ def test_graphs_are_kept_where_the_run_keeps_them(folder: Path, monkeypatch: pyt
     assert run(["evaluate", str(folder), "--until", "2", TRUST]) == 0
     assert run(["evaluate", str(folder / "checkpoint-4")]) == 0  # a stranger's graphs would run
     without_recipes(folder)
-    assert run(["evaluate", str(folder)]) == 1  # there is no data
+    assert run(["evaluate", str(folder)]) == 2  # there is no data
     assert settings == ["s3://bucket/graphs", "s3://bucket/graphs", None, None]
 
 
@@ -148,7 +148,7 @@ def test_other_data_in_several_sets(folder: Path, tmp_path: Path, capsys: pytest
 def test_a_run_without_a_recipe_needs_data(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(folder / "checkpoint-2", tmp_path / "kept")
     without_recipes(folder)
-    assert run(["evaluate", str(folder)]) == 1
+    assert run(["evaluate", str(folder)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: --data: {folder / 'checkpoint-6'} has no used_recipe.yaml that names its data")
     assert error.endswith(
@@ -199,7 +199,7 @@ def test_a_corrupted_checkpoint_fails_and_the_others_do_not(folder: Path, capsys
         (["{run}", "--metrics", "own_functions:other"], 2, "--metrics: own_functions has no function 'other'"),
         (["{run}", "--data", "./none.txt"], 2, "--data: ./none.txt does not exist"),
         (["{run}", "--patience", "0"], 2, "--patience: should be at least 1"),
-        (["{run}", "--block_size", "33"], 1, "--block_size: 33 tokens are more than the model's 32 positions"),
+        (["{run}", "--block_size", "33"], 2, "--block_size: 33 tokens are more than the model's 32 positions"),
         (["{run}/checkpoint-2", "--watch"], 2, "--watch: applies to a run"),
         (["{run}/runs"], 2, "has no checkpoints; --watch waits for them"),
         (["{run}/none"], 2, "there is no folder"),
@@ -355,7 +355,7 @@ def test_a_checkpoint_of_the_python_trainer_says_how_its_run_evaluated(
     moved = trained_in_python(tmp_path, processing_class=byte_tokenizer(), compute_metrics=accuracy)
     capsys.readouterr()
     named = f"{__name__}:accuracy"
-    assert run(["evaluate", str(moved), "--device", "cpu"]) == 1
+    assert run(["evaluate", str(moved), "--device", "cpu"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: --data: {moved} has no used_recipe.yaml that names its data")
     flags = (
@@ -385,7 +385,7 @@ def test_a_checkpoint_without_a_tokenizer_needs_a_function(
 ) -> None:
     moved = trained_in_python(tmp_path)
     capsys.readouterr()
-    assert run(["evaluate", str(moved), "--device", "cpu"]) == 1
+    assert run(["evaluate", str(moved), "--device", "cpu"]) == 2
     assert "pass --evaluator MODULE:FUNCTION (it has no tokenizer" in capsys.readouterr().err
     assert run(["evaluate", str(moved), "--device", "cpu", "--data", str(corpus)]) == 2
     assert "has no tokenizer, so texts cannot be read (a Trainer with processing_class" in capsys.readouterr().err

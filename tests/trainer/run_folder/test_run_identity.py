@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from torch import nn
 
+from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import CheckpointMismatch
-from stepmark.trainer.run_folder.run_identity import check_same_run, identity
+from stepmark.trainer.run_folder.run_identity import check_same_run, identity, tokenizer_digest
 
 SAVED: dict[str, Any] = {
     "model": {
@@ -53,3 +54,14 @@ def test_every_parameter_of_a_plain_model_counts() -> None:
     saved = identity(nn.Linear(2, 3), None, None, 1, 1)
     with pytest.raises(CheckpointMismatch, match="its model, bias was \\[3\\] and is now null"):
         check_same_run(saved, identity(nn.Linear(2, 3, bias=False), None, None, 1, 1), "here")
+
+
+def test_how_a_tokenizer_was_called_last_is_no_part_of_a_run() -> None:
+    """`datasets` calls it only where it has not kept the result of an earlier process."""
+    used = byte_tokenizer()
+    before = tokenizer_digest(used)
+    used("a text", truncation=True, max_length=4)
+    assert tokenizer_digest(used) == before
+    assert used.backend_tokenizer.truncation is not None, "it is left alone"
+    used.add_tokens(["another"])
+    assert tokenizer_digest(used) != before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -64,6 +65,20 @@ def test_nan_is_told_and_not_hidden() -> None:
     log = means.take_log()
     assert log is not None
     assert log["loss"] != log["loss"]
+
+
+def test_a_filter_hides_nan_from_logs_and_from_nobody_else() -> None:
+    heard: list[float] = []
+    means = LossMeter(CPU, lambda step, loss, *_: heard.append(loss))
+    means.filters = True
+    for step, loss in enumerate((2.0, float("nan"), 4.0, float("inf"))):
+        means.add(statistics(step, loss, 10))
+    log = means.take_log()
+    assert log is not None
+    assert log["loss"] == (2 + 2 + 4 + 8 / 3) / 4
+    assert means.mean_loss() == log["loss"]
+    assert means.last_loss == 4.0
+    assert [math.isfinite(loss) for loss in heard] == [True, False, True, False]  # what stop_on_nan counts
 
 
 def test_the_saved_state_is_a_copy() -> None:

@@ -82,8 +82,8 @@ def test_of_experts_those_count_that_a_token_goes_through() -> None:
     assert complete_size(model).elements == dense + 3 * 4 * expert + 11 * 8
     assert complete_size(model).active == dense + 3 * expert + 11 * 8
     assert flops_per_token(model, 32) == 6 * (dense + 3 * expert) + 12 * 3 * 2 * 4 * 32
-    flos = TotalFlos(model).of(StepBatch([MicroBatch({"input_ids": torch.zeros(2, 5)}, 2, 2)], 2, 0.1, {"samples": 2}))
-    assert flos == 6 * (dense + 3 * expert) * 10
+    batch = StepBatch([MicroBatch({"input_ids": torch.zeros(2, 5)}, 2, 2)], 2, 0.1, {"samples": 2})
+    assert (TotalFlos(model).per_token, TotalFlos(model).tokens(batch)) == (6 * (dense + 3 * expert), 10)
 
 
 @pytest.mark.parametrize(

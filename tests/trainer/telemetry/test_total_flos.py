@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.data.loader.batch import MicroBatch, StepBatch
+from stepmark.errors import UsageError
 from stepmark.trainer.telemetry.throughput import TotalFlos
 from tests.support.programs import Blocks, StopsAt, tiny_model
 
 
-def trained(folder: Path, *stops: int, resume: bool = False) -> Trainer:
+def trained(folder: Path, *stops: int, resume: bool = False, **more: Any) -> Trainer:
     args = TrainingArguments(
         output_dir=str(folder), device="cpu", max_steps=4, save_steps=2, per_device_train_batch_size=2,
-        gradient_accumulation_steps=2, disable_tqdm=True,
+        gradient_accumulation_steps=2, disable_tqdm=True, **more,
     )  # fmt: skip
     trainer = Trainer(tiny_model(), args, train_dataset=Blocks(16), callbacks=[StopsAt(stop) for stop in stops])
     trainer.train(resume_from_checkpoint=resume or None)
@@ -31,7 +34,7 @@ def test_rows_that_only_keep_the_shape_do_not_count() -> None:
 
     def share(*rows: int) -> float:
         made = [MicroBatch({"input_ids": tokens, "labels": tokens}, each, 8) for each in rows]
-        return count.of(StepBatch(made, 3, 1.0, {"samples": 0}))
+        return count.per_token * count.tokens(StepBatch(made, 3, 1.0, {"samples": 0}))
 
     expected = 6 * model.num_parameters(exclude_embeddings=True) * 3 * 8
     assert [share(2), share(1), share(0), share(2, 1)] == [expected] * 4
@@ -46,3 +49,20 @@ def test_operations_are_counted_over_the_complete_run(tmp_path: Path) -> None:
     assert results["total_flos"] == complete.state.total_flos
     trained(tmp_path / "b", 2)
     assert trained(tmp_path / "b", resume=True).state.total_flos == complete.state.total_flos
+
+
+def test_input_tokens_are_counted_over_the_complete_run_and_logged_where_asked(tmp_path: Path) -> None:
+    given = {"include_num_input_tokens_seen": True, "logging_steps": 2}
+    width = len(Blocks(16)[0]["input_ids"])
+    trained(tmp_path, 2, **given)
+    resumed = trained(tmp_path, resume=True, **given)
+    logged = [log["num_input_tokens_seen"] for log in resumed.state.log_history if "loss" in log]
+    assert logged == [8 * width, 16 * width]
+    assert resumed.state.num_input_tokens_seen == 16 * width
+    assert resumed._train_batch_size == resumed.args.per_device_train_batch_size == 2
+    silent = trained(tmp_path / "silent", logging_steps=2)
+    assert not any("num_input_tokens_seen" in log for log in silent.state.log_history)
+    assert TrainingArguments(include_num_input_tokens_seen=True).include_num_input_tokens_seen == "all"
+    assert TrainingArguments(include_num_input_tokens_seen=False).include_num_input_tokens_seen == "no"
+    with pytest.raises(UsageError, match="^include_num_input_tokens_seen: should be true or all, false or no"):
+        TrainingArguments(include_num_input_tokens_seen="non_padding")

@@ -11,11 +11,13 @@ from stepmark.model_folder.new_folder import WritingListener, check_out
 from stepmark.model_folder.output_files import MAX_SHARD, DataFile, copied_files, model_files, tensor_file, write_folder
 from stepmark.tensor_files.strided import as_written
 
+SAFE = "safetensors"
+
 
 def write_model_folder(
-    source: ForeignCheckpoint, out: Path, listener: WritingListener, max_shard: int = MAX_SHARD
+    source: ForeignCheckpoint, out: Path, listener: WritingListener, max_shard: int = MAX_SHARD, form: str = SAFE
 ) -> int:
-    """Writes the folder, in files of at most `max_shard` bytes of tensors; returns the bytes of its tensors.
+    """Writes the folder, its model in files of this form, of at most `max_shard` bytes; returns the tensors' bytes.
 
     Raises as `write_checkpoint` does.
     """
@@ -24,7 +26,7 @@ def write_model_folder(
         tensor.check()
     adapter = {name: tensor for name, tensor in source.model.items() if source.adapter and name.startswith(PREFIX)}
     base = {name: tensor for name, tensor in source.model.items() if name not in adapter}
-    planned = model_files(as_written(base, source.written), max_shard) if base else []
+    planned = model_files(as_written(base, source.written), max_shard, form) if base else []
     planned += [tensor_file(ADAPTER_WEIGHTS, adapter)] if adapter else []
     planned += [*copied_files(source.files), *(DataFile(name, data) for name, data in source.texts.items())]
     return write_folder(planned, source.records, final, out, listener)

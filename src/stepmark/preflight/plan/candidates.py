@@ -7,9 +7,22 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from stepmark.config.full_sharding import FULL_SHARD
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.schedules import INTERLEAVED, ONE_F_ONE_B
+
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+ZERO_1: dict[str, Any] = {"zero_1": True, "fsdp": None, "fsdp_config": None}
+FSDP: dict[str, Any] = {"zero_1": False, "fsdp": FULL_SHARD, **dict.fromkeys(SIZES, 1)}
+
+
+def cost(args: TrainingFields, own: TrainingFields) -> tuple[int, ...]:
+    """What changed settings cost, the heaviest first: another mesh than the recipe's own, ranks that share a model, a
+    second forward pass, parameters that are gathered, and fewer rows in a matrix product."""
+    other = any(getattr(args, size) != getattr(own, size) for size in SIZES)
+    shared = args.tensor_parallel_size * args.pipeline_parallel_size
+    return other, shared, args.gradient_checkpointing, args.fsdp is not None, -args.per_device_train_batch_size
 
 
 def neighbours(args: TrainingFields, ranks: int) -> list[TrainingFields]:
@@ -18,14 +31,15 @@ def neighbours(args: TrainingFields, ranks: int) -> list[TrainingFields]:
 
 
 def smaller(args: TrainingFields, ranks: int) -> list[TrainingFields]:
-    """Settings that need ever less memory: everything that saves some, with more and more ranks that share a model,
-    first along the tensor parallel axis, then along the pipeline."""
-    least: dict[str, Any] = {"gradient_checkpointing": True, **_one_row(args), "zero_1": True}
-    found: list[TrainingFields] = []
+    """Settings that need ever less memory: what saves some on the recipe's own mesh, and all of it with more and more
+    ranks that share a model, first along the tensor parallel axis, then along the pipeline."""
+    least: dict[str, Any] = {"gradient_checkpointing": True, **_one_row(args)}
+    pairs = ((rows, shards) for rows in ({"gradient_checkpointing": True}, least) for shards in (ZERO_1, FSDP))
+    found = [each for rows, shards in pairs for each in _changed(args, ranks, **rows, **shards)]
     for stages in (each for each in _powers(ranks) if each >= args.pipeline_parallel_size):
         for size in (each for each in _powers(ranks // stages) if each >= args.tensor_parallel_size):
             sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
-            found += _changed(args, ranks, **least, **sizes)
+            found += _changed(args, ranks, **least, **ZERO_1, **sizes)
     return _different(found)
 
 
@@ -33,6 +47,8 @@ def _changes(args: TrainingFields, ranks: int) -> Iterator[dict[str, Any]]:
     tensor, stages = args.tensor_parallel_size, args.pipeline_parallel_size
     if tensor * stages < ranks:
         yield {"zero_1": not args.zero_1}
+    if args.fsdp is None:
+        yield FSDP
     yield {"gradient_checkpointing": not args.gradient_checkpointing}
     if tensor > 1:
         yield {"sequence_parallel": not args.sequence_parallel}
@@ -63,7 +79,8 @@ def _changed(args: TrainingFields, ranks: int, **changes: Any) -> Iterator[Train
     changes."""
     tensor = changes.get("tensor_parallel_size", args.tensor_parallel_size)
     stages = changes.get("pipeline_parallel_size", args.pipeline_parallel_size)
-    if ranks // stages % changes.get("expert_parallel_size", args.expert_parallel_size):
+    experts = changes.get("expert_parallel_size", args.expert_parallel_size)
+    if ranks // stages % experts or (ranks == 1 and changes.get("fsdp")):
         return
     if tensor == 1:
         changes |= {"sequence_parallel": False, "parallelize_embedding": True}

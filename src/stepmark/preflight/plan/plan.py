@@ -16,11 +16,11 @@ from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.order import BatchLayout, Epoch
 from stepmark.data.prepared_data import choose_block_size, prepare
-from stepmark.errors import DataError, UsageError
+from stepmark.errors import UsageError
 from stepmark.parallel.pipeline.balance import active_experts
 from stepmark.parallel.pipeline.schedules import ideal_idle_share
 from stepmark.parallel.pipeline.staged_model import ModelSize
-from stepmark.preflight.plan.candidates import neighbours, smaller
+from stepmark.preflight.plan.candidates import cost, neighbours, smaller
 from stepmark.preflight.plan.simulated_mesh import DEVICES, PlannedDevice
 from stepmark.preflight.plan.stages import StageTrace, trace_deep, trace_stages
 from stepmark.preflight.plan.step_setup import StepSetup
@@ -131,10 +131,11 @@ class Plan:
 
     @property
     def chosen(self) -> RankMemory | None:
-        """The first that fits: the recipe's own if it does."""
+        """The recipe's own settings if they fit, else the cheapest that do."""
         if self.device_memory is None:
             return None
-        return next((option for option in self.options if option.fits(self.device_memory)), None)
+        fitting = [option for option in self.options if option.fits(self.device_memory)]
+        return min(fitting, key=lambda each: (each is not self.own, *cost(each.args, self.own.args)), default=None)
 
 
 def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *, count_data: bool = False) -> Plan:
@@ -154,10 +155,7 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
         tokenizer = build_tokenizer(recipe.model)
     except UsageError as error:
         notes.append(f"Planned with the configuration's own vocabulary: {error}")
-    try:
-        config = config_of(recipe, tokenizer)
-    except DataError as error:
-        raise UsageError(str(error)) from error
+    config = config_of(recipe, tokenizer)
     block_size = choose_block_size(recipe.data.block_size, getattr(tokenizer, "model_max_length", UNLIMITED))
     replicas = ranks // (args.tensor_parallel_size * args.pipeline_parallel_size)
     logical = args.data_parallel_replicas or replicas
@@ -174,6 +172,7 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
         device_name = choose_device("auto")
         other = "--device xla or --device cuda plans for another one"
         notes.append(f"device: auto is {device_name} on this machine; {other}.")
+    args = replace(args, device=device_name)  # which says what can be offered
     check_device_has_attention(recipe, device_name)
     device = DEVICES.get(device_name) or PlannedDevice(device_name)  # a native one, which runs operations one by one
     setup = StepSetup(config, args, ranks, block_size, device, recipe.model)
@@ -181,9 +180,10 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     options = [_measure(setup, each, own=each is args) for each in neighbours(args, ranks)]
     if options[0].impossible is not None:
         raise UsageError(options[0].impossible)
-    if device_memory is not None and not any(each.fits(device_memory) for each in options):
+    if device_memory is not None and not options[0].fits(device_memory):
         tried = [one.args for one in options]
-        for settings in (each for each in smaller(args, ranks) if each not in tried):
+        least = min((cost(one.args, args) for one in options if one.fits(device_memory)), default=(2,))
+        for settings in (each for each in smaller(args, ranks) if each not in tried and cost(each, args) < least):
             options.append(_measure(setup, settings))
             if options[-1].fits(device_memory):
                 break

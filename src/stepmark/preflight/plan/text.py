@@ -16,7 +16,7 @@ from stepmark.trainer.telemetry.progress import aligned
 GIGABYTE = 10**9
 GIGABIT = 125e6  # bytes per second
 SMALL_REQUESTS = 25  # of a checkpoint's upload: for its small files, what is beside it, and to look what is there
-COLUMNS = ("mesh", "zero_1", "sequence", "checkpointing", "rows x micro", *CATEGORIES, "peak")
+COLUMNS = ("mesh", "sharded", "sequence", "checkpointing", "rows x micro", *CATEGORIES, "peak")
 OF_PIPELINES = ("largest", "bubble")
 
 
@@ -109,9 +109,9 @@ def _row(plan: Plan, option: RankMemory, piped: bool) -> tuple[str, ...]:
     args = option.args
     cells = [
         _mesh(plan, option),
-        _yes(args.zero_1),
-        _yes(args.sequence_parallel),
-        _yes(args.gradient_checkpointing),
+        "fsdp" if args.fsdp is not None else "zero_1" if args.zero_1 else "no",
+        ("no", "yes")[args.sequence_parallel],
+        ("no", "yes")[args.gradient_checkpointing],
         f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps}",
         *_sizes(plan, option.trace),
     ]
@@ -166,10 +166,6 @@ def _axes(plan: Plan, option: RankMemory) -> dict[str, int]:
     axes = {"pp": stages, "dp": plan.ranks // (tensor * stages), "tp": tensor}
     experts = option.args.expert_parallel_size
     return {**axes, "ep": experts} if experts > 1 else axes
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def _gb(size: int) -> str:

@@ -66,11 +66,16 @@ class Chart {
     return series.kind === "bar" ? duration(value) : fullNumber(value);
   }
 
+  meanText(mean, deviation, series) {
+    if (this.figure.percent || series.kind === "bar") return `${this.text(mean, series)} ± ${this.text(deviation, series)}`;
+    return withDeviation(mean, deviation);
+  }
+
   smoothedAt(series, index) { return this.smoothed.get(series)?.get(index) ?? null; }
 
   // The value of a place in words: of a curve that is smoothed both of its values.
   valueText(series, index) {
-    if (series.count) return `${this.text(series.y[index], series)} ± ${this.text(series.spread[index], series)} of ${series.count[index]}`;
+    if (series.count) return `${this.meanText(series.y[index], series.spread[index], series)} of ${series.count[index]}`;
     const logged = this.text(series.y[index], series), smoothed = this.smoothedAt(series, index);
     if (smoothed !== null && this.crowded) return this.text(smoothed, series);
     return smoothed === null ? logged : `${this.text(smoothed, series)} smoothed, ${logged} logged`;
@@ -424,8 +429,8 @@ class Chart {
     for (const found of values) {
       const { series, index } = found, compares = this.several && series.kind !== "lost";
       found.value = this.smoothedAt(series, index) ?? series.y[index];
-      found.difference = compares && firsts[series.name] !== undefined ? difference(this, found.value, firsts[series.name]) : "";
-      if (compares) firsts[series.name] ??= found.value;
+      found.difference = compares && firsts[series.name] !== undefined ? difference(this, found.value, firsts[series.name].value) : "";
+      if (compares) firsts[series.name] ??= found;
     }
     const distance = ({ value }) => Math.abs(this.plot.valToPos(value, "y") - y);
     const kept = values.length <= room ? values : (y === null ? values : values.toSorted((a, b) => distance(a) - distance(b))).slice(0, room - 1);
@@ -434,6 +439,7 @@ class Chart {
     const head = made("b"), list = made("ul"), first = values.find(({ series }) => series.kind === "line") ?? values[0];
     list.style.gridTemplateColumns = `repeat(${columns}, minmax(0, 1fr))`;
     if (first) head.textContent = this.placeText(first);
+    if (kept.some((each) => each.difference)) made("span", head, { textContent: `% compared with ${this.firstOf(firsts)}` });
     for (const { series, index, difference } of kept) {
       const line = made("li", list);
       made("i", line).style.background = this.color(series);
@@ -446,6 +452,12 @@ class Chart {
     this.readout.replaceChildren(head, list);
     if (place !== null) for (const mark of this.marksAt(place)) made("span", head, { textContent: mark.label });
     return values.length;
+  }
+
+  // The run, or the group of runs, that others are compared with.
+  firstOf(firsts) {
+    const names = new Set(Object.values(firsts).map(({ series }) => series.group ?? this.page.runs[series.run]));
+    return names.size === 1 ? [...names][0] : "the first that has a value";
   }
 
   placeText({ series, index, x }) {

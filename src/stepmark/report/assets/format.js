@@ -45,6 +45,13 @@ function fullNumber(value) {
   return String(+value.toPrecision(5));
 }
 
+// A mean and its deviation, both to the deviation's second digit.
+function withDeviation(mean, deviation) {
+  const digits = Math.max(0, 1 - Math.floor(Math.log10(deviation)));
+  if (!(deviation > 0) || digits > 6 || Math.abs(mean) >= 1e4) return `${fullNumber(mean)} ± ${fullNumber(deviation)}`;
+  return `${mean.toFixed(digits)} ± ${deviation.toFixed(digits)}`;
+}
+
 function duration(seconds) {
   if (seconds < 100) return `${+seconds.toPrecision(2)} s`;
   if (seconds < 6000) return `${Math.round(seconds / 60)} min`;

@@ -268,9 +268,24 @@ const drawRest = () => {
 };
 const drawing = setInterval(() => drawRest() || clearInterval(drawing), 0);
 
+// A table that is wider than the page breaks its cells, and one that still is has its rows as lists.
+function fitTables() {
+  const narrow = matchMedia("(max-width: 760px)").matches;
+  for (const each of document.querySelectorAll(".table")) {
+    const overflows = () => each.scrollWidth > each.clientWidth;
+    each.classList.remove("broken");
+    each.classList.toggle("listed", narrow);
+    each.classList.toggle("broken", !narrow && overflows());
+    each.classList.toggle("listed", narrow || overflows());
+  }
+}
+
 let width = document.body.clientWidth;
+fitTables();
+document.addEventListener("toggle", fitTables, true);
 new ResizeObserver(() => {
   if (document.body.clientWidth !== width) charts.forEach((chart) => chart.resize());
+  if (document.body.clientWidth !== width) fitTables();
   width = document.body.clientWidth;
 }).observe(document.body);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", rebuild);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -20,7 +21,7 @@ from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import CheckpointNotFound, FileRefused, LaunchError, PeerFailed, StepmarkError, UsageError
 from stepmark.filesystem import files
-from stepmark.filesystem.error_advice import is_trouble
+from stepmark.filesystem.error_advice import is_trouble, with_advice
 from stepmark.filesystem.json_files import read_lines
 from stepmark.filesystem.sizes import distinct_sizes
 from stepmark.filesystem.visibility import PATIENCE
@@ -70,7 +71,7 @@ def on_rank_0(host: HostGroup, work: Callable[[], object], explain: Callable[[Ex
     if cause is not None and isinstance(problem, PeerFailed):
         raise cause
     if problem is not None:
-        raise problem from cause
+        raise problem from (None if isinstance(problem, UsageError) else cause)  # as a wrong call, whatever the cause
 
 
 # Checks that need only the file system
@@ -108,8 +109,8 @@ def check_named_checkpoint(checkpoint: Path) -> None:
 def prepare_output_folder(folder: Path, host: HostGroup) -> None:
     """Creates the folder and checks that every rank sees what rank 0 writes there. Collective.
 
-    Raises UsageError where it is not writable, StepmarkError where the disk is full, read-only or missing, LaunchError
-    where ranks see different folders.
+    Raises UsageError where it is not writable, StepmarkError where the disk is full or missing, or became read-only
+    under a run, LaunchError where ranks see different folders.
     """
     token = host.broadcast(f"{files.TEMPORARY}{uuid.uuid4().hex}")
 
@@ -126,8 +127,11 @@ def prepare_output_folder(folder: Path, host: HostGroup) -> None:
             files.remove_file(folder / token)
         if isinstance(error, FileRefused):
             return UsageError(f"output_dir: {error}")
-        kind = StepmarkError if is_trouble(error) else UsageError
-        return kind(f"output_dir: cannot write to {folder}: {error.strerror}; choose another folder")
+        new = error.errno == errno.EROFS and not (folder / EVENTS).exists()
+        kind = StepmarkError if is_trouble(error) and not new else UsageError
+        reason = f"output_dir: cannot write to {folder}: {error.strerror}"
+        advised = with_advice(reason, error)
+        return kind(advised if advised != reason else f"{reason}; choose another folder")
 
     on_rank_0(host, create, explain)
     try:

@@ -84,12 +84,15 @@ def _model(model: nn.Module) -> dict[str, Any]:
 
 
 def tokenizer_digest(processing_class: Any) -> str | None:
-    """A checksum of what a tokenizer does; None without one."""
+    """A checksum of what a tokenizer does; None without one. Truncation and padding are those of its last call."""
     if processing_class is None:
         return None
     backend = getattr(processing_class, "backend_tokenizer", None)
     if backend is not None:
-        text = backend.to_str()
+        own = type(backend).from_str(backend.to_str())
+        own.no_truncation()
+        own.no_padding()
+        text = own.to_str()
     elif hasattr(processing_class, "get_vocab"):
         text = json.dumps(processing_class.get_vocab(), sort_keys=True)
     else:

@@ -87,6 +87,7 @@ class LossMeter:
         self.since_start = {"loss": 0.0, "tokens": 0}
         self.grad_norm = 0.0
         self.last_loss: float | None = None
+        self.filters = False  # a loss that is not finite counts as the mean so far
         self.timed_tokens = 0  # trained by this process since its caller set it to 0
 
     def add(self, statistics: StepStatistics) -> None:
@@ -104,11 +105,12 @@ class LossMeter:
             loss, tokens, self.grad_norm = values.tolist()
             if self._look is not None:
                 self._look(statistics.step + 1, loss, tokens, self.grad_norm, statistics.updated)
+            lost = self.filters and not math.isfinite(loss)
             for sums in (self.since_log, self.since_start):
-                sums["loss"] += loss * tokens
+                sums["loss"] += tokens * (sums["loss"] / max(sums["tokens"], 1) if lost else loss)
                 sums["tokens"] += int(tokens)
             self.timed_tokens += int(tokens)
-            self.last_loss = loss
+            self.last_loss = self.last_loss if lost else loss
         self._pending.clear()
 
     def _fetch(self, values: list[Tensor]) -> list[Tensor]:

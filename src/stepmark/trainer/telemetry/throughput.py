@@ -131,15 +131,13 @@ class TotalFlos:
         self._model: Any = unwrapped(model)
 
     @functools.cached_property
-    def _per_token(self) -> int:
+    def per_token(self) -> int:
         if not hasattr(self._model, "num_parameters"):
             return 0
         return 6 * complete_size(self._model).outside_embeddings
 
-    def of(self, batch: StepBatch) -> float:
-        """The operations of a step on all ranks, assuming that samples are on average as long as on this one."""
-        if not self._per_token:
-            return 0.0
+    def tokens(self, batch: StepBatch) -> float:
+        """The tokens of a step on all ranks, assuming that samples are on average as long as on this one."""
         name = getattr(self._model, "main_input_name", "input_ids")
         made = [(each.rows, each.inputs[name]) for each in batch if _has_tensor(each.inputs, name)]
         rows = sum(count for count, _ in made)
@@ -147,7 +145,7 @@ class TotalFlos:
         if not sum(counts):
             return 0.0
         tokens = sum(count * tensor[0].numel() for count, (_, tensor) in zip(counts, made, strict=True))
-        return float(self._per_token * tokens * batch.samples / sum(counts))
+        return tokens * batch.samples / sum(counts)
 
 
 def _has_tensor(inputs: Any, name: str) -> bool:
