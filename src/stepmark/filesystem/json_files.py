@@ -41,9 +41,7 @@ _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 def finite_number(value: Any) -> float | None:
     """The value of a file as a float, if it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-        return None
-    return float(value)
+    return float(value) if type(value) in (float, int) and abs(value) <= sys.float_info.max else None
 
 
 def parse_json(data: bytes, most: int = 0) -> Any:

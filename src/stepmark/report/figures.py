@@ -6,8 +6,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from stepmark.filesystem.json_files import finite_number
 from stepmark.report.history import Attempt, EvaluationPoint, History, Line
 
 POINTS = 1500  # of one line, at most
@@ -155,7 +155,7 @@ def _other_metrics(histories: Sequence[History]) -> list[Figure]:
 
 def _own(histories: Sequence[History], points: int) -> list[Figure]:
     """What a program has logged beside training and evaluations."""
-    logged = {name for each in histories for line in each.own for name in line if _finite(line[name]) is not None}
+    logged = {name for each in histories for line in each.own for name in line if finite_number(line[name]) is not None}
     found = []
     for name in sorted(logged - {"step", "epoch", "time"}):
         runs = ((run, each, [line for line in each.own if name in line]) for run, each in enumerate(histories))
@@ -174,7 +174,7 @@ def _of_logs(histories: Sequence[History], key: str, empty: Figure, points: int)
 def _time(history: History) -> Figure:
     """Seconds of each part, in bars of equally many steps, including the steps that were trained again."""
     logs = [*history.logs, *history.closing, *(line for lost in history.lost for line in lost)]
-    logs = [line for line in logs if any(_finite(line.get(key)) is not None for key in PARTS.values())]
+    logs = [line for line in logs if any(finite_number(line.get(key)) is not None for key in PARTS.values())]
     if not logs:
         return Figure("time", "Where the time went", "")
     steps = {line["step"] for line in logs}
@@ -218,7 +218,7 @@ def line_of(
 ) -> Series:
     """The values of `key` in lines of a run that have it, times `scale`, thinned."""
     kept, origin = [line for line in lines if key in line], origin_of(history)
-    values = _scaled([_finite(line[key]) for line in kept], scale)
+    values = _scaled([finite_number(line[key]) for line in kept], scale)
     indices, mean = thin(values, points)
     x, times = [float(kept[i]["step"]) for i in indices], [_since(kept[i], origin) for i in indices]
     return Series(name, "line", run, x, [values[i] for i in indices], times, mean=mean)
@@ -230,7 +230,9 @@ def axes(history: History, places: int = PLACES) -> dict[str, tuple[list[float],
     found: dict[str, tuple[list[float], list[float]]] = {}
     for axis, key in zip(AXES[:2], ("target_tokens", "epoch"), strict=True):
         known = [(0.0, 0.0)]
-        known += [(float(at), value) for at in sorted(lines) if (value := _finite(lines[at].get(key))) is not None]
+        known += [
+            (float(at), value) for at in sorted(lines) if (value := finite_number(lines[at].get(key))) is not None
+        ]
         every = math.ceil(len(known) / places)
         kept = [*known[:-1:every], known[-1]]
         if len(known) > 1:
@@ -238,7 +240,7 @@ def axes(history: History, places: int = PLACES) -> dict[str, tuple[list[float],
     costs = sorted(
         line["model_flops_per_second"] / line["tokens_per_second"]
         for line in history.logs
-        if _finite(line.get("model_flops_per_second")) and _finite(line.get("tokens_per_second"))
+        if finite_number(line.get("model_flops_per_second")) and finite_number(line.get("tokens_per_second"))
     )
     if costs and "tokens" in found:
         steps, tokens = found["tokens"]
@@ -276,7 +278,7 @@ def _point_series(history: History, run: int, metric: str, name: str, chosen: li
     if best is not None and best.metric == metric and best.concurrent == chosen[0].concurrent:
         wanted = (best.step, best.value)
         at = next((i for i, each in enumerate(chosen) if (each.step, each.values[metric]) == wanted), None)
-    x, y = [float(each.step) for each in chosen], [_finite(each.values[metric]) for each in chosen]
+    x, y = [float(each.step) for each in chosen], [finite_number(each.values[metric]) for each in chosen]
     times = [None if each.time is None else max(each.time - origin, 0.0) for each in chosen]
     return Series(name, "points", run, x, y, times, at, hollow=chosen[0].concurrent)
 
@@ -292,13 +294,8 @@ def origin_of(history: History) -> float:
 
 
 def _since(line: Line, origin: float) -> float | None:
-    time = _finite(line.get("time"))
+    time = finite_number(line.get("time"))
     return None if time is None else max(time - origin, 0.0)
-
-
-def _finite(value: Any) -> float | None:
-    """The value if it is a finite number, else None."""
-    return float(value) if type(value) in (float, int) and math.isfinite(value) else None
 
 
 def total_seconds(history: History) -> dict[str, float]:
@@ -310,7 +307,7 @@ def total_seconds(history: History) -> dict[str, float]:
 
 def _spent(lines: Iterable[Line], part: str) -> float:
     key = PARTS[part]
-    return sum(_finite(line[key]) or 0.0 for line in lines if key in line)
+    return sum(finite_number(line[key]) or 0.0 for line in lines if key in line)
 
 
 def thin(values: Values, most: int) -> tuple[list[int], list[float | None] | None]:
