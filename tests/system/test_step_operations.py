@@ -124,8 +124,7 @@ def watched(kind: str, layers: int, accumulation: int, folder: Path, **options: 
     return counter.watch
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("accumulation", "bf16"), [(1, False), (3, True)])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral", "qwen3_moe"])
 def test_layers_add_no_operations_and_nothing_is_read(kind: str, bf16: bool, accumulation: int, tmp_path: Path) -> None:
     added = {}
