@@ -124,6 +124,11 @@ def test_what_is_tried_draws_nothing_on_the_host_or_the_device(native_ranks: Ran
     assert found == {"kept": True}
 
 
+def test_a_seed_is_that_of_torch(native_ranks: Ranks) -> None:
+    (found,) = native_ranks.run(f"{PROGRAMS}:seeds").check()
+    assert found == {"same": True, "several": True, "current": True}
+
+
 def test_half_precision_where_the_device_has_it(native_ranks: Ranks, tmp_path: Path) -> None:
     options = {"max_steps": 4, "fp16": True, "output_dir": str(tmp_path / "there")}
     (found,) = native_ranks.run(ON_DEVICE, options).check()

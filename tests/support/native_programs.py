@@ -153,6 +153,18 @@ def generators() -> dict[str, bool]:
     return {"kept": kept}
 
 
+def seeds() -> dict[str, bool]:
+    """Whether seeding the device gives all of its generators, and the host's, what `torch.manual_seed` does."""
+    runtime, module = runtime_for(torch.device(DEVICE, 0)), torch.get_device_module(DEVICE)
+    states = []
+    for seed in (runtime.seed, torch.manual_seed):
+        torch.manual_seed(1)
+        seed(2**62 + 3)
+        states.append([runtime.generator_state(), *(module.get_rng_state(n) for n in range(module.device_count()))])
+    same = all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+    return {"same": same, "several": module.device_count() > 1, "current": runtime.current_seed() == 2**62 + 3}
+
+
 def train_model(name: str, folder: str, options: dict[str, Any], kill_at: int | None = None) -> dict[str, Any]:
     """Losses, gradient norms and weights of a model of `lazy_models` trained for six steps; `options` are arguments."""
     from tests.support import lazy_models

@@ -13,6 +13,7 @@ from stepmark import Trainer, TrainingArguments
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.trainer.compat.transformers_arguments import converted
+from stepmark.training.model_options import set_training
 from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
 
@@ -109,3 +110,16 @@ def test_transformers_arguments_with_either_name_are_converted(tmp_path: Path, n
     given: dict[str, Any] = {name: True, f"{name}_kwargs": {"use_reentrant": True}}
     made = converted(transformers.TrainingArguments(str(tmp_path), use_cpu=True, **given))
     assert (made.gradient_checkpointing, made.gradient_checkpointing_kwargs) == (True, {"use_reentrant": True})
+
+
+def test_every_module_is_put_into_training_mode() -> None:
+    inner = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ModuleList())
+    inner.register_module("nothing", None)
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(1, 1), "b": inner})
+    optimizer = torch.optim.SGD(model.parameters())
+    for each in list(model.modules()):
+        set_training(model, optimizer)
+        assert all(module.training for module in model.modules())
+        each.training = False
+    set_training(model, optimizer)
+    assert all(module.training for module in model.modules())

@@ -85,6 +85,7 @@ class UsedColumns:
 
     def __init__(self, dataset: Any, columns: ModelColumns) -> None:
         self.dataset = dataset
+        self.draws = getattr(dataset, "draws", True)  # random numbers: only Stepmark's own say that they do not
         self._columns = columns
 
     @property

@@ -42,8 +42,9 @@ class ExpertLoads:
         self._rate = bias_update_rate
         self._biases = self._updated_biases(model, own) if bias_update_rate else {}
         self._zeros = {name: mesh.runtime.numbers([0.0] * each.number) for name, each in own.items()}
-        self._sums = dict(self._zeros)
+        self.begin()
         self._kept: Tensor | None = None  # 1 for the rows and tokens that count; None: all do
+        self._pairs: dict[torch.Size, Tensor] = {}  # by the shape of choices: what each of them counts
         self._open = False
         self._hooks = [
             # Before any hook that changes the router's choice for the experts of this rank.
@@ -68,7 +69,12 @@ class ExpertLoads:
         return found
 
     def begin(self) -> None:
+        """Begins a step. On an eager device the sums of all layers are parts of one tensor."""
         self._sums = dict(self._zeros)
+        if self._zeros and not self._runtime.lazy:
+            sizes = [self.experts[name].number for name in self._zeros]
+            parts = torch.zeros(sum(sizes), device=self._runtime.device).split(sizes)
+            self._sums = dict(zip(self._zeros, parts, strict=True))
 
     @contextlib.contextmanager
     def counting(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -77,6 +83,7 @@ class ExpertLoads:
             yield
             return
         self._kept, self._open = self._kept_tokens(micro_batch), True
+        self._pairs.clear()
         try:
             yield
         finally:
@@ -96,22 +103,22 @@ class ExpertLoads:
         return kept
 
     def _hook(self, name: str) -> Any:
-        @torch.no_grad()
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._open:
-                index = args[1] if len(args) > 1 else kwargs["top_k_index"]
-                self._sums[name] = self._sums[name] + self._counts(index, len(self._zeros[name]))
+                self._add(name, args[1] if len(args) > 1 else kwargs["top_k_index"])
 
         return count
 
-    def _counts(self, index: Tensor, experts: int) -> Tensor:
-        """The tokens of each expert, where `index`, [tokens, k], has those of each token."""
-        each = self._of_tokens(index)
-        if self._runtime.lazy:
-            chosen = (index[..., None] == torch.arange(experts, device=index.device)).sum(1)
-            return (chosen * each[:, None]).sum(0)
-        counts = torch.zeros(experts, device=index.device)
-        return counts.scatter_add_(0, index.reshape(-1), each[:, None].expand(index.shape).reshape(-1))
+    def _add(self, name: str, index: Tensor) -> None:
+        """Counts the tokens of each expert of a layer, where `index`, [tokens, k], has those of each token: in a few
+        operations, since there may be many layers."""
+        if self._runtime.lazy or torch.compiler.is_compiling():  # a graph of its own, which depends on no other layer's
+            chosen = (index[..., None] == torch.arange(self.experts[name].number, device=index.device)).sum(1)
+            self._sums[name] = self._sums[name] + (chosen * self._of_tokens(index)[:, None]).sum(0)
+            return
+        if index.shape not in self._pairs:
+            self._pairs[index.shape] = self._of_tokens(index)[:, None].expand(index.shape).reshape(-1)
+        self._sums[name].scatter_add_(0, index.reshape(-1), self._pairs[index.shape])
 
     def _of_tokens(self, index: Tensor) -> Tensor:
         """What each token counts. Tokens that are not those of the attention mask, such as an encoder's, all count."""
@@ -129,8 +136,9 @@ class ExpertLoads:
         vector; 0 in layers of other stages. None for a model without experts."""
         if not self.experts:
             return None
-        elsewhere = [torch.zeros(each.number, device=self._runtime.device) for each in self.experts.values()]
-        return torch.cat([self._sums.get(name, row) for name, row in zip(self.experts, elsewhere, strict=True)])
+        sums, device = self._sums, self._runtime.device
+        every = self.experts.items()
+        return torch.cat([sums[key] if key in sums else torch.zeros(each.number, device=device) for key, each in every])
 
     @torch.no_grad()
     def update_biases(self, counts: Tensor | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from stepmark.errors import UsageError
 from stepmark.parallel.optimizer.named import NamedOptimizer
 
 PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
+_signature = functools.cache(inspect.signature)  # asked in every step
 
 
 def build_schedule(
@@ -109,7 +111,7 @@ def advance(schedule: LRScheduler, optimizer: NamedOptimizer | None = None) -> N
 
 def follows_metric(schedule: LRScheduler) -> bool:
     """Whether `schedule.step` takes a metric, like torch's ReduceLROnPlateau and transformers' GreedyLR."""
-    return "metrics" in inspect.signature(type(schedule).step).parameters
+    return "metrics" in _signature(type(schedule).step).parameters
 
 
 def shows_rates(schedule: LRScheduler) -> bool:

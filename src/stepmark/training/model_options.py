@@ -146,13 +146,14 @@ def _usual_trains() -> tuple[Any, ...]:
 def _all_train(model: nn.Module) -> bool:
     """Whether every module is in training mode, and none has a `train` of its own. Goes through them as quickly as it
     can, since it does so in every step."""
-    left, usual = [model], _usual_trains()
-    while left:
-        module = left.pop()
-        if not module.training or "train" in vars(module) or type(module).train not in usual:
+    modules, kinds = [model], set()
+    for module in modules:  # which grows
+        if not module.training or "train" in module.__dict__:
             return False
-        left += [child for child in module._modules.values() if child is not None]
-    return True
+        kinds.add(type(module))
+        if children := module._modules:
+            modules += [child for child in children.values() if child is not None]
+    return all(kind.train in _usual_trains() for kind in kinds)
 
 
 @contextlib.contextmanager

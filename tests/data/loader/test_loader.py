@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,14 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from stepmark.data.loader import fetcher
 from stepmark.data.loader.batch import StepBatch
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.loader import DataLoader
+from stepmark.data.tokenize.packing import PackedBlocks
 from stepmark.errors import CheckpointMismatch, DataError, UsageError
 from stepmark.liveness.failure_report import is_permanent
+from stepmark.trainer.loaders import ModelColumns, UsedColumns
 
 ROWS = [{"input_ids": torch.full((3,), index), "labels": torch.full((3,), index)} for index in range(11)]
 
@@ -361,3 +365,21 @@ def test_workers_ignore_the_signals_of_a_launcher() -> None:
             os.kill(worker.pid, signal.SIGTERM)
     assert len(taken) == 8
     assert not multiprocessing.active_children()
+
+
+def test_only_samples_that_may_draw_are_fetched_with_seeded_generators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seeding three generators, and restoring them, takes longer than a batch of blocks."""
+    keys, original = [], fetcher.seeded_generators
+    monkeypatch.setattr(fetcher, "seeded_generators", lambda key: keys.append(key) or original(key))
+    np.arange(12, dtype=np.uint16).tofile(tmp_path / "ids")
+    blocks = PackedBlocks(tmp_path / "ids", "uint16", 12, 3, 0)
+    columns = ModelColumns(torch.nn.Identity(), frozenset(ROWS[0]), others_read=False)
+    for dataset in (blocks, UsedColumns(blocks, columns)):
+        (step, *_) = DataLoader(dataset, 2, shuffle=False)
+        assert step[0].inputs["input_ids"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert keys == []
+    for dataset, collate_fn in ((UsedColumns(ROWS, columns), None), (blocks, noisy)):
+        keys.clear()
+        assert len(list(DataLoader(dataset, 2, collate_fn=collate_fn))) == len(keys)

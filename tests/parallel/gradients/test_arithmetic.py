@@ -40,6 +40,25 @@ def test_norms_of_short_tensors_are_torchs() -> None:
     assert torch.equal(torch.linalg.vector_norm(torch.stack(norms(tensors))), nn.utils.get_total_norm(tensors))
 
 
+def by_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The norm of rows of 64, of the norms of 64 rows each, and so on; what is left of a row is with the next norms."""
+    flat = tensor.reshape(-1)
+    while len(flat) > 64:
+        cut = len(flat) // 64 * 64
+        flat = torch.cat([torch.linalg.vector_norm(flat[:cut].view(-1, 64), dim=1), flat[cut:]])
+    return torch.linalg.vector_norm(flat)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (63,), (64,), (65,), (4096,), (4097,), (64**3,), (100, 999), (3, 64, 64)])
+def test_the_bits_of_a_norm_are_those_of_each_tensor_alone(shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    others = [torch.randn(7), torch.randn(LONG, 3)]
+    for each in (tensor, tensor.t()) if len(shape) == 2 else (tensor,):
+        assert torch.equal(norms([*others, each], long=0)[-1], by_rows(each))
+        alone = by_rows(each) if each.numel() >= LONG else torch.linalg.vector_norm(each)
+        assert torch.equal(norms([*others, each])[-1], alone)
+
+
 def test_of_nothing_there_is_no_norm() -> None:
     assert norms([]) == []
     assert squares([], [], CPU).tolist() == [0.0]

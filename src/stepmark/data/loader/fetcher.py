@@ -18,7 +18,6 @@ from stepmark.data.loader.batch import MicroBatch
 from stepmark.data.loader.collate import Collation
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.order import Stream, generator
-from stepmark.data.tokenize.packing import PackedBlocks
 from stepmark.errors import DataError, StepmarkError
 
 CAUSE = "cause_in_worker"  # an attribute of errors
@@ -46,7 +45,7 @@ class Fetcher(Dataset[MicroBatch]):
         self.collation = collation
         self.labels = labels
         # Seeding three generators and restoring them costs more than copying a batch of blocks does.
-        self._uses_no_random_numbers = collation.collate_fn is None and isinstance(dataset, PackedBlocks)
+        self._uses_no_random_numbers = collation.collate_fn is None and not getattr(dataset, "draws", True)
 
     def fetch(self, task: MicroTask) -> MicroBatch:
         """The micro-batch, with generators seeded for it. Raises DataError if the dataset or the collator fails."""

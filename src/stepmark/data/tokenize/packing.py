@@ -25,6 +25,8 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
     Sample i is `{"input_ids": int64 [T], "labels": int64 [T]}`.
     """
 
+    draws = False  # random numbers
+
     def __init__(
         self, path: Path, dtype: str, tokens: int, block_size: int, filler: int, max_samples: int | None = None
     ) -> None:

@@ -140,18 +140,20 @@ def norms(tensors: Sequence[Tensor], *, long: int = LONG) -> list[Tensor]:
     norm of 100,000 elements can be 2e-5 too small, that of 260 M 4 %. Tensors of at least `long` elements are therefore
     taken row by row, and so are the rows' norms, which is within 1e-6 of a sum in float64. Those of shorter ones are
     torch's, bit for bit."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return [_norm_by_rows(each) if each.numel() >= long else torch.linalg.vector_norm(each) for each in tensors]
-    return list(torch._foreach_norm(list(tensors)))
+    if all(tensor.is_cpu for tensor in tensors):
+        tensors = [_norms_of_rows(each) if each.numel() >= long else each for each in tensors]
+    return list(torch._foreach_norm(list(tensors))) if tensors else []  # also on a host that of each by itself
 
 
-def _norm_by_rows(tensor: Tensor) -> Tensor:
+def _norms_of_rows(tensor: Tensor) -> Tensor:
+    """At most ROW numbers with the norm of the tensor."""
     flat = tensor.reshape(-1)
-    while len(flat) > ROW:
-        cut = len(flat) // ROW * ROW
-        rows = torch.linalg.vector_norm(flat[:cut].view(-1, ROW), dim=1)
-        flat = rows if cut == len(flat) else torch.cat([rows, flat[cut:]])
-    return torch.linalg.vector_norm(flat)
+    while (length := flat.numel()) > ROW:
+        cut = length // ROW * ROW
+        whole = flat if cut == length else flat[:cut]
+        rows = torch.linalg.vector_norm(whole.view(-1, ROW), dim=1)
+        flat = rows if cut == length else torch.cat([rows, flat[cut:]])
+    return flat
 
 
 def count_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
