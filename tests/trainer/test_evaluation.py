@@ -100,6 +100,21 @@ def free_memory(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
     monkeypatch.setattr("stepmark.evaluation.evaluator.free_host_memory", look)
 
 
+@pytest.mark.parametrize(("nodes", "fits"), [((0, 0, 1, 1), True), ((0, 0, 0, 1), False)])
+def test_ranks_share_the_memory_of_their_own_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, ...], fits: bool
+) -> None:
+    """Two ranks with 100 bytes of predictions fit into 250 that are free, three do not."""
+    evaluator = made(tmp_path).evaluation.evaluator
+    reports = [(node, 0, {MACHINE: RESERVE + 250}) for node in nodes]
+    monkeypatch.setattr(type(evaluator.host), "all_gather", lambda self, value: reports)
+    if fits:
+        assert evaluator.check_memory(100, joined=False) == 100
+    else:
+        with pytest.raises(PredictionsTooLarge, match="3 ranks on this node"):
+            evaluator.check_memory(100, joined=False)
+
+
 def bytes_of(made: Any) -> int:
     return int(made.predictions.nbytes + made.label_ids.nbytes)
 

@@ -331,10 +331,13 @@ class Evaluator:
         """Bytes of host memory that `rows` bytes of gathered rows will take, of which this rank holds `held`: each rank
         gets those of all, as parts and, `joined`, as one array. Raises PredictionsTooLarge, on all ranks, where they do
         not fit. Collective."""
-        reports = self.host.all_gather((held, free_host_memory()))
-        needs = [int(rows * (2 if joined else 1) + has * (self.host.size > 1)) - has for has, _ in reports]
-        short = shortage(needs, [free for _, free in reports], "predictions", "predictions on")
-        if short is not None:
+        reports = self.host.all_gather((self.mesh.context.world.node, held, free_host_memory()))
+        needs = [int(rows * (2 if joined else 1) + has * (self.host.size > 1)) - has for _, has, _ in reports]
+        for node in sorted({node for node, *_ in reports}):
+            here = [(need, free) for need, (on, _, free) in zip(needs, reports, strict=True) if on == node]
+            short = shortage([need for need, _ in here], [free for _, free in here], "predictions", "predictions on")
+            if short is None:
+                continue
             raise PredictionsTooLarge(
                 f"evaluating needs {short}; reduce predictions on the device with preprocess_logits_for_metrics (to "
                 "token ids, for example), or set batch_eval_metrics: true"
