@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from stepmark import Trainer, TrainingArguments
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.parallel.optimizer.pending_gathers import PendingGathers
 from stepmark.runtime.mesh import Mesh
@@ -18,7 +20,7 @@ from stepmark.training.micro_batches import StepHooks
 from stepmark.training.optimizer import build_optimizer
 from stepmark.training.step import TrainStep
 from stepmark.training.weighted_loss import MicroBatchLoss
-from tests.support.programs import tiny_model
+from tests.support.programs import Blocks, tiny_model
 from tests.support.ranks import Ranks
 from tests.training.test_micro_batches import Recorder, step_batch
 
@@ -117,3 +119,27 @@ def test_a_step_is_the_same_whatever_was_drawn_before(ranks: Ranks, device: str)
     (first,), (second,) = (ranks.run(losses_after, drawn, device).check() for drawn in (1, 2))
     assert first == second
     assert len(set(first)) == 3
+
+
+def caches_of_autocast(folder: str, sharding: str) -> list[bool]:
+    """Whether autocast keeps the parameters that it has cast, in passes of training and of an evaluation."""
+    found: list[bool] = []
+    options = {"fsdp": "full_shard"} if sharding == "fsdp" else {}
+    arguments = TrainingArguments(
+        folder, device="cpu", bf16=True, max_steps=1, per_device_train_batch_size=2, save_strategy="no", **options
+    )
+    trainer = Trainer(tiny_model(), arguments, train_dataset=Blocks(8), eval_dataset=Blocks(4))
+    trainer.model.register_forward_hook(lambda *_: found.append(torch.is_autocast_cache_enabled()))
+    trainer.train()
+    trainer.evaluate()
+    with trainer.compute_loss_context_manager():
+        found.append(torch.is_autocast_cache_enabled())
+    return found
+
+
+@pytest.mark.parametrize("sharding", ["plain", "fsdp"])
+def test_autocast_keeps_no_copies_of_sharded_parameters(ranks: Ranks, tmp_path: Path, sharding: str) -> None:
+    """They would all be there at the end of a forward pass, as if nothing was sharded."""
+    for found in ranks.run(caches_of_autocast, str(tmp_path), sharding, nproc=2).check():
+        assert len(found) >= 3
+        assert set(found) == {sharding == "plain"}

@@ -31,7 +31,7 @@ from stepmark.evaluation.predictions import (
 )
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.progress import EVALUATION, enter_phase, in_phase
-from stepmark.parallel.full_sharding import compare_calls, is_fully_sharded
+from stepmark.parallel.full_sharding import compare_calls, has_full_sharding
 from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import kept_generators
@@ -209,7 +209,7 @@ class Evaluator:
                 yield from batch.micro_batches
 
         if staged(self.model) is None:
-            sharded = any(map(is_fully_sharded, self.model.parameters()))  # so that others wait for this process
+            sharded = has_full_sharding(self.model)  # so that others wait for this process
             idle = self.mesh.ranks.most - len(self.mesh.ranks.own) if sharded else 0
             for number, each in enumerate(source()):
                 batch, place = divmod(number, len(self.mesh.ranks.own))
@@ -227,7 +227,7 @@ class Evaluator:
     def _forward(self, micro_batch: MicroBatch, loss_only: bool, ignore_keys: Sequence[str] | None) -> BatchResult:
         """The sum of the losses over the batch's targets (None where it has no labels), its predictions and labels."""
         inputs = micro_batch.inputs
-        precision = autocast(self.runtime, self.autocast_dtype)
+        precision = autocast(self.runtime, self.autocast_dtype, sharded=has_full_sharding(self.model))
         with torch.no_grad(), precision, forward_without_reads(inputs, lazy=self.runtime.lazy), computing(micro_batch):
             if self.prediction_step is None:
                 weight = self._weight(micro_batch) if self._has_loss(inputs) else None

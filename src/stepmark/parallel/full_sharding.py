@@ -249,6 +249,11 @@ def reduced_by_pass(parameter: Tensor) -> bool:
     return hasattr(parameter, _ATTRIBUTE)
 
 
+def has_full_sharding(model: nn.Module) -> bool:
+    """Whether ranks hold shards of any parameter of the model."""
+    return any(map(is_fully_sharded, model.parameters()))
+
+
 def is_fully_sharded(parameter: Tensor) -> bool:
     """Whether `shard_fully` has sharded a parameter."""
     return is_dtensor(parameter) and hasattr(parameter, _ATTRIBUTE)

@@ -33,6 +33,7 @@ from stepmark.filesystem.files import make_folder, replace_file
 from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.hang_detector import HangDetector
+from stepmark.parallel.full_sharding import has_full_sharding
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.device import runtime_for
 from stepmark.runtime.module_placement import place_module
@@ -515,7 +516,8 @@ class Trainer:
 
     def compute_loss_context_manager(self) -> torch.autocast:
         """Returns the context in which models are called: autocast, as `bf16` and `fp16` say."""
-        return autocast(self.context.runtime, autocast_dtype(bf16=self.args.bf16, fp16=self.args.fp16))
+        dtype = autocast_dtype(bf16=self.args.bf16, fp16=self.args.fp16)
+        return autocast(self.context.runtime, dtype, sharded=has_full_sharding(self.model))
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device, for a subclass that calls it; batches that the Trainer passes are there already."""

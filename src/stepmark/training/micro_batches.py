@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stepmark.data.loader.batch import MicroBatch, StepBatch, computing
 from stepmark.errors import UsageError
 from stepmark.liveness.progress import PASSES, enter_phase
-from stepmark.parallel.full_sharding import LOSS
+from stepmark.parallel.full_sharding import LOSS, has_full_sharding
 from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.optimizer.pending_gathers import PendingGathers
 from stepmark.runtime.base import Runtime
@@ -178,6 +178,7 @@ class SequentialSchedule:
         # Whether what no rank has samples for, at the end of an epoch, can be left out.
         self._alone = mesh.ranks.total == 1 and not mesh.runtime.lazy
         self._autocast = autocast
+        self._sharded = has_full_sharding(model)
         self._scaler = scaler
         self._seed = seed
         self._loads = loads or ExpertLoads(model, mesh)
@@ -248,7 +249,7 @@ class SequentialSchedule:
 
     def _forward(self, micro_batch: MicroBatch, inputs: Any, weight: Weight, *, counts: bool) -> Tensor:
         counting = self._loads.counting(micro_batch) if counts else nullcontext()
-        with autocast(self._runtime, self._autocast), counting:
+        with autocast(self._runtime, self._autocast, sharded=self._sharded), counting:
             try:
                 loss = self._loss(self._model, inputs, weight)[0]
             except RuntimeError as error:
@@ -267,7 +268,8 @@ def autocast_dtype(*, bf16: bool, fp16: bool) -> torch.dtype | None:
     return torch.bfloat16 if bf16 else None
 
 
-def autocast(runtime: Runtime, dtype: torch.dtype | None) -> torch.autocast:
-    """Computes matrix products in `dtype` (bfloat16 or float16); disabled where it is None."""
+def autocast(runtime: Runtime, dtype: torch.dtype | None, *, sharded: bool = False) -> torch.autocast:
+    """Computes matrix products in `dtype` (bfloat16 or float16); disabled where it is None. Parameters that were cast
+    are kept for their next use, unless they are `sharded`: then all of them would be there at the end of the pass."""
     kind = runtime.device.type
-    return torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+    return torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=not sharded)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.data.loader.batch import MicroBatch
+from stepmark.parallel.full_sharding import has_full_sharding
 from stepmark.parallel.pipeline.staged_model import StagedModel, staged
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
 from stepmark.runtime.mesh import Mesh
@@ -96,9 +97,10 @@ class PipelinedForward:
         self, batches: list[MicroBatch], compute: Callable[[MicroBatch], Result]
     ) -> Iterator[tuple[MicroBatch, Result | None]]:
         results: list[Result | None] = [None] * len(batches)
+        sharded = has_full_sharding(self._stages.model)
         for stage in self._stages.own:
             for index, batch in enumerate(batches):
-                with torch.no_grad(), autocast(self._runtime, self._autocast):
+                with torch.no_grad(), autocast(self._runtime, self._autocast, sharded=sharded):
                     results[index] = self._pass(stage, batch, compute)
                 self._transfers.settle(keep=2 * self._ranks)
         yield from zip(batches, results, strict=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
+from stepmark.parallel.full_sharding import has_full_sharding
 from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.pipeline.schedules import BACKWARD, FORWARD, GPIPE, Schedule, Task, Transfer, make_schedule
 from stepmark.parallel.pipeline.stage_plan import checkpoints_gradients
@@ -120,6 +121,7 @@ class _Step:
         self._to_send: dict[Task, Activation] = {}
         self._backward_left = len(parts.stages.own) * len(self._micro_batches)
         self._checkpointing = checkpoints_gradients(parts.stages.model)
+        self._sharded = has_full_sharding(parts.stages.model)
         self._random_numbers: Tensor | None = None  # the generator's state before this rank draws any, if it is sought
         self.drew = False
         self.loss = self._counts.zero
@@ -176,7 +178,7 @@ class _Step:
         """The hidden states that a stage computes, or the weighted loss of the last one."""
         parts, micro_batch = self._parts, self._micro_batches[task.micro_batch]
         received = None if activation is None else (lambda: self._received(activation))
-        with autocast(self._runtime, parts.autocast):
+        with autocast(self._runtime, parts.autocast, sharded=self._sharded):
             if task.stage < parts.stages.last:
                 with weights_made_again() if self._runtime.lazy else nullcontext():
                     return parts.call(task.stage, received, micro_batch)

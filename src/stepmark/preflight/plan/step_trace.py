@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.errors import UsageError
+from stepmark.parallel.full_sharding import has_full_sharding
 from stepmark.parallel.gradients.accumulators import ShardAccumulator
 from stepmark.parallel.gradients.reduced import ReducedGradients
 from stepmark.parallel.gradients.reducer import GradientReducer
@@ -215,7 +216,7 @@ def _evaluate(setup: StepSetup, model: nn.Module, loss: WatchedLoss, mesh: Simul
     def compute(batch: MicroBatch) -> Tensor:
         return loss(model, batch.inputs, Weight(one, one))[0]
 
-    with evaluating(model), torch.no_grad(), autocast(mesh.runtime, setup.autocast):
+    with evaluating(model), torch.no_grad(), autocast(mesh.runtime, setup.autocast, sharded=has_full_sharding(model)):
         if not setup.staged:
             compute(setup.micro_batch(rows))
             return
