@@ -7,9 +7,9 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from stepmark.checkpoint.threads import in_parallel
 from stepmark.errors import CheckpointError
 from stepmark.runtime.hardware import machine_memory
 
-Item = TypeVar("Item")
 logger = logging.getLogger("stepmark")
 
 GROUP_BYTES = 64 << 20  # bytes of tensors that come from a lazy device to the host together
@@ -30,20 +29,6 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 _RESERVE = 64 << 20  # bytes that are left for everything else
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
-
-
-def in_groups(items: Iterable[Item], sizes: Iterable[int], limit: int) -> Iterator[list[Item]]:
-    """Consecutive items of these sizes, up to `limit` bytes together; a larger item is alone."""
-    group: list[Item] = []
-    total = 0
-    for item, size in zip(items, sizes, strict=True):
-        if group and total + size > limit:
-            yield group
-            group, total = [], 0
-        group.append(item)
-        total += size
-    if group:
-        yield group
 
 
 class StagingMemory:

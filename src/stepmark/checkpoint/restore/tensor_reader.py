@@ -23,8 +23,9 @@ from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
 from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
 from stepmark.checkpoint.format.tensor_file import Header, StoredTensor
 from stepmark.checkpoint.format.verified_file import BLOCK, VerifiedFile
-from stepmark.checkpoint.host_memory import BufferPool, in_groups
+from stepmark.checkpoint.host_memory import BufferPool
 from stepmark.errors import CheckpointDamaged
+from stepmark.filesystem.sizes import in_groups
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.layout import Box, Layout, Part, Shape, Shard, TensorSlice
 from stepmark.sharding.overlap import Overlap, disjoint, overlaps

@@ -28,10 +28,11 @@ from torch import Tensor, nn
 from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER
 from stepmark.checkpoint.format.tensor_file import PAGE
-from stepmark.checkpoint.host_memory import GROUP_BYTES, in_groups
+from stepmark.checkpoint.host_memory import GROUP_BYTES
 from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.sections import Entry, Section
 from stepmark.checkpoint.threads import in_parallel
+from stepmark.filesystem.sizes import in_groups
 from stepmark.liveness.gc_pause import without_collection
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import can_pin
