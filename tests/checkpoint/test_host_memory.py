@@ -153,7 +153,8 @@ def test_reading_block_by_block_gives_what_reading_at_once_would(
         begin = data.draw(st.integers(0, 3))
         part, local = Part(tensor_slice, begin), torch.full((begin + tensor_slice.numel + 2,), -1, dtype=torch.int32)
         place = local[begin : begin + tensor_slice.numel]
-    target = reader.ReadTarget("g", "t", Layout(shape, (part,)), "I32", local, local)
+    target = reader.ReadTarget("g", "t", Layout(shape, (part,)), "I32", local)
+    target.host = local
     entry = TensorEntry("I32", shape, tuple(enumerate(stored)))
     files: Any = {index: Stored(own, shape, index) for index, own in entry.slices}
     with (

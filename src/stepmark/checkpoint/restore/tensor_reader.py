@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -42,17 +42,16 @@ IN_FLIGHT = 256 << 20  # bytes held on the host for tensors that are not read st
 @dataclass(eq=False)
 class ReadTarget:
     """A tensor to be filled: a live one, or (`live` None) a new one on the host, which `place`, if there is one, takes
-    to its device. `host` has the values in the end, of a new tensor where it is. `shape` is that of a new tensor which
-    is more than the layout's single slice; elements outside the layout are zero. `dtensor` is what `live` is the local
-    tensor of, and `shard` says that the state has a Shard of it. A new tensor may take the place of a `replaceable`
-    one."""
+    to its device. `host` gets the values. `shape` is that of a new tensor which is more than the layout's single slice;
+    elements outside the layout are zero. `dtensor` is what `live` is the local tensor of, and `shard` says that the
+    state has a Shard of it. A new tensor may take the place of a `replaceable` one."""
 
     group: str
     name: str
     layout: Layout
     dtype: str
     live: Tensor | None = None
-    host: Tensor | None = None
+    host: Tensor = field(init=False)  # while it is filled, and of a new tensor from then on
     place: Callable[[Tensor], Tensor] | None = None
     shape: Shape | None = None
     dtensor: DTensor | None = None
@@ -65,7 +64,6 @@ class ReadTarget:
         if self.live is not None and self.dtensor is not None:
             return self.dtensor
         tensor = self.host if self.live is None else self.live
-        assert tensor is not None
         return Shard(tensor, self.layout) if self.shard else tensor
 
     @property
@@ -177,14 +175,12 @@ class TensorReader:
     def _reads(self, target: ReadTarget) -> Iterator[_Run | _Job]:
         """The reads that fill a target; no two write the same bytes."""
         entry = self.manifest.tensors[target.group][target.name]
-        assert target.host is not None
         for part in target.layout.parts:
             runs = isinstance(part.at, int) and all(stored.box == part.slice.box for _, stored in entry.slices)
             yield from self._runs(target, part, entry) if runs else self._boxes(target, part, entry)
 
     def _runs(self, target: ReadTarget, part: Part, entry: TensorEntry) -> Iterator[_Run]:
         """Stored shards and wanted slices are ranges of the same box: straight copies."""
-        assert target.host is not None
         assert isinstance(part.at, int)
         size, position = item_size(entry.dtype), part.slice.start
         flat = host_array(target.host.view(-1), write=True).view(np.uint8)
@@ -263,12 +259,11 @@ def _finish(groups: list[_Group], jobs: list[Future[None]], size: int, runtime: 
         job.result()
     for group in groups:
         target = group[0]
-        assert target.host is not None
         if target.live is not None:
             if target.host.data_ptr() != target.live.data_ptr() or target.live.device.type != "cpu":
                 runtime.write(target.live, target.host)
             for other in group:
-                other.host = None
+                del other.host
         elif target.place is not None:
             target.host = target.place(target.host)
     return size
@@ -295,7 +290,6 @@ def _read_runs(runs: Sequence[_Run]) -> None:
 def _copy_boxes(file: VerifiedFile, stored: StoredTensor, begin: int, end: int, target: ReadTarget, part: Part) -> None:
     """Copies what bytes [begin, end) of a file's data, all of one shard and at most one block, and a part of the target
     have in common. Raises CheckpointDamaged for bytes that differ from their checksum."""
-    assert target.host is not None
     size = item_size(stored.dtype)
     start, stop = ((at - stored.begin) // size for at in (begin, end))
     shift = stored.slice.start
