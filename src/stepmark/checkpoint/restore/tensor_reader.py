@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stepmark.checkpoint.format.checksums import checksum_blocks
 from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
 from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
 from stepmark.checkpoint.format.tensor_file import Header, StoredTensor
@@ -197,7 +198,7 @@ class TensorReader:
             tensor = file.tensor(target.name, entry.dtype, stored)
             origin = tensor.begin - stored.start * size  # where in the data the box would begin
             shift = (part.at - part.slice.start) * size - origin
-            for begin, end in byte_blocks(origin + start * size, origin + stop * size):
+            for begin, end in checksum_blocks(origin + start * size, origin + stop * size, BLOCK):
                 yield _Run(file, tensor, begin, end, flat[begin + shift : end + shift], in_use)
         if position != part.slice.stop:
             raise self._incomplete(target)
@@ -212,7 +213,7 @@ class TensorReader:
                 file = self._file(index)
                 tensor = file.tensor(target.name, entry.dtype, stored)
                 size, (first, last) = item_size(entry.dtype), _span(pairs)
-                for begin, end in byte_blocks(tensor.begin + first * size, tensor.begin + last * size):
+                for begin, end in checksum_blocks(tensor.begin + first * size, tensor.begin + last * size, BLOCK):
                     yield partial(_copy_boxes, file, tensor, begin, end, target, part)
         if sum(box.numel for box in found) != part.slice.numel or not disjoint(found):
             raise self._incomplete(target)
@@ -308,14 +309,6 @@ def _copy_boxes(file: VerifiedFile, stored: StoredTensor, begin: int, end: int, 
             common = box.intersect(pair.box)
             if common is not None:
                 memory[common.index_in(box)] = source[common.index_in(pair.box)]
-
-
-def byte_blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Splits bytes [begin, end) of a file's data at multiples of BLOCK, so that no checksum block is read twice."""
-    while begin < end:
-        stop = min(end, (begin // BLOCK + 1) * BLOCK)
-        yield begin, stop
-        begin = stop
 
 
 def _span(pairs: Sequence[Overlap]) -> tuple[int, int]:
