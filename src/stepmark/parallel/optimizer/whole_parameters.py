@@ -173,8 +173,8 @@ def _fill(views: Sequence[Tensor], flat: Tensor) -> None:
 
 class WholeParameters(OptimizerSharding):
     """This rank's parameters, each of them complete; with `zero_1` they are divided over the data parallel ranks. Of a
-    group that `elementwise_group` says is updated element by element, shards will do. A rank sends at most
-    `bucket_elements` at a time. For the other arguments see `Replicated`."""
+    group that `elementwise_group`, a static method of the optimizer's class, says is updated element by element, shards
+    will do. A rank sends at most `bucket_elements` at a time. For the other arguments see `Replicated`."""
 
     def __init__(
         self,
