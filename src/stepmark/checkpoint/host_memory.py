@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stepmark.checkpoint.threads import in_parallel
-from stepmark.errors import CheckpointError
 from stepmark.runtime.hardware import machine_memory
 
 logger = logging.getLogger("stepmark")
@@ -84,21 +83,10 @@ class BufferPool:
         return None
 
 
-def check_host_memory(needs: Sequence[int], free: Sequence[Mapping[str, int]]) -> None:
-    """Raises CheckpointError where a save finds too little memory; see `shortage`."""
-    short = shortage(needs, free)
-    if short is not None:
-        raise CheckpointError(f"saving needs {short}; use more nodes, a smaller state, or machines with more memory")
-
-
-def shortage(
-    needs: Sequence[int],
-    free: Sequence[Mapping[str, int]],
-    one: str = "its copy of the state",
-    several: str = "the copies of the",
-) -> str | None:
+def shortage(needs: Sequence[int], free: Sequence[Mapping[str, int]], one: str, several: str) -> str | None:
     """Says which memory is missing where ranks of one node, which need `needs[rank]` more bytes each, would not fit;
-    None where they do. `free` is each rank's free_host_memory: ranks under one limit share what it leaves."""
+    None where they do. `free` is each rank's free_host_memory: ranks under one limit share what it leaves. `one` and
+    `several` say for what a rank, or that number of "ranks", needs it."""
     for limit in sorted({name for known in free for name in known}):
         ranks = [rank for rank, known in enumerate(free) if limit in known]
         more, left = sum(needs[rank] for rank in ranks), min(free[rank][limit] for rank in ranks)
@@ -147,11 +135,9 @@ def host_memory(size: int) -> Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages: slower to touch, nothing else
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    if hasattr(mmap, "MADV_DONTFORK"):  # a forked loader worker would make the next save copy every page
-        memory.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a kernel without huge pages: slower to touch, nothing else
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_DONTFORK)  # a forked loader worker would make the next save copy every page
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
