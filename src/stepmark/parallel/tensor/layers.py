@@ -124,11 +124,9 @@ def _is_transposed(module: nn.Module) -> bool:
 
 def shard_columns(adapted: AdaptedLayer, region: TensorParallelRegion, gather_output: bool) -> None:
     """Adds a linear layer, whose parameters are sharded along their outputs, to a region, with its adapters."""
-
-    def enter(module: nn.Module, args: Any) -> Any:
-        return (region.enter(module, args[0], not gather_output), *args[1:])
-
-    adapted.called.register_forward_pre_hook(enter)
+    adapted.called.register_forward_pre_hook(
+        lambda module, args: (region.enter(module, args[0], not gather_output), *args[1:])
+    )
     if gather_output:
         adapted.called.register_forward_hook(lambda module, args, output: gather(output, region.axis, -1))
     _set_widths(adapted.layer, outputs=True)
