@@ -67,20 +67,14 @@ class BufferPool:
 
     def take(self, size: int) -> Tensor:
         """`size` bytes, as a uint8 tensor."""
-        memory = self._again(size)
-        if memory is None:
-            memory = host_memory(size)
+        fitting = next((index for index, memory in enumerate(self._idle) if memory.numel() == size), None)
+        if fitting is None:
+            while self._idle and sum(memory.numel() for memory in self._idle) + size > self._limit:
+                del self._idle[0]
+        memory = host_memory(size) if fitting is None else self._idle.pop(fitting)
         lent: NDArray[np.uint8] = np.frombuffer(memory.numpy().data, dtype=np.uint8)
         weakref.finalize(lent, self._idle.append, memory).atexit = False  # comes back from any thread
         return torch.from_numpy(lent)
-
-    def _again(self, size: int) -> Tensor | None:
-        for index, memory in enumerate(self._idle):
-            if memory.numel() == size:
-                return self._idle.pop(index)
-        while sum(memory.numel() for memory in self._idle) + size > self._limit and self._idle:
-            del self._idle[0]
-        return None
 
 
 def shortage(needs: Sequence[int], free: Sequence[Mapping[str, int]], one: str, several: str) -> str | None:
