@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import re
 import tracemalloc
@@ -160,7 +161,7 @@ def test_reading_block_by_block_gives_what_reading_at_once_would(
     files: Any = {index: Stored(own, shape, index) for index, own in entry.slices}
     with (
         unittest.mock.patch.object(reader, "BLOCK", block),
-        reader.TensorReader(Path(), unittest.mock.Mock()) as reading,
+        contextlib.closing(reader.TensorReader(Path(), unittest.mock.Mock())) as reading,
     ):
         reading._files = files
         for job in reading._boxes(target, part, entry):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import sys
@@ -148,7 +149,7 @@ def fill_from(folder: Path, manifest: Manifest, model: nn.Module, runtime: Runti
     Raises CheckpointMismatch, before anything is changed, if the checkpoint is of another model, and CheckpointDamaged.
     """
     state = {MODEL: model}
-    with TensorReader(folder, manifest) as reader:
+    with contextlib.closing(TensorReader(folder, manifest)) as reader:
         plan = ReadPlan(reader, read_values(folder, manifest), runtime)
         compare(plan, state, describe(state))
         for _, name in sorted(plan.unexpected()):

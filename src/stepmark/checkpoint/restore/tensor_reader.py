@@ -102,7 +102,7 @@ class _Run(NamedTuple):
 
 
 class TensorReader:
-    """The tensor files of one checkpoint, and the threads that read them. Use it as a context manager.
+    """The tensor files of one checkpoint, and the threads that read them. Close it at the end.
 
     `alone`: no other rank of this node reads the same files at the same time. `headers`: those that `check_integrity`
     has read.
@@ -123,12 +123,6 @@ class TensorReader:
         self._files: dict[int, VerifiedFile] = {}
         self._alone = alone
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="stepmark-read")
-
-    def __enter__(self) -> TensorReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
