@@ -29,7 +29,7 @@ from stepmark.parallel.gradients.arithmetic import (
     squares,
     totals,
 )
-from stepmark.parallel.gradients.reduced import ReducedGradients, Used, expose_grads, expose_shard_grads
+from stepmark.parallel.gradients.reduced import ReducedGradients, Used, expose_grads
 from stepmark.runtime.collectives import (
     Collectives,
     GroupCollectives,
@@ -325,5 +325,5 @@ class ReducedShards:
 
     def expose_grads(self, sums: ShardAccumulator, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
         """Each parameter's gradient is a DTensor of this rank's shard."""
-        take = expose_shard_grads(list(zip(sums.parameters, reduced.gradients, strict=True)))
+        take = expose_grads(list(zip(sums.parameters, reduced.gradients, strict=True)))
         return lambda: replace(reduced, gradients=take())
