@@ -238,7 +238,7 @@ def check_real(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def complete_on_host(bucket: Bucket, runtime: Runtime) -> Tensor:
-    """The members' values in float32, on the host: `padded` elements."""
+def shard_on_host(bucket: Bucket, runtime: Runtime) -> Tensor:
+    """This rank's shard of the members' values in float32, on the host: `shard_size` elements."""
     on_host = runtime.to_host([member.parameter for member in bucket.members])
-    return bucket.join([tensor.float() for tensor in on_host])
+    return bucket.join([tensor.float() for tensor in on_host])[bucket.begin : bucket.begin + bucket.shard_size].clone()
