@@ -6,11 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepmark.checkpoint import dcp
-    from stepmark.checkpoint.checkpointer import Checkpointer
-    from stepmark.checkpoint.format.manifest import Manifest, read_manifest
-    from stepmark.checkpoint.operation import SaveHandle
-    from stepmark.checkpoint.retention_policies import KeepBest, KeepEachInterval, KeepEvery, KeepLast, Retention, Saved
+    from stepmark.checkpoint import dcp as dcp
+    from stepmark.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from stepmark.checkpoint.format.manifest import Manifest as Manifest
+    from stepmark.checkpoint.format.manifest import read_manifest as read_manifest
+    from stepmark.checkpoint.operation import SaveHandle as SaveHandle
+    from stepmark.checkpoint.retention_policies import KeepBest as KeepBest
+    from stepmark.checkpoint.retention_policies import KeepEachInterval as KeepEachInterval
+    from stepmark.checkpoint.retention_policies import KeepEvery as KeepEvery
+    from stepmark.checkpoint.retention_policies import KeepLast as KeepLast
+    from stepmark.checkpoint.retention_policies import Retention as Retention
+    from stepmark.checkpoint.retention_policies import Saved as Saved
 
 _HOMES = {
     "Checkpointer": "checkpointer",
@@ -20,20 +26,7 @@ _HOMES = {
     **dict.fromkeys(("KeepBest", "KeepEachInterval", "KeepEvery", "KeepLast"), "retention_policies"),
     **dict.fromkeys(("Retention", "Saved"), "retention_policies"),
 }
-
-__all__ = [
-    "Checkpointer",
-    "KeepBest",
-    "KeepEachInterval",
-    "KeepEvery",
-    "KeepLast",
-    "Manifest",
-    "Retention",
-    "SaveHandle",
-    "Saved",
-    "dcp",
-    "read_manifest",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

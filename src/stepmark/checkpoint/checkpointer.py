@@ -26,7 +26,7 @@ from stepmark.checkpoint.coordination.run_ownership import CLAIMING, RunOwnershi
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, resolve_link, temporary_path
 from stepmark.checkpoint.format.integrity import what_is_wrong
 from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, save_of
-from stepmark.checkpoint.host_memory import StagingMemory, check_host_memory, free_host_memory
+from stepmark.checkpoint.host_memory import StagingMemory, free_host_memory, shortage
 from stepmark.checkpoint.operation import Operation, SaveHandle
 from stepmark.checkpoint.restore.restore import Accept, Restored, Restorer
 from stepmark.checkpoint.retention_policies import KeepLast, Retention
@@ -254,7 +254,11 @@ class Checkpointer:
         extents, size = extents_of(plan, self._group.rank)
         ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self._group.rank]]
         needs = [max(0, extents_of(plan, rank)[1] - reports[rank].held) for rank in ranks]
-        check_host_memory(needs, [reports[rank].free for rank in ranks])
+        free = [reports[rank].free for rank in ranks]
+        if (short := shortage(needs, free, "its copy of the state", "the copies of the")) is not None:
+            raise CheckpointError(
+                f"saving needs {short}; use more nodes, a smaller state, or machines with more memory"
+            )
         if self._group.rank == 0:
             self._background.tidy()
             self._background.make_room(self.folder, disk_need(plan), request.manifest.save)

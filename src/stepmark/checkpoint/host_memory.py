@@ -7,9 +7,9 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stepmark.checkpoint.threads import in_parallel
-from stepmark.errors import CheckpointError
 from stepmark.runtime.hardware import machine_memory
 
-Item = TypeVar("Item")
 logger = logging.getLogger("stepmark")
 
 GROUP_BYTES = 64 << 20  # bytes of tensors that come from a lazy device to the host together
@@ -30,20 +28,6 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 _RESERVE = 64 << 20  # bytes that are left for everything else
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
-
-
-def in_groups(items: Iterable[Item], sizes: Iterable[int], limit: int) -> Iterator[list[Item]]:
-    """Consecutive items of these sizes, up to `limit` bytes together; a larger item is alone."""
-    group: list[Item] = []
-    total = 0
-    for item, size in zip(items, sizes, strict=True):
-        if group and total + size > limit:
-            yield group
-            group, total = [], 0
-        group.append(item)
-        total += size
-    if group:
-        yield group
 
 
 class StagingMemory:
@@ -83,37 +67,20 @@ class BufferPool:
 
     def take(self, size: int) -> Tensor:
         """`size` bytes, as a uint8 tensor."""
-        memory = self._again(size)
-        if memory is None:
-            memory = host_memory(size)
+        fitting = next((index for index, memory in enumerate(self._idle) if memory.numel() == size), None)
+        if fitting is None:
+            while self._idle and sum(memory.numel() for memory in self._idle) + size > self._limit:
+                del self._idle[0]
+        memory = host_memory(size) if fitting is None else self._idle.pop(fitting)
         lent: NDArray[np.uint8] = np.frombuffer(memory.numpy().data, dtype=np.uint8)
         weakref.finalize(lent, self._idle.append, memory).atexit = False  # comes back from any thread
         return torch.from_numpy(lent)
 
-    def _again(self, size: int) -> Tensor | None:
-        for index, memory in enumerate(self._idle):
-            if memory.numel() == size:
-                return self._idle.pop(index)
-        while sum(memory.numel() for memory in self._idle) + size > self._limit and self._idle:
-            del self._idle[0]
-        return None
 
-
-def check_host_memory(needs: Sequence[int], free: Sequence[Mapping[str, int]]) -> None:
-    """Raises CheckpointError where a save finds too little memory; see `shortage`."""
-    short = shortage(needs, free)
-    if short is not None:
-        raise CheckpointError(f"saving needs {short}; use more nodes, a smaller state, or machines with more memory")
-
-
-def shortage(
-    needs: Sequence[int],
-    free: Sequence[Mapping[str, int]],
-    one: str = "its copy of the state",
-    several: str = "the copies of the",
-) -> str | None:
+def shortage(needs: Sequence[int], free: Sequence[Mapping[str, int]], one: str, several: str) -> str | None:
     """Says which memory is missing where ranks of one node, which need `needs[rank]` more bytes each, would not fit;
-    None where they do. `free` is each rank's free_host_memory: ranks under one limit share what it leaves."""
+    None where they do. `free` is each rank's free_host_memory: ranks under one limit share what it leaves. `one` and
+    `several` say for what a rank, or that number of "ranks", needs it."""
     for limit in sorted({name for known in free for name in known}):
         ranks = [rank for rank, known in enumerate(free) if limit in known]
         more, left = sum(needs[rank] for rank in ranks), min(free[rank][limit] for rank in ranks)
@@ -162,11 +129,9 @@ def host_memory(size: int) -> Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages: slower to touch, nothing else
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    if hasattr(mmap, "MADV_DONTFORK"):  # a forked loader worker would make the next save copy every page
-        memory.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a kernel without huge pages: slower to touch, nothing else
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_DONTFORK)  # a forked loader worker would make the next save copy every page
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

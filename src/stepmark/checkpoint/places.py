@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Event
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from stepmark.checkpoint.coordination.bucket_claim import BucketClaim
 from stepmark.checkpoint.coordination.folder_claim import held_by_another
@@ -68,65 +68,20 @@ class Other(NamedTuple):
     time: float
 
 
-class Place(Protocol):
-    """A run's folder, wherever it is. Files of a checkpoint have the names that its manifest gives them. What cannot be
-    read or written raises OSError."""
-
-    address: str
-
-    def steps(self) -> list[int]:
-        """The steps of the checkpoints, newest first; they may be incomplete in a folder."""
-
-    def manifest(self, step: int) -> bytes:
-        """Raises CheckpointNotFound."""
-
-    def size(self, step: int) -> int:
-        """The bytes that a checkpoint takes."""
-
-    def reading(self, step: int) -> AbstractContextManager[object]:
-        """Keeps a live run from deleting the checkpoint in the meantime."""
-
-    def unlisted(self, manifest: Manifest) -> dict[str, Other]:
-        """The files of a checkpoint that its manifest does not list, such as those that a callback has added."""
-
-    def blocks(self, manifest: Manifest, name: str, size: int) -> Iterator[Any]:
-        """A file of a checkpoint, from its first byte to its last."""
-
-    def prepare(self, manifest: Manifest) -> Callable[[FileEntry], bool]:
-        """Begins to make a checkpoint; returns what tells whether a file of it is there, whole, from an earlier try."""
-
-    def write(self, manifest: Manifest, name: str, blocks: Iterable[Any]) -> None:
-        """Makes a file of a checkpoint that is not complete yet."""
-
-    def commit(self, manifest: Manifest, data: bytes) -> None:
-        """Makes a checkpoint complete, whose files are written. `data` are the bytes of its manifest."""
-
-    def set_aside(self, step: int, why: str) -> None:
-        """Lets a checkpoint be used no more: DAMAGED, or LEFT."""
-
-    def owning(self) -> AbstractContextManager[object]:
-        """Keeps other runs away. Raises CheckpointBusy where one is alive."""
-
-    def others(self) -> dict[str, Other]:
-        """The files beside the checkpoints, by name, without those through which ranks coordinate, and without folders
-        in which another run is."""
-
-    def read_other(self, name: str, size: int) -> Iterator[Any]: ...
-
-    def write_other(self, name: str, blocks: Iterable[Any]) -> None: ...
-
-
 class FolderPlace:
-    """A run's folder on this machine."""
+    """A run's folder on this machine. Files of a checkpoint have the names that its manifest gives them. What cannot be
+    read or written raises OSError."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.address = str(folder)
 
     def steps(self) -> list[int]:
+        """The steps of the checkpoints, newest first; they may be incomplete in a folder."""
         return [step for path in checkpoints(self._folder) if (step := step_of(path)) is not None]
 
     def manifest(self, step: int) -> bytes:
+        """Raises CheckpointNotFound."""
         path = checkpoint_path(self._folder, step)
         try:
             return files.read_file(path / MANIFEST)
@@ -134,27 +89,33 @@ class FolderPlace:
             raise CheckpointNotFound(f"there is no complete checkpoint {path}") from None
 
     def size(self, step: int) -> int:
+        """The bytes that a checkpoint takes."""
         folder = checkpoint_path(self._folder, step)
         return sum(os.lstat(folder / name).st_blocks * 512 for name in files.regular_files(folder))
 
     def reading(self, step: int) -> AbstractContextManager[object]:
+        """Keeps a live run from deleting the checkpoint in the meantime."""
         return reading(checkpoint_path(self._folder, step), "copy")
 
     def unlisted(self, manifest: Manifest) -> dict[str, Other]:
+        """The files of a checkpoint that its manifest does not list, such as those that a callback has added."""
         folder = checkpoint_path(self._folder, manifest.step)
         listed = {MANIFEST, *(each.name for each in manifest.files)}
         names = [name for name in files.regular_files(folder) if name not in listed]
         return {name: _other(folder / name) for name in names if files.regular_file_size(folder / name) is not None}
 
     def blocks(self, manifest: Manifest, name: str, size: int) -> Iterator[Any]:
+        """A file of a checkpoint, from its first byte to its last."""
         return _blocks(checkpoint_path(self._folder, manifest.step) / name)
 
     def owning(self) -> AbstractContextManager[object]:
+        """Keeps other runs away. Raises CheckpointBusy where one is alive."""
         if held_by_another(self._folder):
             raise CheckpointBusy(f"{self._folder}: a live run owns this folder; name another one, or stop the run")
         return nullcontext()
 
     def prepare(self, manifest: Manifest) -> Callable[[FileEntry], bool]:
+        """Begins to make a checkpoint; returns what tells whether a file of it is there, whole, from an earlier try."""
         temporary = self._temporary(manifest)
         files.make_own_folder(temporary)
 
@@ -173,22 +134,29 @@ class FolderPlace:
         return temporary_path(self._folder, manifest.step, manifest.save)
 
     def write(self, manifest: Manifest, name: str, blocks: Iterable[Any]) -> None:
+        """Makes a file of a checkpoint that is not complete yet."""
         self._write(self._temporary(manifest) / name, blocks)
 
     def commit(self, manifest: Manifest, data: bytes) -> None:
+        """Makes a checkpoint complete, whose files are written. `data` are the bytes of its manifest."""
         self.write(manifest, MANIFEST, [data])
         publish(self._temporary(manifest), manifest.save)
 
     def set_aside(self, step: int, why: str) -> None:
+        """Lets a checkpoint be used no more: DAMAGED, or LEFT."""
         if best_step(self._folder) == step:
             files.remove_file(self._folder / BEST)
         quarantine(checkpoint_path(self._folder, step), why)
 
     def others(self) -> dict[str, Other]:
+        """The files beside the checkpoints, by name, without those through which ranks coordinate, and without folders
+        in which another run is."""
         names: list[str] = []
         for path in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
             if not path.name.startswith(".") and not path.is_symlink() and not _is_checkpoint(path.name):
-                inside = [*_inside(path)] if path.is_dir() else [path.name]
+                inside = [path.name]
+                if path.is_dir():
+                    inside = [f"{path.name}/{name}" for name in files.regular_files(path)]
                 names += [] if any(map(_is_of_run, inside)) else inside
         found = {BEST: _other(self._folder / BEST)} if best_step(self._folder) is not None else {}
         for name in names:
@@ -197,11 +165,10 @@ class FolderPlace:
                     found[name] = _other(self._folder / name)
         return found
 
-    def _best(self) -> bytes:
-        return f"checkpoint-{best_step(self._folder)}".encode()
-
     def read_other(self, name: str, size: int) -> Iterator[Any]:
-        return iter([self._best()]) if name == BEST else _blocks(self._folder / name)
+        if name == BEST:
+            return iter([f"checkpoint-{best_step(self._folder)}".encode()])
+        return _blocks(self._folder / name)
 
     def write_other(self, name: str, blocks: Iterable[Any]) -> None:
         if name != BEST:
@@ -229,7 +196,7 @@ class FolderPlace:
 
 
 class BucketPlace:
-    """A run in a bucket."""
+    """A run in a bucket, with the methods of a `FolderPlace`; those of its checkpoints are complete."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -355,6 +322,9 @@ class BucketPlace:
         self._bucket.put(name, blocks)
 
 
+Place = FolderPlace | BucketPlace
+
+
 def _manifest_of(step: int) -> str:
     return f"checkpoint-{step}/{MANIFEST}"
 
@@ -370,10 +340,6 @@ def _is_checkpoint(name: str) -> bool:
 def _is_of_run(name: str) -> bool:
     """Whether a name inside a folder is of a run that is there."""
     return any(part == COORDINATION or _is_checkpoint(part) for part in name.split("/"))
-
-
-def _inside(folder: Path) -> Iterator[str]:
-    return (f"{folder.name}/{name}" for name in files.regular_files(folder))
 
 
 def _other(path: Path) -> Other:

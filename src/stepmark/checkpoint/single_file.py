@@ -26,10 +26,11 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from stepmark.checkpoint.format.checkpoint_folders import resolve_link
 from stepmark.checkpoint.format.read_errors import cannot_read
-from stepmark.checkpoint.host_memory import GROUP_BYTES, in_groups
+from stepmark.checkpoint.host_memory import GROUP_BYTES
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.local_paths import local_path
+from stepmark.filesystem.sizes import in_groups
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.watchdog import Deadline, exit_unless_handled
 from stepmark.runtime.base import Runtime

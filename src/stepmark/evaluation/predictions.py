@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from stepmark.runtime.base import Runtime
+from stepmark.runtime.base import Runtime, map_tensors
 from stepmark.training.model_labels import unwrapped
 
 CACHE = "past_key_values"
@@ -104,18 +104,10 @@ def labels_on_host(labels: Any, rows: int | None, runtime: Runtime) -> Any:
     """As `rows_on_host`. A list, of several labels too, has an item for each sample, of any shape: the boxes of an
     image, for example. The first `rows` items are returned whole."""
     if isinstance(labels, list):
-        return [_whole(item, runtime) for item in labels[:rows]]
+        return map_tensors(labels[:rows], lambda each: runtime.to_host([each.detach()])[0].numpy())
     if isinstance(labels, tuple):
         return tuple(labels_on_host(each, rows, runtime) for each in labels)
     return rows_on_host(labels, rows, runtime)
-
-
-def _whole(tree: Any, runtime: Runtime) -> Any:
-    if isinstance(tree, Mapping):
-        return {name: _whole(value, runtime) for name, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_whole(value, runtime) for value in tree)
-    return runtime.to_host([tree.detach()])[0].numpy() if isinstance(tree, Tensor) else tree
 
 
 def concatenate(arrays: list[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import sys
@@ -148,7 +149,7 @@ def fill_from(folder: Path, manifest: Manifest, model: nn.Module, runtime: Runti
     Raises CheckpointMismatch, before anything is changed, if the checkpoint is of another model, and CheckpointDamaged.
     """
     state = {MODEL: model}
-    with TensorReader(folder, manifest) as reader:
+    with contextlib.closing(TensorReader(folder, manifest)) as reader:
         plan = ReadPlan(reader, read_values(folder, manifest), runtime)
         compare(plan, state, describe(state))
         for _, name in sorted(plan.unexpected()):
@@ -212,16 +213,14 @@ def _construct(folder: Path, manifest: Manifest, config: PreTrainedConfig, trust
     saved = manifest.identity.get("model")
     name = (saved.get("class") if isinstance(saved, dict) else None) or next(iter(config.architectures or []), None)
     own = _own_class(folder, config, name)
-    if own is not None and not trust:
-        raise UsageError(needs_code(folder))
-    owner: Any = model_class(name, folder) if name and own is None else None
-    if own is not None:
-        from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-        owner = get_class_from_dynamic_module(own, str(folder))
-    make = owner or transformers.AutoModelForCausalLM.from_config
+    make: Any
     if own is None:
+        make = model_class(name, folder) if name else transformers.AutoModelForCausalLM.from_config
         check_fits(lambda: make(copy.deepcopy(config)), folder)
+    elif trust:
+        make = transformers.dynamic_module_utils.get_class_from_dynamic_module(own, str(folder))
+    else:
+        raise UsageError(needs_code(folder))
     with torch.random.fork_rng(devices=[]):
         model: nn.Module = make(config)
     return model

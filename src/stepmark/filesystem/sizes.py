@@ -1,7 +1,11 @@
-"""Sizes in bytes as words."""
+"""Sizes in bytes as words, and items divided by their sizes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+Item = TypeVar("Item")
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -18,3 +22,20 @@ def distinct_sizes(one: int, other: int) -> tuple[str, str]:
     """Two numbers of bytes that are told apart by what is shown, if they differ."""
     shown = size(one), size(other)
     return shown if shown[0] != shown[1] or one == other else (f"{one:,} bytes", f"{other:,} bytes")
+
+
+def in_groups(
+    items: Iterable[Item], sizes: Iterable[int], limit: int, first: int | None = None
+) -> Iterator[list[Item]]:
+    """Consecutive items whose sizes add up to at most `limit`, those of the first group to `first`; a larger item is
+    alone."""
+    group: list[Item] = []
+    total, most = 0, limit if first is None else first
+    for item, each in zip(items, sizes, strict=True):
+        if group and total + each > most:
+            yield group
+            group, total, most = [], 0, limit
+        group.append(item)
+        total += each
+    if group:
+        yield group

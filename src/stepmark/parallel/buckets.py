@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
+from stepmark.filesystem.sizes import in_groups
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Box, Layout, Part, Shape, TensorSlice, layout_of, row_major_index
@@ -200,8 +201,7 @@ def make_buckets(
             kind = (parameter.dtype, replication_of(parameter, mesh.tensor_parallel.size))
             kinds.setdefault(kind, []).append((name, parameter))
         for parameters in kinds.values():
-            for run in runs_of([parameter.numel() for _, parameter in parameters], limit, first):
-                named = parameters[run.start : run.stop]
+            for named in in_groups(parameters, [parameter.numel() for _, parameter in parameters], limit, first):
                 begins = accumulate((_rounded(parameter.numel(), mesh) for _, parameter in named), initial=0)
                 members = [make(name, parameter, at) for (name, parameter), at in zip(named, begins, strict=False)]
                 buckets.append(Bucket(index, members, mesh))
@@ -236,19 +236,7 @@ def check_real(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def runs_of(sizes: Sequence[int], limit: int, first: int | None = None) -> Iterator[range]:
-    """Splits positions into runs whose sizes add up to at most `limit`, the first to `first`, unless one is larger."""
-    begin, total, most = 0, 0, limit if first is None else first
-    for position, size in enumerate(sizes):
-        if position > begin and total + size > most:
-            yield range(begin, position)
-            begin, total, most = position, 0, limit
-        total += size
-    if sizes:
-        yield range(begin, len(sizes))
-
-
-def complete_on_host(bucket: Bucket, runtime: Runtime) -> Tensor:
-    """The members' values in float32, on the host: `padded` elements."""
+def shard_on_host(bucket: Bucket, runtime: Runtime) -> Tensor:
+    """This rank's shard of the members' values in float32, on the host: `shard_size` elements."""
     on_host = runtime.to_host([member.parameter for member in bucket.members])
-    return bucket.join([tensor.float() for tensor in on_host])
+    return bucket.join([tensor.float() for tensor in on_host])[bucket.begin : bucket.begin + bucket.shard_size].clone()

@@ -115,7 +115,7 @@ def has_addresses(device: torch.device) -> bool:
     return device.type not in ("meta", "mps", "xla")  # mps: an address is that of an object, not of memory
 
 
-def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     """Applies `function` to every tensor of a nest; other leaves are unchanged."""
     if isinstance(tree, Tensor):
         return function(tree)

@@ -38,13 +38,9 @@ class RunState:
         self._patience = patience
         self._silent_since: float | None = None
 
-    def alive(self) -> bool:
-        """Whether a process that owns the folder has a heartbeat."""
-        return any(self._heartbeats.alive(path) for path in heartbeat_files(self._run))
-
     def ended(self) -> str | None:
         """How the run has ended, in words; None while it is in progress or has not begun."""
-        if self.alive():
+        if any(map(self._heartbeats.alive, heartbeat_files(self._run))):  # of a process that owns the folder
             self._silent_since = None
             return None
         status = RunStatus.read(self._run)

@@ -42,7 +42,7 @@ def on_its_way(*shape: int) -> tuple[nn.Parameter, PendingGathers, list[int]]:
     gathers.defer = gathers._trial.over = True
     gathers.start({0: finish})
     gathers.watch()
-    assert gathers.pending
+    assert gathers._pending
     return parameter, gathers, waited
 
 
@@ -100,7 +100,7 @@ def test_a_use_waits(name: str) -> None:
     assert bool((found == 1.0).all())
     assert type(found) is not PendingParameter
     assert type(parameter) is nn.Parameter
-    assert not gathers.pending
+    assert not gathers._pending
 
 
 def test_printing_waits() -> None:

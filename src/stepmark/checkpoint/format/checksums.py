@@ -30,12 +30,12 @@ def file_checksum(path: Path) -> tuple[int, str]:
         return file.tell(), digest
 
 
-def checksum_blocks(begin: int, end: int) -> list[tuple[int, int]]:
-    """The checksum blocks of [begin, end) of a data region: split at multiples of CHECKSUM_BLOCK."""
-    first = (begin // CHECKSUM_BLOCK + 1) * CHECKSUM_BLOCK
+def checksum_blocks(begin: int, end: int, block: int = CHECKSUM_BLOCK) -> list[tuple[int, int]]:
+    """Bytes [begin, end) of a data region split at multiples of `block`: by default, its checksum blocks."""
+    first = (begin // block + 1) * block
     if end <= first:
         return [(begin, end)] if begin < end else []
-    return list(pairwise([begin, *range(first, end, CHECKSUM_BLOCK), end]))
+    return list(pairwise([begin, *range(first, end, block), end]))
 
 
 def covering_blocks(begin: int, end: int, low: int, high: int) -> list[tuple[int, int, int]]:

@@ -46,9 +46,7 @@ class _Data:
 
     def begin(self, head: bytes, manifest: Manifest, entry: FileEntry, where: str) -> None:
         header = checked_header(head, manifest, entry, where)
-        for tensor in header.tensors:
-            pairs = zip(tensor.checksum_blocks(), header.digests[tensor.name], strict=True)
-            self._blocks += [(end - begin, digest, tensor.name) for (begin, end), digest in pairs]
+        self._blocks += [(end - begin, digest, tensor) for begin, end, tensor, digest in header.blocks()]
 
     def pass_by(self, view: memoryview, where: str) -> None:
         while view and self._blocks:

@@ -68,6 +68,14 @@ class Header:
     def data_size(self) -> int:
         return self.tensors[-1].end if self.tensors else 0
 
+    def blocks(self) -> list[tuple[int, int, str, str]]:
+        """All checksum blocks, one after the other: first byte of the data, last + 1, tensor and checksum."""
+        return [
+            (begin, end, tensor.name, digest)
+            for tensor in self.tensors
+            for (begin, end), digest in zip(tensor.checksum_blocks(), self.digests[tensor.name], strict=True)
+        ]
+
     def to_bytes(self) -> bytes:
         """The file's first `size` bytes."""
         text = _render(self.tensors, self.step, self.save, self.digests)

@@ -14,8 +14,7 @@ from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifes
 from stepmark.checkpoint.format.tensor_file import Header
 from stepmark.checkpoint.format.verified_file import BLOCK
 from stepmark.errors import CheckpointDamaged
-
-_ChecksumBlock = tuple[int, int, str, str]  # first byte, last + 1, tensor, checksum
+from stepmark.filesystem.sizes import in_groups
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def _check_tensors(folder: Path, manifest: Manifest, number: int, pool: ThreadPo
     header = read_header(folder, manifest, entry)
     yield from _compare(manifest, number, header)
 
-    def check(run: list[_ChecksumBlock]) -> list[Corruption]:
+    def check(run: list[tuple[int, int, str, str]]) -> list[Corruption]:
         low, high = header.size + run[0][0], header.size + run[-1][1]
         data = read_past_cache(folder / entry.name, thread_memory("block", high - low), low, high)
         origin, faults = run[0][0], []
@@ -92,21 +91,9 @@ def _check_tensors(folder: Path, manifest: Manifest, number: int, pool: ThreadPo
                 faults.append(Corruption(entry.name, problem, tensor, entry.writer_of(begin)))
         return faults
 
-    for found in pool.map(check, _blocks(header)):
+    blocks = header.blocks()
+    for found in pool.map(check, in_groups(blocks, [end - begin for begin, end, *_ in blocks], BLOCK)):
         yield from found
-
-
-def _blocks(header: Header) -> Iterator[list[_ChecksumBlock]]:
-    """The file's checksum blocks, in runs of at most BLOCK bytes."""
-    run: list[_ChecksumBlock] = []
-    for tensor in header.tensors:
-        for (begin, end), digest in zip(tensor.checksum_blocks(), header.digests[tensor.name], strict=True):
-            if run and end - run[0][0] > BLOCK:
-                yield run
-                run = []
-            run.append((begin, end, tensor.name, digest))
-    if run:
-        yield run
 
 
 def _compare(manifest: Manifest, number: int, header: Header) -> Iterator[Corruption]:

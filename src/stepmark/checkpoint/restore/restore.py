@@ -138,7 +138,7 @@ class Restorer:
             self.accept(path, manifest)
         headers = check_integrity(path, manifest) if self.group.rank == 0 else {}
         reader = TensorReader(path, manifest, threads=self.threads, alone=self.alone, headers=headers)
-        files.enter_context(reader)
+        files.callback(reader.close)
         values = read_values(path, manifest)
         try:
             decode([values.get(name) for name in state], lambda name: None)  # before anything is changed

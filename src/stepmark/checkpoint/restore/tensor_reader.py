@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,12 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stepmark.checkpoint.format.checksums import checksum_blocks
 from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
 from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
 from stepmark.checkpoint.format.tensor_file import Header, StoredTensor
 from stepmark.checkpoint.format.verified_file import BLOCK, VerifiedFile
-from stepmark.checkpoint.host_memory import BufferPool, in_groups
+from stepmark.checkpoint.host_memory import BufferPool
 from stepmark.errors import CheckpointDamaged
+from stepmark.filesystem.sizes import in_groups
 from stepmark.runtime.base import Runtime
 from stepmark.sharding.layout import Box, Layout, Part, Shape, Shard, TensorSlice, row_major_strides
 from stepmark.sharding.overlap import Overlap, disjoint, overlaps
@@ -41,17 +43,16 @@ IN_FLIGHT = 256 << 20  # bytes held on the host for tensors that are not read st
 @dataclass(eq=False)
 class ReadTarget:
     """A tensor to be filled: a live one, or (`live` None) a new one on the host, which `place`, if there is one, takes
-    to its device. `host` has the values in the end, of a new tensor where it is. `shape` is that of a new tensor which
-    is more than the layout's single slice; elements outside the layout are zero. `dtensor` is what `live` is the local
-    tensor of, and `shard` says that the state has a Shard of it. A new tensor may take the place of a `replaceable`
-    one."""
+    to its device. `host` gets the values. `shape` is that of a new tensor which is more than the layout's single slice;
+    elements outside the layout are zero. `dtensor` is what `live` is the local tensor of, and `shard` says that the
+    state has a Shard of it. A new tensor may take the place of a `replaceable` one."""
 
     group: str
     name: str
     layout: Layout
     dtype: str
     live: Tensor | None = None
-    host: Tensor | None = None
+    host: Tensor = field(init=False)  # while it is filled, and of a new tensor from then on
     place: Callable[[Tensor], Tensor] | None = None
     shape: Shape | None = None
     dtensor: DTensor | None = None
@@ -64,7 +65,6 @@ class ReadTarget:
         if self.live is not None and self.dtensor is not None:
             return self.dtensor
         tensor = self.host if self.live is None else self.live
-        assert tensor is not None
         return Shard(tensor, self.layout) if self.shard else tensor
 
     @property
@@ -102,7 +102,7 @@ class _Run(NamedTuple):
 
 
 class TensorReader:
-    """The tensor files of one checkpoint, and the threads that read them. Use it as a context manager.
+    """The tensor files of one checkpoint, and the threads that read them. Close it at the end.
 
     `alone`: no other rank of this node reads the same files at the same time. `headers`: those that `check_integrity`
     has read.
@@ -123,12 +123,6 @@ class TensorReader:
         self._files: dict[int, VerifiedFile] = {}
         self._alone = alone
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="stepmark-read")
-
-    def __enter__(self) -> TensorReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -176,14 +170,12 @@ class TensorReader:
     def _reads(self, target: ReadTarget) -> Iterator[_Run | _Job]:
         """The reads that fill a target; no two write the same bytes."""
         entry = self.manifest.tensors[target.group][target.name]
-        assert target.host is not None
         for part in target.layout.parts:
             runs = isinstance(part.at, int) and all(stored.box == part.slice.box for _, stored in entry.slices)
             yield from self._runs(target, part, entry) if runs else self._boxes(target, part, entry)
 
     def _runs(self, target: ReadTarget, part: Part, entry: TensorEntry) -> Iterator[_Run]:
         """Stored shards and wanted slices are ranges of the same box: straight copies."""
-        assert target.host is not None
         assert isinstance(part.at, int)
         size, position = item_size(entry.dtype), part.slice.start
         flat = host_array(target.host.view(-1), write=True).view(np.uint8)
@@ -200,7 +192,7 @@ class TensorReader:
             tensor = file.tensor(target.name, entry.dtype, stored)
             origin = tensor.begin - stored.start * size  # where in the data the box would begin
             shift = (part.at - part.slice.start) * size - origin
-            for begin, end in byte_blocks(origin + start * size, origin + stop * size):
+            for begin, end in checksum_blocks(origin + start * size, origin + stop * size, BLOCK):
                 yield _Run(file, tensor, begin, end, flat[begin + shift : end + shift], in_use)
         if position != part.slice.stop:
             raise self._incomplete(target)
@@ -215,7 +207,7 @@ class TensorReader:
                 file = self._file(index)
                 tensor = file.tensor(target.name, entry.dtype, stored)
                 size, (first, last) = item_size(entry.dtype), _span(pairs)
-                for begin, end in byte_blocks(tensor.begin + first * size, tensor.begin + last * size):
+                for begin, end in checksum_blocks(tensor.begin + first * size, tensor.begin + last * size, BLOCK):
                     yield partial(_copy_boxes, file, tensor, begin, end, target, part)
         if sum(box.numel for box in found) != part.slice.numel or not disjoint(found):
             raise self._incomplete(target)
@@ -262,12 +254,11 @@ def _finish(groups: list[_Group], jobs: list[Future[None]], size: int, runtime: 
         job.result()
     for group in groups:
         target = group[0]
-        assert target.host is not None
         if target.live is not None:
             if target.host.data_ptr() != target.live.data_ptr() or target.live.device.type != "cpu":
                 runtime.write(target.live, target.host)
             for other in group:
-                other.host = None
+                del other.host
         elif target.place is not None:
             target.host = target.place(target.host)
     return size
@@ -294,7 +285,6 @@ def _read_runs(runs: Sequence[_Run]) -> None:
 def _copy_boxes(file: VerifiedFile, stored: StoredTensor, begin: int, end: int, target: ReadTarget, part: Part) -> None:
     """Copies what bytes [begin, end) of a file's data, all of one shard and at most one block, and a part of the target
     have in common. Raises CheckpointDamaged for bytes that differ from their checksum."""
-    assert target.host is not None
     size = item_size(stored.dtype)
     start, stop = ((at - stored.begin) // size for at in (begin, end))
     shift = stored.slice.start
@@ -313,14 +303,6 @@ def _copy_boxes(file: VerifiedFile, stored: StoredTensor, begin: int, end: int, 
             common = box.intersect(pair.box)
             if common is not None:
                 memory[common.index_in(box)] = source[common.index_in(pair.box)]
-
-
-def byte_blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Splits bytes [begin, end) of a file's data at multiples of BLOCK, so that no checksum block is read twice."""
-    while begin < end:
-        stop = min(end, (begin // BLOCK + 1) * BLOCK)
-        yield begin, stop
-        begin = stop
 
 
 def _span(pairs: Sequence[Overlap]) -> tuple[int, int]:

@@ -28,10 +28,11 @@ from torch import Tensor, nn
 from stepmark.checkpoint.format.dtypes import item_size, torch_dtype
 from stepmark.checkpoint.format.manifest import MODEL, OPTIMIZER
 from stepmark.checkpoint.format.tensor_file import PAGE
-from stepmark.checkpoint.host_memory import GROUP_BYTES, in_groups
+from stepmark.checkpoint.host_memory import GROUP_BYTES
 from stepmark.checkpoint.save.plan import SavePlan
 from stepmark.checkpoint.sections import Entry, Section
 from stepmark.checkpoint.threads import in_parallel
+from stepmark.filesystem.sizes import in_groups
 from stepmark.liveness.gc_pause import without_collection
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import can_pin
@@ -202,7 +203,7 @@ def begin_copies(
     if not streams or last is None or not last.next_can_wait:
         streams = []
         runtime.step_boundary(wait=True)
-    some_wait = not runtime.lazy and (streams or runtime.host_memory)
+    some_wait = _FREEZES and not runtime.lazy and (streams or runtime.host_memory)
     now, later = split_copies(copies, sections, runtime) if some_wait else (copies, [])
     copy_to_host(now, memory, runtime, threads=threads, wait=not streams)
     for stream in streams:
@@ -240,8 +241,6 @@ def split_copies(
     copies: Sequence[Copy], sections: Sequence[Section], runtime: Runtime
 ) -> tuple[list[Copy], list[Copy]]:
     """The copies to make at once, and those that can be made later, whose tensors are replaced by frozen ones."""
-    if not _FREEZES:
-        return list(copies), []
     trained = written_by_optimizers(sections)
     aliased = {(section.group, name) for section in sections for name in section.dtensors}  # by `fully_shard`
     if not runtime.host_memory:  # compiled code, and what `fully_shard` gathers with, ask to write what they only read

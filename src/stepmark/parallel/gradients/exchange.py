@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.errors import UsageError
-from stepmark.parallel.buckets import LAZY_BUCKET_ELEMENTS, Bucket, for_each_axis, runs_of, same_memory
+from stepmark.filesystem.sizes import in_groups
+from stepmark.parallel.buckets import LAZY_BUCKET_ELEMENTS, Bucket, for_each_axis, same_memory
 from stepmark.parallel.full_sharding import Calls
 from stepmark.parallel.gradients.accumulators import BucketAccumulator, ParameterAccumulator, ShardAccumulator
 from stepmark.parallel.gradients.arithmetic import (
@@ -28,7 +29,7 @@ from stepmark.parallel.gradients.arithmetic import (
     squares,
     totals,
 )
-from stepmark.parallel.gradients.reduced import ReducedGradients, Used, expose_grads, expose_shard_grads
+from stepmark.parallel.gradients.reduced import ReducedGradients, Used, expose_grads
 from stepmark.runtime.collectives import (
     Collectives,
     GroupCollectives,
@@ -143,8 +144,7 @@ class AllReduce:
         return [None if each is None else total for each, total in zip(gradients, complete, strict=True)], loss
 
     def _sums(self, tensors: list[Tensor], axis: Collectives) -> list[Tensor]:
-        sizes = [each.numel() for each in tensors]
-        runs = [tensors[run.start : run.stop] for run in runs_of(sizes, self._bucket_elements)]
+        runs = list(in_groups(tensors, [each.numel() for each in tensors], self._bucket_elements))
         flat = [torch.cat([tensor.reshape(-1) for tensor in run]) for run in runs]
         reduced = axis.all_reduce(flat[::-1])[::-1]  # the last layers' gradients come first
         parts = (values.split([each.numel() for each in run]) for run, values in zip(runs, reduced, strict=True))
@@ -325,5 +325,5 @@ class ReducedShards:
 
     def expose_grads(self, sums: ShardAccumulator, reduced: ReducedGradients) -> Callable[[], ReducedGradients]:
         """Each parameter's gradient is a DTensor of this rank's shard."""
-        take = expose_shard_grads(list(zip(sums.parameters, reduced.gradients, strict=True)))
+        take = expose_grads(list(zip(sums.parameters, reduced.gradients, strict=True)))
         return lambda: replace(reduced, gradients=take())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stepmark.sharding.dtensor import is_dtensor, shard_of, with_local
 
@@ -38,12 +38,14 @@ class ReducedGradients:
 Taken = Callable[[], list[Tensor | None]]
 
 
-def expose_grads(pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Taken:
+def expose_grads(pairs: Sequence[tuple[Any, Tensor | None]]) -> Taken:
     """Gives each parameter its gradient, rounded to the parameter's dtype where that is another one; calling the result
-    returns the gradients with what was changed: None where one was cleared."""
+    returns the gradients with what was changed: None where one was cleared. Gradients of DTensors are those of their
+    local tensors. Of these, values are compared: writing to a DTensor does not change its version."""
     shown = []
     for parameter, gradient in pairs:
-        parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        given = None if gradient is None else gradient.to(parameter.dtype)
+        parameter.grad = with_local(parameter, given) if given is not None and is_dtensor(parameter) else given
         shown.append((parameter, gradient, parameter.grad, 0 if parameter.grad is None else parameter.grad._version))
 
     @torch.no_grad()
@@ -53,26 +55,13 @@ def expose_grads(pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Taken:
             there = parameter.grad
             if there is None:
                 found.append(None)
+            elif is_dtensor(there):
+                found.append(_kept(gradient, shard_of(there).tensor))
             elif there is given and (there is gradient or there._version == version):
                 found.append(gradient)
             else:
                 found.append(there.float())
         return found
-
-    return take
-
-
-def expose_shard_grads(pairs: Sequence[tuple[Any, Tensor | None]]) -> Taken:
-    """The same for parameters that are DTensors, and gradients of their local tensors. Values are compared: writing to
-    a DTensor does not change its version."""
-    if not any(is_dtensor(parameter) for parameter, _ in pairs):
-        return expose_grads(pairs)
-    for parameter, gradient in pairs:
-        parameter.grad = None if gradient is None else with_local(parameter, gradient.to(parameter.dtype))
-
-    @torch.no_grad()
-    def take() -> list[Tensor | None]:
-        return [None if each.grad is None else _kept(gradient, shard_of(each.grad).tensor) for each, gradient in pairs]
 
     return take
 

@@ -29,7 +29,7 @@ from stepmark.parallel.gradients.accumulators import BucketAccumulator, Paramete
 from stepmark.parallel.gradients.arithmetic import add_partial_of_buckets
 from stepmark.parallel.gradients.exchange import AllReduce, ReducedShards
 from stepmark.parallel.gradients.overlap import OverlappedReduction
-from stepmark.parallel.gradients.reduced import ReducedGradients, expose_grads, expose_shard_grads
+from stepmark.parallel.gradients.reduced import ReducedGradients, expose_grads
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 
@@ -133,8 +133,7 @@ class GradientReducer:
     def grads_exposed_so_far(self) -> Iterator[None]:
         """Inside the block, between two backward passes, `parameter.grad` is what has been added up so far; what is
         changed there counts."""
-        shows = expose_shard_grads if isinstance(self.sums, ShardAccumulator) else expose_grads
-        take = shows(list(zip(self.sums.parameters, self.sums.tensors(), strict=True)))
+        take = expose_grads(list(zip(self.sums.parameters, self.sums.tensors(), strict=True)))
         yield
         self.sums.replace(take())
 

@@ -180,14 +180,6 @@ class _Patches:
     def _patch(self, owner: type, name: str, value: Any) -> None:
         self._patches.enter_context(mock.patch.object(owner, name, value))
 
-    @contextmanager
-    def _being_built(self) -> Iterator[None]:
-        self._building = True
-        try:
-            yield
-        finally:
-            self._building = False
-
     def _patch_constructor(self, owner: type) -> None:
         original: Any = vars(owner).get("__init__")
         if original is None:
@@ -204,7 +196,7 @@ class _Patches:
                 original(model, *args, **options)
                 return model
 
-            with self._being_built():
+            with mock.patch.object(self, "_building", True):
                 self._factory.new(constructed)
 
         self._patch(owner, "__init__", construct)
@@ -232,7 +224,7 @@ class _Patches:
         def from_pretrained(owner: Any, name: Any, *args: Any, **options: Any) -> Any:
             if Path(str(name)).is_dir() and not options.get("variant") and not options.get("subfolder"):
                 open_folder(Path(str(name)))  # fails earlier than transformers does, and with a clearer error
-            with self._being_built(), mock.patch.multiple(base, **parts):
+            with mock.patch.object(self, "_building", True), mock.patch.multiple(base, **parts):
                 return original.__get__(None, owner)(name, *args, **options)
 
         return from_pretrained

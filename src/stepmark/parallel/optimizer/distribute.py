@@ -7,9 +7,8 @@ of the others, works on some of the parameters, each of them whole. Any other ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -82,13 +81,6 @@ def uses_complete_parameters(kind: type[torch.optim.Optimizer]) -> bool:
     return declared or _is_per_parameter(kind) or bool(names & _NOT_ELEMENTWISE) or in_blocks
 
 
-def updates_elements(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> bool:
-    """Whether an optimizer that uses whole parameters updates those of this group element by element: the class says so
-    by a static method `elementwise_group`."""
-    declared = getattr(kind, "elementwise_group", None)
-    return declared is not None and bool(declared(group))
-
-
 def _is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
     declared = getattr(kind, "elementwise", None)
     if declared is not None:
@@ -147,7 +139,7 @@ def distribute(
             mesh,
             order=order,
             zero_1=zero_1,
-            elementwise_group=partial(updates_elements, kind),
+            elementwise_group=getattr(kind, "elementwise_group", lambda group: False),
             master_weights=master_weights,
             bucket_elements=bucket_elements,
         )

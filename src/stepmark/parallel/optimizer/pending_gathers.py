@@ -117,11 +117,6 @@ class PendingGathers:
         if self._pending:  # an error has ended the run
             keep_abandoned(self._pending)
 
-    @property
-    def pending(self) -> bool:
-        """Whether anything is on its way."""
-        return bool(self._pending)
-
     def start(self, started: Mapping[int, Finish]) -> None:
         """Groups are on their way, by number; the functions wait for them."""
         self._pending.update(started)

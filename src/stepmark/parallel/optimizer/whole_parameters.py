@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
-from stepmark.parallel.buckets import runs_of
+from stepmark.filesystem.sizes import in_groups
 from stepmark.parallel.gradients.reduced import Used
 from stepmark.parallel.optimizer.named import Groups, OptimizerSharding, OptimizerTensor
 from stepmark.parallel.optimizer.replicated import Replicated, follow
@@ -53,8 +53,7 @@ def make_rounds(
         same = [index for index, parameter in enumerate(parameters) if parameter.dtype == dtype]
         owned = [[index for index in same if owners[index] == rank] for rank in range(ranks)]
         sent = [
-            [tuple(own[run.start : run.stop]) for run in runs_of([sizes[i] for i in own], limit or ROUND_ELEMENTS)]
-            for own in owned
+            [tuple(run) for run in in_groups(own, [sizes[i] for i in own], limit or ROUND_ELEMENTS)] for own in owned
         ]
         rounds += zip_longest(*sent, fillvalue=())
     return rounds
@@ -174,8 +173,8 @@ def _fill(views: Sequence[Tensor], flat: Tensor) -> None:
 
 class WholeParameters(OptimizerSharding):
     """This rank's parameters, each of them complete; with `zero_1` they are divided over the data parallel ranks. Of a
-    group that `elementwise_group` says is updated element by element, shards will do. A rank sends at most
-    `bucket_elements` at a time. For the other arguments see `Replicated`."""
+    group that `elementwise_group`, a static method of the optimizer's class, says is updated element by element, shards
+    will do. A rank sends at most `bucket_elements` at a time. For the other arguments see `Replicated`."""
 
     def __init__(
         self,

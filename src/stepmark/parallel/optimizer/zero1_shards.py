@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stepmark.errors import UsageError
-from stepmark.parallel.buckets import Bucket, Member, complete_on_host, for_each_axis, make_buckets
+from stepmark.parallel.buckets import Bucket, Member, for_each_axis, make_buckets, shard_on_host
 from stepmark.parallel.gradients.accumulators import BucketAccumulator, ParameterAccumulator
 from stepmark.parallel.gradients.exchange import ReduceScatter
 from stepmark.parallel.gradients.reduced import Used
@@ -87,8 +87,7 @@ class FlatShards(OptimizerSharding):
         flat, begin = self._flat[number], bucket.begin
         if flat is not None and bucket.dtype == torch.float32:
             return flat[begin : begin + bucket.shard_size]
-        shard = complete_on_host(bucket, self._runtime)[begin : begin + bucket.shard_size].clone()
-        return self._runtime.place(shard)
+        return self._runtime.place(shard_on_host(bucket, self._runtime))
 
     def _hold(self, number: int) -> Iterator[_Piece]:
         bucket, shard = self.buckets[number], self._shards[number]
@@ -157,9 +156,8 @@ class FlatShards(OptimizerSharding):
                 if flat.dtype != shard.dtype:
                     follow(shard, bucket.axis.own_shard(flat))
             elif written.found():
-                values = complete_on_host(bucket, self._runtime)[bucket.begin : bucket.begin + bucket.shard_size]
                 (own,) = self._runtime.to_host([shard])
-                self._runtime.write(shard, follow(own, values.to(bucket.dtype)))
+                self._runtime.write(shard, follow(own, shard_on_host(bucket, self._runtime).to(bucket.dtype)))
 
     def publish(self) -> None:
         """All-gathers the shards. On an eager device in place, in the flat tensors of which the parameters are views:

@@ -73,25 +73,14 @@ class TensorParallelRegion:
     def drop_equally(self, dropout: nn.Module, place: str, sharded: bool) -> None:
         """Makes a dropout inside the region, whose input is replicated, draw equal numbers on all ranks. `place`:
         distinguishes it from others in the region; `sharded`: whether the computations that follow are sharded."""
-
-        def begin(module: nn.Module, args: Any) -> None:
-            self._seeds.replicated(module, self._number, place)
-
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            if sharded or self._partial:
-                self._seeds.sharded(module, self._number, place)
-
-        dropout.register_forward_pre_hook(begin)
-        dropout.register_forward_hook(end)
+        dropout.register_forward_pre_hook(lambda module, args: self._seeds.replicated(module, self._number, place))
+        if sharded or self._partial:
+            dropout.register_forward_hook(lambda module, *_: self._seeds.sharded(module, self._number, place))
 
     def drop_apart(self, dropout: nn.Module, place: str) -> None:
         """Makes a dropout, whose input is sharded, draw other numbers on each rank; `leave` ends that."""
-
-        def begin(module: nn.Module, args: Any) -> None:
-            if not self._partial:  # else the numbers in use differ between the ranks already
-                self._seeds.sharded(module, self._number, place)
-
-        dropout.register_forward_pre_hook(begin)
+        if not self._partial:  # else the numbers in use differ between the ranks already
+            dropout.register_forward_pre_hook(lambda module, args: self._seeds.sharded(module, self._number, place))
 
 
 class RowParallelLinear(nn.Linear):
@@ -135,16 +124,11 @@ def _is_transposed(module: nn.Module) -> bool:
 
 def shard_columns(adapted: AdaptedLayer, region: TensorParallelRegion, gather_output: bool) -> None:
     """Adds a linear layer, whose parameters are sharded along their outputs, to a region, with its adapters."""
-
-    def enter(module: nn.Module, args: Any) -> Any:
-        return (region.enter(module, args[0], not gather_output), *args[1:])
-
-    def gather_columns(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return gather(output, region.axis, -1)
-
-    adapted.called.register_forward_pre_hook(enter)
+    adapted.called.register_forward_pre_hook(
+        lambda module, args: (region.enter(module, args[0], not gather_output), *args[1:])
+    )
     if gather_output:
-        adapted.called.register_forward_hook(gather_columns)
+        adapted.called.register_forward_hook(lambda module, args, output: gather(output, region.axis, -1))
     _set_widths(adapted.layer, outputs=True)
     for adapter in adapted.adapters:
         _set_widths(adapter.b, outputs=True)

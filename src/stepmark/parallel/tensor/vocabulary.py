@@ -92,13 +92,9 @@ class VocabParallelHead:
 
     def attach(self, module: nn.Module) -> None:
         """Makes a module, whose weight is sharded by rows, compute logits as the head does."""
-        module.register_forward_pre_hook(self._enter)
+        if not self._input_gathered:  # by a gather whose backward pass sums already
+            module.register_forward_pre_hook(lambda _, args: (copy_to(args[0], self.vocabulary.axis), *args[1:]))
         module.register_forward_hook(self._leave)
-
-    def _enter(self, module: nn.Module, args: Any) -> Any:
-        if self._input_gathered:  # by a gather whose backward pass sums already
-            return args
-        return (copy_to(args[0], self.vocabulary.axis), *args[1:])
 
     def _leave(self, module: nn.Module, args: Any, logits: Tensor) -> Tensor:
         return logits if self.keep_sharded else self.vocabulary.complete(logits)

@@ -10,12 +10,10 @@ import xxhash
 from stepmark.checkpoint import SaveHandle
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.checkpoint.format.integrity import read_header
-from stepmark.checkpoint.format.manifest import read_manifest
+from stepmark.checkpoint.format.manifest import MODEL, read_manifest
 from stepmark.errors import CheckpointError
 from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.telemetry.anomalies import AnomalyDetector
-
-MODEL = "model"  # the group of tensors, and the section, that holds the weights
 
 
 class SaveHistory:

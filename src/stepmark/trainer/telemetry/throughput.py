@@ -168,16 +168,12 @@ def device_model(runtime: Runtime) -> str | None:
 
 def peak_flops(model: str | None, dtype: torch.dtype) -> float | None:
     """FLOP/s of one rank's device of this model for matrix products of this type; None where it is unknown."""
-    rates = next((rates for name, rates in _peak_rates().items() if name in (model or "")), {})
+    known = tomllib.loads(Path(__file__).with_name("peak_rates.toml").read_text(encoding="utf-8"))
+    rates: dict[str, float] = next((rates for name, rates in known.items() if name in (model or "")), {})
     kind = str(dtype).removeprefix("torch.")
     if kind == "float32" and "tf32" in rates and torch.get_float32_matmul_precision() != "highest":
         kind = "tf32"
     return None if kind not in rates else rates[kind] * 1e12 * _cores(model or "")
-
-
-@functools.cache
-def _peak_rates() -> dict[str, dict[str, float]]:
-    return tomllib.loads(Path(__file__).with_name("peak_rates.toml").read_text(encoding="utf-8"))
 
 
 def _cores(model: str) -> int:
