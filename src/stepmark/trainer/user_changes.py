@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from stepmark.filesystem.printable import listed
 from stepmark.parallel.optimizer.named import NUMBERS, OWN, to_python
 from stepmark.runtime.base import Runtime
 from stepmark.trainer.components import TrainingComponents
@@ -76,8 +77,7 @@ class UserChanges:
         if not names or what in self._warned or self._context.host.rank != 0:
             return
         self._warned.add(what)
-        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-        logger.warning("%s%s: %s. A resumed run may train differently", ", ".join(names[:LISTED]), more, what)
+        logger.warning("%s: %s. A resumed run may train differently", listed(names, LISTED), what)
 
     def _flags(self) -> dict[str, bool]:
         return {name: parameter.requires_grad for name, parameter in self._parameters.items()}
