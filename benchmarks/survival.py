@@ -61,6 +61,7 @@ NAMES = (
 )
 PACKAGES = ("transformers", "trl", "accelerate", "lightning", "torchdata", "torchtitan")
 DISTURBANCES = {"undisturbed": 0, "kill": 5, "sigterm": 1, "disk": 1}
+ONLY = {"transformers, JIT": "sigterm"}  # an option for this alone; else it is as without
 IN_ROUND = {"kill": 5, "sigterm": 1, "disk": 1}  # runs of each kind, before the next contestant's turn
 ATTEMPTS = 3  # starts in a row without a step, until a person is needed
 SILENCE = 120.0  # seconds without a step or an end
@@ -446,7 +447,8 @@ def compete(records: Records, options: argparse.Namespace) -> None:
     for turn in range(1, 2 + options.runs // IN_ROUND["kill"]):
         upto = {kind: min(wanted[kind], turn * IN_ROUND[kind]) for kind in options.kinds}
         for name in options.contestants:
-            take_turn(name, records, options, options.ranks, {"undisturbed": 2, **upto})
+            its = {kind: count for kind, count in upto.items() if ONLY.get(name, kind) == kind}
+            take_turn(name, records, options, options.ranks, {"undisturbed": 2, **its} if its else {})
 
 
 if __name__ == "__main__":

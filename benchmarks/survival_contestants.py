@@ -22,6 +22,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -483,7 +484,7 @@ def wait_for_start() -> list[Any]:
                 os.dup2(source, target)
             for descriptor in descriptors:
                 os.close(descriptor)
-            os.environ["TMPDIR"] = str(Path(output).parent / "temporary")
+            os.environ["TMPDIR"] = tempfile.tempdir = str(Path(output).parent / "temporary")
             return words
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
