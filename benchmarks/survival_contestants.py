@@ -256,10 +256,16 @@ def lightning_trainer(*, with_generators: bool = False) -> Training:
         def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
             self.saved = checkpoint["generator"]
 
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            """An epoch that begins is shuffled with it."""
             if self.saved is not None:
                 torch.set_rng_state(self.saved)
-                self.saved = None
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            """One that goes on was shuffled before."""
+            if self.saved is not None and index > 0:
+                torch.set_rng_state(self.saved)
+            self.saved = None
 
     def train(folder: Path) -> nn.Module:
         lightning.seed_everything(0)
