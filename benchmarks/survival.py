@@ -57,6 +57,7 @@ NAMES = (
     "Lightning, generator",
     "DCP save",
     "DCP async_save",
+    "DCP async_save, newest folder",
     "torchtitan",
 )
 PACKAGES = ("transformers", "trl", "accelerate", "lightning", "torchdata", "torchtitan")

@@ -356,9 +356,10 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
         yield progress.step
 
 
-def fsdp2_loop(dcp: Any, complete: str, asynchronous: bool) -> Training:
-    """The newest folder that has the file `complete` is loaded, which both tools write last; torch's documentation
-    leaves the choice to the loop, and this is torchtitan's. `async_save` gets a group of its own, as in torchtitan."""
+def fsdp2_loop(dcp: Any, *, asynchronous: bool, complete: str = "") -> Training:
+    """The newest folder is loaded, or the newest that has the file `complete`: torch's documentation leaves the choice
+    to the loop. DCP writes `.metadata` last, and torchtitan looks for it. `async_save` gets a group of its own, as in
+    torchtitan: on a CPU it would share one with FSDP2."""
 
     def train(folder: Path) -> nn.Module:
         start_group()
@@ -366,7 +367,7 @@ def fsdp2_loop(dcp: Any, complete: str, asynchronous: bool) -> Training:
         optimizer = adamw(model)
         progress = Progress()
         state = {"app": App(model, optimizer), "progress": progress}
-        found = [path.parent for path in folder.glob(f"step-*/{complete}")]
+        found = [each for each in folder.glob("step-*") if (each / complete).exists()]
         if found:
             dcp.load(state, checkpoint_id=max(found, key=lambda each: int(each.name[5:])))
         group = dist.new_group(backend="gloo") if asynchronous else None
@@ -389,14 +390,15 @@ def fsdp2_loop(dcp: Any, complete: str, asynchronous: bool) -> Training:
     return train
 
 
-def dcp_loop(*, asynchronous: bool) -> Training:
-    return fsdp2_loop(torch.distributed.checkpoint, ".metadata", asynchronous)
+def dcp_loop(*, asynchronous: bool, complete: str = ".metadata") -> Training:
+    return fsdp2_loop(torch.distributed.checkpoint, asynchronous=asynchronous, complete=complete)
 
 
 def stepmark_dcp_loop() -> Training:
+    """The loop of "DCP async_save, newest folder" with the import changed."""
     from stepmark.checkpoint import dcp
 
-    return fsdp2_loop(dcp, "manifest.json", True)
+    return fsdp2_loop(dcp, asynchronous=True)
 
 
 def torchtitan_loop() -> Training:
@@ -444,6 +446,7 @@ CONTESTANTS: dict[str, Callable[[], Training]] = {
     "transformers": transformers_trainer,
     "DCP save": lambda: dcp_loop(asynchronous=False),
     "DCP async_save": lambda: dcp_loop(asynchronous=True),
+    "DCP async_save, newest folder": lambda: dcp_loop(asynchronous=True, complete=""),
     "Stepmark dcp": stepmark_dcp_loop,
     "accelerate": accelerate_loop,
     "Lightning": lightning_trainer,
