@@ -53,6 +53,7 @@ NAMES = (
     "transformers, JIT",
     "TRL",
     "accelerate",
+    "accelerate, generator",
     "Lightning",
     "Lightning, generator",
     "DCP save",

@@ -192,9 +192,10 @@ def stepmark_trainer() -> Training:
 # accelerate, Lightning
 
 
-def accelerate_loop() -> Training:
+def accelerate_loop(*, with_generator: bool = False) -> Training:
     """As its examples/by_feature/checkpointing.py and complete_nlp_example.py: folders `step_N`, the newest by the time
-    of its change is loaded, and `skip_first_batches`; with its seedable sampler."""
+    of its change is loaded, and `skip_first_batches`; with its seedable sampler. `with_generator`: the loader has a
+    generator of its own, so that one which skips batches leaves torch's alone, which it does not by itself."""
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import set_seed
 
@@ -202,7 +203,8 @@ def accelerate_loop() -> Training:
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
         set_seed(0)
         plain = make_model()
-        loader = DataLoader(Texts(), batch_size=BATCH // accelerator.num_processes, shuffle=True)
+        its_own = torch.Generator() if with_generator else None
+        loader = DataLoader(Texts(), BATCH // accelerator.num_processes, shuffle=True, generator=its_own)
         model, optimizer, loader = accelerator.prepare(plain, adamw(plain), loader)
         step = 0
         found = sorted(folder.glob("step_*"), key=os.path.getctime)
@@ -449,6 +451,7 @@ CONTESTANTS: dict[str, Callable[[], Training]] = {
     "DCP async_save, newest folder": lambda: dcp_loop(asynchronous=True, complete=""),
     "Stepmark dcp": stepmark_dcp_loop,
     "accelerate": accelerate_loop,
+    "accelerate, generator": lambda: accelerate_loop(with_generator=True),
     "Lightning": lightning_trainer,
     "Lightning, generator": lambda: lightning_trainer(with_generators=True),
     "torchtitan": torchtitan_loop,
