@@ -193,9 +193,10 @@ def stepmark_trainer() -> Training:
 
 
 def accelerate_loop(*, with_generator: bool = False) -> Training:
-    """As its examples/by_feature/checkpointing.py and complete_nlp_example.py: folders `step_N`, the newest by the time
-    of its change is loaded, and `skip_first_batches`; with its seedable sampler. `with_generator`: the loader has a
-    generator of its own, so that one which skips batches leaves torch's alone, which it does not by itself."""
+    """As its examples/by_feature/checkpointing.py and complete_nlp_example.py: folders `step_N`, the newest is loaded (by
+    its number: by its time, which they go by, it could be one that is being deleted), and `skip_first_batches`; with
+    its seedable sampler. `with_generator`: the loader has a generator of its own, so that one which skips batches
+    leaves torch's alone, which it does not by itself."""
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import set_seed
 
@@ -207,7 +208,7 @@ def accelerate_loop(*, with_generator: bool = False) -> Training:
         loader = DataLoader(Texts(), BATCH // accelerator.num_processes, shuffle=True, generator=its_own)
         model, optimizer, loader = accelerator.prepare(plain, adamw(plain), loader)
         step = 0
-        found = sorted(folder.glob("step_*"), key=os.path.getctime)
+        found = sorted(folder.glob("step_*"), key=lambda each: int(each.name[5:]))
         if found:
             accelerator.load_state(str(found[-1]))
             step = int(found[-1].name.removeprefix("step_"))
