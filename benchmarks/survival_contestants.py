@@ -193,10 +193,10 @@ def stepmark_trainer() -> Training:
 
 
 def accelerate_loop(*, with_generator: bool = False) -> Training:
-    """As its examples/by_feature/checkpointing.py and complete_nlp_example.py: folders `step_N`, the newest is loaded (by
-    its number: by its time, which they go by, it could be one that is being deleted), and `skip_first_batches`; with
-    its seedable sampler. `with_generator`: the loader has a generator of its own, so that one which skips batches
-    leaves torch's alone, which it does not by itself."""
+    """As its examples/by_feature/checkpointing.py and complete_nlp_example.py: folders `step_N`, the newest is loaded
+    (by its number: by its time, as there, it could be one that was being deleted), and `skip_first_batches`; with its
+    seedable sampler. `with_generator`: the loader has a generator of its own, so that one which skips batches leaves
+    torch's alone, which it does not by itself."""
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import set_seed
 
