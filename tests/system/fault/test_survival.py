@@ -1,0 +1,122 @@
+"""The benchmark that kills trainers beside each other, with Stepmark's: what it counts, and that each goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+LATER = 12
+
+
+@pytest.fixture
+def survival(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import survival
+
+    return survival
+
+
+@pytest.fixture
+def contestant(survival: ModuleType, request: pytest.FixtureRequest) -> Iterator[object]:
+    started = survival.Contestant(request.param)
+    try:
+        assert started.usable, started.why_not()
+        yield started
+    finally:
+        started.close()
+
+
+@pytest.mark.parametrize("contestant", ["Stepmark", "Stepmark dcp"], indirect=True)
+def test_killed_in_saves_and_stopped_by_a_signal_it_ends_with_the_same_weights(
+    survival: ModuleType, contestant: object
+) -> None:
+    class Run(survival.Run):  # type: ignore[misc,name-defined]
+        """Disturbed a dozen steps after its start, when there are checkpoints to go on from."""
+
+        def until_step(self, number: int) -> int | None:
+            code: int | None = super().until_step(number + LATER)
+            return code
+
+    in_save, between = survival.Moment(0.0, True, 0.0, None), survival.Moment(0.0, False, 0.0, None)
+    made = {}
+    for kind, planned in (("undisturbed", []), ("kill", [in_save, in_save, between]), ("sigterm", [between])):
+        with survival.folder_for(kind, None) as base:
+            steps = made["undisturbed"]["steps"] if made else 0
+            made[kind] = Run(contestant, base, 1, steps).go(planned, kind)
+    whole = made.pop("undisturbed")
+    assert (whole["ended"], whole["steps"], whole["starts"]) == (True, 40, 1)
+    assert made["kill"]["disturbed"] == ["all in a save", "all in a save", "all"]
+    assert made["sigterm"]["disturbed"] == ["sigterm"]
+    for run in made.values():
+        assert run["went on"] == len(run["disturbed"])
+        assert run["starts"] == len(run["disturbed"]) + 1
+        assert run["steps"] < 40 + LATER * len(run["disturbed"]), "it begins anew each time"
+        assert (run["ended"], run["weights"], run["errors"]) == (True, whole["weights"], [])
+
+
+def test_a_person_is_needed_where_an_incomplete_checkpoint_is_in_the_way(
+    survival: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a training of a few lines that writes in place, and one that renames."""
+    program = tmp_path / "training.py"
+    program.write_text(TRAINING)
+    monkeypatch.setattr(survival, "PROGRAM", program)
+    counted = {}
+    for name in ("in place", "renamed"):
+        contestant = survival.Contestant(name)
+        with survival.folder_for("kill", tmp_path) as base:
+            moments = [survival.Moment(0.0, True, 0.0, None)] * 2
+            counted[name] = survival.Run(contestant, base, 1, 3).go(moments, "kill")
+        contestant.close()
+    broken, whole = counted["in place"], counted["renamed"]
+    assert (broken["ended"], broken["went on"], broken["starts"]) == (False, 0, 1 + survival.ATTEMPTS)
+    assert broken["disturbed"] == ["all in a save"]
+    assert broken["errors"] == ["ValueError: not a number"] * survival.ATTEMPTS
+    assert (whole["ended"], whole["went on"], whole["starts"], whole["errors"]) == (True, 2, 3, [])
+    assert (whole["weights"], whole["steps"]) == ("3", 5)
+
+
+# Counts to three, and saves after each step. It is killed in the middle of a write, twice.
+TRAINING = """
+import json, os, pathlib, sys, time
+print("ready", flush=True)
+for line in sys.stdin:
+    folder, notes, _, output = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        break
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+os.setsid()
+for target in (1, 2):
+    os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT), target)
+base = pathlib.Path(folder)
+base.mkdir(exist_ok=True)
+saved = base / "checkpoint"
+kills = base / "killed"  # in as many saves
+def note(text):
+    with open(notes, "a") as file:
+        file.write(text + "\\n")
+note(f"begin 0 {os.getpid()}")
+if saved.exists() and not saved.read_text():
+    raise ValueError("not a number")
+done = int(saved.read_text()) if saved.exists() else 0
+while done < 3:
+    note("step")
+    done += 1
+    with open(saved if sys.argv[1] == "in place" else base / "checkpoint.new", "w") as file:
+        if not kills.exists() or kills.stat().st_size < 2:
+            with open(kills, "a") as one:
+                one.write("x")
+            time.sleep(60)
+        file.write(str(done))
+    if sys.argv[1] != "in place":
+        os.rename(file.name, saved)
+note(f"end {done}")
+"""
