@@ -276,7 +276,7 @@ def train(folder: str, model: str, options: dict[str, Any], case: str, late: boo
         first_use = PendingGathers.first_use
 
         def used(self: PendingGathers) -> Any:
-            deferred.append(self.pending)
+            deferred.append(bool(self._pending))
             return first_use(self)
 
         PendingGathers.first_use = used  # type: ignore[method-assign]
