@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from stepmark import Trainer, TrainingArguments
+from stepmark import Mesh, Trainer, TrainingArguments
+from stepmark.training.optimizer import build_optimizer
 from tests.support.programs import VOCABULARY, StopsAt, checksum, tiny_model
 from tests.support.ranks import Ranks
 
@@ -98,6 +99,23 @@ def test_arguments_of_the_resumed_run_count_where_no_callback_has_changed_them(t
     resumed = make(str(tmp_path / "run"), None, Changes(set_base_rates), weight_decay=0.2)
     resumed.train(resume_from_checkpoint=True)
     assert {group["weight_decay"] for group in resumed.optimizer.param_groups} <= {0.2, 0.0}
+
+
+def test_a_rollback_undoes_what_was_changed_after_its_checkpoint() -> None:
+    """As a resumed process does, also where nothing had been changed before it; a tensor stays the same one."""
+    named = build_optimizer("adamw_torch", list(tiny_model().named_parameters()), Mesh.create(device="cpu").runtime)
+    group = named.param_groups[0]
+    group["eps"] = live = torch.tensor(group["eps"], dtype=torch.float64)
+    before, decay = named.changed_groups(), group["weight_decay"]
+    live.fill_(0.25)
+    group.update(weight_decay=0.3, mine=1)
+    changed = named.changed_groups()
+    assert {"weight_decay", "mine", "eps"} <= changed[0].keys()
+    named.load_changed_groups(before)
+    assert (group["weight_decay"], group["eps"]) == (decay, live)
+    named.load_changed_groups(changed)
+    assert group["eps"] is live
+    assert (group["weight_decay"], float(live)) == (0.3, 0.25)
 
 
 def left_gradient(trainer: Trainer) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from stepmark.filesystem.printable import listed
-from stepmark.parallel.optimizer.named import NUMBERS, OWN, to_python
+from stepmark.parallel.optimizer.named import NUMBERS
 from stepmark.runtime.base import Runtime
 from stepmark.trainer.components import TrainingComponents
 
@@ -29,7 +29,6 @@ class UserChanges:
         self._model, self._optimizer, self._schedule = parts.model, parts.optimizer, parts.schedule
         self._parameters = dict(parts.model.named_parameters())
         self._trained = self._flags()
-        self._groups = self._hyperparameters()
         self._rates = list(getattr(self._schedule, "base_lrs", ()))
         self._unsaved = self._beside_tensors()
         self._warned: set[str] = set()
@@ -39,20 +38,15 @@ class UserChanges:
         trained = {name: flag for name, flag in self._flags().items() if flag != self._trained[name]}
         if self._pipelined:
             trained = {name: flag for each in self._context.host.all_gather(trained) for name, flag in each.items()}
-        groups = [
-            {key: value for key, value in now.items() if key not in made or value != made[key]}
-            for now, made in zip(self._hyperparameters(), self._groups, strict=True)
-        ]
         rates = list(getattr(self._schedule, "base_lrs", ()))
-        found = {"trained": trained, "groups": groups if any(groups) else []}
+        found = {"trained": trained, "groups": self._optimizer.changed_groups()}
         return {**found, "base_rates": rates if rates != self._rates else []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes these changes, and no others, to what there was."""
         for name, flag in self._trained.items():
             self._parameters[name].requires_grad_(state["trained"].get(name, flag))
-        for group, made, saved in zip(self._optimizer.param_groups, self._groups, state["groups"], strict=False):
-            group |= made | saved
+        self._optimizer.load_changed_groups(state["groups"])
         if self._rates:
             self._schedule.base_lrs = list(state["base_rates"] or self._rates)
 
@@ -81,16 +75,6 @@ class UserChanges:
 
     def _flags(self) -> dict[str, bool]:
         return {name: parameter.requires_grad for name, parameter in self._parameters.items()}
-
-    def _hyperparameters(self) -> list[dict[str, Any]]:
-        """Those that come from arguments, so that a checkpoint's do not replace them."""
-        if self._optimizer.given:
-            return []
-        left_out = OWN | {"lr", "initial_lr"}
-        return [
-            {key: to_python(value) for key, value in group.items() if key not in left_out}
-            for group in self._optimizer.param_groups
-        ]
 
     def _written(self) -> dict[str, Any]:
         return {name: _state_of(parameter, self._runtime) for name, parameter in self._parameters.items()}

@@ -147,6 +147,7 @@ class NamedOptimizer:
         for each in () if distribution.fuses else self.param_groups:
             each |= {"fused": None} if each.get("fused") else {}
         self._made_with = plain_attributes(self.inner, NUMBERS)
+        self._made_groups = self._hyperparameters()
         self.divided_by = distribution.divided_by  # may also be an axis of the mesh along which parameters differ
         whole = distribution.separate and distribution.divided_by != "zero_1"
         own = given and whole and not any(held.master for held in self._held)
@@ -249,6 +250,24 @@ class NamedOptimizer:
         now, made = plain_attributes(self.inner, NUMBERS), self._made_with
         return {key: value for key, value in now.items() if value != made.get(key, value)}
 
+    def changed_groups(self) -> list[dict[str, Any]]:
+        """The hyperparameters of each group, but for learning rates, that are not what arguments say. Empty where a
+        user has made the optimizer, whose groups are saved and restored completely."""
+        pairs = zip(self._hyperparameters(), self._made_groups, strict=True)
+        return [{key: now[key] for key in now if key not in made or now[key] != made[key]} for now, made in pairs]
+
+    def load_changed_groups(self, changed: Sequence[Mapping[str, Any]]) -> None:
+        """Makes these changes, by group, to what arguments say, and no others."""
+        for group, made, saved in zip(self.param_groups, self._made_groups, changed, strict=False):
+            for key, value in {**made, **saved}.items():
+                if to_python(group.get(key)) != value:
+                    self._write(group, key, value)
+
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        left_out = OWN | {"lr", "initial_lr"}
+        groups = () if self.given else self.param_groups
+        return [{key: to_python(group[key]) for key in group if key not in left_out} for group in groups]
+
     def forget_state(self, names: Sequence[str]) -> bool:
         """Removes the state of these parameters, as before their first gradient. Returns False, and removes nothing,
         where the optimizer needs its state from the start (lazy devices), or a state is that of several parameters."""
@@ -292,11 +311,14 @@ class NamedOptimizer:
         all values, as `load_state_dict` does: schedule-free ones keep counts and sums there."""
         for group, saved in zip(self.param_groups, groups, strict=True):
             for key in list(saved) if self.given else ["lr"]:  # all others of a resumed run come from its own arguments
-                value, live = saved[key], group.get(key)
-                if isinstance(live, Tensor):
-                    self._runtime.write(live, torch.tensor(value, dtype=live.dtype).reshape(live.shape))
-                elif key not in OWN:
-                    group[key] = value
+                self._write(group, key, saved[key])
+
+    def _write(self, group: dict[str, Any], key: str, value: Any) -> None:
+        live = group.get(key)
+        if isinstance(live, Tensor):
+            self._runtime.write(live, torch.tensor(value, dtype=live.dtype).reshape(live.shape))
+        elif key not in OWN:
+            group[key] = value
 
     def load_named_values(self, name: str, values: Mapping[str, Any]) -> None:
         """Restores what the state of a parameter has besides tensors, such as a count of steps."""
