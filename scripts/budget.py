@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "stepmark"
-CEILING = 62_876
+CEILING = 62_878
 
 
 def lines_of(folder: Path) -> dict[str, int]:

@@ -64,6 +64,15 @@ def test_a_checkpoint_that_says_nothing_keeps_all_steps(monkeypatch: pytest.Monk
     assert (found.seconds["kept"], found.seconds["repeated"]) == (4.0, 0.0)
 
 
+@pytest.mark.parametrize(("state", "stopped"), [("running", 500.0), ("interrupted", 500.0), ("done", 0.0)])
+def test_nobody_waits_for_a_run_that_is_done(monkeypatch: pytest.MonkeyPatch, state: str, stopped: float) -> None:
+    clock = Clock(monkeypatch)
+    first = attempt(clock, {}, 1.0, (0.0, 0.0))
+    status = {"state": state, "time": clock.now, TIME_SPENT: first.add(STEP)}
+    clock.now += 500
+    assert attempt(clock, status, 1.0, (0.5, None)).seconds["stopped"] == stopped
+
+
 def test_another_training_of_the_same_process_counts_no_second_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     first = attempt(clock, {}, 1.0, (0.0, 0.0))

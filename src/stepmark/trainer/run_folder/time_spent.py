@@ -8,6 +8,7 @@ from typing import Any
 
 from stepmark.filesystem.json_files import finite_number
 from stepmark.liveness.heartbeat import process_age
+from stepmark.trainer.run_folder.status import DONE
 
 TIME_SPENT = "time_spent"  # in status.json
 KEPT = "kept_seconds"  # in the metadata of a checkpoint: of the steps up to it
@@ -36,7 +37,8 @@ class TimeSpent:
     `kept`: steps whose result is in the model, with their waits for data and compilations. `repeated`: steps that were
     undone, since the run went on from a checkpoint before them. `saving` and `evaluating`: while training waits.
     `starting`: from the start of a process, with imports and the wait for other ranks, to its first step. `stopped`:
-    from the last log of an attempt to the start of the next, with steps that were never logged.
+    from the last log of an attempt to the start of the next, with steps that were never logged; not behind a run that
+    was done.
 
     Args:
         status: The content of status.json as an earlier attempt has left it.
@@ -46,7 +48,7 @@ class TimeSpent:
         self._began, self._restoring = time.time() - process_age(), 0.0
         self.seconds = seconds_in(status) or dict.fromkeys(PARTS, 0.0)
         written = finite_number(status.get("time"))
-        if any(self.seconds.values()) and written is not None:
+        if any(self.seconds.values()) and written is not None and status.get("state") != DONE:
             self.seconds["stopped"] += max(self._began - written, 0.0)
             self._began = max(self._began, min(written, time.time()))  # of the same process: what follows on it
 
