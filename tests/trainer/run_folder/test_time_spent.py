@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stepmark import Trainer
 from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.report.history import read_history
 from stepmark.report.summary import tiles
@@ -92,14 +95,20 @@ def test_a_status_of_another_kind_counts_as_nothing(content: Any) -> None:
     assert not any(seconds_in({TIME_SPENT: content}).values())
 
 
-def train(folder: str, stop: int | None) -> None:
-    make(folder, stop, Changes(freeze)).train(resume_from_checkpoint=stop is None)
+def kill(trainer: Trainer) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(folder: str, killed: int | None) -> None:
+    """`killed`: after this step, before its log."""
+    change = Changes(freeze) if killed is None else Changes(kill, killed)
+    make(folder, None, change, async_save=False).train(resume_from_checkpoint=killed is None)
 
 
 def test_a_resumed_run_knows_the_time_of_all_its_attempts(ranks: Ranks, tmp_path: Path) -> None:
-    """Stopped after step 4, it goes on from step 3."""
+    """Killed after step 5, it goes on from step 3."""
     began = time.time()
-    ranks.run(train, str(tmp_path), 4).check()
+    assert ranks.run(train, str(tmp_path), 5).codes == [-signal.SIGKILL]
     first = seconds_in(json.loads((tmp_path / "status.json").read_text()))
     ranks.run(train, str(tmp_path), None).check()
     found = seconds_in(json.loads((tmp_path / "status.json").read_text()))
