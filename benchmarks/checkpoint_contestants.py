@@ -10,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -97,30 +98,46 @@ class Memcpy(Contestant):
         pass
 
 
-class Raw(Contestant):
-    """One file, through the page cache; the bytes are where they should be in memory already."""
+class NewMemory(Contestant):
+    """No file: the state's bytes in memory that nobody has touched before."""
 
     fills = False
+
+    def save(self, folder: Path) -> None:
+        pass
+
+    def restore(self, folder: Path) -> None:
+        for tensor in self.state.values():
+            torch.empty_like(tensor).zero_()
+
+
+class Raw(Contestant):
+    """One file, through the page cache, written from the state's memory and read into it."""
+
     flag = 0
 
-    def __init__(self, state: State, threads: int, base: Path) -> None:
-        super().__init__(state, threads, base)
-        self.size = sum(tensor.nbytes for tensor in state.values())
-        self.buffer = huge_memory(BLOCK)
+    def blocks(self) -> Iterator[tuple[int, memoryview]]:
+        """Where in the file, and the memory: the tensors follow one another there as in the file."""
+        first = next(iter(self.state.values())).data_ptr()
+        size = sum(tensor.nbytes for tensor in self.state.values())
+        assert [tensor.data_ptr() - first for tensor in self.state.values()] == [
+            *accumulate([tensor.nbytes for tensor in self.state.values()][:-1], initial=0)
+        ]
+        memory = memoryview((ctypes.c_char * size).from_address(first)).cast("B")
+        for at in range(0, size, BLOCK):
+            yield at, memory[at : at + BLOCK]
 
     def save(self, folder: Path) -> None:
         descriptor = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | self.flag)
-        with memoryview(self.buffer) as block:
-            for at in range(0, self.size, BLOCK):
-                assert os.pwrite(descriptor, block, at) == BLOCK
+        for at, block in self.blocks():
+            assert os.pwrite(descriptor, block, at) == len(block)
         os.fsync(descriptor)
         os.close(descriptor)
 
     def restore(self, folder: Path) -> None:
         descriptor = os.open(folder / "raw", os.O_RDONLY | self.flag)
-        with memoryview(self.buffer) as block:
-            for at in range(0, self.size, BLOCK):
-                assert os.preadv(descriptor, [block], at) == BLOCK
+        for at, block in self.blocks():
+            assert os.preadv(descriptor, [block], at) == len(block)
         os.close(descriptor)
 
 
@@ -241,6 +258,7 @@ class XmSave(Contestant):
 
 CONTESTANTS: dict[str, type[Contestant]] = {
     "memcpy": Memcpy,
+    "new memory": NewMemory,
     "raw": Raw,
     "raw, direct": RawDirect,
     "stepmark": Stepmark,

@@ -1,4 +1,4 @@
-"""Files that are to be read from the disk."""
+"""Files that are to be read from the disk, or from the page cache."""
 
 from __future__ import annotations
 
@@ -16,3 +16,13 @@ def drop_cache(folder: Path) -> None:
                 os.fsync(descriptor)
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(descriptor)
+
+
+def read_all(folder: Path) -> None:
+    """Reads the folder's files, so that all of them are in the page cache."""
+    block = bytearray(8 << 20)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(block):
+                    pass
