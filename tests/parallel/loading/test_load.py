@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +27,20 @@ from transformers import (
 )
 
 from stepmark import Mesh
-from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StepmarkError, UsageError
+from stepmark.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    StepmarkError,
+    UsageError,
+)
 from stepmark.parallel.loading.load import (
     ModelFactory,
     load_for_parallelism,
     patched_constructors,
 )
+from stepmark.parallel.loading.tensor_source import open_folder
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.runtime.module_placement import replace
 from stepmark.sharding.layout import Box, Layout, annotate, layout_of
@@ -327,6 +336,19 @@ def test_errors_name_file_and_tensor_before_anything_is_read(
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
     assert reads.count == 0
+
+
+def test_an_index_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpt2_folder(tmp_path)
+    _index(tmp_path, {"a": "model.safetensors"})
+
+    def refused(*_: Any, **__: Any) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    with pytest.raises(CheckpointError, match=r"index\.json.*Permission denied.*may be intact") as caught:
+        open_folder(tmp_path)
+    assert not isinstance(caught.value, CheckpointDamaged)
 
 
 W1, W2 = (f"model.layers.1.block_sparse_moe.experts.3.{name}.weight" for name in ("w1", "w2"))

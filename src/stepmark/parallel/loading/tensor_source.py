@@ -171,7 +171,9 @@ def open_folder(folder: Path) -> dict[str, SafetensorsSource]:
     try:
         places: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted({folder / str(file) for file in places.values()})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise cannot_read(index, error) from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointDamaged(f"{index} is not an index of safetensors files; download the folder again") from error
     found = open_files(files)
     for name, file in places.items():
