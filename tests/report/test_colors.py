@@ -9,7 +9,7 @@ from importlib import resources
 
 import pytest
 
-from stepmark.report.html_table import PALETTE
+from stepmark.report.templates import PALETTE
 
 # Linear RGB without one kind of cones: Machado, Oliveira and Fernandes, "A physiologically-based model for simulation
 # of color vision deficiency", 2009, severity 1.

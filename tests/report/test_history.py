@@ -326,7 +326,7 @@ def test_what_a_failed_run_has_left(run: Path) -> None:
     (run / "status.json").write_text(json.dumps({"state": "failed", "step": 1, "reason": "it broke", "time": 1.0}))
     text = write_report(run).read_text()
     assert "<details open><summary>Traceback: failures/rank-0.txt</summary><pre>" in text
-    assert "raise ValueError(&quot;&lt;the cause&gt;&quot;)" in text
+    assert "raise ValueError(&#34;&lt;the cause&gt;&#34;)" in text
     assert "Traceback of the earlier one" not in text
     assert "line 99</pre>" in text
     assert "line 60\n" in text

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from stepmark.report.history import read_history
-from stepmark.report.html_table import color
 from stepmark.report.page import all_figures, write_report
+from stepmark.report.templates import color
 from stepmark.report.text import NOTHING
 from tests.report.test_history import log, write
 from tests.support.browser import act, dump_dom

@@ -10,22 +10,25 @@ import re
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
 
 import stepmark
 from stepmark.errors import StepmarkError
 from stepmark.filesystem.files import make_folder, replace_file
+from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.report import text
-from stepmark.report.checkpoints import Checkpoint, read_checkpoints
+from stepmark.report.checkpoints import read_checkpoints
 from stepmark.report.figures import (
     AXES,
     POINTS,
     Figure,
-    Mark,
     Series,
     axes,
     figures,
@@ -35,58 +38,60 @@ from stepmark.report.figures import (
     total_seconds,
 )
 from stepmark.report.history import History, best_of, find_runs, names, of_another_tool, read_history, short_names
-from stepmark.report.html_table import asset, color, fragment, words
-from stepmark.report.summary import commands, header, header_of_all, printed, tiles, trouble, trouble_of_all
+from stepmark.report.summary import STATES, commands, notes, printed, tiles, troubles
 from stepmark.report.system_figures import system_figures
 from stepmark.report.tables import (
     attempt_table,
-    checkpoint_table,
+    checkpoint_tables,
     configuration_table,
+    difference_table,
     differences,
     event_table,
     run_table,
-    sample_table,
+    sample_tables,
 )
+from stepmark.report.templates import color, render, words
 
 
 def make_page(histories: Sequence[History], folders: Sequence[Path]) -> str:
     """The complete, self-contained HTML page of the runs in these folders."""
     drawn, events = all_figures(histories), marks(histories)
-    runs, checkpoints = names(histories), [read_checkpoints(history) for history in histories]
     several, short, place = len(histories) > 1, short_names(histories), _places(histories)
     where = Path(os.path.commonpath([history.folder.resolve() for history in histories]))
-    curves = max((len(figure.series) for figure in drawn), default=1)
-    written = f"Written by stepmark {stepmark.__version__}, {text.moment(time.time())}, from {escape(str(where))}."
-    top = [_top_of_one(histories[0], checkpoints[0])]
-    if several:
-        top = [header_of_all(where.name, histories), trouble_of_all(histories, checkpoints, short)]
-        top.append(run_table(histories, place))
-    body = [
-        *top,
-        configuration_table(histories),
-        _curves(drawn, events, short),
-        sample_table(histories),
-        _runs(histories, checkpoints, short) if several else _rest_of_one(histories[0], checkpoints[0]),
-        f"<footer>{written}</footer>",
-    ]
+    curves, differ = max((len(figure.series) for figure in drawn), default=1), differences(histories)
     data = {
         "runs": short,
-        "names": runs,
+        "names": names(histories),
         "command": shlex.join(["stepmark", "report", *(str(folder.absolute()) for folder in folders)]),
         "colors": [color(index) for index in (place if several else range(curves))],
         "figures": [asdict(figure) for figure in drawn],
         "marks": [asdict(mark) for mark in events],
         "axes": [axes(history) for history in histories],
         "best": best_of(histories),
-        "fields": differences(histories) if several else {},
+        "fields": differ if several else {},
     }
-    return asset("page.html").format(
-        title=escape(where.name),
-        style=asset("uplot.min.css") + asset("page.css"),
-        body="\n".join(part for part in body if part),
+    newest, earlier = sample_tables(histories)
+    return render(
+        "page.html",
+        title=where.name,
+        where=where,
+        version=stepmark.__version__,
+        now=time.time(),
+        runs=[
+            _run(each, name, f"{index}-" if index else "")
+            for index, (each, name) in enumerate(zip(histories, short, strict=True))
+        ],
+        states=Counter(history.state for history in histories),
+        state_colors=STATES,
+        run_table=run_table(histories, place),
+        differs=bool(differ),
+        differences=difference_table(histories, differ),
+        figures=[(figure, "; ".join(_told(each, short) for each in figure.series)) for figure in drawn],
+        keys={kind: key for kind, key in words("mark").items() if kind in {mark.kind for mark in events}},
+        newest_samples=newest,
+        earlier_samples=earlier,
         # Without a "<" it cannot close the script element around it.
-        data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
-        script=_script(),
+        data=Markup(json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")),
     )
 
 
@@ -97,75 +102,31 @@ def _places(histories: Sequence[History]) -> list[int]:
     return [order.index(index) for index in range(len(began))]
 
 
-def _top_of_one(history: History, checkpoints: Sequence[Checkpoint], level: str = "h1") -> str:
-    parts = header(history, level), trouble(history, checkpoints), printed(history), tiles(history, checkpoints)
-    return "\n".join((*parts, commands(history)))
-
-
-def _rest_of_one(history: History, checkpoints: Sequence[Checkpoint]) -> str:
-    parts = _time(history), checkpoint_table(history, checkpoints), attempt_table(history), event_table(history)
-    return "\n".join(parts)
-
-
-def _runs(histories: Sequence[History], checkpoints: Sequence[Sequence[Checkpoint]], runs: Sequence[str]) -> str:
-    """What a page of one run shows, folded for each. The ids inside are those of the first only."""
-    folded = ""
-    for index, (history, saved, name) in enumerate(zip(histories, checkpoints, runs, strict=True)):
-        inner = _top_of_one(history, saved, "h3") + configuration_table([history]) + _rest_of_one(history, saved)
-        if index:
-            inner = inner.replace(' id="', f' id="{index}-')
-        folded += f'<details class="of-run" id="run-{index}"><summary>{escape(name)}</summary>{inner}</details>'
-    return f"<h2>Each run</h2>{folded}"
-
-
-def _script() -> str:
-    """uPlot with its license, and the page's own scripts."""
-    library = f"/*\n{asset('uplot.LICENSE.txt')}*/\n{asset('uplot.min.js')}"
-    return "\n".join((library, *(asset(name) for name in ("format.js", "chart.js", "save.js", "page.js"))))
-
-
-def _curves(figures: Sequence[Figure], marks: Sequence[Mark], runs: Sequence[str]) -> str:
-    if not figures:
-        return '<h2>Curves</h2><p class="soft">Nothing logged yet.</p>'
-    drawn = "".join(_figure(figure, runs, wide=index == 0) for index, figure in enumerate(figures))
-    return (
-        f'<div class="curves-head"><h2>Curves</h2>{asset("controls.html")}</div>{_keys(marks)}'
-        f'<div class="legend" id="legend"></div><div class="charts">{drawn}</div>{asset("save.html")}'
-        "<noscript><p>The curves need JavaScript, which is off in this browser.</p></noscript>"
-    )
-
-
-def _keys(marks: Sequence[Mark]) -> str:
-    present = {mark.kind for mark in marks}
-    keys = "".join(
-        f'<span><i class="{kind}" style="background: var(--{shade})"></i>{word}</span>'
-        for kind, (shade, word) in words("mark").items()
-        if kind in present
-    )
-    return f'<div class="keys">{keys}</div>' if keys else ""
-
-
-def _figure(figure: Figure, runs: Sequence[str], *, wide: bool) -> str:
-    texts = {name: escape(getattr(figure, name)) for name in ("name", "title", "unit")}
-    told = "; ".join(_told(each, runs) for each in figure.series)
-    return fragment("figure", **texts, kind=' class="wide"' if wide else "", told=escape(told))
-
-
-def _time(history: History) -> str:
-    spent = {part: seconds for part, seconds in total_seconds(history).items() if seconds}
-    total, parts = sum(spent.values()), words("time")
-    if not total:
-        return ""
-    bar = "".join(
-        f'<span style="flex: {seconds / total:.5f}; background: var(--{parts[part][0]})"></span>'
-        for part, seconds in spent.items()
-    )
-    keys = "".join(
-        f'<span><i style="background: var(--{parts[part][0]})"></i>{parts[part][1]} '
-        f"{escape(text.seconds(seconds))}, {seconds / total:.1%}</span>"
-        for part, seconds in spent.items()
-    )
-    return fragment("time", total=escape(text.seconds(total)), bar=bar, keys=keys)
+def _run(history: History, short: str, prefix: str) -> dict[str, Any]:
+    """What the page shows of one run; `prefix`: of its elements' ids."""
+    saved, state, given = read_checkpoints(history), history.state, configuration_table(history)
+    shown, deleted = checkpoint_tables(history, saved)
+    source = "of its recipe" if (history.folder / USED_RECIPE).is_file() else "of its arguments"
+    return {
+        "name": history.name,
+        "short": short,
+        "prefix": prefix,
+        "state": state,
+        "shade": STATES.get(state, "plain"),
+        "notes": notes(history),
+        "reason": history.status.get("reason") if state != "failed" else None,  # a failure stands under Trouble
+        "troubles": troubles(history, saved),
+        "printed": printed(history),
+        "tiles": tiles(history, saved),
+        "commands": commands(history),
+        "given": given,
+        "given_title": f"Configuration: {text.plural(len(given.rows), 'field')} {source}",
+        "spent": {part: seconds for part, seconds in total_seconds(history).items() if seconds},
+        "checkpoints": shown,
+        "deleted": deleted,
+        "attempts": attempt_table(history),
+        "events": event_table(history),
+    }
 
 
 def _told(series: Series, runs: Sequence[str]) -> str:

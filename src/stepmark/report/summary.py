@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections import Counter
 from collections.abc import Sequence
-from html import escape
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints as checkpoints_in
 from stepmark.errors import FileRefused
@@ -16,7 +14,6 @@ from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint, inspected
 from stepmark.report.history import NOT_RUNNING, RECENT, History
-from stepmark.report.html_table import fragment
 from stepmark.trainer.run_folder.status import STUCK
 from stepmark.trainer.run_folder.time_spent import PARTS, seconds_in
 
@@ -27,57 +24,22 @@ SHOWN_LINES = 40  # of a console
 SHOWN_PARTS = 3  # of a run's time, besides steps
 
 
-def header_of_all(name: str, histories: Sequence[History]) -> str:
-    """The name of several runs, and how many are in which state."""
-    states = Counter(history.state for history in histories)
-    pills = "".join(
-        f'<span class="pill {STATES.get(state, "plain")}">{n} {escape(state)}</span>' for state, n in states.items()
-    )
-    line = f'<span class="soft">{len(histories)} runs</span>{pills}'
-    return f'<header><h1>{escape(name)}</h1><div class="line">{line}</div></header>'
-
-
-def header(history: History, level: str = "h1") -> str:
-    step, started, state = history.last_step, history.started, history.state
+def notes(history: History) -> list[str]:
+    """What stands beside a run's state."""
+    step, started = history.last_step, history.started
     total = started.get("total_steps")
-    notes = ["no step logged yet" if step is None else f"step {step:,}" + (f" of {total:,}" if total else "")]
+    found = ["no step logged yet" if step is None else f"step {step:,}" + (f" of {total:,}" if total else "")]
     if started.get("device"):
         device = started.get("device_model") or started["device"]
-        notes.append(f"{text.plural(started.get('ranks', 1), 'rank')} on {device}")
+        found.append(f"{text.plural(started.get('ranks', 1), 'rank')} on {device}")
     if history.last_update is not None:
-        notes.append(f"last update {text.moment(history.last_update)}")
-    reason = history.status.get("reason") if state != "failed" else None  # a failure stands under Trouble
-    note = f'<p class="soft">{escape(str(reason))}</p>' if reason else ""
-    line = f'<span class="pill {STATES.get(state, "plain")}" id="state">{escape(state)}</span>' + "".join(
-        f'<span class="soft">{escape(part)}</span>' for part in notes
-    )
-    return f'<header><{level}>{escape(history.name)}</{level}><div class="line">{line}</div>{note}</header>'
+        found.append(f"last update {text.moment(history.last_update)}")
+    return found
 
 
-def trouble(history: History, checkpoints: Sequence[Checkpoint]) -> str:
-    """Everything that is wrong, once each and the run's end first; one quiet line if nothing is."""
-    found = _troubles(history, checkpoints)
-    items = "".join(f'<li data-kind="{escape(kind)}">{escape(message)}</li>' for kind, message in dict.fromkeys(found))
-    if not items:
-        return '<p class="calm soft small">No sign of trouble.</p>'
-    return f'<section class="trouble" id="trouble"><h2>Trouble</h2><ul>{items}</ul></section>'
-
-
-def trouble_of_all(
-    histories: Sequence[History], checkpoints: Sequence[Sequence[Checkpoint]], runs: Sequence[str]
-) -> str:
-    """The first trouble of each run that has some, with a link to the rest."""
-    items = ""
-    for index, (name, history, saved) in enumerate(zip(runs, histories, checkpoints, strict=True)):
-        if found := list(dict.fromkeys(_troubles(history, saved))):
-            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            items += f'<li><a href="#run-{index}">{escape(name)}</a>: {escape(found[0][1])}{more}</li>'
-    return f'<section class="trouble" id="trouble"><h2>Trouble</h2><ul>{items}</ul></section>' if items else ""
-
-
-def _troubles(history: History, checkpoints: Sequence[Checkpoint]) -> list[tuple[str, str]]:
-    """Kind and text of each."""
-    return [
+def troubles(history: History, checkpoints: Sequence[Checkpoint]) -> list[tuple[str, str]]:
+    """Kind and text of everything that is wrong, once each and the run's end first."""
+    found = [
         *end_of_run(history),
         *((str(event.get("kind", "trouble")), str(event.get("message", ""))) for event in history.of_kind("trouble")),
         *(("save_failed", f"the save of step {event.get('step')} failed") for event in history.of_kind("save_failed")),
@@ -91,6 +53,7 @@ def _troubles(history: History, checkpoints: Sequence[Checkpoint]) -> list[tuple
             for line in history.unevaluated
         ),
     ]
+    return list(dict.fromkeys(found))
 
 
 def end_of_run(history: History) -> list[tuple[str, str]]:
@@ -115,18 +78,14 @@ def end_of_run(history: History) -> list[tuple[str, str]]:
     return [("killed", f"the run ended without a status (killed?); last heartbeat {last}{host}{resume}")]
 
 
-def printed(history: History) -> str:
-    """Each failed rank's traceback, and the last lines that the run has printed, folded; open where it has failed."""
+def printed(history: History) -> dict[str, str]:
+    """Each failed rank's traceback, and the last lines that the run has printed."""
     texts = {f"Traceback: {name}": told for name, told in list(history.failures.items())[:SHOWN_RANKS]}
     for path in files_in(history.folder / CONSOLE, "*.txt")[:SHOWN_RANKS]:
         with contextlib.suppress(FileRefused):
             lines = read_file(path).decode(errors="replace").splitlines()[-SHOWN_LINES:]
             texts[f"Console: {CONSOLE}/{path.name}"] = "\n".join(lines)
-    opened = " open" * (history.state == "failed")
-    return "".join(
-        f"<details{opened}><summary>{escape(name)}</summary><pre>{escape(told.strip())}</pre></details>"
-        for name, told in texts.items()
-    )
+    return {name: told.strip() for name, told in texts.items()}
 
 
 def _stuck(history: History) -> str:
@@ -137,7 +96,7 @@ def _stuck(history: History) -> str:
     return f"stuck: rank {found.get('rank')}{where}"
 
 
-def tiles(history: History, checkpoints: Sequence[Checkpoint]) -> str:
+def tiles(history: History, checkpoints: Sequence[Checkpoint]) -> list[tuple[str, str, str]]:
     """A few numbers, each with a name and a note."""
     found: list[tuple[str, str, str]] = []
     if history.logs:
@@ -158,9 +117,7 @@ def tiles(history: History, checkpoints: Sequence[Checkpoint]) -> str:
         again = sum(max((before.last or 0) - (after.resumed or 0), 0) for before, after in history.resumptions())
         times = "once" if resumed == 1 else f"{resumed} times"
         found.append(("Resumed", times, f"{text.plural(again, 'step')} trained again"))
-    found += _goodput(history)
-    shown = (fragment("tile", name=escape(name), value=escape(value), note=escape(note)) for name, value, note in found)
-    return f'<section class="tiles">{"".join(shown)}</section>' if found else ""
+    return found + _goodput(history)
 
 
 def _goodput(history: History) -> list[tuple[str, str, str]]:
@@ -231,8 +188,8 @@ def _tokens_note(history: History) -> str:
     return f"targets of the loss{up_to}"
 
 
-def commands(history: History) -> str:
-    """What continues, evaluates and watches the run, each with a button that copies it. A run of a script has no recipe
+def commands(history: History) -> list[tuple[str, str]]:
+    """What continues, evaluates and watches the run, by a name. A run of a script has no recipe
     that names its model and data."""
     folder = shlex.quote(str(history.folder))
     recipe, ranks = history.folder / USED_RECIPE, history.started.get("ranks", 1)
@@ -245,10 +202,4 @@ def commands(history: History) -> str:
         data = "" if recipe.is_file() else " --data FILE"
         watch = " --watch" if history.state in ("running", STUCK) else ""
         found.append(("evaluate", f"stepmark evaluate {folder}{data}{watch}"))
-    if not found:
-        return ""
-    lines = "".join(
-        f'<div><span>{name}</span><code>{escape(command)}</code><button type="button" class="copy">copy</button></div>'
-        for name, command in found
-    )
-    return f'<section class="commands" aria-label="commands">{lines}</section>'
+    return found

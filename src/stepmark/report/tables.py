@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from html import escape
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
 
 from stepmark.config.fields import fields_of
 from stepmark.config.recipe import all_fields
@@ -17,16 +18,34 @@ from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
 from stepmark.report.figures import total_seconds
 from stepmark.report.history import KILLED, History, best_of, names, read_attempts, short_names
-from stepmark.report.html_table import asset, color, fragment, sorted_by, table, words
 from stepmark.report.summary import STATES, recent_median, speed
+from stepmark.report.templates import asset, color, words
 
 SHOWN_FIELDS = 8  # in which runs differ, as columns of their table
 FEW = 4  # runs that also have a table with a row for each field
 SHOWN_DELETED = 12  # deleted checkpoints; older ones are folded
 
 
-def run_table(histories: Sequence[History], colors: Sequence[int]) -> str:
-    """One row per run, with the fields in which they differ; the controls that show and hide runs and group them."""
+PILL, CODE = Markup('<span class="pill {}">{}</span>'), Markup("<code>{}</code>")
+WHEN, STEP = Markup('<span class="when">{}</span>'), Markup('<span data-checkpoint="{}" data-state="{}">{}</span>')
+SAMPLE = Markup('<span class="sample"><b>{}</b>{}</span>')
+
+
+class Table(NamedTuple):
+    """A head that starts with # is a column of numbers, an empty one a column of details. Where a table can be sorted,
+    a cell of a column of numbers is the number, None for the end, and what is shown."""
+
+    name: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+    @staticmethod
+    def kind(head: str) -> str:
+        return "number" if head.startswith("#") else "" if head else "detail"
+
+
+def run_table(histories: Sequence[History], colors: Sequence[int]) -> Table:
+    """One row per run, with the fields in which they differ."""
     fields = dict(list(differences(histories).items())[:SHOWN_FIELDS])
     rows = []
     metrics = {best.metric for history in histories if (best := history.best()) is not None}
@@ -38,56 +57,45 @@ def run_table(histories: Sequence[History], colors: Sequence[int]) -> str:
         best_cell = text.NOTHING if best is None else f"{text.value(best.value)} at step {best.step:,}"
         if best is not None and len(metrics) > 1:  # which cannot be compared
             best_cell = f"{best.metric.removeprefix('eval_')} {best_cell}"
-        marked = '<span class="pill good">best</span> ' * (index == best_of(histories))
+        marked = PILL.format("good", "best") + " " if index == best_of(histories) else Markup()
+        run = Markup(asset("run.html").strip())
         rows.append(
             [
-                fragment("run", name=escape(name), color=color(colors[index]), index=index, short=escape(short)),
-                f'<span class="pill {STATES.get(history.state, "plain")}">{escape(history.state)}</span>',
-                sorted_by(None if best is None or len(metrics) > 1 else best.value, marked + escape(best_cell)),
-                sorted_by(loss if isinstance(loss, (int, float)) else None, text.value(loss)),
-                *(sorted_by(_as_number(values[index]), escape(values[index])) for values in fields.values()),
-                sorted_by(history.last_step, _count(history.last_step)),
-                sorted_by(history.target_tokens, text.count(history.target_tokens)),
-                sorted_by(recent_median(history, "tokens_per_second"), speed(history, "tokens_per_second")),
-                sorted_by(parameters, text.count(parameters)),
-                sorted_by(seconds, escape(text.seconds(seconds))),
+                run.format(name=name, color=color(colors[index]), index=index, short=short),
+                PILL.format(STATES.get(history.state, "plain"), history.state),
+                (None if best is None or len(metrics) > 1 else best.value, marked + best_cell),
+                (_as_number(loss), text.value(loss)),
+                *((_as_number(values[index]), values[index]) for values in fields.values()),
+                (history.last_step, _count(history.last_step)),
+                (history.target_tokens, text.count(history.target_tokens)),
+                (recent_median(history, "tokens_per_second"), speed(history, "tokens_per_second")),
+                (parameters, text.count(parameters)),
+                (seconds, text.seconds(seconds)),
             ]
         )
     heads = ["Run", "State", "#Best evaluation", "#Loss", *(f"#{field}" for field in fields)]
-    heads += ["#Step", "#Tokens", "#Tokens per second", "#Parameters", "#Time"]
-    return f"{asset('runs.html')}{table('runs', heads, rows, sortable=True)}"
+    return Table("runs", [*heads, "#Step", "#Tokens", "#Tokens per second", "#Parameters", "#Time"], rows)
 
 
-def _as_number(value: str) -> float | None:
+def _as_number(value: object) -> float | None:
     try:
-        return float(value)
-    except ValueError:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
         return None
 
 
-def checkpoint_table(history: History, checkpoints: Sequence[Checkpoint]) -> str:
-    """Every checkpoint the run saved, with its size, timing and state."""
-    if not checkpoints:
-        return '<h2>Checkpoints</h2><p class="soft">No checkpoints.</p>'
+def checkpoint_tables(history: History, checkpoints: Sequence[Checkpoint]) -> tuple[Table, Table]:
+    """Every checkpoint the run saved, with its size, timing and state; and older ones that were deleted."""
     gone = [one for one in checkpoints if one.state == "deleted"][:-SHOWN_DELETED]
     heads = ["#Step", "State", "", "#Size", "#Stall", "#Durable after", "#Saved"]
-    shown = table("checkpoints", heads, _checkpoint_rows(history, [one for one in checkpoints if one not in gone]))
-    older = ""
-    if gone:
-        inner = table("deleted", heads, _checkpoint_rows(history, gone))
-        older = f"<details><summary>{len(gone):,} older deleted checkpoints</summary>{inner}</details>"
-    note = (
-        '<p class="soft small">Complete: every file has the right size, and headers and small files match their '
-        "checksums; <code>stepmark verify</code> checks every byte.</p>"
-    )
-    return f"<h2>Checkpoints</h2>{shown}{note}{older}"
+    shown = _checkpoint_rows(history, [one for one in checkpoints if one not in gone])
+    return Table("checkpoints", heads, shown), Table("deleted", heads, _checkpoint_rows(history, gone))
 
 
 def _checkpoint_rows(history: History, checkpoints: Sequence[Checkpoint]) -> list[list[str]]:
     best = history.best()
     rows = []
     for one in checkpoints:
-        color_of_state, word = words("checkpoint")[one.state]
         notes = [one.detail] if one.detail else []
         if one.restored:
             notes.append("verified: resumed from, every checksum matched")
@@ -95,19 +103,19 @@ def _checkpoint_rows(history: History, checkpoints: Sequence[Checkpoint]) -> lis
             notes.append(f"best {best.metric}")
         rows.append(
             [
-                f'<span data-checkpoint="{escape(one.name)}" data-state="{one.state}">{one.step:,}</span>',
-                f'<span class="pill {color_of_state}">{word}</span>',
-                escape("; ".join(notes)),
+                STEP.format(one.name, one.state, f"{one.step:,}"),
+                PILL.format(*words("checkpoint")[one.state]),
+                "; ".join(notes),
                 text.size(one.size),
-                escape(text.seconds(one.stall)),
-                escape(text.seconds(one.durable)),
+                text.seconds(one.stall),
+                text.seconds(one.durable),
                 text.moment(one.time),
             ]
         )
     return rows
 
 
-def event_table(history: History) -> str:
+def event_table(history: History) -> Table:
     """The run's events in order of time."""
     rows: list[tuple[float, object, str, str]] = []
     shown = words("event")
@@ -120,32 +128,25 @@ def event_table(history: History) -> str:
         if before.ended == KILLED and before.last_time is not None:
             detail = f"last log of this process; the run {after.origin}"
             rows.append((before.last_time, before.last, KILLED, detail))
-    if not rows:
-        return ""
-    cells = [
-        [f'<span class="when">{escape(text.moment(time))}</span>', _count(step), escape(kind), escape(detail)]
-        for time, step, kind, detail in sorted(rows, key=lambda row: row[0])
-    ]
-    return f"<h2>Events</h2>{table('events', ['Time', '#Step', 'Event', ''], cells)}"
+    rows.sort(key=lambda row: row[0])
+    cells = [[WHEN.format(text.moment(time)), _count(step), kind, detail] for time, step, kind, detail in rows]
+    return Table("events", ["Time", "#Step", "Event", ""], cells)
 
 
-def attempt_table(history: History) -> str:
-    """A row for each start of the run's ranks; nothing for a run that was started once."""
+def attempt_table(history: History) -> Table:
+    """A row for each start of the run's ranks; none for a run that was started once."""
     attempts = read_attempts(history)
-    if len(attempts) < 2:
-        return ""
     rows = [
         [
             f"{index}",
-            f'<span class="when">{escape(text.moment(one.began))}</span>' if one.began is not None else text.NOTHING,
-            _count(one.ranks),
-            _count(one.first),
-            _count(one.last),
-            escape(one.ended or "running"),
+            WHEN.format(text.moment(one.began)) if one.began is not None else text.NOTHING,
+            *map(_count, (one.ranks, one.first, one.last)),
+            one.ended or "running",
         ]
         for index, one in enumerate(attempts, start=1)
     ]
-    return f"<h2>Attempts</h2>{table('attempts', ['#Attempt', 'Began', '#Ranks', '#From', '#To', ''], rows)}"
+    heads = ["#Attempt", "Began", "#Ranks", "#From", "#To", ""]
+    return Table("attempts", heads, rows if len(attempts) > 1 else [])
 
 
 def _count(value: object) -> str:
@@ -155,25 +156,19 @@ def _count(value: object) -> str:
 SHOWN = 3  # evaluations, of several runs the last; earlier ones are folded
 
 
-def sample_table(histories: Sequence[History]) -> str:
-    """The newest texts of all runs, and the earlier ones folded; nothing if there are none."""
+def sample_tables(histories: Sequence[History]) -> tuple[Table, Table]:
+    """The newest texts of all runs, and the earlier ones."""
+    several = len(histories) > 1
     rows = [
-        (step, name, prompt, written)
+        (step, [f"{step:,}", *([name] if several else []), SAMPLE.format(prompt, written)])
         for name, history in zip(short_names(histories), histories, strict=True)
         for step, prompt, written in _samples(history)
     ]
-    if not rows:
-        return ""
     rows.sort(key=lambda row: -row[0])
-    recent = sorted({row[0] for row in rows})[-SHOWN if len(histories) == 1 else -1 :]
-    several = len(histories) > 1
-    newest = _table("samples", [row for row in rows if row[0] in recent], several)
-    earlier = [row for row in rows if row[0] not in recent]
-    folded = ""
-    if earlier:
-        inner = _table("earlier-samples", earlier, several)
-        folded = f"<details><summary>{len(earlier):,} earlier samples</summary>{inner}</details>"
-    return f'<section id="written"><h2>Samples</h2>{newest}{folded}</section>'
+    recent = sorted({step for step, _ in rows})[-1 if several else -SHOWN :]
+    heads = ["#Step", *(["Run"] if several else []), "Text"]
+    newest, earlier = ([row for step, row in rows if (step in recent) == new] for new in (True, False))
+    return Table("samples", heads, newest), Table("earlier-samples", heads, earlier)
 
 
 def _samples(history: History) -> list[tuple[int, str, str]]:
@@ -184,18 +179,6 @@ def _samples(history: History) -> list[tuple[int, str, str]]:
         if isinstance(step, int):
             found[step, str(prompt)] = str(written if written is not None else event.get("text"))
     return [(step, prompt, written) for (step, prompt), written in found.items()]
-
-
-def _table(name: str, rows: Sequence[tuple[int, str, str, str]], several: bool) -> str:
-    cells = [
-        [
-            f"{step:,}",
-            *([escape(run)] if several else []),
-            f'<span class="sample"><b>{escape(prompt)}</b>{escape(written)}</span>',
-        ]
-        for step, run, prompt, written in rows
-    ]
-    return table(name, ["#Step", *(["Run"] if several else []), "Text"], cells)
 
 
 OF_THE_FOLDER = ("output_dir", "run_name", "resume_from_checkpoint")  # differ between runs and say nothing about them
@@ -228,31 +211,18 @@ def differences(histories: Sequence[History]) -> dict[str, list[str]]:
     return found
 
 
-def configuration_table(histories: Sequence[History]) -> str:
-    """One run: what it was given, folded. Several: one row for each field or fact that is not the same in all,
-    unless the table of runs shows them all."""
-    if len(histories) == 1:
-        return _of_one(histories[0])
-    found = differences(histories)
-    if not found:
-        return '<h2>Differences</h2><p class="soft">All recorded settings of these runs are the same.</p>'
-    if len(histories) > FEW and len(found) <= SHOWN_FIELDS:
-        return ""
-    rows = [
-        [f"<code>{escape(name)}</code>", *(f"<code>{escape(value)}</code>" for value in values)]
-        for name, values in found.items()
-    ]
-    return f"<h2>Differences</h2>{table('differences', ['Field', *short_names(histories)], rows)}"
+def difference_table(histories: Sequence[History], found: Mapping[str, list[str]]) -> Table:
+    """One row for each of the `differences`, unless the table of runs shows them all."""
+    shown = {} if len(histories) > FEW and len(found) <= SHOWN_FIELDS else found
+    rows = [[CODE.format(name), *map(CODE.format, values)] for name, values in shown.items()]
+    return Table("differences", ["Field", *short_names(histories)], rows)
 
 
-def _of_one(history: History) -> str:
+def configuration_table(history: History) -> Table:
+    """What a run was given."""
     given, _ = read_configuration(history)
-    if not given:
-        return ""
-    rows = [[f"<code>{escape(name)}</code>", f"<code>{escape(_shown(value))}</code>"] for name, value in given.items()]
-    inner = table("configuration", ["Field", "Value"], rows)
-    source = "of its recipe" if (history.folder / USED_RECIPE).is_file() else "of its arguments"
-    return f"<details><summary>Configuration: {text.plural(len(rows), 'field')} {source}</summary>{inner}</details>"
+    rows = [[CODE.format(name), CODE.format(_shown(value))] for name, value in given.items()]
+    return Table("configuration", ["Field", "Value"], rows)
 
 
 def _facts(history: History) -> dict[str, Any]:
