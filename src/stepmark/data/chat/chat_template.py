@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -222,7 +222,8 @@ def _check_shown(shown: _Shown, where: str) -> None:
         return
     for number, message in enumerate(shown.chat.messages):
         content, place, here = message["content"], shown.of(number), f"{where}, message {number + 1}"
-        texts = [content] if isinstance(content, str) else [*_texts_in(content)]
+        parts = [{"text": content}] if isinstance(content, str) else content if isinstance(content, list) else []
+        texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
         # A text that has its place may be changed on purpose, such as thinking that is left out.
         unsure = not place or not isinstance(content, str)
         if unsure and any(each.strip() not in (place or shown.text) for each in texts):
@@ -270,9 +271,3 @@ def _unclear(where: str, field: str) -> UsageError:
         f"{field}: the tokenizer's chat template does not show which tokens of {where} are of which message; put "
         "{% generation %} … {% endgeneration %} around the answers in it"
     )
-
-
-def _texts_in(content: Any) -> Iterator[str]:
-    for part in content if isinstance(content, list) else ():
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            yield part["text"]
