@@ -91,8 +91,7 @@ def build_task_trainer(recipe: Recipe, run: Run, callbacks: Sequence[Any] = ()) 
 
 def _options(recipe: Recipe, config: type) -> dict[str, Any]:
     """The fields of TRL's config that the recipe sets. Raises UsageError for one that it lacks, or the recipe has."""
-    given, data = recipe.model.task_options or {}, recipe.data
-    options = parse_options("task_options", given) if isinstance(given, str) else dict(given)
+    options, data = parse_options("task_options", recipe.model.task_options), recipe.data
     own = {name: name for name in (*known_fields(TrainingArguments), *all_fields())} | _OTHER_NAMES
     names = [field.name for field in dataclasses.fields(config)]
     for name in options:
