@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,8 +132,21 @@ def _versions(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int, bool]]
     return [(each.untyped_storage()._cdata, each._version, each.requires_grad) for each in parameters]
 
 
-class MicroBatchSchedule(Protocol):
+@dataclass(eq=False)
+class MicroBatchSchedule(ABC):
     """Runs the forward and backward passes of a step."""
+
+    model: nn.Module
+    loss: MicroBatchLoss
+    gradients: GradientReducer
+    mesh: Mesh
+    autocast: torch.dtype | None
+    scaler: LossScaler | None
+    seed: int
+    loads: ExpertLoads
+
+    def __post_init__(self) -> None:
+        self._buffers = RankBuffers(self.model, self.mesh)
 
     def forward_backward(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
         """Leaves the sums of the gradients of a step, numbered from 0, in the reducer. Of the hooks, those after each
@@ -143,10 +157,20 @@ class MicroBatchSchedule(Protocol):
         Returns the part of each logical rank of this process in the mean loss over the target tokens of all ranks, a
         float32 vector, and the number of these tokens, a 0-dim float32 tensor, on the device.
         """
+        counts = TokenCounts.of([self.loss.count(each) for each in batch.micro_batches], self.mesh)
+        self.gradients.begin()
+        self._buffers.begin()
+        parts = [each.reshape(1) for each in self._passes(step, batch, counts, hooks)]
+        self._buffers.end()
+        return parts[0] if len(parts) == 1 else torch.cat(parts), counts.total.reshape(())
+
+    @abstractmethod
+    def _passes(self, step: int, batch: StepBatch, counts: TokenCounts, hooks: StepHooks) -> list[Tensor]:
+        """Runs the passes, and returns the part of each logical rank in the loss."""
 
 
 @dataclass(eq=False)
-class SequentialSchedule:
+class SequentialSchedule(MicroBatchSchedule):
     """Runs the micro-batches one after the other, each forward and then backward, on ranks that hold the complete
     model, or a tensor parallel slice of every layer: all of one logical rank, then those of the next. Where gradients
     are added over all ranks in every pass, the logical ranks take turns with each micro-batch.
@@ -155,30 +179,17 @@ class SequentialSchedule:
     between steps can shift them.
     """
 
-    model: nn.Module
-    loss: MicroBatchLoss
-    gradients: GradientReducer
-    mesh: Mesh
-    autocast: torch.dtype | None
-    scaler: LossScaler | None
-    seed: int
-    loads: ExpertLoads
     gathers: PendingGathers
     around: AroundPasses | None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._runtime = self.mesh.runtime
         # Whether what no rank has samples for, at the end of an epoch, can be left out.
         self._alone = self.mesh.ranks.total == 1 and not self.mesh.runtime.lazy
         self._sharded = has_full_sharding(self.model)
-        self._buffers = RankBuffers(self.model, self.mesh)
 
-    def forward_backward(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
-        """See `MicroBatchSchedule`."""
-        targets = [self.loss.count(micro_batch) for micro_batch in batch.micro_batches]
-        counts = TokenCounts.of(targets, self.mesh)
-        self.gradients.begin()
-        self._buffers.begin()
+    def _passes(self, step: int, batch: StepBatch, counts: TokenCounts, hooks: StepHooks) -> list[Tensor]:
         hosted, by_pass = of_ranks(self.mesh, batch), self.gradients.by_pass
         losses = [counts.zero for _ in hosted]
         turns = self._turns(batch, hosted)
@@ -205,9 +216,7 @@ class SequentialSchedule:
                     hooks.between_passes(self.gradients)
             if len(batch.micro_batches) > 1:  # micro-batches share one graph, the update has its own
                 self._runtime.step_boundary()
-        self._buffers.end()
-        parts = [each.reshape(1) for each in losses]
-        return parts[0] if len(parts) == 1 else torch.cat(parts), counts.total.reshape(())
+        return losses
 
     def _pass(self, micro_batch: MicroBatch, weight: Weight, first: bool, last: bool, *, counts: bool) -> Tensor:
         """The forward and backward pass of a micro-batch, the `first` or `last` of a step; returns its loss. `counts`:
