@@ -80,14 +80,13 @@ def make_page(histories: Sequence[History], folders: Sequence[Path]) -> str:
         "best": best_of(histories),
         "fields": differences(histories) if several else {},
     }
-    library = f"/*\n{asset('uplot.LICENSE.txt')}*/\n{asset('uplot.min.js')}"
     return asset("page.html").format(
         title=escape(where.name),
         style=asset("uplot.min.css") + asset("page.css"),
         body="\n".join(part for part in body if part),
         # Without a "<" it cannot close the script element around it.
         data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
-        script="\n".join((library, *(asset(name) for name in ("format.js", "chart.js", "save.js", "page.js")))),
+        script=_script(),
     )
 
 
@@ -117,6 +116,12 @@ def _runs(histories: Sequence[History], checkpoints: Sequence[Sequence[Checkpoin
             inner = inner.replace(' id="', f' id="{index}-')
         folded += f'<details class="of-run" id="run-{index}"><summary>{escape(name)}</summary>{inner}</details>'
     return f"<h2>Each run</h2>{folded}"
+
+
+def _script() -> str:
+    """uPlot with its license, and the page's own scripts."""
+    library = f"/*\n{asset('uplot.LICENSE.txt')}*/\n{asset('uplot.min.js')}"
+    return "\n".join((library, *(asset(name) for name in ("format.js", "chart.js", "save.js", "page.js"))))
 
 
 def _curves(figures: Sequence[Figure], marks: Sequence[Mark], runs: Sequence[str]) -> str:
