@@ -62,7 +62,8 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
     from transformers import CONFIG_MAPPING
 
     name = str(config.config_name)
-    overrides = parse_options("config_overrides", config.config_overrides)
+    wanted = config.config_overrides or {}
+    overrides = parse_options("config_overrides", wanted) if isinstance(wanted, str) else dict(wanted)
     by_type = name in CONFIG_MAPPING and not Path(name).exists()
     try:
         made = CONFIG_MAPPING[name]() if by_type else load_config(name, config.trust_remote_code)

@@ -261,7 +261,7 @@ class LoaderFactory:
         if not self.args.remove_unused_columns:
             return None
         if self.signature is not None:
-            return ModelColumns(self.model, self.signature)
+            return ModelColumns(self.model, self.signature, others_read=False)
         collator, others_read = self.data_collator, self.loss.override is not None
         if collator is not None and not isinstance(collator, PadTo):
             module = getattr(collator, "__module__", None) or type(collator).__module__
