@@ -44,13 +44,13 @@ def test_an_old_flag_says_ours(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("name", GONE)
 def test_what_is_gone_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """A command, an option after its command, or a value after its field."""
+    """A command, an option or its value after their command, or a value after its field."""
     field, _, value = name.partition(": ")
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     arguments = ["train", str(path), f"--{field}", value] if value else [*name.split(), "x"]
     assert run(arguments) == 2
-    said = f"error: {name}" if value else f"error: {name.split()[-1]}:"
+    said = f"error: {name}" if value else f"error: {' '.join(name.split()[1:]) or name}:"
     assert capsys.readouterr().err.startswith(f"{said} is gone; {GONE[name]}")
 
 

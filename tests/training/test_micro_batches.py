@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.parallel.gradients.reduced import ReducedGradients
+from stepmark.parallel.optimizer.pending_gathers import PendingGathers
 from stepmark.runtime.mesh import Mesh
+from stepmark.training.expert_loads import ExpertLoads
 from stepmark.training.micro_batches import SequentialSchedule, StepHooks
 from stepmark.training.weighted_loss import MicroBatchLoss
 from tests.support.programs import Blocks, tiny_model
@@ -55,7 +57,9 @@ def step_batch(rows: list[list[int]]) -> StepBatch:
 
 
 def schedule(model: Any, gradients: Recorder, seed: int = 42) -> SequentialSchedule:
-    return SequentialSchedule(model, MicroBatchLoss(model), gradients, Mesh.create(device="cpu"), seed=seed)
+    mesh = Mesh.create(device="cpu")
+    loads, gathers = ExpertLoads(model, mesh), PendingGathers()
+    return SequentialSchedule(model, MicroBatchLoss(model), gradients, mesh, None, None, seed, loads, gathers, None)
 
 
 @pytest.mark.parametrize("rows", [[[0, 1]], [[0, 1], [2, 3]], [[0, 1], [2, 3], [4, 5]]])

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 TAKES = {"source": NEWEST}
 HELP = "write a checkpoint in the format of another tool, which can continue training from it"
-REMOVED = {"optimum-neuron": "optimum-neuron", "nxd": "neuronx-distributed"}  # --to -> the tool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,12 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = "a checkpoint-N folder, or a run's folder (its newest checkpoint)"
     add("source", metavar="CHECKPOINT_OR_RUN", type=Path, help=source)
     add("out", metavar="OUT", type=Path, help="output folder; must not exist, or be empty")
-    formats = ("hf", "dcp", "hf-trainer")
     told = "hf: a model folder, as `stepmark consolidate` writes it; dcp: torch.distributed.checkpoint; "
     told += "hf-trainer: transformers' Trainer"
-    add("--to", required=True, choices=(*formats, *REMOVED), metavar=f"{{{','.join(formats)}}}", help=told)
-    for name in ("--tp", "--pp", "--dp"):  # of the formats that were removed
-        add(name, type=int, help=argparse.SUPPRESS)
+    add("--to", required=True, choices=("hf", "dcp", "hf-trainer"), help=told)
     add("--titan", action="store_true", help="a Llama with torchtitan's names and order of rows (dcp only)")
     config = "config.json of the model, or its folder, if CHECKPOINT has none"
     add("--config", metavar="FILE", type=Path, help=config)
@@ -41,15 +37,6 @@ def options_of(parsed: argparse.Namespace) -> ExportOptions:
     from stepmark.errors import UsageError
     from stepmark.interchange.sinks.export_plan import ExportOptions
 
-    if parsed.to in REMOVED:
-        raise UsageError(
-            f"--to {parsed.to}: Stepmark no longer writes checkpoints of {REMOVED[parsed.to]}, whose development has "
-            "ended; write the model with --to hf, and convert it there. --to dcp and --to hf-trainer take the optimizer"
-            " along"
-        )
-    for name in ("tp", "pp", "dp"):
-        if getattr(parsed, name) is not None:
-            raise UsageError(f"--{name} has no meaning for {parsed.to}, whose files are of no mesh; leave it out")
     if parsed.titan and parsed.to != "dcp":
         raise UsageError(f"--titan is for --to dcp, and has no meaning for {parsed.to}")
     return ExportOptions(parsed.titan, config_file(parsed.config))

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,11 +68,10 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code. Raises BrokenPipeError if the reader of stdout has gone."""
     with_traceback = "--traceback" in arguments
     try:
-        _check_not_gone(*arguments[:1])
+        _check_not_gone(arguments)
         parsed, unknown = build_parser().parse_known_args(arguments)
         command = COMMANDS[parsed.command]
         if unknown:
-            _check_not_gone(parsed.command, unknown[0].partition("=")[0])
             explain = getattr(parsed, "explain_unknown", "{}: unrecognized argument; see --help".format)
             raise UsageError(explain(unknown[0]))
         takes = getattr(command, "TAKES", {})
@@ -94,10 +94,12 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(error, with_traceback)
 
 
-def _check_not_gone(*names: str) -> None:
-    """Raises UsageError for a command, or a command and its option, that Stepmark had."""
-    if instead := refusals("gone").get(" ".join(names)):
-        raise UsageError(f"{names[-1]}: is gone; {instead}")
+def _check_not_gone(arguments: Sequence[str]) -> None:
+    """Raises UsageError for a command, an option of it or a value of an option that Stepmark had."""
+    command, words = arguments[:1], [word for each in arguments[1:] for word in each.split("=", 1)]
+    for names in ((), *pairwise(words), *zip(words, strict=True)):
+        if instead := refusals("gone").get(" ".join((*command, *names))):
+            raise UsageError(f"{' '.join(names or command)}: is gone; {instead}")
 
 
 def _output_is_closed() -> bool:

@@ -39,23 +39,19 @@ def run(parsed: argparse.Namespace) -> int:
                 check_not_moved(Path(parsed.recipe), Path(recipe.training.output_dir))
             check_early(recipe)
         if parsed.nproc is not None:
-            return _supervise(parsed, recipe)
+            from stepmark.cli.supervised_run import SupervisedRun
+
+            training = recipe.training
+            return start_ranks(
+                parsed,
+                RankCount.of(parsed.nproc, parsed.min_nproc, training, count_devices),
+                signal_grace=training.signal_grace,
+                resumable=bool(training.save_on_signal),
+                run=SupervisedRun(recipe, rank_command(parsed.arguments)),
+                max_restarts=training.max_restarts,
+            )
     check_restarts(recipe.training.max_restarts)
     return _train(recipe)
-
-
-def _supervise(parsed: argparse.Namespace, recipe: Recipe) -> int:
-    from stepmark.cli.supervised_run import SupervisedRun
-
-    training = recipe.training
-    return start_ranks(
-        parsed,
-        RankCount.of(parsed.nproc, parsed.min_nproc, training, count_devices),
-        signal_grace=training.signal_grace,
-        resumable=bool(training.save_on_signal),
-        run=SupervisedRun(recipe, rank_command(parsed.arguments)),
-        max_restarts=training.max_restarts,
-    )
 
 
 def _train(recipe: Recipe) -> int:

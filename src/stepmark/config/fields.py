@@ -8,6 +8,7 @@ Checks of values, `--help`, the JSON schema, comments of starter recipes, the do
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -211,9 +212,8 @@ def convert(name: str, value: Any, accepted: tuple[Any, ...]) -> Any:
     for kind in accepted:
         origin = typing.get_origin(kind) or kind
         if origin is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-            number = _number(value)
-            if number is not None:
-                return number
+            with contextlib.suppress(ValueError, OverflowError):
+                return float(value)
         if origin is int and isinstance(value, float) and value.is_integer():
             return int(value)
         if origin is list and isinstance(value, tuple):
@@ -224,13 +224,6 @@ def convert(name: str, value: Any, accepted: tuple[Any, ...]) -> Any:
             return value
     wanted = " or ".join(_NAMES[typing.get_origin(kind) or kind][0] for kind in accepted)
     raise UsageError(f"{name}: should be {wanted}, and is {value!r}")
-
-
-def _number(value: int | str) -> float | None:
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return None
 
 
 Owner = TypeVar("Owner", bound=type)

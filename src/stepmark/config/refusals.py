@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 # transformers: arguments of its TrainingArguments; run_clm: of its example; elsewhere: fields and keywords of older
-# versions and of other tools; gone: commands, options (after their command) and values (after their field) that
-# Stepmark had; export: what other packages export; hook: methods of transformers' Trainer; optim: its optimizers;
-# optim_args: their options that have a field; fsdp_config: options of transformers there.
+# versions and of other tools; gone: commands, options and their values (after their command), and values (after their
+# field), that Stepmark had; export: what other packages export; hook: methods of transformers' Trainer; optim: its
+# optimizers; optim_args: their options that have a field; fsdp_config: options of transformers there.
 Origin = Literal["transformers", "run_clm", "elsewhere", "gone", "export", "hook", "optim", "optim_args", "fsdp_config"]
 
 

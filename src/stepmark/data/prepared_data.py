@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,8 @@ from stepmark.data.chat.chat_template import ChatTokenizer
 from stepmark.data.chat.conversations import SECONDS_A_LINE, Conversations, filler_of, tokenized
 from stepmark.data.data_description import describe_source
 from stepmark.data.loader.mixture import JoinedSamples, Mixture, limited
-from stepmark.data.sources.corpus import Corpus
 from stepmark.data.sources.sources import Splits, open_sources
-from stepmark.data.tokenize.encoding import Tally, TextEncoder, encode_texts
+from stepmark.data.tokenize.encoding import TextEncoder, encode_texts
 from stepmark.data.tokenize.packing import PackedBlocks
 from stepmark.data.tokenize.token_cache import TokenFile, find_or_write
 from stepmark.data.tokenize.tokenized_rows import TokenizedRows, write_rows
@@ -189,36 +189,28 @@ def _tokenize(folder: Path, splits: Splits, encoder: TextEncoder, processes: int
     for name, texts in zip(SPLITS, splits.divided(), strict=True):
         if texts is None:
             continue
-        tally, shown = Tally(), _TokenizingProgress(name, texts, say)
+        tally, began = Counter[str](), time.monotonic()
+        said = began
         with TokenFile(folder / f"{name}.bin", encoder.dtype) as file:
             for ids in encode_texts(texts, encoder, processes, tally):
                 file.append(ids)
-                shown.at(file.tokens)
+                if (now := time.monotonic()) - said >= SECONDS_A_LINE:
+                    said = now
+                    left = _left(texts.fraction, now - began)
+                    say(f"tokenizing {name}: {file.tokens / 1e6:.1f} million tokens{left}")
         meta["tokens"][name] = file.tokens
-        meta["read"][name] = asdict(tally)
+        meta["read"][name] = {key: tally[key] for key in ("documents", "without_text")}
         meta["files"][f"{name}.bin"] = file.summary
     return meta
 
 
-class _TokenizingProgress:
-    """Reports one split through `say` from time to time."""
-
-    def __init__(self, split: str, texts: Corpus, say: Callable[[str], None]) -> None:
-        self._split, self._texts, self._say = split, texts, say
-        self._began = self._said = time.monotonic()
-
-    def at(self, tokens: int) -> None:
-        """This many tokens are written."""
-        now = time.monotonic()
-        if now - self._said < SECONDS_A_LINE:
-            return
-        self._said = now
-        line = f"tokenizing {self._split}: {tokens / 1e6:.1f} million tokens"
-        if fraction := self._texts.fraction:
-            seconds = (now - self._began) * max(1 - fraction, 0.0) / fraction
-            left = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-            line += f", {fraction:.0%}, {left} left"
-        self._say(line)
+def _left(fraction: float | None, spent: float) -> str:
+    """How much is done, and the time that is left after the seconds that this took; nothing where that is unknown."""
+    if not fraction:
+        return ""
+    seconds = spent * max(1 - fraction, 0.0) / fraction
+    left = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f", {fraction:.0%}, {left} left"
 
 
 def _describe_split(split: str, meta: dict[str, Any], *, cached: bool) -> str:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import chain, cycle, pairwise, repeat
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,6 @@ from stepmark.evaluation.predictions import (
     labels_on_host,
     predictions_of,
     rows_on_host,
-    with_last,
 )
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.progress import EVALUATION, enter_phase, in_phase
@@ -151,9 +150,11 @@ class Evaluator:
             forward = functools.partial(self._forward, loss_only=loss_only, ignore_keys=ignore_keys)
             results = self._results(batches, before_batch, forward)
             together: list[SampleRows] = []  # of the batches of one step
-            for place, ((micro_batch, result), last) in zip(
-                cycle(own), with_last(results) if batch_metrics else ((each, 0) for each in results)
-            ):
+            # With metrics of batches the next one is fetched first, to know which is the last.
+            paired = pairwise(chain(results, [None])) if batch_metrics else zip(results, repeat(None))
+            for place, (each, following) in zip(cycle(own), paired, strict=False):
+                assert each is not None
+                micro_batch, result = each
                 sums, loss = of_ranks[place], result[0]
                 sums[1] += self.loss.count(micro_batch)
                 sums[2] += micro_batch.rows
@@ -179,7 +180,7 @@ class Evaluator:
                         self.check_memory(expected, held, joined=joined)
                 if batch_metrics is not None:
                     of_all_ranks = [each for told in self._all_gather(rows) for each in told]
-                    computed = batch_metrics(SampleRows.joined(of_all_ranks), bool(last))
+                    computed = batch_metrics(SampleRows.joined(of_all_ranks), following is None)
                 after_batch()
         compare_calls(self.model, self.host)
         for sums, left in zip(of_ranks, pending, strict=True):

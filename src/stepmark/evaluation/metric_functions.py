@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from stepmark.errors import MetricsError, StepmarkError, UsageError
+from stepmark.errors import MetricsError, UsageError
+from stepmark.filesystem.error_advice import explained
 
 PREPROCESS = "preprocess_logits_for_metrics"
 
@@ -57,12 +58,8 @@ def load_function(name: str, flag: str) -> Callable[..., Any]:
 def _with_errors_named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        try:
+        with explained(lambda error: MetricsError(f"{name} raised {describe(error)}")):
             return function(*arguments, **options)
-        except StepmarkError:
-            raise
-        except Exception as error:
-            raise MetricsError(f"{name} raised {describe(error)}") from error
 
     call.__qualname__ = name
     return call

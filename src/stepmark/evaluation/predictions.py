@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,6 @@ from stepmark.training.model_labels import unwrapped
 
 CACHE = "past_key_values"
 PADDING = -100
-
-Item = TypeVar("Item")
 
 
 class SampleRows(NamedTuple):
@@ -49,17 +47,6 @@ class SampleRows(NamedTuple):
 
 
 NO_ROWS = SampleRows()
-
-
-def with_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
-    """Each item with whether it is the last one, which is known once the next is there."""
-    before: list[Item] = []
-    for item in items:
-        if before:
-            yield before.pop(), False
-        before.append(item)
-    for item in before:
-        yield item, True
 
 
 def ignored_outputs(model: nn.Module) -> list[str]:

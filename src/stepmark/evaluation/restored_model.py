@@ -24,6 +24,7 @@ from stepmark.checkpoint.restore.read_plan import ReadPlan
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.sections import describe
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StepmarkError, UsageError
+from stepmark.filesystem.error_advice import explained
 from stepmark.model_folder.adapted_model import ADAPTER_CONFIG, load_adapted, read_adapter_config
 from stepmark.model_folder.consolidate import consolidate
 from stepmark.model_folder.model_config import CONFIG, check_fits, load_config, model_class
@@ -174,17 +175,16 @@ def read_config(folder: Path, trust_remote_code: bool = False, base_model: str |
             f"{folder} has no {CONFIG}, so its model cannot be constructed from it alone; restore it into your own"
             " model with Checkpointer.restore, and call stepmark.evaluate"
         )
-    try:
-        config: PreTrainedConfig = load_config(source, trust_remote_code)
-    except StepmarkError:
-        raise
-    except Exception as error:  # parsers and transformers raise many kinds
+
+    def explain(error: Exception) -> StepmarkError:
         if "trust_remote_code" in str(error):
-            raise UsageError(needs_code(Path(source))) from error
+            return UsageError(needs_code(Path(source)))
         line = str(error).strip().split("\n")[0]
         more = "; pass the adapter's base model with --base-model" if is_adapter(folder) else ""
-        config_file = Path(source) / CONFIG
-        raise CheckpointMismatch(f"{config_file} does not describe a transformers model: {line}{more}") from error
+        return CheckpointMismatch(f"{Path(source) / CONFIG} does not describe a transformers model: {line}{more}")
+
+    with explained(explain):  # parsers and transformers raise many kinds
+        config: PreTrainedConfig = load_config(source, trust_remote_code)
     return config
 
 

@@ -15,6 +15,7 @@ from stepmark.filesystem.json_values import decode_plain
 from stepmark.model_folder.consolidate import EVALUATION, EVALUATION_FILE
 
 DEFAULT_BATCH_SIZE = 8
+OF_LOSS = ("bf16", "fp16", "label_smoothing_factor", "causal_shift")  # as `stepmark.evaluate` names them too
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,7 @@ class RunOptions:
     @classmethod
     def of_training(cls, args: Any, **more: Any) -> RunOptions:
         """The settings in training arguments, plus `more` of the fields above."""
-        names = ("bf16", "fp16", "label_smoothing_factor", "per_device_eval_batch_size", "causal_shift")
-        return cls(**{name: getattr(args, name) for name in names}, **more)
+        return cls(**{name: getattr(args, name) for name in (*OF_LOSS, "per_device_eval_batch_size")}, **more)
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> RunOptions | None:

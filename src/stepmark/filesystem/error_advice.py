@@ -1,9 +1,13 @@
-"""What to do about an error of the file system."""
+"""What to do about an error of the file system; and errors of other code, told as one of Stepmark's."""
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from stepmark.errors import StepmarkError
 
 _ADVICE = {
     errno.ENOSPC: "free some space there, or use another folder",
@@ -46,3 +50,17 @@ def with_advice(message: str, error: BaseException) -> str:
     else:
         advice = next((words for number, words in _ADVICE.items() if os.strerror(number) in str(error)), None)
     return message if advice is None or advice in message else f"{message}; {advice}"
+
+
+@contextmanager
+def explained(
+    explain: Callable[[Exception], StepmarkError], kinds: tuple[type[Exception], ...] = (Exception,)
+) -> Iterator[None]:
+    """Inside the block, an exception of a library or of a user's code, of one of these kinds, is the error that
+    `explain` makes of it."""
+    try:
+        yield
+    except StepmarkError:
+        raise
+    except kinds as error:
+        raise explain(error) from error

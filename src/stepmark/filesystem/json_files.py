@@ -80,7 +80,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def replace_json(path: Path, content: Mapping[str, Any], *, on_full_disk: bool = False) -> None:
     """Writes the file atomically: a reader finds either the old content or the new. With `on_full_disk` it is written
     in place where the disk has no room for a second file."""
-    text = json.dumps(_mapped(dict(content), _null), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(finite(content), indent=2, allow_nan=False) + "\n"
     try:
         files.replace_file(path, text.encode())
     except OSError as error:
@@ -175,5 +175,9 @@ def _number(value: Any) -> Any:
     return math.inf if isinstance(value, int) and abs(value) > _LARGEST_INTEGER else value
 
 
-def _null(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested values, with null for numbers that JSON lacks (nan, inf)."""
+    found: dict[str, Any] = _mapped(
+        dict(values), lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
+    )
+    return found

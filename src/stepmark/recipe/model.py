@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from stepmark.config.yaml_file import parse_options
 from stepmark.data.prepared_data import choose_block_size
 from stepmark.data.tokenize.tokenizer import check_own_code, load_tokenizer
 from stepmark.errors import StepmarkError, UsageError
+from stepmark.filesystem.error_advice import explained
 from stepmark.liveness.gc_pause import quick_imports
 from stepmark.model_folder.model_config import check_fits, load_config
 from stepmark.parallel.loading.load import ModelFactory, patched_constructors
@@ -160,16 +161,11 @@ def make_model(
     config: ModelArguments, made: Any, factory: ModelFactory | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.nn.Module:
     """Raises UsageError where the fields do not describe a model."""
-    try:
+    invalid = "config_name and config_overrides: they do not describe a valid model"
+    with explained(lambda error: UsageError(f"{invalid}: {_first_line(error)}")):  # each class checks its sizes
         if factory is not None:
             return factory.new(lambda: _from_config(made, config), dtype)
         model = _from_config(made, config)
-    except StepmarkError:
-        raise
-    except Exception as error:  # every model class checks its sizes differently: ValueError, KeyError and more
-        raise UsageError(
-            f"config_name and config_overrides: they do not describe a valid model: {_first_line(error)}"
-        ) from error
     cast_module(model, dtype)
     return model
 
@@ -231,16 +227,14 @@ def _load(name: str, made: Any, dtype: torch.dtype, config: ModelArguments, whol
     return model
 
 
-@contextlib.contextmanager
-def _explained(name: str, what: str) -> Iterator[None]:
+def _explained(name: str, what: str) -> AbstractContextManager[None]:
     """Inside the block, an exception of transformers, safetensors, the hub's client or a parser is a UsageError."""
-    try:
-        yield
-    except StepmarkError:
-        raise
-    except Exception as error:
+
+    def explain(error: Exception) -> UsageError:
         check_own_code(error, "model_name_or_path", name)
-        raise UsageError(f"model_name_or_path: no model can be {what} from {name}: {_first_line(error)}") from error
+        return UsageError(f"model_name_or_path: no model can be {what} from {name}: {_first_line(error)}")
+
+    return explained(explain)
 
 
 def _first_line(error: Exception) -> str:

@@ -22,7 +22,8 @@ from stepmark.config.yaml_file import parse_options
 from stepmark.data.prepared_data import choose_block_size
 from stepmark.data.sources.corpus import Corpus
 from stepmark.data.sources.sources import open_sources, stdlib_texts
-from stepmark.errors import DataError, StepmarkError, UsageError
+from stepmark.errors import DataError, UsageError
+from stepmark.filesystem.error_advice import explained
 from stepmark.recipe.model import build_model, build_tokenizer, check_makeable, config_of
 from stepmark.trainer.compat.transformers_arguments import converted
 from stepmark.trainer.run import Run
@@ -67,16 +68,16 @@ def build_task_trainer(recipe: Recipe, run: Run, callbacks: Sequence[Any] = ()) 
     more: dict[str, Any] = {"callbacks": list(callbacks), "processing_class": tokenizer}
     if task in ("dpo", "kto") and recipe.model.peft is None:
         more["ref_model"] = copy.deepcopy(model)
-    try:
+
+    def explain(error: Exception) -> UsageError:
+        what, columns = " ".join(f"{type(error).__name__}: {error}".split()), ", ".join(train[0])
+        return UsageError(f"task: {task} with columns {columns}: {what}; see TRL's {_KINDS[task]}Trainer")
+
+    with explained(explain, (KeyError, ValueError)):  # as TRL rejects values, and rows without its columns
         made = dataclasses.replace(made, max_length=length, **options)
         trainer = getattr(stepmark.trl, f"{_KINDS[task]}Trainer")(
             model=model, args=made, train_dataset=_dataset(train), eval_dataset=_dataset(validation), run=run, **more
         )
-    except StepmarkError:
-        raise
-    except (KeyError, ValueError) as error:  # as TRL rejects values, and rows without its columns
-        what, columns = " ".join(f"{type(error).__name__}: {error}".split()), ", ".join(train[0])
-        raise UsageError(f"task: {task} with columns {columns}: {what}; see TRL's {_KINDS[task]}Trainer") from error
     kept = len(trainer.train_dataset)
     if not kept:
         raise DataError(f"block_size: TRL leaves out what is longer than {length} tokens, which is every row; raise it")
@@ -90,8 +91,7 @@ def build_task_trainer(recipe: Recipe, run: Run, callbacks: Sequence[Any] = ()) 
 
 def _options(recipe: Recipe, config: type) -> dict[str, Any]:
     """The fields of TRL's config that the recipe sets. Raises UsageError for one that it lacks, or the recipe has."""
-    given, data = recipe.model.task_options or {}, recipe.data
-    options = parse_options("task_options", given) if isinstance(given, str) else dict(given)
+    options, data = parse_options("task_options", recipe.model.task_options), recipe.data
     own = {name: name for name in (*known_fields(TrainingArguments), *all_fields())} | _OTHER_NAMES
     names = [field.name for field in dataclasses.fields(config)]
     for name in options:

@@ -319,7 +319,9 @@ KILLED = "ended without a status"
 
 def _attempts(history: History, resumptions: Sequence[tuple[Line, int | None, float | None]]) -> list[Attempt]:
     """The processes of the run, one more than there are resumptions; each ended before the next started."""
-    begins = [_first_time(history), *(time_of(line) for line, _, _ in resumptions)]
+    firsts = [*history.of_kind("started")[:1], *(history.lost[0][:1] if history.lost else []), *history.logs[:1]]
+    began_at = min((time for line in firsts if (time := time_of(line)) is not None), default=None)
+    begins = [began_at, *(time_of(line) for line, _, _ in resumptions)]
     lasts = [*((last, time) for _, last, time in resumptions), (history.last_step, history.last_update)]
     ends = [*begins[1:], math.inf]
     found = []
@@ -335,11 +337,6 @@ def _attempts(history: History, resumptions: Sequence[tuple[Line, int | None, fl
 def time_of(line: Line) -> float | None:
     time = line.get("time")
     return time if is_number(time) else None
-
-
-def _first_time(history: History) -> float | None:
-    lines = [*history.of_kind("started")[:1], *(history.lost[0][:1] if history.lost else []), *history.logs[:1]]
-    return min((time for line in lines if (time := time_of(line)) is not None), default=None)
 
 
 def _ending(history: History, began: float, until: float) -> str | None:

@@ -307,21 +307,13 @@ class StrategyCallback(DefaultFlowCallback):
         self._ended_early = False
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
-        step = state.global_step
-        first = step == 1 and args.logging_first_step
-        control.should_log |= first or _every(args.logging_strategy, step, state.logging_steps)
-        due = step >= args.eval_delay
-        control.should_evaluate |= due and _every(args.eval_strategy, step, state.eval_steps)
-        control.should_save |= _every(args.save_strategy, step, state.save_steps)
-        if step >= state.max_steps:
+        super().on_step_end(args, state, control)
+        if state.global_step >= state.max_steps:
             self._end_run(args, control)
         return control
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
-        control.should_log |= args.logging_strategy == "epoch"
-        due = state.epoch is not None and state.epoch >= args.eval_delay
-        control.should_evaluate |= due and args.eval_strategy == "epoch"
-        control.should_save |= args.save_strategy == "epoch"
+        super().on_epoch_end(args, state, control)
         in_last_epoch = state.epoch is not None and state.epoch > state.num_train_epochs - 1
         self._ended_early |= control.should_epoch_stop
         if self._ended_early and in_last_epoch and not control.should_training_stop:
@@ -332,10 +324,6 @@ class StrategyCallback(DefaultFlowCallback):
         control.should_training_stop = True
         control.should_evaluate |= args.eval_strategy == "steps"
         control.should_save |= args.save_strategy == "steps"
-
-
-def _every(strategy: str, step: int, interval: float) -> bool:
-    return strategy == "steps" and step % int(interval) == 0
 
 
 def is_better(args: TrainingFields, value: float, best: float | None) -> bool:

@@ -33,28 +33,26 @@ logger = logging.getLogger("stepmark")
 _told: set[tuple[str, str]] = set()
 
 
+@dataclass(frozen=True)
 class ModelColumns:
-    """The columns of a sample that reach a model: `names`."""
+    """The columns of a sample that reach a model: `names`. `others_read`: a user's loss or collator may want the other
+    ones, so dropping them is a warning."""
 
-    def __init__(self, model: nn.Module, names: frozenset[str], *, others_read: bool) -> None:
-        self._model = type(model).__name__
-        self.names = names
-        self._others_read = others_read
+    model: nn.Module
+    names: frozenset[str]
+    others_read: bool = False
 
     @classmethod
     def of_model(cls, model: nn.Module, labels: LabelRule, *, others_read: bool = False) -> ModelColumns | None:
         """The arguments of the model's forward, and the labels; None, for all, where it takes any argument. The models
-        of transformers take further arguments for their attention and loss only, which are not columns.
-
-        `others_read`: a user's loss or collator may want the other columns, so dropping them is a warning.
-        """
+        of transformers take further arguments for their attention and loss only, which are not columns."""
         inner = unwrapped(model)
         parameters = inspect.signature(inner.forward).parameters.values()
         named = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         takes_any = len(named) < len(parameters)
         if takes_any and not (named and isinstance(inner, PreTrainedModel)):
             return None
-        return cls(inner, frozenset((*named, *labels.names, *ALWAYS)), others_read=others_read)
+        return cls(inner, frozenset((*named, *labels.names, *ALWAYS)), others_read)
 
     def of(self, sample: Any) -> Any:
         """The sample, a mapping without the other columns, or anything else as it is. Raises DataError where no column
@@ -62,17 +60,17 @@ class ModelColumns:
         if not isinstance(sample, Mapping) or self.names.issuperset(sample):
             return sample
         used = {name: value for name, value in sample.items() if name in self.names}
-        ignored = ", ".join(str(name) for name in sample if name not in self.names)
+        ignored, model = ", ".join(str(name) for name in sample if name not in self.names), type(self.model).__name__
         if not used:
             raise DataError(
-                f"the dataset's columns ({ignored}) are not among the arguments of {self._model}.forward; rename them, "
+                f"the dataset's columns ({ignored}) are not among the arguments of {model}.forward; rename them, "
                 "or set remove_unused_columns: false for a data_collator that reads them"
             )
-        if (self._model, ignored) not in _told:  # once per process: each evaluation has a loader of its own
-            _told.add((self._model, ignored))
-            columns = f"columns that {self._model}.forward does not take are"
+        if (model, ignored) not in _told:  # once per process: each evaluation has a loader of its own
+            _told.add((model, ignored))
+            columns = f"columns that {model}.forward does not take are"
             for_others = "left out, also for compute_loss and data_collator"
-            if self._others_read:
+            if self.others_read:
                 remedy = "set remove_unused_columns: false to keep them"
                 logger.warning("%s %s: %s; %s", columns, for_others, ignored, remedy)
             else:

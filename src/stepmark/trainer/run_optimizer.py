@@ -92,12 +92,8 @@ class RunOptimizer:
                 "create_optimizer_and_scheduler: it has set no optimizer or no lr_scheduler; set both attributes"
             )
         self._made = [each for each, own in zip((optimizer, schedule), self._own, strict=True) if own is None]
-        if self.named is None or self.named.inner is not optimizer or _has_other_tensors(self.named):
-            return step_optimizer(model, args, mesh, optimizer)
-        return self.named
-
-
-def _has_other_tensors(optimizer: NamedOptimizer) -> bool:
-    """Whether a user has added tensors to the groups, or removed some."""
-    own = {id(held.tensor) for held in optimizer.distribution.held}
-    return own != {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        if self.named is not None and self.named.inner is optimizer:
+            own = {id(held.tensor) for held in self.named.distribution.held}
+            if own == {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}:
+                return self.named  # otherwise a user has added tensors to the groups, or removed some
+        return step_optimizer(model, args, mesh, optimizer)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from stepmark.config.fields import field_names
 from stepmark.config.training_fields import LOG_LEVELS, TrainingFields
 from stepmark.config.transformers_defaults import LATE, is_absent, options_of_transformers, set_absent
 from stepmark.errors import UsageError
@@ -172,13 +171,6 @@ class TrainingArguments(options_of_transformers(TrainingFields), TrainingFields)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._values().items())})"
-
-    @classmethod
-    def of(cls, fields: TrainingFields) -> TrainingArguments:
-        """The arguments with these fields, or the given ones where they are arguments."""
-        if isinstance(fields, TrainingArguments):
-            return fields
-        return cls(**{name: getattr(fields, name) for name in field_names(TrainingFields)})
 
     # The device, which transformers gives as an object. Given and kept is its name.
 

@@ -331,12 +331,6 @@ class TrainingLoop:
         parts.loader.load_state_dict(after)
         self._record_position()
 
-    def _newest_before(self, step: int) -> Path | None:
-        """The newest checkpoint from before this step. Collective."""
-        saved = [each for path in checkpoints(self._checkpointer.folder) if (each := step_of(path)) and each < step]
-        newest = self._parts.context.host.broadcast(max(saved, default=None))
-        return None if newest is None else checkpoint_path(self._checkpointer.folder, newest)
-
     def _begin(self, restored: Path | None) -> None:
         """Records that this process is about to train."""
         parts, callbacks = self._parts, self._callbacks
@@ -522,14 +516,17 @@ class TrainingLoop:
             raise TrainingDiverged(self._parts.context.host.broadcast(error))
 
     def _check_spikes(self) -> None:
-        """Raises _LossSpike on all ranks where the run is to go back, and can."""
+        """Raises _LossSpike on all ranks where the run is to go back, and can: to the newest checkpoint from before."""
         if self._spikes is None or self._args.on_loss_spike != ROLLBACK:
             return
         if self._spikes.found is not None:
             first, last = self._spikes.found
             self._checkpointer.wait()
-            if (path := self._newest_before(first)) is not None:
-                raise _LossSpike(first, last, path)
+            folder = self._checkpointer.folder
+            saved = [each for path in checkpoints(folder) if (each := step_of(path)) and each < first]
+            newest = self._parts.context.host.broadcast(max(saved, default=None))
+            if newest is not None:
+                raise _LossSpike(first, last, checkpoint_path(folder, newest))
             self._monitor.not_rolled_back(first)
         self._positions.clear()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,9 @@ class ExpertLoads:
         self._open = False
         self._hooks = [
             # Before any hook that changes the router's choice for the experts of this rank.
-            model.get_submodule(name).register_forward_pre_hook(self._hook(name), with_kwargs=True, prepend=True)
+            model.get_submodule(name).register_forward_pre_hook(
+                partial(self._add, name), with_kwargs=True, prepend=True
+            )
             for name in own
         ]
 
@@ -102,16 +105,12 @@ class ExpertLoads:
             kept = mask.float() if kept is None else mask * kept
         return kept
 
-    def _hook(self, name: str) -> Any:
-        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._open:
-                self._add(name, args[1] if len(args) > 1 else kwargs["top_k_index"])
-
-        return count
-
-    def _add(self, name: str, index: Tensor) -> None:
-        """Counts the tokens of each expert of a layer, where `index`, [tokens, k], has those of each token: in a few
-        operations, since there may be many layers."""
+    def _add(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a layer: counts the tokens of each of its experts, where its argument `top_k_index`, [tokens, k], has
+        those of each token; in a few operations, since there may be many layers."""
+        if not self._open:
+            return
+        index: Tensor = args[1] if len(args) > 1 else kwargs["top_k_index"]
         if self._runtime.lazy or torch.compiler.is_compiling():  # a graph of its own, which depends on no other layer's
             chosen = (index[..., None] == torch.arange(self.experts[name].number, device=index.device)).sum(1)
             self._sums[name] = self._sums[name] + (chosen * self._of_tokens(index)[:, None]).sum(0)

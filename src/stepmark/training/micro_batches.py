@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,8 +132,21 @@ def _versions(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int, bool]]
     return [(each.untyped_storage()._cdata, each._version, each.requires_grad) for each in parameters]
 
 
-class MicroBatchSchedule(Protocol):
+@dataclass(eq=False)
+class MicroBatchSchedule(ABC):
     """Runs the forward and backward passes of a step."""
+
+    model: nn.Module
+    loss: MicroBatchLoss
+    gradients: GradientReducer
+    mesh: Mesh
+    autocast: torch.dtype | None
+    scaler: LossScaler | None
+    seed: int
+    loads: ExpertLoads
+
+    def __post_init__(self) -> None:
+        self._buffers = RankBuffers(self.model, self.mesh)
 
     def forward_backward(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
         """Leaves the sums of the gradients of a step, numbered from 0, in the reducer. Of the hooks, those after each
@@ -143,9 +157,20 @@ class MicroBatchSchedule(Protocol):
         Returns the part of each logical rank of this process in the mean loss over the target tokens of all ranks, a
         float32 vector, and the number of these tokens, a 0-dim float32 tensor, on the device.
         """
+        counts = TokenCounts.of([self.loss.count(each) for each in batch.micro_batches], self.mesh)
+        self.gradients.begin()
+        self._buffers.begin()
+        parts = [each.reshape(1) for each in self._passes(step, batch, counts, hooks)]
+        self._buffers.end()
+        return parts[0] if len(parts) == 1 else torch.cat(parts), counts.total.reshape(())
+
+    @abstractmethod
+    def _passes(self, step: int, batch: StepBatch, counts: TokenCounts, hooks: StepHooks) -> list[Tensor]:
+        """Runs the passes, and returns the part of each logical rank in the loss."""
 
 
-class SequentialSchedule:
+@dataclass(eq=False)
+class SequentialSchedule(MicroBatchSchedule):
     """Runs the micro-batches one after the other, each forward and then backward, on ranks that hold the complete
     model, or a tensor parallel slice of every layer: all of one logical rank, then those of the next. Where gradients
     are added over all ranks in every pass, the logical ranks take turns with each micro-batch.
@@ -154,50 +179,25 @@ class SequentialSchedule:
     between steps can shift them.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: MicroBatchLoss,
-        gradients: GradientReducer,
-        mesh: Mesh,
-        *,
-        gathers: PendingGathers | None = None,
-        autocast: torch.dtype | None = None,
-        scaler: LossScaler | None = None,
-        around: AroundPasses | None = None,
-        seed: int = 42,
-        loads: ExpertLoads | None = None,
-    ) -> None:
-        self._around: AroundPasses = around or (lambda inputs, _, passes: passes(inputs))
-        self._model = model
-        self._gathers = gathers or PendingGathers()
-        self._loss = loss
-        self._gradients = gradients
-        self._mesh = mesh
-        self._runtime = mesh.runtime
-        # Whether what no rank has samples for, at the end of an epoch, can be left out.
-        self._alone = mesh.ranks.total == 1 and not mesh.runtime.lazy
-        self._autocast = autocast
-        self._sharded = has_full_sharding(model)
-        self._scaler = scaler
-        self._seed = seed
-        self._loads = loads or ExpertLoads(model, mesh)
-        self._buffers = RankBuffers(model, mesh)
+    gathers: PendingGathers
+    around: AroundPasses | None
 
-    def forward_backward(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
-        """See `MicroBatchSchedule`."""
-        targets = [self._loss.count(micro_batch) for micro_batch in batch.micro_batches]
-        counts = TokenCounts.of(targets, self._mesh)
-        self._gradients.begin()
-        self._buffers.begin()
-        hosted, by_pass = of_ranks(self._mesh, batch), self._gradients.by_pass
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._runtime = self.mesh.runtime
+        # Whether what no rank has samples for, at the end of an epoch, can be left out.
+        self._alone = self.mesh.ranks.total == 1 and not self.mesh.runtime.lazy
+        self._sharded = has_full_sharding(self.model)
+
+    def _passes(self, step: int, batch: StepBatch, counts: TokenCounts, hooks: StepHooks) -> list[Tensor]:
+        hosted, by_pass = of_ranks(self.mesh, batch), self.gradients.by_pass
         losses = [counts.zero for _ in hosted]
         turns = self._turns(batch, hosted)
         for number, (place, index) in enumerate(turns):
             if by_pass:
-                self._gradients.enter(place)
+                self.gradients.enter(place)
             elif number and place != turns[number - 1][0]:
-                self._gradients.end_rank()
+                self.gradients.end_rank()
             self._buffers.enter(place)
             if number:
                 enter_phase(PASSES, number + 1)
@@ -206,52 +206,51 @@ class SequentialSchedule:
             weight = Weight(
                 (counts.each[indices][index] if own else counts.zero).reshape(()), counts.divisor.reshape(())
             )
-            seed_generators(self._runtime, derive_seed(self._seed, step, index, rank))
-            with self._mesh.watching_others():
+            seed_generators(self._runtime, derive_seed(self.seed, step, index, rank))
+            with self.mesh.watching_others():
                 edges = number == 0, number == len(turns) - 1
                 loss = self._pass(batch.micro_batches[indices][index], weight, *edges, counts=own)
                 if own:
                     losses[place] = losses[place] + loss
                 if index < turns[-1][1] and (place == turns[-1][0] or not by_pass):
-                    hooks.between_passes(self._gradients)
+                    hooks.between_passes(self.gradients)
             if len(batch.micro_batches) > 1:  # micro-batches share one graph, the update has its own
                 self._runtime.step_boundary()
-        self._buffers.end()
-        parts = [each.reshape(1) for each in losses]
-        return parts[0] if len(parts) == 1 else torch.cat(parts), counts.total.reshape(())
+        return losses
 
     def _pass(self, micro_batch: MicroBatch, weight: Weight, first: bool, last: bool, *, counts: bool) -> Tensor:
         """The forward and backward pass of a micro-batch, the `first` or `last` of a step; returns its loss. `counts`:
         whether its tokens are counted for the experts, and its samples for metrics."""
 
         def passes(inputs: Any) -> Tensor:
-            with self._gathers.first_use() if first else nullcontext():
+            with self.gathers.first_use() if first else nullcontext():
                 loss = self._forward(micro_batch, inputs, weight, counts=counts)
             if last:
-                self._gradients.last_backward()
-            loss.backward(None if self._scaler is None else self._scaler.of(loss))
-            self._gradients.collect()
+                self.gradients.last_backward()
+            loss.backward(None if self.scaler is None else self.scaler.of(loss))
+            self.gradients.collect()
             return loss.detach()
 
         with computing(micro_batch if counts else replace(micro_batch, rows=0)):
-            return self._around(micro_batch.inputs, weight.count, passes)
+            given = micro_batch.inputs
+            return passes(given) if self.around is None else self.around(given, weight.count, passes)
 
     def _turns(self, batch: StepBatch, hosted: Sequence[tuple[int, slice]]) -> list[tuple[int, int]]:
         """The passes of a step, in their order: the number of the logical rank in this process, and of its micro-batch.
         A process that has fewer ranks than others takes part in all of theirs where gradients are added in each."""
         count = len(batch.micro_batches) // len(hosted)
-        if self._gradients.by_pass:
-            return [(place, index) for index in range(count) for place in range(self._mesh.ranks.most)]
+        if self.gradients.by_pass:
+            return [(place, index) for index in range(count) for place in range(self.mesh.ranks.most)]
         if self._alone:
             present = [index for index in range(count) if batch.micro_batches[index].rows]
             count = max(present, default=count - 1) + 1
         return [(place, index) for place in range(len(hosted)) for index in range(count)]
 
     def _forward(self, micro_batch: MicroBatch, inputs: Any, weight: Weight, *, counts: bool) -> Tensor:
-        counting = self._loads.counting(micro_batch) if counts else nullcontext()
-        with autocast(self._runtime, self._autocast, sharded=self._sharded), counting:
+        counting = self.loads.counting(micro_batch) if counts else nullcontext()
+        with autocast(self._runtime, self.autocast, sharded=self._sharded), counting:
             try:
-                loss = self._loss(self._model, inputs, weight)[0]
+                loss = self.loss(self.model, inputs, weight)[0]
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
                     raise UsageError(LOSS) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import CodeType, NoneType
@@ -74,14 +74,13 @@ def has_known_loss(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel) and all(name.startswith("transformers.") for name in names)
 
 
-def averages_samples(*owners: Any) -> bool | None:
-    """Whether the loss is a mean over samples, by the attribute `loss_averages_over`, `samples` or `targets`, of the
-    first of some objects that has one; None without any. Raises UsageError for other values."""
-    found = (getattr(each, "loss_averages_over", None) for each in owners)
-    declared = next((each for each in found if each is not None), None)
-    if declared not in (None, "samples", "targets"):
-        raise UsageError(f"loss_averages_over: should be samples or targets, and is {declared!r}")
-    return None if declared is None else declared == "samples"
+def declared(name: str, values: tuple[Any, Any], owners: Iterable[Any]) -> Any:
+    """The attribute of this name of the first of some objects that has one; None without any. Raises UsageError where
+    it is none of the `values`."""
+    found = next((each for owner in owners if (each := getattr(owner, name, None)) is not None), None)
+    if found not in (None, *values):
+        raise UsageError(f"{name}: should be {values[0]} or {values[1]}, and is {found!r}")
+    return found
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -111,16 +110,6 @@ def sums_samples(model: nn.Module) -> bool:
     """Whether the model's own loss is a sum over samples, not a mean."""
     model = unwrapped(model)
     return _is_ctc(model) and getattr(model.config, "ctc_loss_reduction", "mean") == "sum"
-
-
-def declared_shift(*owners: Any) -> bool | None:
-    """Whether position t predicts label t + 1, by the attribute `causal_shift` of the first of some objects that has
-    one; None without any. Raises UsageError for values other than True and False."""
-    found = (getattr(each, "causal_shift", None) for each in owners)
-    declared = next((each for each in found if each is not None), None)
-    if declared not in (None, True, False):
-        raise UsageError(f"causal_shift: should be True or False, and is {declared!r}")
-    return None if declared is None else bool(declared)
 
 
 def known_shift(model: nn.Module) -> bool | None:

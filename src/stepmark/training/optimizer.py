@@ -150,7 +150,10 @@ def build_optimizer(
         except (TypeError, ValueError, RuntimeError) as error:
             raise UsageError(f"optim_args: {name} does not accept {chosen}: {error}") from error
 
-    used, mesh = _used_groups(groups, stages), mesh or sharded_over
+    present = [bool(group["params"]) for group in groups]  # on this rank, or with `stages` on any rank
+    if stages is not None:
+        present = [any(found) for found in zip(*stages.all_gather(present), strict=True)]
+    used, mesh = [group for group, there in zip(groups, present, strict=True) if there], mesh or sharded_over
     if mesh is None and name in WHOLE_PARAMETERS and any(layout_of(each) is not None for _, each in named_parameters):
         raise UsageError(
             f"mesh: {name} uses whole parameters, and tensor parallelism has sharded some; pass the mesh, "
@@ -166,14 +169,6 @@ def build_optimizer(
         bucket_elements=bucket_elements,
     )
     return NamedOptimizer(distribution, used, make, runtime)
-
-
-def _used_groups(groups: Sequence[dict[str, Any]], stages: HostGroup | None) -> list[dict[str, Any]]:
-    """The groups that have a parameter on this rank, or with `stages` on any rank."""
-    present = [bool(group["params"]) for group in groups]
-    if stages is not None:
-        present = [any(found) for found in zip(*stages.all_gather(present), strict=True)]
-    return [group for group, there in zip(groups, present, strict=True) if there]
 
 
 def wrap_optimizer(

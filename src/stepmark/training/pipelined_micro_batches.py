@@ -16,54 +16,37 @@ from torch import Tensor
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.parallel.full_sharding import has_full_sharding
-from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.pipeline.schedules import BACKWARD, FORWARD, GPIPE, Schedule, Task, Transfer, make_schedule
 from stepmark.parallel.pipeline.stage_plan import checkpoints_gradients
 from stepmark.parallel.pipeline.staged_model import StagedModel
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
 from stepmark.parallel.tensor.dropout import begin_regions
-from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.seeds import derive_seed, seed_generators
 from stepmark.runtime.stage_transfers import Form
-from stepmark.training.expert_loads import ExpertLoads
-from stepmark.training.loss_scaler import LossScaler
-from stepmark.training.micro_batches import StepHooks, TokenCounts, autocast, of_ranks
+from stepmark.training.micro_batches import MicroBatchSchedule, StepHooks, TokenCounts, autocast, of_ranks
 from stepmark.training.one_graph_per_step.saved_weights import weights_made_again
 from stepmark.training.pipelined_forward import StageCalls
-from stepmark.training.rank_buffers import RankBuffers
-from stepmark.training.weighted_loss import MicroBatchLoss, Weight
+from stepmark.training.weighted_loss import Weight
 
 
 @dataclass(eq=False)
-class PipelinedSchedule:
-    """Runs the micro-batches of a step as a schedule says. See `MicroBatchSchedule`.
+class PipelinedSchedule(MicroBatchSchedule):
+    """Runs the micro-batches of a step as a schedule says. The loss of all ranks but those of the last stage is 0.
 
     Random numbers are seeded as in `SequentialSchedule`, and each stage continues where the one before has stopped.
     Where neither the modules nor the configuration show that the model draws any, the first step does.
     """
 
     stages: StagedModel
-    loss: MicroBatchLoss
-    gradients: GradientReducer
-    mesh: Mesh
     kind: str  # as `pipeline_schedule`
-    autocast: torch.dtype | None
-    scaler: LossScaler | None
-    seed: int
-    loads: ExpertLoads
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.transfers = Transfers(self.mesh, draws=True)
         self.seeks_draws = not self.stages.plan.draws
         self.call = StageCalls(self.stages, self.loss)
-        self._buffers = RankBuffers(self.stages.model, self.mesh)
 
-    def forward_backward(self, step: int, batch: StepBatch, hooks: StepHooks) -> tuple[Tensor, Tensor]:
-        """See `MicroBatchSchedule`; the loss of all ranks but those of the last stage is 0."""
-        targets = [self.loss.count(micro_batch) for micro_batch in batch.micro_batches]
-        counts = TokenCounts.of(targets, self.mesh)
-        self.gradients.begin()
-        self._buffers.begin()
+    def _passes(self, step: int, batch: StepBatch, counts: TokenCounts, hooks: StepHooks) -> list[Tensor]:
         losses, drew = [], False
         for place, (rank, indices) in enumerate(of_ranks(self.mesh, batch)):
             if place:
@@ -71,13 +54,12 @@ class PipelinedSchedule:
                 self._buffers.enter(place)
             with self.mesh.watching_others():
                 running = self._rank(step, rank, batch.micro_batches[indices], counts.of_rank(indices), hooks)
-            losses.append(running.loss.reshape(1))
+            losses.append(running.loss)
             drew |= running.drew
-        self._buffers.end()
         if self.seeks_draws:
             self.transfers.draws = any(self.mesh.context.host.all_gather(drew))
             self.seeks_draws = False
-        return losses[0] if len(losses) == 1 else torch.cat(losses), counts.total.reshape(())
+        return losses
 
     def _rank(
         self, step: int, rank: int, micro_batches: list[MicroBatch], counts: TokenCounts, hooks: StepHooks

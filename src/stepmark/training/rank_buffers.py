@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ class _Place(NamedTuple):
     key: str
 
     @property
-    def buffer(self) -> Tensor | None:
+    def buffer(self) -> Any:
         return self.module._buffers[self.key]
 
     @property
@@ -70,7 +70,7 @@ class RankBuffers:
         self._values[self._rank] = self._copies()
         values = self._values.get(rank, self._first)
         for place in self._kept:
-            _value(place).copy_(values[place.name])
+            place.buffer.copy_(values[place.name])
         self._rank = rank
         self._note(values)
 
@@ -87,7 +87,7 @@ class RankBuffers:
             self._take_from_first()
 
     def _copies(self) -> dict[str, Tensor]:
-        return {place.name: _value(place).clone() for place in self._kept}
+        return {place.name: place.buffer.clone() for place in self._kept}
 
     def _note(self, values: dict[str, Tensor]) -> None:
         """Notes what a rank goes on with: `values` by name, as far as they are needed."""
@@ -95,7 +95,7 @@ class RankBuffers:
         self._seen = [place.state for place in self._places]
 
     def _take_from_first(self) -> None:
-        buffers = [_value(place) for place in self._kept]
+        buffers = [place.buffer for place in self._kept]
         zeros = self._mesh.ranks.process > 0  # a sum with zeros is the first process's bytes
         sent = [torch.zeros_like(each) if zeros else each.clone() for each in map(_bytes, buffers)]
         for buffer, value in zip(buffers, self._mesh.data_parallel.all_reduce(sent), strict=True):
@@ -123,8 +123,3 @@ def _equal(one: Tensor | None, other: Tensor) -> bool:
 def _bytes(tensor: Tensor) -> Tensor:
     """Which backends send, and compare, whatever the type is."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _value(place: _Place) -> Tensor:
-    assert place.buffer is not None
-    return place.buffer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,14 +113,13 @@ class TrainStep:
         self._schedule: MicroBatchSchedule
         stages = staged(model)
         self._mesh, self._seed = mesh, seed
-        options: dict[str, Any] = {"autocast": autocast, "scaler": scaler, "seed": seed, "loads": self._loads}
+        common = model, loss, self._gradients, mesh, autocast, scaler, seed, self._loads
         if stages is None:
-            options |= {"gathers": optimizer.gathers, "around": around}
-            self._schedule = SequentialSchedule(model, loss, self._gradients, mesh, **options)
+            self._schedule = SequentialSchedule(*common, optimizer.gathers, around)
             return
         fields_of(TrainingFields)["pipeline_schedule"].checked(pipeline_schedule)
         refuse(schedule_contradictions(pipeline_schedule, accumulation, mesh.pipeline.size, len(stages.own)))
-        self._schedule = PipelinedSchedule(stages, loss, self._gradients, mesh, pipeline_schedule, **options)
+        self._schedule = PipelinedSchedule(*common, stages, pipeline_schedule)
 
     def __call__(self, step: int, batch: StepBatch, hooks: StepHooks | None = None) -> StepStatistics:
         """Trains one step. Collective.

@@ -3,7 +3,7 @@
 Every loss is the mean over its micro-batch, weighted by (the micro-batch's targets) / (the step's targets on all
 ranks). It therefore makes no difference whether a model divides by `num_items_in_batch` or ignores it. Losses of
 micro-batches are summed, and so are gradients over the ranks. Without labels to count,
-and where what computes the loss declares it (`averages_samples`), the mean is over samples.
+and where what computes the loss declares it (`loss_averages_over`), the mean is over samples.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from stepmark.data.loader.labels import LabelRule
 from stepmark.data.tokenize.packing import IGNORED
 from stepmark.errors import DataError, UsageError
 from stepmark.training.model_labels import (
-    averages_samples,
-    declared_shift,
+    declared,
     has_known_loss,
     known_shift,
     label_rule,
@@ -91,7 +90,7 @@ class MicroBatchLoss:
         compute_loss_func: the user's function; None for the model's own loss.
         label_smoothing: from 0 (none) to 1.
         label_names: the inputs that are labels; default: the arguments of the model's forward that look like it.
-        causal_shift: whether position t predicts label t + 1; None: as something declares (`declared_shift`), else as
+        causal_shift: whether position t predicts label t + 1; None: as something declares (`causal_shift`), else as
             the model's class shows, else no.
         lazy: the model is on a lazy device, where attention masks must not depend on values.
         declared_by: what may declare that, and how the loss averages, before the function and the model.
@@ -114,10 +113,10 @@ class MicroBatchLoss:
             rule = replace(rule, skips_ignored=False)
         self._known = has_known_loss(unwrapped(model))
         owners = (declared_by, compute_loss_func, unwrapped(model))
-        by_sample = averages_samples(*owners)
-        rule = rule if by_sample is None else replace(rule, by_sample=by_sample)
-        declared = declared_shift(*owners) if causal_shift is None else causal_shift
-        shift = known_shift(unwrapped(model)) if declared is None else declared
+        averaged = declared("loss_averages_over", ("samples", "targets"), owners)
+        rule = rule if averaged is None else replace(rule, by_sample=averaged == "samples")
+        shift = declared("causal_shift", (True, False), owners) if causal_shift is None else causal_shift
+        shift = known_shift(unwrapped(model)) if shift is None else shift
         self.labels: LabelRule = replace(rule, causal_shift=bool(shift))
         self.override: Override | None = None
         self._undeclared = shift is None

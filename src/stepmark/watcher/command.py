@@ -16,13 +16,14 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_l
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.errors import CheckpointNotFound
 from stepmark.evaluation.run_options import RunOptions
+from stepmark.filesystem.json_files import finite
 from stepmark.filesystem.printable import printable
 from stepmark.liveness.gc_pause import quick_imports
 from stepmark.recipe.used_recipe import USED_RECIPE, find_recipe
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment, warn_not_saved
 from stepmark.trainer.telemetry.progress import QUIET, aligned
 from stepmark.watcher.evaluation_data import Request
-from stepmark.watcher.evaluation_records import EVALUATED, FAILED, TABLE, finite
+from stepmark.watcher.evaluation_records import EVALUATED, FAILED, TABLE
 
 _APPEAR_EVERY = 1.0  # seconds between two checks for a run that has not begun
 

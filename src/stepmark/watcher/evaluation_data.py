@@ -244,4 +244,4 @@ def _are_plain(names: list[str], columns: dict[str, Any]) -> bool:
         return False
     from stepmark.data.sources.source_files import find_files
 
-    return not any(uncompressed_suffix(file) in TABLES for file in find_files("--data", names).files)
+    return not any(uncompressed_suffix(file) in TABLES for file in find_files("--data", names)[0])

@@ -12,7 +12,6 @@ import csv
 import fcntl
 import io
 import logging
-import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
 from stepmark.filesystem import files
-from stepmark.filesystem.json_files import append_line, read_lines
+from stepmark.filesystem.json_files import append_line, finite, read_lines
 
 EVALUATIONS, TABLE = "evaluations.jsonl", "evaluations.csv"
 EVALUATED, FAILED, SKIPPED = "done", "failed", "skipped"
@@ -112,10 +111,3 @@ class EvaluationRecords:
 def read_evaluations(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's evaluations.jsonl; partial ones are skipped."""
     return read_lines(run / EVALUATIONS)
-
-
-def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers that JSON lacks (nan, inf) as null."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
-    }

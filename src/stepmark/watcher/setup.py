@@ -22,7 +22,7 @@ from stepmark.evaluation.evaluate import evaluate
 from stepmark.evaluation.metric_functions import load_function, load_metrics
 from stepmark.evaluation.metrics import plain_values, with_prefix
 from stepmark.evaluation.restored_model import ModelReader, is_adapter, needs_code, read_config
-from stepmark.evaluation.run_options import RunOptions
+from stepmark.evaluation.run_options import OF_LOSS, RunOptions
 from stepmark.recipe.used_recipe import USED_RECIPE
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.model_options import check_attention
@@ -166,10 +166,7 @@ class EvaluationSetup:
             sets.get(None, sets),
             mesh=self.mesh,
             batch_size=self.options.per_device_eval_batch_size,
-            bf16=self.options.bf16,
-            fp16=self.options.fp16,
-            label_smoothing_factor=self.options.label_smoothing_factor,
-            causal_shift=self.options.causal_shift,
+            **{name: getattr(self.options, name) for name in OF_LOSS},
             metric_key_prefix=PREFIX,
             **load_metrics(self.metrics, "--metrics"),
         )

@@ -11,9 +11,11 @@ import torch
 import transformers
 
 from stepmark import Trainer, TrainingArguments
+from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import DataError, UsageError
 from stepmark.trainer.callbacks import reporters
 from stepmark.trainer.compat.transformers_arguments import converted
+from stepmark.trainer.training_arguments import Seq2SeqTrainingArguments
 from tests.support.programs import VOCABULARY, Blocks, tiny_model
 
 # Where torch_xla is installed, transformers' arguments create its device.
@@ -38,6 +40,12 @@ def test_fields_that_cannot_be_converted_are_all_named(tmp_path: Path) -> None:
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, auto_find_batch_size=True, ddp_timeout=5)
     with pytest.raises(UsageError, match=r"auto_find_batch_size: .*ddp_timeout: "):
         converted(args)
+
+
+def test_fields_of_a_recipe_keep_their_dtype_in_every_class_of_arguments(tmp_path: Path) -> None:
+    fields = TrainingFields(output_dir=str(tmp_path), dtype="bfloat16")
+    made = [converted(fields, kind) for kind in (None, Seq2SeqTrainingArguments)]
+    assert [each.dtype for each in made] == ["bfloat16", "bfloat16"]
 
 
 def test_enumerations_become_their_values(tmp_path: Path) -> None:

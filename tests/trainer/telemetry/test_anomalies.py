@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import pytest
 
-from stepmark.trainer.telemetry.anomalies import REPEATS, Anomaly, AnomalyDetector
+from stepmark.trainer.telemetry.anomalies import REPEATS, AnomalyDetector
 
 INFINITY, NAN = math.inf, math.nan
+
+
+class Anomaly(NamedTuple):
+    """What a detector has reported."""
+
+    kind: str
+    step: int
+    message: str
 
 
 def watch(steps: Iterable[tuple[float, float]], rate: float = 1e-3, saved: tuple[int, ...] = ()) -> list[Anomaly]:
     """What is said of these (loss, norm) pairs, one a step."""
     said: list[Anomaly] = []
-    watching = AnomalyDetector(said.append)
+    watching = AnomalyDetector(lambda *told: said.append(Anomaly(*told)))
     for step, (loss, norm) in enumerate(steps, 1):
         watching.begin(step, rate)
         watching.look(step, loss, 64.0, norm)
@@ -43,7 +52,7 @@ def test_a_loss_that_is_no_number_is_told_once_with_the_last_checkpoint_from_bef
 def test_a_checkpoint_from_after_it_is_no_help_however_late_the_numbers_come() -> None:
     """One from before it is, although it may still be written."""
     said: list[Anomaly] = []
-    watching = AnomalyDetector(said.append)
+    watching = AnomalyDetector(lambda *told: said.append(Anomaly(*told)))
     for step in (4, 8):
         watching.marked(step)
     watching.look(7, NAN, 64.0, 1.0)
@@ -57,7 +66,7 @@ def test_without_a_checkpoint_it_says_so() -> None:
 
 def diverged(steps: Iterable[tuple[float, float]], limit: int, left_out: tuple[int, ...] = ()) -> str | None:
     """What a detector says that is asked once, after all steps."""
-    watching = AnomalyDetector(lambda _: None, stop_on_nan=limit)
+    watching = AnomalyDetector(lambda *_: None, stop_on_nan=limit)
     watching.marked(2)
     for step, (loss, norm) in enumerate(steps, 1):
         watching.look(step, loss, 64.0, norm, updated=step not in left_out)
@@ -75,13 +84,13 @@ def test_steps_in_a_row_that_are_not_finite_are_counted() -> None:
 
 
 def test_a_run_that_ends_with_a_step_that_is_not_finite_has_diverged() -> None:
-    watching = AnomalyDetector(lambda _: None, stop_on_nan=3)
+    watching = AnomalyDetector(lambda *_: None, stop_on_nan=3)
     watching.look(1, NAN, 64.0, NAN)
     assert watching.diverged() is None
     assert "since step 1 " in (watching.diverged(ended=True) or "")
     watching.look(2, 1.0, 64.0, 1.0)
     assert watching.diverged(ended=True) is None
-    never = AnomalyDetector(lambda _: None)
+    never = AnomalyDetector(lambda *_: None)
     never.look(1, NAN, 64.0, NAN)
     assert never.diverged(ended=True) is None
 
@@ -90,7 +99,7 @@ def test_steps_that_a_loss_scaler_leaves_out_are_not_counted() -> None:
     bad = (NAN, NAN)
     assert diverged([*healthy(2), bad, bad, bad, bad], 3, left_out=(3, 4, 5, 6)) is None
     assert diverged([*healthy(2), bad, bad, bad, bad], 3, left_out=(5,)) is not None
-    watching = AnomalyDetector(lambda _: None)
+    watching = AnomalyDetector(lambda *_: None)
     watching.look(1, 2.0, 64.0, INFINITY, updated=False)
     assert watching.not_finite == {}  # the weights are what they were
     watching.look(2, 2.0, 0.0, NAN)  # a step without a target
@@ -112,7 +121,7 @@ def test_a_gradient_of_exactly_zero_right_after_a_save() -> None:
 
 def test_steps_that_are_meant_to_change_nothing_are_no_signs() -> None:
     said: list[Anomaly] = []
-    watching = AnomalyDetector(said.append)
+    watching = AnomalyDetector(lambda *told: said.append(Anomaly(*told)))
     for step in range(1, 30):  # a schedule that has ended, on the same batch again and again
         watching.begin(step, 0.0)
         watching.look(step, 2.0, 64.0, 0.7)
@@ -136,7 +145,7 @@ def test_a_loss_that_stays_the_same_to_the_last_bit() -> None:
 
 def test_weights_that_are_the_same_in_two_checkpoints() -> None:
     said: list[Anomaly] = []
-    watching = AnomalyDetector(said.append)
+    watching = AnomalyDetector(lambda *told: said.append(Anomaly(*told)))
     for step, fingerprint in ((10, "a"), (20, "b"), (30, "b"), (40, "b")):
         for each in range(step - 9, step + 1):
             watching.begin(each, 1e-3)
@@ -151,7 +160,7 @@ def test_weights_that_are_the_same_in_two_checkpoints() -> None:
 @pytest.mark.parametrize("rate", [0.0, 1e-3])
 def test_weights_may_be_the_same_where_no_step_could_move_them(rate: float) -> None:
     said: list[Anomaly] = []
-    watching = AnomalyDetector(said.append)
+    watching = AnomalyDetector(lambda *told: said.append(Anomaly(*told)))
     for step in (1, 2, 3):
         watching.begin(step, rate)
         watching.look(step, 2.0, 64.0 if rate == 0.0 else 0.0, 1.0)

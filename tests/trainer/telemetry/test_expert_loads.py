@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from stepmark import read_metrics
-from stepmark.trainer.telemetry.anomalies import FEWEST_TOKENS, STARVED_LOGS, Anomaly, AnomalyDetector
+from stepmark.trainer.telemetry.anomalies import FEWEST_TOKENS, STARVED_LOGS, AnomalyDetector
 from stepmark.trainer.telemetry.loss_meter import ExpertLoadMeter, load_fields
 from tests.support.mesh_programs import make_trainer
 from tests.support.ranks import Ranks
@@ -82,9 +82,9 @@ def test_an_older_checkpoint_has_no_loads() -> None:
     assert meter.take() == {}
 
 
-def signs(*logs: list[int]) -> list[Anomaly]:
-    said: list[Anomaly] = []
-    watching = AnomalyDetector(said.append)
+def signs(*logs: list[int]) -> list[tuple[str, int, str]]:
+    said: list[tuple[str, int, str]] = []
+    watching = AnomalyDetector(lambda *told: said.append(told))
     for step, row in enumerate(logs, 1):
         watching.loads(10 * step, {LAYER: torch.tensor(row)} if row else {})
     return said
@@ -95,10 +95,10 @@ EACH = 4 * FEWEST_TOKENS // STARVED_LOGS  # tokens of a log
 
 def test_an_expert_that_starves_is_named_once() -> None:
     fed, starved = [EACH // 4] * 4, [EACH // 2, EACH // 2 - 2, 1, 1]
-    (sign,) = signs(fed, *[starved] * (STARVED_LOGS + 3))
-    assert (sign.kind, sign.step) == ("expert_starved", 10 * (STARVED_LOGS + 1))
-    assert f"2 of 4 experts of {LAYER}" in sign.message
-    assert "expert 2 got 5 tokens, the mean is 1000" in sign.message
+    ((kind, step, message),) = signs(fed, *[starved] * (STARVED_LOGS + 3))
+    assert (kind, step) == ("expert_starved", 10 * (STARVED_LOGS + 1))
+    assert f"2 of 4 experts of {LAYER}" in message
+    assert "expert 2 got 5 tokens, the mean is 1000" in message
 
 
 @pytest.mark.parametrize(

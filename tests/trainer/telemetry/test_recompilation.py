@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.runtime.base import CacheCounters
-from stepmark.trainer.telemetry.lazy_device import Compilation, RecompilationMonitor
+from stepmark.trainer.telemetry.lazy_device import RecompilationMonitor
 
 
 class Device:
@@ -32,14 +32,27 @@ def batch(length: int = 8, micro_batches: int = 1, **more: Any) -> StepBatch:
     return StepBatch([MicroBatch(inputs, 2, 14)] * micro_batches, 2, 0.1, {"samples": 2})
 
 
+class Compilation(NamedTuple):
+    """What a monitor has reported."""
+
+    step: int
+    where: str
+    count: int
+    reason: str
+    cached: int | None = None
+
+
 class Run:
     """Steps, evaluations and saves with so many compilations each."""
 
     def __init__(self, lazy: bool = True) -> None:
         self.device = Device(lazy)
         self.seen: list[Compilation] = []
-        self.watch = RecompilationMonitor(self.device, self.seen.append)  # type: ignore[arg-type]
+        self.watch = RecompilationMonitor(self.device, self.report)  # type: ignore[arg-type]
         self.step = 0
+
+    def report(self, *seen: Any) -> None:
+        self.seen.append(Compilation(*seen))
 
     def train(self, given: StepBatch, compiled: int = 0) -> None:
         self.watch.begin(given)
@@ -112,7 +125,7 @@ def test_an_eager_device_has_none() -> None:
 def test_graphs_from_the_compile_cache_are_told_from_compiled_ones() -> None:
     run = Run()
     run.device.cache = CacheCounters(hits=2, misses=1)
-    run.watch = RecompilationMonitor(run.device, run.seen.append)  # type: ignore[arg-type]
+    run.watch = RecompilationMonitor(run.device, run.report)  # type: ignore[arg-type]
     for _ in range(4):
         run.train(batch())
     run.device.cache = CacheCounters(hits=3, misses=1)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from stepmark.data.chat.chat_rows import ASSISTANT, ROLES, Chat, read_chat
 from stepmark.data.chat.message_marks import NUMBER, PROBE, MarkedTemplate, unmarked
-from stepmark.errors import DataError, StepmarkError, UsageError
+from stepmark.errors import DataError, UsageError
+from stepmark.filesystem.error_advice import explained
 
 Spans = list[tuple[int, int]]
 _SAID = ("reasoning_content", "reasoning", "thinking", "function_call")  # keys of a message that say something
@@ -55,7 +55,7 @@ class ChatTokenizer:
             UsageError: The template does not show which tokens are the assistant's.
         """
         chat = read_chat(row, self._column, where, self._answers_alone)
-        with _errors_of(chat, where):
+        with explained(partial(_not_taken, chat, where)):
             template = self._template(self._tokenizer.get_chat_template(None, chat.tools))
             _check_variables(chat, template, self._tokenizer.special_tokens_map, where)
             said = {key for message in chat.messages for key in message if key not in ("role", "content")}
@@ -187,18 +187,12 @@ class _Tokens:
         return len(before)
 
 
-@contextmanager
-def _errors_of(chat: Chat, where: str) -> Iterator[None]:
-    """Raises a template's errors as one that names the row."""
-    try:
-        yield
-    except StepmarkError:
-        raise
-    except Exception as error:  # what it calls itself, and what a wrong type leads to
-        first = next((each["role"] for each in chat.messages if each["role"] not in ("system", "developer")), None)
-        more = "it begins with the assistant: put a user's message first; or " if first == ASSISTANT else ""
-        line = " ".join(str(error).split())[:200]
-        raise DataError(f"{where}: the chat template does not take it ({line}); {more}{_REMEDY}") from error
+def _not_taken(chat: Chat, where: str, error: Exception) -> DataError:
+    """What a template raises, by what it calls itself, or because a type is wrong; names the row."""
+    first = next((each["role"] for each in chat.messages if each["role"] not in ("system", "developer")), None)
+    more = "it begins with the assistant: put a user's message first; or " if first == ASSISTANT else ""
+    line = " ".join(str(error).split())[:200]
+    return DataError(f"{where}: the chat template does not take it ({line}); {more}{_REMEDY}")
 
 
 def _check_variables(chat: Chat, template: MarkedTemplate, special: Any, where: str) -> None:
@@ -228,7 +222,8 @@ def _check_shown(shown: _Shown, where: str) -> None:
         return
     for number, message in enumerate(shown.chat.messages):
         content, place, here = message["content"], shown.of(number), f"{where}, message {number + 1}"
-        texts = [content] if isinstance(content, str) else [*_texts_in(content)]
+        parts = [{"text": content}] if isinstance(content, str) else content if isinstance(content, list) else []
+        texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
         # A text that has its place may be changed on purpose, such as thinking that is left out.
         unsure = not place or not isinstance(content, str)
         if unsure and any(each.strip() not in (place or shown.text) for each in texts):
@@ -276,9 +271,3 @@ def _unclear(where: str, field: str) -> UsageError:
         f"{field}: the tokenizer's chat template does not show which tokens of {where} are of which message; put "
         "{% generation %} … {% endgeneration %} around the answers in it"
     )
-
-
-def _texts_in(content: Any) -> Iterator[str]:
-    for part in content if isinstance(content, list) else ():
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            yield part["text"]

@@ -65,7 +65,9 @@ class MixtureOrder:
         first = epoch * count // size
         passes = -(-(epoch + 1) * count // size) - first
         if shuffle:
-            numbers = _stream_part(seed, source, first * size, passes * size)
+            stream, (skipped, more) = generator(Stream.SOURCE, seed, source), divmod(first * size, _WORDS)
+            stream.advance(skipped)  # past the numbers of earlier passes, without making them
+            numbers = stream.random_raw(more + passes * size)[more:]
             drawn = np.argsort(numbers.reshape(passes, size), axis=1, kind="stable").ravel()
         else:
             drawn = np.tile(np.arange(size), passes)
@@ -78,13 +80,6 @@ class MixtureOrder:
         noise = generator(Stream.MIXTURE, seed, epoch).random_raw(sum(self.counts)) / 2.0**64 if shuffle else 0.5
         places = np.concatenate([np.arange(count) for count in self.counts]) + noise
         return np.argsort(places / np.repeat(self.counts, self.counts), kind="stable")
-
-
-def _stream_part(seed: int, source: int, start: int, count: int) -> np.ndarray:
-    """Numbers `start` to `start + count` of a source's stream of random 64-bit numbers, made without those before."""
-    stream = generator(Stream.SOURCE, seed, source)
-    stream.advance(start // _WORDS)
-    return stream.random_raw(start % _WORDS + count)[start % _WORDS :]
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:

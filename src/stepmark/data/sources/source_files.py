@@ -7,7 +7,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.config.data_arguments import uncompressed_suffix
@@ -24,16 +23,11 @@ _FORMATS = Path(__file__).with_name("other_formats.csv").read_text(encoding="utf
 OTHER_FORMATS = frozenset(word for word in _FORMATS.replace(",", " ").split() if word.startswith("."))
 
 
-@dataclass(frozen=True)
-class FoundFiles:
-    """Files in reading order, and how many of each extension beside them, in named folders, are not read."""
-
-    files: list[Path]
-    left_out: Counter[str]
-
-
-def find_files(field: str, given: str | Sequence[str], extensions: Collection[str] = EXTENSIONS) -> FoundFiles:
-    """The files that a recipe field names, in its order.
+def find_files(
+    field: str, given: str | Sequence[str], extensions: Collection[str] = EXTENSIONS
+) -> tuple[list[Path], Counter[str]]:
+    """The files that a recipe field names, in its order, and how many of each extension beside them, in named folders,
+    are not read.
 
     A name is that of a file, of a folder (its files and those of its subfolders, without hidden ones), or a pattern
     such as `data/**/*.jsonl`. Files of folders and patterns are sorted by name. If `.txt` is one of `extensions`, files
@@ -57,7 +51,7 @@ def find_files(field: str, given: str | Sequence[str], extensions: Collection[st
     for path in found:
         if resolved[path.resolve()] > 1:
             raise UsageError(f"{field}: {path} is named more than once; its texts would count twice: name it once")
-    return FoundFiles(found, left_out)
+    return found, left_out
 
 
 def extension(file: Path) -> str:

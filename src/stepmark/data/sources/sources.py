@@ -91,9 +91,9 @@ def _file_corpus(field: str, given: str | Sequence[str], config: DataArguments) 
     the `text_column`; see `table_rows` and `choose_column`. All but .parquet may be compressed: .gz, .bz2, .xz, .zst.
     """
     chat = config.messages_column is not None
-    found = find_files(field, given, CHAT_EXTENSIONS if chat else EXTENSIONS)
-    sources = tuple(_file_source(field, path, config) for path in found.files)
-    return Corpus(sources, found.left_out, "row" if chat else "document")
+    files, left_out = find_files(field, given, CHAT_EXTENSIONS if chat else EXTENSIONS)
+    sources = tuple(_file_source(field, path, config) for path in files)
+    return Corpus(sources, left_out, "row" if chat else "document")
 
 
 def _file_source(field: str, path: Path, config: DataArguments) -> Source:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -39,14 +39,6 @@ class Segment(NamedTuple):
     text: str
     starts: bool
     ends: bool
-
-
-@dataclass
-class Tally:
-    """What was read: documents with text, and rows without any, which leave nothing to train on."""
-
-    documents: int = 0
-    without_text: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,27 +80,20 @@ class TextEncoder:
         return np.asarray(ids, dtype=self.dtype)
 
 
-def encode_texts(texts: Corpus, encoder: TextEncoder, processes: int, tally: Tally) -> Iterator[np.ndarray]:
-    """The token stream of a split, in parts, 1-dimensional and of `encoder.dtype`; `tally` counts what was read.
+def encode_texts(texts: Corpus, encoder: TextEncoder, processes: int, tally: Counter[str]) -> Iterator[np.ndarray]:
+    """The token stream of a split, in parts, 1-dimensional and of `encoder.dtype`. `tally` counts what was read:
+    `documents` with text, rows `without_text`, which leave nothing to train on, and segments with `words`.
 
     Raises DataError if the texts are empty or only white space, or one of them is not Unicode.
     """
-    found_text = False
-
-    def watched() -> Iterator[list[Segment]]:
-        nonlocal found_text
-        for batch in segment_batches(texts, tally):
-            found_text = found_text or any(not segment.text.isspace() for segment in batch)
-            yield batch
-
     try:
-        yield from _encode_batches(watched(), encoder, processes)
+        yield from _encode_batches(segment_batches(texts, tally), encoder, processes)
     except (TypeError, UnicodeEncodeError) as error:  # of the tokenizers library, and of Python
         raise DataError(
             f"{texts.where}: a text cannot be encoded ({error}); remove halves of surrogate pairs, \\ud800 to \\udfff"
         ) from error
-    if not found_text:
-        rows = f" in any of its {tally.without_text} rows" if tally.without_text else ""
+    if not tally["words"]:
+        rows = f" in any of its {tally['without_text']} rows" if tally["without_text"] else ""
         raise DataError(f"{texts.where} contains no text{rows}; give data with text in it")
 
 
@@ -151,13 +136,14 @@ def _encode_in_worker(batch: list[Segment]) -> np.ndarray:
     return _worker.stream(batch)
 
 
-def segment_batches(corpus: Corpus, tally: Tally) -> Iterator[list[Segment]]:
-    """The corpus in lists of about `BATCH_CHARACTERS` characters, at most twice that; counts documents in `tally`."""
+def segment_batches(corpus: Corpus, tally: Counter[str]) -> Iterator[list[Segment]]:
+    """The corpus in lists of about `BATCH_CHARACTERS` characters, at most twice that; counted in `tally`."""
     batch: list[Segment] = []
     characters = 0
     for segment in _segments(corpus, tally):
         batch.append(segment)
         characters += len(segment.text)
+        tally["words"] += not segment.text.isspace()
         if characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -175,19 +161,19 @@ def joined(batch: Iterable[Segment]) -> list[Segment]:
     return [Segment("".join(each.text for each in parts), parts[0].starts, parts[-1].ends) for parts in documents]
 
 
-def _segments(corpus: Corpus, tally: Tally) -> Iterator[Segment]:
+def _segments(corpus: Corpus, tally: Counter[str]) -> Iterator[Segment]:
     for index, parts in groupby(corpus.numbered(), key=itemgetter(0)):
         texts = (text for _, text in parts)
         if corpus.sources[index].continuous:
-            tally.documents += 1
+            tally["documents"] += 1
             yield from _document(piece for text in texts if text for piece in cut(text))
             continue
         for text in texts:
             if text:
-                tally.documents += 1
+                tally["documents"] += 1
                 yield from _document(cut(text))
             else:
-                tally.without_text += 1
+                tally["without_text"] += 1
 
 
 def _document(pieces: Iterator[str]) -> Iterator[Segment]:

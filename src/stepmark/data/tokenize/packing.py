@@ -45,7 +45,7 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
         if not -self._blocks <= index < self._blocks:
             raise IndexError(f"block {index} of {self._blocks}")
         start = index % self._blocks * self.block_size
-        ids = torch.from_numpy(self._tokens(start, min(start + self.block_size, self.tokens)).astype(np.int64))
+        ids = torch.from_numpy(self._ids.values[start : min(start + self.block_size, self.tokens)].astype(np.int64))
         missing = self.block_size - ids.numel()
         if not missing:
             return {"input_ids": ids, "labels": ids.clone()}
@@ -57,9 +57,6 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
     def tokens_in(self, index: int) -> int:
         """Tokens of a block, padding apart."""
         return min(self.block_size, self.tokens - index * self.block_size)
-
-    def _tokens(self, start: int, stop: int) -> np.ndarray:
-        return self._ids.values[start:stop]
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +65,15 @@ class MappedArray:
 
     def __init__(self, path: Path, dtype: str | np.dtype[Any]) -> None:
         self._path, self._dtype = path, dtype
-        self._mapped: np.ndarray | None = None
 
-    @property
+    @cached_property
     def values(self) -> np.ndarray:
-        if self._mapped is None:  # slices of a memmap are slower to make, and of an empty file there is none
-            filled = self._path.stat().st_size > 0
-            mapped = np.memmap(self._path, self._dtype, "r") if filled else np.empty(0, self._dtype)
-            self._mapped = mapped.view(np.ndarray)
-        return self._mapped
+        filled = self._path.stat().st_size > 0  # of an empty file there is no memmap
+        mapped = np.memmap(self._path, self._dtype, "r") if filled else np.empty(0, self._dtype)
+        return mapped.view(np.ndarray)  # whose slices are made more quickly
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": None}
+        return {"_path": self._path, "_dtype": self._dtype}
 
 
 def open_entry(entry: Path) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from typing import Any
 
@@ -43,6 +44,7 @@ class PlainBatches:
             yield from (micro_batch.inputs for micro_batch in step if micro_batch.rows)
 
 
+@dataclass(eq=False)
 class GivenLoader:
     """An iterable of batches as the loader of a training run or an evaluation.
 
@@ -52,7 +54,7 @@ class GivenLoader:
     `state_dict` and `load_state_dict` are used if the iterable has them; otherwise batches are skipped.
 
     Args:
-        loader: A re-iterable of batches on the host, with or without a length.
+        given: A re-iterable of batches on the host, with or without a length.
         rank, world_size: Of data parallelism; or the range of logical ranks that this process hosts, and their number.
         accumulation: Batches of a step and rank.
         max_steps: Steps of the run, for a loader without a length; default None: it needs one.
@@ -62,38 +64,32 @@ class GivenLoader:
             `drop_last` do: losses may take other ranks' samples as negatives.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        *,
-        rank: int | range,
-        world_size: int,
-        accumulation: int = 1,
-        seed: int = 0,
-        labels: LabelRule,
-        max_steps: int | None = None,
-        fixed_shape: bool = False,
-        whole_turns: bool = False,
-    ) -> None:
+    given: Any
+    _: KW_ONLY
+    rank: int | range
+    world_size: int
+    labels: LabelRule
+    accumulation: int = 1
+    seed: int = 0
+    max_steps: int | None = None
+    fixed_shape: bool = False
+    whole_turns: bool = False
+
+    def __post_init__(self) -> None:
+        loader, rank = self.given, self.rank
         if not hasattr(loader, "__iter__"):
             raise UsageError(f"a loader has to be iterable, and {type(loader).__name__} is not; return a DataLoader")
         sharded = is_sharded(loader)
         ranks = rank if isinstance(rank, range) else range(rank, rank + 1)
-        _check_samplers(loader, ranks[0], world_size)
-        self.given = loader
+        _check_samplers(loader, ranks[0], self.world_size)
         self.dataset = getattr(loader, "dataset", None)
         sizes = (getattr(each, "batch_size", None) for each in (loader, getattr(loader, "batch_sampler", None)))
-        self.layout = BatchLayout(next(filter(None, sizes), 1), world_size, accumulation)
-        self._ranks, self._size = (range(1), 1) if sharded else (ranks, world_size)
-        self._repeats = world_size if sharded else 1
-        self._seed = seed
-        self._labels = labels
-        self._max_steps = max_steps
-        self._fixed_shape = fixed_shape
+        self.layout = BatchLayout(next(filter(None, sizes), 1), self.world_size, self.accumulation)
+        self._ranks, self._size = (range(1), 1) if sharded else (ranks, self.world_size)
+        self._repeats = self.world_size if sharded else 1
         self._full_rows = 0
-        self._whole_turns = whole_turns
         self._length = _length(loader)
-        if whole_turns and self._length is not None:
+        if self.whole_turns and self._length is not None:
             self._length -= self._length % self._size
         self.has_length = self._length is not None
         self._position: dict[str, Any] = self._state(0, 0, ended=True)
@@ -105,9 +101,9 @@ class GivenLoader:
         """Steps of a complete epoch; of a loader without a length, those of the run."""
         if self._length is not None:
             return -(-self._length // (self._size * self.layout.accumulation))
-        if self._max_steps is None:
+        if self.max_steps is None:
             raise UsageError(f"max_steps: {type(self.given).__name__} has no length; set max_steps")
-        return self._max_steps
+        return self.max_steps
 
     def state_dict(self) -> dict[str, Any]:
         """The position that the consumer has reached, as plain values."""
@@ -147,7 +143,7 @@ class GivenLoader:
         epoch, taken = self._position["epoch"], self._position["samples"]
         generators = self._position["generators"]
         batches = self._batches(epoch, taken)
-        if self._whole_turns:
+        if self.whole_turns:
             batches = _whole_turns(batches, self._size)
         following = next(batches, None)
         if following is None:
@@ -170,7 +166,7 @@ class GivenLoader:
 
     def _batches(self, epoch: int, taken: int) -> Iterator[Any]:
         """The loader's batches after the first `taken` of an epoch."""
-        stream = _RandomStream((self._seed, epoch, 0))
+        stream = _RandomStream((self.seed, epoch, 0))
         for generator, state in zip(self._generators(), self._position["generators"], strict=True):
             generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
         saved = None if self._begun else self._position["loader"]
@@ -207,14 +203,14 @@ class GivenLoader:
     def _micro_batch(self, inputs: Any, *, empty: bool = False) -> MicroBatch:
         rows = rows_of(inputs)
         self._full_rows = max(self._full_rows, rows)
-        short = self._fixed_shape and isinstance(inputs, dict) and rows < self._full_rows
-        filled = short and self._labels.can_ignore_rows(inputs, rows)
+        short = self.fixed_shape and isinstance(inputs, dict) and rows < self._full_rows
+        filled = short and self.labels.can_ignore_rows(inputs, rows)
         if filled:
-            inputs = self._labels.without(_filled(inputs, rows, self._full_rows), rows)
+            inputs = self.labels.without(_filled(inputs, rows, self._full_rows), rows)
         if empty:
             rows = 0
-            inputs = self._labels.without(inputs, 0) if isinstance(inputs, dict) else inputs
-        return MicroBatch(inputs, rows, self._labels.count(inputs), filled or empty)
+            inputs = self.labels.without(inputs, 0) if isinstance(inputs, dict) else inputs
+        return MicroBatch(inputs, rows, self.labels.count(inputs), filled or empty)
 
     def _state(self, epoch: int, taken: int, *, ended: bool, loader: Any = None) -> dict[str, Any]:
         return {

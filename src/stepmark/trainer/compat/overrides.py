@@ -27,9 +27,7 @@ NEED_COMPLETE_MODEL = ("compute_loss", "prediction_step", "training_step")
 
 def hooks_of(base: type) -> dict[str, Any]:
     """The methods of `base` among those of transformers' Trainer, as they are now, before any patch."""
-    missing = object()
-    found = {name: inspect.getattr_static(base, name, missing) for name in (*CALLED, *refusals("hook"))}
-    return {name: method for name, method in found.items() if method is not missing}
+    return {name: inspect.getattr_static(base, name) for name in (*CALLED, *refusals("hook")) if hasattr(base, name)}
 
 
 def check_overrides(cls: type, own: Mapping[str, Any]) -> None:

@@ -27,12 +27,12 @@ def converted(args: Any, kind: Any = None) -> Any:
 
     Raises UsageError that names all fields which Stepmark lacks and which do not have their default value.
     """
-    if kind is not None and isinstance(args, TrainingFields) and not isinstance(args, kind):
-        return kind(**{name: getattr(args, name) for name in known_fields(TrainingArguments) if hasattr(args, name)})
-    if args is None:
-        return (kind or TrainingArguments)()
+    own = kind or TrainingArguments
+    if args is None or isinstance(args, own):
+        return own() if args is None else args
     if isinstance(args, TrainingFields):
-        return TrainingArguments.of(args)
+        names = {*field_names(TrainingFields), *known_fields(TrainingArguments)}
+        return own(**{name: getattr(args, name) for name in names if hasattr(args, name)})
     if not hasattr(args, "output_dir"):
         raise UsageError(f"args: should be TrainingArguments, and is a {type(args).__name__}; {_ORDER}")
     if not isinstance(args, transformers.TrainingArguments):
@@ -43,18 +43,18 @@ def converted(args: Any, kind: Any = None) -> Any:
     seq2seq = isinstance(args, transformers.Seq2SeqTrainingArguments)
     kind = kind or (Seq2SeqTrainingArguments if seq2seq else TrainingArguments)
     values = {name: _plain(value) for name, value in _fields(args).items() if name != "local_rank"}  # the launcher's
-    own = known_fields(kind)
+    known = known_fields(kind)
     # What transformers makes of no arguments but the folder and the device.
     default = transformers.Seq2SeqTrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
     defaults = {name: _plain(value) for name, value in _fields(default).items()}
     set_here = [
         name
         for name, value in values.items()
-        if (name in own and (value, defaults.get(name)) != (None, None))  # what is unset keeps our default
+        if (name in known and (value, defaults.get(name)) != (None, None))  # what is unset keeps our default
         or (name in defaults and value != defaults[name])
     ]
     made = kind(**{name: values[name] for name in (*set_here, "use_cpu")})
-    for name in vars(args).keys() - vars(default).keys() - set(own):  # a script's own, which its hooks read
+    for name in vars(args).keys() - vars(default).keys() - set(known):  # a script's own, which its hooks read
         setattr(made, name, getattr(args, name))
     return made
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.errors import StepmarkError, UsageError
+from stepmark.filesystem.error_advice import explained
 from stepmark.filesystem.files import make_folder, replace_file
 from stepmark.liveness.console import CONSOLE
 from stepmark.liveness.failure_report import FAILURES
@@ -67,7 +67,7 @@ class HubUploads(TrainerCallback):
             self._api = HfApi(token=token or args.hub_token)
             name = args.hub_model_id or Path(args.output_dir).name
             is_private = args.hub_private_repo if private is None else private
-            with _explained(f"hub_model_id: {name} cannot be created or written to"):
+            with explained(partial(_of_hub, f"hub_model_id: {name} cannot be created or written to")):
                 self.name = self._api.create_repo(name, private=is_private, exist_ok=True).repo_id
 
         on_rank_0(self._host, create, lambda error: StepmarkError(str(error)))
@@ -118,7 +118,7 @@ class HubUploads(TrainerCallback):
                 logger.warning("%s", error)
 
     def _upload(self, folder: Path, message: str, ignored: list[str], revision: str | None, into: str = "") -> Any:
-        with _explained(f"push_to_hub: the upload to {self.name} has failed"):
+        with explained(partial(_of_hub, f"push_to_hub: the upload to {self.name} has failed")):
             return self._api.upload_folder(
                 repo_id=self.name,
                 folder_path=folder,
@@ -133,18 +133,10 @@ class HubUploads(TrainerCallback):
         return self._uploads[-1]
 
 
-@contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Inside the block, an error of the hub or the network is a StepmarkError, with its first line."""
-    try:
-        yield
-    except StepmarkError:
-        raise
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise StepmarkError(
-            f"{what}: {first}; check the token (`hf auth login`, or hub_token) and the network"
-        ) from error
+def _of_hub(what: str, error: Exception) -> StepmarkError:
+    """An error of the hub or the network, with its first line."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return StepmarkError(f"{what}: {first}; check the token (`hf auth login`, or hub_token) and the network")
 
 
 def _link(source: str, target: str) -> None:

@@ -72,33 +72,21 @@ class SpikeDetector:
         self.rollbacks = int(state["rollbacks"])
 
 
-@dataclass(frozen=True)
-class Anomaly:
-    """One finding. `kind` identifies it for programs; `step` is the first step that shows it."""
-
-    kind: str
-    step: int
-    message: str
-
-
+@dataclass(eq=False)
 class AnomalyDetector:
-    """Checks every step's numbers when they reach the host, and calls `report` once for each kind of anomaly.
+    """Checks every step's numbers when they reach the host, and calls `report(kind, step, message)` once for each kind
+    of anomaly: `kind` identifies it for programs, `step` is the first step that shows it.
 
     `stop_on_nan`: consecutive steps that are not finite after which the run has diverged; 0: never. `not_finite` has
     the numbers of the last step on the host that are not finite, by name, the same on all ranks. `spikes` judges the
     steps that have updated the weights."""
 
-    def __init__(
-        self,
-        report: Callable[[Anomaly], None],
-        *,
-        stop_on_nan: int = 0,
-        spikes: SpikeDetector | None = None,
-    ) -> None:
-        self.spikes = spikes
+    report: Callable[[str, int, str], None]
+    stop_on_nan: int = 0
+    spikes: SpikeDetector | None = None
+
+    def __post_init__(self) -> None:
         self.not_finite: dict[str, float] = {}
-        self._report = report
-        self._limit = stop_on_nan
         self._streak, self._first = 0, 0
         self._message = ""
         self._diverged: tuple[int, str] | None = None
@@ -132,7 +120,7 @@ class AnomalyDetector:
             if self.spikes is not None and (reason := self.spikes.judge(loss, norm)) is not None:
                 first, _ = self.spikes.found or (step, step)
                 self.spikes.found = first, step
-                self._report(Anomaly("loss_spike", step, f"step {step} is a loss spike: {reason}"))
+                self.report("loss_spike", step, f"step {step} is a loss spike: {reason}")
         self._look_for_repeats(step, loss, norm, rate)
         self._moved += rate > 0.0 and math.isfinite(norm) and norm > 0.0
 
@@ -146,15 +134,15 @@ class AnomalyDetector:
         self._streak += 1
         found = ", ".join(f"{name} {value}" for name, value in numbers.items())
         self._message = f"training has diverged: since step {self._first} nothing is finite ({found})"
-        if self._streak == self._limit and self._diverged is None:
+        if self._streak == self.stop_on_nan and self._diverged is None:
             self._diverged = self._first, self._message
 
     def diverged(self, *, ended: bool = False) -> str | None:
         """The error of a diverged run, else None. `ended`: one step that is not finite suffices if it is the last."""
-        if self._diverged is None and not (ended and self._streak and self._limit):
+        if self._diverged is None and not (ended and self._streak and self.stop_on_nan):
             return None
         first, message = self._diverged or (self._first, self._message)
-        remedy = f"lower learning_rate, or look at the samples of step {first} (stop_on_nan: {self._limit})"
+        remedy = f"lower learning_rate, or look at the samples of step {first} (stop_on_nan: {self.stop_on_nan})"
         return f"{message}; {self._remedy(first)}; {remedy}"
 
     def rolled_back(self) -> None:
@@ -225,4 +213,4 @@ class AnomalyDetector:
     def _found(self, kind: str, step: int, message: str) -> None:
         if kind not in self._reported:
             self._reported.add(kind)
-            self._report(Anomaly(kind, step, message))
+            self.report(kind, step, message)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -112,25 +111,17 @@ UNKNOWN = {
 }
 
 
-@dataclass(frozen=True)
-class Compilation:
-    """`count` graphs that were new to the process in `where` (step, evaluation or save) at `step`, after the warm-up.
-    `cached` of them were read from the compile cache, the others compiled; None without a cache."""
-
-    step: int
-    where: str
-    count: int
-    reason: str
-    cached: int | None = None
-
-
 class RecompilationMonitor:
     """Counts compilations after every step, evaluation and save of this process, without waiting for the device.
+
+    `report(step, where, count, reason, cached)` tells of `count` graphs that were new to the process in `where` (step,
+    evaluation or save) at `step`, after the warm-up. `cached` of them were read from the compile cache, the others
+    compiled; None without a cache.
 
     A step may compile until one has compiled nothing, or WARM_UP have passed; the first evaluation may as well.
     """
 
-    def __init__(self, runtime: Runtime, report: Callable[[Compilation], None]) -> None:
+    def __init__(self, runtime: Runtime, report: Callable[[int, str, int, str, int | None], None]) -> None:
         self._runtime = runtime
         self._report = report
         self._known = runtime.requested_graphs()
@@ -165,7 +156,7 @@ class RecompilationMonitor:
             reason = self._change if where == "step" and self._change else UNKNOWN[where]
             if not self._runtime.lazy and reason == UNKNOWN[where]:
                 reason = "no input has a new shape; TORCH_LOGS=recompiles names the guard that failed"
-            self._report(Compilation(step, where, count, reason, cached))
+            self._report(step, where, count, reason, cached)
         if where == "step":
             self._steps += 1
         if where != "step" or not count or self._steps >= WARM_UP:

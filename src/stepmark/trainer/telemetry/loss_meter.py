@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,30 +65,29 @@ def _spread(row: Tensor) -> tuple[float, float, float]:
 HELD_STEPS = 512  # steps whose statistics may stay on the device
 
 
+@dataclass(eq=False)
 class LossMeter:
     """Losses since the last log and since the run began, weighted by tokens, as state that is saved.
 
     Statistics stay on the device until they are needed, so that a step never waits. A float32 loss times a token
     count is exact in the host's float64, so the mean of one step is that step's loss to the last bit.
+
+    `look(step, loss, tokens, gradient norm, updated)` is called once the numbers of a step are on the host. `experts`:
+    see `ExpertLoadMeter`. `filters`: a loss that is not finite counts as the mean so far.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        look: Callable[..., None] | None = None,
-        experts: Mapping[str, int] | None = None,
-    ) -> None:
-        """`look(step, loss, tokens, gradient norm, updated)` is called once the numbers of a step are on the
-        host. `experts`: see `ExpertLoadMeter`."""
-        self._runtime = runtime
-        self._look = look
+    runtime: Runtime
+    look: Callable[..., None] = lambda *_: None
+    experts: Mapping[str, int] = field(default_factory=dict)
+    filters: bool = False
+
+    def __post_init__(self) -> None:
         self._pending: list[StepStatistics] = []
-        self.loads = ExpertLoadMeter(experts or {})
+        self.loads = ExpertLoadMeter(self.experts)
         self.since_log = {"loss": 0.0, "tokens": 0}
         self.since_start = {"loss": 0.0, "tokens": 0}
         self.grad_norm = 0.0
         self.last_loss: float | None = None
-        self.filters = False  # a loss that is not finite counts as the mean so far
         self.timed_tokens = 0  # trained by this process since its caller set it to 0
 
     def add(self, statistics: StepStatistics) -> None:
@@ -103,8 +103,7 @@ class LossMeter:
             self.loads.add(loads)
         for statistics, values in zip(self._pending, fetched, strict=True):
             loss, tokens, self.grad_norm = values.tolist()
-            if self._look is not None:
-                self._look(statistics.step + 1, loss, tokens, self.grad_norm, statistics.updated)
+            self.look(statistics.step + 1, loss, tokens, self.grad_norm, statistics.updated)
             lost = self.filters and not math.isfinite(loss)
             for sums in (self.since_log, self.since_start):
                 sums["loss"] += tokens * (sums["loss"] / max(sums["tokens"], 1) if lost else loss)
@@ -115,9 +114,9 @@ class LossMeter:
 
     def _fetch(self, values: list[Tensor]) -> list[Tensor]:
         """The vectors on the host, by one copy; a lazy device would run a graph to join them."""
-        if self._runtime.lazy or len(values) < 2:
-            return self._runtime.to_host(values)
-        return list(self._runtime.to_host([torch.stack(values)])[0])
+        if self.runtime.lazy or len(values) < 2:
+            return self.runtime.to_host(values)
+        return list(self.runtime.to_host([torch.stack(values)])[0])
 
     def take_log(self) -> dict[str, Any] | None:
         """Mean loss since the last log and the last gradient norm; None if there was no step since."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 from stepmark.liveness.console import json_line
@@ -140,20 +139,12 @@ def duration(seconds: float) -> str:
 def metric_lines(split: str, metrics: Mapping[str, Any]) -> list[str]:
     """A heading with the name of the split, and a line for each metric in the order of their names, as transformers
     prints them."""
-    shown = {name: _metric(name, value) for name, value in metrics.items()}
+    from transformers.trainer_pt_utils import metrics_format
+
+    shown = {name: str(value) for name, value in metrics_format(dict(metrics)).items()}
     names, values = (max(map(len, each), default=0) for each in (shown, shown.values()))
     lines = (f"  {name:<{names}} = {shown[name]:>{values}}" for name in sorted(shown))
     return [f"***** {split} metrics *****", *lines]
-
-
-def _metric(name: str, value: Any) -> str:
-    if "_mem_" in name:
-        return f"{value >> 20}MB"
-    if "_runtime" in name:
-        return f"{timedelta(seconds=int(value))}.{int(value % 1 * 100):02}"
-    if name == "total_flos":
-        return f"{int(value) >> 30}GF"
-    return str(round(value, 4) if isinstance(value, float) else value)
 
 
 def evaluation_line(step: int, metrics: dict[str, float], prefix: str) -> str:

@@ -33,8 +33,8 @@ from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.components import TrainingComponents
 from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.run_folder.time_spent import TIME_SPENT, TimeSpent
-from stepmark.trainer.telemetry.anomalies import Anomaly, AnomalyDetector, SpikeDetector
-from stepmark.trainer.telemetry.lazy_device import Compilation, DeviceReadMonitor, RecompilationMonitor
+from stepmark.trainer.telemetry.anomalies import AnomalyDetector, SpikeDetector
+from stepmark.trainer.telemetry.lazy_device import DeviceReadMonitor, RecompilationMonitor
 from stepmark.trainer.telemetry.save_history import SaveHistory
 from stepmark.trainer.telemetry.system_samples import SystemSampler
 from stepmark.trainer.telemetry.throughput import RunTimers, Throughput, device_model, memory_fields
@@ -159,18 +159,17 @@ class Telemetry:
 
     # Findings
 
-    def _report_anomaly(self, found: Anomaly) -> None:
-        if not self._run_log.writes:
-            return
-        logger.warning("%s", found.message)
-        self._run_log.event("trouble", found.step, kind=found.kind, message=found.message)
+    def _report_anomaly(self, kind: str, step: int, message: str) -> None:
+        if self._run_log.writes:
+            logger.warning("%s", message)
+            self._run_log.event("trouble", step, kind=kind, message=message)
 
     def not_rolled_back(self, step: int) -> None:
         """There is no checkpoint to return to from a loss spike at this step."""
         assert self.spikes is not None
         self.spikes.found = None
         message = f"there is no checkpoint from before the loss spike of step {step}; training goes on"
-        self._report_anomaly(Anomaly("not_rolled_back", step, message))
+        self._report_anomaly("not_rolled_back", step, message)
 
     def _report_device_reads(self, lines: list[str]) -> None:
         shown = ", ".join(lines[:MAX_LINES]) + (", …" if len(lines) > MAX_LINES else "")
@@ -180,16 +179,15 @@ class Telemetry:
             shown,
         )
 
-    def _report_compilation(self, seen: Compilation) -> None:
-        graphs = "a graph" if seen.count == 1 else f"{seen.count} graphs"
-        where = {"step": f"step {seen.step}", "evaluation": f"the evaluation after step {seen.step}"}
-        message = f"{where.get(seen.where, f'the save of step {seen.step}')} {_made(seen, graphs)}: {seen.reason}"
+    def _report_compilation(self, step: int, where: str, count: int, reason: str, cached: int | None) -> None:
+        place = {"step": f"step {step}", "evaluation": f"the evaluation after step {step}"}
+        message = f"{place.get(where, f'the save of step {step}')} {_made(count, cached)}: {reason}"
         self._compilations += 1
         if self._compilations <= MAX_COMPILATIONS:
-            told = {name: getattr(seen, name) for name in ("where", "count", "cached", "reason")}
-            self._run_log.event("compilation", seen.step, **told, message=message)
-        if (seen.where, seen.reason) not in self._warned:
-            self._warned.add((seen.where, seen.reason))
+            told = {"where": where, "count": count, "cached": cached, "reason": reason}
+            self._run_log.event("compilation", step, **told, message=message)
+        if (where, reason) not in self._warned:
+            self._warned.add((where, reason))
             logger.warning("%s", message)
 
 
@@ -202,10 +200,10 @@ def _commit() -> str | None:
     return told.stdout.strip() or None
 
 
-def _made(seen: Compilation, graphs: str) -> str:
-    """How the process came by the graphs."""
-    if seen.cached is None:
-        return f"compiled {graphs} again"
-    if seen.cached == seen.count:
+def _made(count: int, cached: int | None) -> str:
+    """How the process came by so many graphs."""
+    graphs = "a graph" if count == 1 else f"{count} graphs"
+    if cached == count:
         return f"read {graphs} from the compile cache"
-    return f"compiled {graphs} again, {seen.count - seen.cached} of which the compile cache did not have"
+    missing = "" if cached is None else f", {count - cached} of which the compile cache did not have"
+    return f"compiled {graphs} again{missing}"

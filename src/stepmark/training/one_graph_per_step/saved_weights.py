@@ -8,35 +8,23 @@ Inside `weights_made_again` the parameter itself is saved, and the rest is done 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class _Derived:
-    """A parameter in `dtype`, transposed or not."""
-
-    parameter: nn.Parameter
-    dtype: torch.dtype
-    transposed: bool
-
-    def tensor(self) -> Tensor:
-        made = self.parameter.detach().to(self.dtype)
-        return made.t() if self.transposed else made
-
-
 def weights_made_again() -> AbstractContextManager[None]:
     """Around a forward pass whose graph ends before its backward pass."""
     return torch.autograd.graph.saved_tensors_hooks(
-        _pack, lambda packed: packed.tensor() if isinstance(packed, _Derived) else packed
+        _pack, lambda packed: packed if isinstance(packed, Tensor) else packed()
     )
 
 
-def _pack(saved: Tensor) -> Tensor | _Derived:
+def _pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
     node: Any = saved.grad_fn
     transposed = _is(node, "TBackward0")
     if transposed:
@@ -47,7 +35,12 @@ def _pack(saved: Tensor) -> Tensor | _Derived:
     parameter = getattr(node, "variable", None) if _is(node, "AccumulateGrad") else None
     if not isinstance(parameter, nn.Parameter) or not (transposed or cast):
         return saved
-    return _Derived(parameter, saved.dtype, transposed)
+    return partial(_derived, parameter, saved.dtype, transposed)
+
+
+def _derived(parameter: nn.Parameter, dtype: torch.dtype, transposed: bool) -> Tensor:
+    made = parameter.detach().to(dtype)
+    return made.t() if transposed else made
 
 
 def _is(node: Any, name: str) -> bool:
