@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stepmark.checkpoint.format.block_io import FileOutput
+from stepmark.checkpoint.format.checksums import file_checksum
 from stepmark.checkpoint.format.dtypes import dtype_name, item_size
 from stepmark.checkpoint.format.tensor_file import PAGE
-from stepmark.errors import CheckpointMismatch
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.filesystem import files
 from stepmark.model_folder.model_files import index_of, split_into_files
 from stepmark.model_folder.new_folder import WritingListener, check_room, writing
@@ -64,14 +65,17 @@ class DataFile:
 
 @dataclass(frozen=True)
 class CopiedFile:
-    """A file that lies in the source."""
+    """A file that lies in the source; with the checksum that it should have, if there is one."""
 
     name: str
     source: Path
+    digest: str | None = None
     size = 0
 
     def write(self, path: Path, write_tensors: WriteTensors) -> None:
         shutil.copyfile(self.source, path)
+        if self.digest is not None and file_checksum(path)[1] != self.digest:
+            raise CheckpointDamaged(f"{self.source} does not match its checksum")
 
 
 @dataclass
