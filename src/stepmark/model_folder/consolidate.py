@@ -22,14 +22,7 @@ from stepmark.model_folder.adapted_model import merge_adapter
 from stepmark.model_folder.checkpoint_tensors import CheckpointTensors, model_group
 from stepmark.model_folder.model_files import FORMATS
 from stepmark.model_folder.new_folder import WritingListener, check_out
-from stepmark.model_folder.output_files import (
-    CopiedFile,
-    DataFile,
-    OutputFile,
-    model_files,
-    tensor_file,
-    write_folder,
-)
+from stepmark.model_folder.output_files import CopiedFile, DataFile, OutputFile, model_files, tensor_file, write_folder
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.strided import as_written
 

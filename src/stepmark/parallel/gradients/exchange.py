@@ -30,13 +30,7 @@ from stepmark.parallel.gradients.arithmetic import (
     totals,
 )
 from stepmark.parallel.gradients.reduced import ReducedGradients, Used, expose_grads
-from stepmark.runtime.collectives import (
-    Collectives,
-    GroupCollectives,
-    keep_abandoned,
-    start_gather_in_place,
-    start_sum_in_order,
-)
+from stepmark.runtime.collectives import Collectives, GroupCollectives, eager, keep_abandoned
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
 
@@ -64,7 +58,7 @@ class AllReduce:
         axis = sums.buckets[number].axis
         ranks, (*others, flat) = self._mesh.ranks, sums.roots(number)
         if ranks.fixed and not (ranks.commute and self._reduce_dtype == flat.dtype):
-            finish = start_sum_in_order(axis, [*others, flat], ranks, self._reduce_dtype)
+            finish = eager(axis).start_sum_in_order([*others, flat], ranks, self._reduce_dtype)
             return lambda: self._gathered(sums, number, finish())
         if not isinstance(axis, GroupCollectives):  # experts that no other rank holds
             return lambda: flat
@@ -88,7 +82,7 @@ class AllReduce:
         own = axis.own_shard(sent)
         if not same_memory(own, shard):
             own.copy_(shard)
-        wait = start_gather_in_place(axis, sent)
+        wait = eager(axis).start_gather_in_place(sent)
         self._gathers.append(wait if sent is flat else lambda: flat.copy_(wait()))
         return flat
 
@@ -194,7 +188,7 @@ class ReduceScatter:
     def start(self, sums: BucketAccumulator, number: int) -> Callable[[], Tensor]:
         axis, dtype = self._buckets[number].axis, self._reduce_dtype or self._buckets[number].dtype
         if self._mesh.ranks.fixed:
-            return start_sum_in_order(axis, sums.roots(number), self._mesh.ranks, dtype)
+            return eager(axis).start_sum_in_order(sums.roots(number), self._mesh.ranks, dtype)
         complete = sums.complete(number)
         if not isinstance(axis, GroupCollectives):  # experts that no other rank holds
             return lambda: complete
@@ -254,7 +248,7 @@ class ReduceScatter:
         separate = [(place, shard) for place, shard in pairs if place.data_ptr() != shard.data_ptr()]
         for place, shard in separate:
             place.copy_(shard)
-        for wait in [start_gather_in_place(axis, each) for axis, each in zip(axes, sums.flat, strict=True)]:
+        for wait in [eager(axis).start_gather_in_place(each) for axis, each in zip(axes, sums.flat, strict=True)]:
             wait()
         of_buckets = zip(self._buckets, sums.flat, strict=True)
         members = [(member, flat) for bucket, flat in of_buckets for member in bucket.members]
