@@ -20,10 +20,8 @@ from stepmark.parallel.full_sharding import Calls
 from stepmark.parallel.gradients.accumulators import BucketAccumulator, ParameterAccumulator, ShardAccumulator
 from stepmark.parallel.gradients.arithmetic import (
     add_ends,
-    add_ends_of_buckets,
     add_partial,
     add_partial_of_buckets,
-    copies_of,
     norms,
     over_parts,
     squares,
@@ -91,11 +89,14 @@ class AllReduce:
     ) -> ReducedGradients:
         """Completes what has been started for every bucket."""
         self.wait()
-        flat = add_ends_of_buckets(means, sums.buckets, self._mesh)
+        replications = [bucket.replication for bucket in sums.buckets]
+        flat = add_ends(means, replications, self._mesh)
         pairs = zip(sums.buckets, flat, strict=True)
         shards = [bucket.axis.own_shard(each) for bucket, each in pairs]  # of which each rank computes the norm
         used = self._mesh.runtime.numbers(sums.got())
-        loss, square, head, loads = totals(shards, copies_of(sums.buckets), loss, loads, self._mesh, used)
+        loss, square, head, loads = totals(
+            shards, [each.copies for each in replications], loss, loads, self._mesh, used
+        )
         return ReducedGradients(self._members_of(sums, flat, head), loss, tokens, square.sqrt(), loads)
 
     def _members_of(self, sums: BucketAccumulator, flat: Sequence[Tensor], counts: Tensor) -> list[Tensor | None]:
@@ -182,6 +183,8 @@ class ReduceScatter:
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, *, reduce_dtype: torch.dtype | None) -> None:
         self._buckets = list(buckets)
+        self._replications = [bucket.replication for bucket in self._buckets]
+        self._copies = [each.copies for each in self._replications]
         self._mesh = mesh
         self._reduce_dtype = reduce_dtype
 
@@ -198,10 +201,10 @@ class ReduceScatter:
     def reduced(
         self, sums: BucketAccumulator, means: list[Tensor], loss: Tensor, tokens: Tensor, loads: Tensor | None
     ) -> ReducedGradients:
-        shards = add_ends_of_buckets(means, self._buckets, self._mesh)
+        shards = add_ends(means, self._replications, self._mesh)
         got = sums.got()
         counts = self._mesh.runtime.numbers(got)
-        loss, square, counts, loads = totals(shards, copies_of(self._buckets), loss, loads, self._mesh, counts)
+        loss, square, counts, loads = totals(shards, self._copies, loss, loads, self._mesh, counts)
         return ReducedGradients(list(shards), loss, tokens, square.sqrt(), loads, used_anywhere(got, counts))
 
     def at_once(
@@ -210,8 +213,8 @@ class ReduceScatter:
         used: Used = [each is not None for each in sums.tensors()]
         joined, order = self._joined(sums), self._order(sums)
         shards = [each.float() for each in for_each_axis("reduce_scatter", self._buckets, joined, order)]
-        shards = add_ends_of_buckets(shards, self._buckets, self._mesh)
-        loss, square, _, loads = totals(shards, copies_of(self._buckets), loss, loads, self._mesh)
+        shards = add_ends(shards, self._replications, self._mesh)
+        loss, square, _, loads = totals(shards, self._copies, loss, loads, self._mesh)
         return ReducedGradients(list(shards), loss, tokens, square.sqrt(), loads, None if all(used) else used)
 
     def _order(self, sums: ParameterAccumulator) -> list[int]:
