@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from stepmark.liveness.running_time import LONGEST, RunningClock, running_time
+from stepmark.liveness.running_time import LONGEST, Clock, running_time
 
 
 class Steady:
@@ -19,7 +19,7 @@ class Steady:
 
 def test_short_times_count_in_full_and_a_suspension_hardly() -> None:
     steady = Steady()
-    clock = RunningClock(steady)
+    clock = Clock(steady)
     began = clock.now()
     for _ in range(10):
         steady.now += LONGEST / 2
@@ -38,7 +38,7 @@ def test_time_counts_where_nobody_asks() -> None:
             slept.set()
             threading.Event().wait()
 
-    clock = RunningClock(steady, sleep)
+    clock = Clock(steady, sleep)
     began = clock.now()
     assert slept.wait(10)
     assert clock.now() - began > 4 * LONGEST

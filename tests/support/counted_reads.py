@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from stepmark.parallel.loading.tensor_source import SafetensorsSource
+from stepmark.parallel.loading.tensor_source import FileTensor
 from stepmark.sharding.layout import Box
 
 
@@ -20,11 +20,11 @@ class Reads:
 @contextmanager
 def counted_reads() -> Iterator[Reads]:
     """While active, counts what tensors are read from files."""
-    reads, original = Reads(), SafetensorsSource._read_box
+    reads, original = Reads(), FileTensor._read_box
 
-    def read(self: SafetensorsSource, file: Any, box: Box, target: Any) -> None:
+    def read(self: FileTensor, file: Any, box: Box, target: Any) -> None:
         reads.count += box.numel * self.dtype.itemsize
         original(self, file, box, target)
 
-    with mock.patch.object(SafetensorsSource, "_read_box", read):
+    with mock.patch.object(FileTensor, "_read_box", read):
         yield reads

@@ -32,13 +32,12 @@ def run(parsed: argparse.Namespace) -> int:
     one that it belongs to."""
     from stepmark.cli.foreign_checkpoints import consolidate_foreign, is_foreign
     from stepmark.cli.progress import BytesProgress
-    from stepmark.model_folder.adapted_model import Merge
     from stepmark.model_folder.consolidate import consolidate
     from stepmark.model_folder.model_files import parse_size
 
     if parsed.base_model is not None and not parsed.merge_adapters:
         raise UsageError("--base-model: it is only needed with --merge-adapters")
-    merge = Merge(parsed.base_model) if parsed.merge_adapters else None
+    merge = parsed.base_model or "" if parsed.merge_adapters else None
     size = parse_size(parsed.max_shard_size)
     if is_foreign(parsed.source):
         return consolidate_foreign(parsed, size)

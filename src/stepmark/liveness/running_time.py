@@ -19,8 +19,9 @@ LOOK_SECONDS = 0.5
 LONGEST = 2 * LOOK_SECONDS  # counted between two readings
 
 
-class RunningClock:
-    """Seconds during which this process was running, measured with `steady`, a clock that always goes on."""
+class Clock:
+    """Seconds during which this process was running, measured with `steady`, a clock that always goes on; and how to
+    wait in them. A test has one of its own, which it moves."""
 
     def __init__(
         self, steady: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
@@ -37,6 +38,13 @@ class RunningClock:
                 self._looked = self._steady()
                 self._start()
             return self._look()
+
+    def sleep(self, seconds: float) -> None:
+        self._sleep(seconds)
+
+    def wait(self, event: threading.Event, seconds: float) -> bool:
+        """Waits up to `seconds` for the event, and returns whether it is set."""
+        return event.wait(seconds)
 
     def _look(self) -> float:
         now = self._steady()
@@ -63,31 +71,14 @@ class RunningClock:
         self._thread = None
 
 
-_clock = RunningClock()
-os.register_at_fork(after_in_child=_clock.forget_thread)
+CLOCK = Clock()
+os.register_at_fork(after_in_child=CLOCK.forget_thread)
 
 
 def running_time() -> float:
     """Seconds during which this process was running, from an arbitrary beginning; compare with `time.monotonic`, which
     goes on while the process is suspended."""
-    return _clock.now()
-
-
-class Clock:
-    """Running time, and how to wait in it. A test has one of its own, which it moves."""
-
-    def now(self) -> float:
-        return running_time()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def wait(self, event: threading.Event, seconds: float) -> bool:
-        """Waits up to `seconds` for the event, and returns whether it is set."""
-        return event.wait(seconds)
-
-
-CLOCK = Clock()
+    return CLOCK.now()
 
 
 class Silence:

@@ -23,6 +23,7 @@ from typing import Any
 
 from stepmark.errors import CheckpointError, CheckpointTimeout, PeerLost
 from stepmark.filesystem import files
+from stepmark.filesystem.printable import listed
 from stepmark.filesystem.visibility import when_visible
 from stepmark.liveness.bounded_call import BoundedCall
 from stepmark.liveness.failure_report import REPORTS
@@ -39,7 +40,6 @@ _POST_EVERY = 1.0  # seconds; a change in the folder also makes network file sys
 _SILENT = 3.0  # seconds without a post after which an error says so
 _PATIENCE = 1.0  # seconds for which posting may delay a phase
 _FEW = 4  # up to this number, posts are looked up one by one; otherwise, and once per second, the folder is listed
-_SHOWN = 8  # ranks that an error names
 
 
 class RankFailed(CheckpointError):
@@ -170,9 +170,7 @@ class StatusBoard:
         """These ranks, each with its last known phase, and for how long it has been silent."""
         self.try_to_post(_PHASE, self._phase)
         now = self._now()
-        shown = [f"rank {rank} ({self._doing(rank, now)})" for rank in list(ranks)[:_SHOWN]]
-        more = len(ranks) - len(shown)
-        return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+        return listed([f"rank {rank} ({self._doing(rank, now)})" for rank in ranks])
 
     def _now(self) -> float:
         """The time by the file system's clock, or by this machine's if this rank cannot post."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -125,18 +124,11 @@ def _digest(adapted: Any) -> str:
     return complete_digest(base_tensors(adapted, own))
 
 
-@dataclass(frozen=True)
-class Merge:
-    """`base`: a folder or a name on the hub; None: what the adapter's configuration names."""
-
-    base: str | None = None
-
-
-def merge_adapter(folder: Path, merge: Merge, manifest: Manifest, max_shard_size: int) -> None:
+def merge_adapter(folder: Path, base: str, manifest: Manifest, max_shard_size: int) -> None:
     """Replaces the adapter in `folder`, as peft saves it, by the complete model in safetensors files of at most
-    `max_shard_size` bytes of tensors. Raises as `load_adapted`."""
+    `max_shard_size` bytes of tensors. `base` and errors: as of `load_adapted`."""
     try:
-        adapted = load_adapted(folder, manifest, merge.base)
+        adapted = load_adapted(folder, manifest, base)
     except (UsageError, CheckpointMismatch) as error:
         raise type(error)(f"--merge-adapters: {error}") from error
     with warnings.catch_warnings():

@@ -7,7 +7,6 @@ Files are streamed: memory is bounded by the number of threads, not by the model
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,23 +14,15 @@ from pathlib import Path
 
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.format.checkpoint_folders import find_checkpoints
-from stepmark.checkpoint.format.checksums import file_checksum
 from stepmark.checkpoint.format.integrity import check_integrity, check_size, read_values
-from stepmark.checkpoint.format.manifest import ADAPTER, MODEL, VALUES, WRITTEN, FileEntry, read_manifest, save_of
+from stepmark.checkpoint.format.manifest import ADAPTER, MODEL, VALUES, WRITTEN, read_manifest, save_of
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
 from stepmark.filesystem.json_values import decode_plain
-from stepmark.model_folder.adapted_model import Merge, merge_adapter
+from stepmark.model_folder.adapted_model import merge_adapter
 from stepmark.model_folder.checkpoint_tensors import CheckpointTensors, model_group
 from stepmark.model_folder.model_files import FORMATS
 from stepmark.model_folder.new_folder import WritingListener, check_out
-from stepmark.model_folder.output_files import (
-    DataFile,
-    OutputFile,
-    WriteTensors,
-    model_files,
-    tensor_file,
-    write_folder,
-)
+from stepmark.model_folder.output_files import CopiedFile, DataFile, OutputFile, model_files, tensor_file, write_folder
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.strided import as_written
 
@@ -45,10 +36,9 @@ _OF_A_RUN = {VALUES, "trainer_state.json", "used_recipe.yaml"}
 
 @dataclass(frozen=True)
 class Consolidated:
-    """What was written: from which checkpoint, where, the model's files, and bytes of tensors."""
+    """What was written: from which checkpoint, the model's files, and bytes of tensors."""
 
     checkpoint: Path
-    folder: Path
     shards: tuple[str, ...]
     size: int
 
@@ -59,7 +49,7 @@ def consolidate(
     form: str,
     max_shard_size: int,
     listener: WritingListener,
-    merge: Merge | None = None,
+    merge: str | None = None,
 ) -> Consolidated:
     """Writes the model of a checkpoint as a plain Hugging Face folder; an adapter as peft's.
 
@@ -69,7 +59,8 @@ def consolidate(
         form: "safetensors" or "pytorch".
         max_shard_size: Bytes of tensors in one file, at most; a larger tensor gets its own file.
         listener: Progress callbacks.
-        merge: Merge an adapter into its base model, all of which is in memory then; the files are safetensors.
+        merge: Merge an adapter into this base model, all of which is in memory then: a folder or a name on the hub, ""
+            for the one that it names. The files are safetensors.
 
     Raises:
         UsageError: `out` is in use, an adapter is larger than `max_shard_size`, or cannot be merged.
@@ -117,7 +108,7 @@ def _consolidate_one(
     form: str,
     max_size: int,
     listener: WritingListener,
-    merge: Merge | None,
+    merge: str | None,
 ) -> Consolidated:
     manifest = read_manifest(checkpoint)
     group = model_group(checkpoint, manifest)
@@ -137,15 +128,16 @@ def _consolidate_one(
     config, reader = ("adapter_config.json", "peft") if group == ADAPTER else ("config.json", "transformers")
     if not any(entry.name == config for entry in others):
         listener.warn(f"{checkpoint} has no {config}; {reader} needs one beside the weights")
-    planned: list[OutputFile] = [*(_VerifiedFile(checkpoint, entry) for entry in others), *model]
+    planned: list[OutputFile] = [*model]
+    planned += [CopiedFile(entry.name, check_size(checkpoint, entry), entry.digest) for entry in others]
     if evaluation := decode_plain(manifest.metadata).get(EVALUATION):
         planned.append(DataFile(EVALUATION_FILE, json.dumps(evaluation, indent=2).encode()))
-    finish = None if merge is None else partial(merge_adapter, merge=merge, manifest=manifest, max_shard_size=max_size)
+    finish = None if merge is None else partial(merge_adapter, base=merge, manifest=manifest, max_shard_size=max_size)
     size = write_folder(planned, source.records, final, final, listener, finish)
     written = [path for path in sorted(final.iterdir()) if path.suffix in (".safetensors", ".bin")]
     if merge is not None:
         size = sum(path.stat().st_size for path in written)
-    return Consolidated(checkpoint, final, tuple(path.name for path in written), size)
+    return Consolidated(checkpoint, tuple(path.name for path in written), size)
 
 
 def weight_files(tensors: Mapping[str, GlobalTensor], group: str, form: str, max_size: int) -> list[OutputFile]:
@@ -162,23 +154,3 @@ def weight_files(tensors: Mapping[str, GlobalTensor], group: str, form: str, max
     if group == ADAPTER:
         return [tensor_file(f"{ADAPTER}.{FORMATS[form][1]}", tensors)]
     return model_files(tensors, max_size, form)
-
-
-@dataclass(frozen=True)
-class _VerifiedFile:
-    """A file without tensors, copied from a checkpoint."""
-
-    checkpoint: Path
-    entry: FileEntry
-    size = 0
-
-    @property
-    def name(self) -> str:
-        return self.entry.name
-
-    def write(self, path: Path, write_tensors: WriteTensors) -> None:
-        """Raises CheckpointDamaged where it is not as it was written."""
-        source = check_size(self.checkpoint, self.entry)
-        shutil.copyfile(source, path)
-        if file_checksum(path)[1] != self.entry.digest:
-            raise CheckpointDamaged(f"{source} does not match its checksum")

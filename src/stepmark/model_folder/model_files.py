@@ -8,6 +8,7 @@ from pathlib import Path
 
 from stepmark.checkpoint.save.commit import weight_index
 from stepmark.errors import UsageError
+from stepmark.filesystem.sizes import in_groups
 from stepmark.tensor_files.global_tensor import GlobalTensor
 
 Tensors = Mapping[str, GlobalTensor]
@@ -32,18 +33,11 @@ def parse_size(text: str, flag: str = "--max-shard-size") -> int:
 
 def split_into_files(tensors: Tensors, form: str, max_shard_size: int) -> dict[str, Tensors]:
     """Files of at most `max_shard_size` bytes of tensors, in the tensors' order; a larger tensor has its own."""
-    parts: list[dict[str, GlobalTensor]] = [{}]
-    filled = 0
-    for name, tensor in tensors.items():
-        size = tensor.nbytes
-        if parts[-1] and filled + size > max_shard_size:
-            parts.append({})
-            filled = 0
-        parts[-1][name] = tensor
-        filled += size
+    sizes = (tensor.nbytes for tensor in tensors.values())
+    parts = list(map(dict, in_groups(tensors.items(), sizes, max_shard_size)))
     stem, suffix = FORMATS[form]
-    if len(parts) == 1:
-        return {f"{stem}.{suffix}": parts[0]}
+    if len(parts) <= 1:
+        return {f"{stem}.{suffix}": tensors}
     return {f"{stem}-{n:05d}-of-{len(parts):05d}.{suffix}": part for n, part in enumerate(parts, start=1)}
 
 

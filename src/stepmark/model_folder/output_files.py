@@ -11,18 +11,18 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stepmark.checkpoint.format.block_io import FileOutput
-from stepmark.checkpoint.format.dtypes import dtype_name, item_size
-from stepmark.checkpoint.format.tensor_file import PAGE
-from stepmark.errors import CheckpointMismatch
+from stepmark.checkpoint.format.checksums import file_checksum
+from stepmark.checkpoint.format.dtypes import dtype_name
+from stepmark.checkpoint.format.tensor_file import PAGE, header_text, order
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.filesystem import files
 from stepmark.model_folder.model_files import index_of, split_into_files
 from stepmark.model_folder.new_folder import WritingListener, check_room, writing
-from stepmark.sharding.layout import row_major_strides
+from stepmark.sharding.layout import TensorSlice, row_major_strides
 from stepmark.tensor_files.array_reader import ArrayReader
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 from stepmark.tensor_files.records import Record, RecordChecks
@@ -64,14 +64,17 @@ class DataFile:
 
 @dataclass(frozen=True)
 class CopiedFile:
-    """A file that lies in the source."""
+    """A file that lies in the source; with the checksum that it should have, if there is one."""
 
     name: str
     source: Path
+    digest: str | None = None
     size = 0
 
     def write(self, path: Path, write_tensors: WriteTensors) -> None:
         shutil.copyfile(self.source, path)
+        if self.digest is not None and file_checksum(path)[1] != self.digest:
+            raise CheckpointDamaged(f"{self.source} does not match its checksum")
 
 
 @dataclass
@@ -196,22 +199,15 @@ def write_files(
 def make_header(path: Path, tensors: Mapping[str, GlobalTensor]) -> dict[str, int]:
     """Makes a safetensors file whose tensors are holes; returns the byte of the file at which each begins.
 
-    Larger elements come first, and the data begin at a page, so that every tensor is aligned to its elements.
+    The data begin at a page, so that every tensor is aligned to its elements.
     """
-    places, position = {}, 0
-    entries = ['"__metadata__":{"format":"pt"}']
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item_size(item[1].dtype)):
-        end = position + tensor.nbytes
-        shape = ",".join(map(str, tensor.shape))
-        entries.append(
-            f'{quoted(name)}:{{"dtype":"{tensor.dtype}","shape":[{shape}],"data_offsets":[{position},{end}]}}'
-        )
-        places[name], position = position, end
-    text = f"{{{','.join(entries)}}}".encode()
+    whole = [(name, each.dtype, each.shape, TensorSlice.full(each.shape)) for name, each in tensors.items()]
+    placed = order(whole)
+    text = header_text(placed)
     size = (8 + len(text) + PAGE - 1) // PAGE * PAGE
     files.write_file(path, struct.pack("<Q", size - 8) + text.ljust(size - 8), durable=False)
-    os.truncate(path, size + position)
-    return {name: size + place for name, place in places.items()}
+    os.truncate(path, size + sum(tensor.nbytes for tensor in tensors.values()))
+    return {each.name: size + each.begin for each in placed}
 
 
 def run_jobs(pool: ThreadPoolExecutor, work: Iterable[Job], advance: Callable[[int], None]) -> None:

@@ -71,6 +71,13 @@ class NoCollectives:
     def own_shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         return tensor
 
+    def start_gather_in_place(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor
+
+    def start_sum_in_order(self, roots: Sequence[Tensor], *_: object) -> Callable[[], Tensor]:
+        (total,) = roots
+        return lambda: total
+
 
 _abandoned: list[object] = []
 
@@ -306,23 +313,10 @@ class SpareBuffers:
             self._free.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor)
 
 
-def start_gather_in_place(axis: Collectives, tensor: Tensor) -> Callable[[], Tensor]:
-    """`GroupCollectives.start_gather_in_place` on an eager device, whose axes are of that class or of size 1."""
-    if axis.size == 1:
-        return lambda: tensor
-    assert isinstance(axis, GroupCollectives)
-    return axis.start_gather_in_place(tensor)
-
-
-def start_sum_in_order(
-    axis: Collectives, roots: Sequence[Tensor], ranks: LogicalRanks, dtype: torch.dtype | None = None
-) -> Callable[[], Tensor]:
-    """`GroupCollectives.start_sum_in_order` on an eager device, whose axes are of that class or of size 1."""
-    if axis.size == 1:
-        (total,) = roots
-        return lambda: total
-    assert isinstance(axis, GroupCollectives)
-    return axis.start_sum_in_order(roots, ranks, dtype)
+def eager(axis: Collectives) -> GroupCollectives | NoCollectives:
+    """An axis of an eager device."""
+    assert isinstance(axis, GroupCollectives | NoCollectives)
+    return axis
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

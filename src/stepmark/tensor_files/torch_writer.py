@@ -14,8 +14,9 @@ import struct
 import threading
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from stepmark.checkpoint.format.block_io import FileOutput
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
@@ -46,11 +47,8 @@ class Instance:
     state: Any
 
 
-@dataclass(frozen=True)
-class _Storage:
-    kind: PickledName
-    key: str
-    numel: int
+class _Storage(tuple[Any, ...]):
+    """What torch.save writes in place of a storage, whose bytes are a record of their own."""
 
 
 class _Pickler(pickle._Pickler):
@@ -58,64 +56,61 @@ class _Pickler(pickle._Pickler):
     it, which stay where they are."""
 
     if TYPE_CHECKING:  # the parts of Python's own pickler in Python
-        memo: dict[int, tuple[int, Any]]
+        dispatch: ClassVar[dict[type, Callable[[Any, Any], None]]]
+
+        def save(self, obj: Any) -> None: ...
 
         def write(self, data: bytes) -> None: ...
-
-        def get(self, i: int) -> bytes: ...
 
         def memoize(self, obj: Any) -> None: ...
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
         self.tensors: list[GlobalTensor] = []
-        self._globals: dict[PickledName, PickledName] = {}
-        self._calls: dict[int, tuple[Any, Call]] = {}  # a tensor that occurs twice is stored once
+        self._names: dict[PickledName, PickledName] = {}
 
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is _Storage:
-            return ("storage", obj.kind, obj.key, "cpu", obj.numel)
-        return None
+        return tuple(obj) if type(obj) is _Storage else None
 
-    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
-        """Writes a value; one that was written before is referred to."""
-        if isinstance(obj, GlobalTensor):
-            if id(obj) not in self._calls:
-                self._calls[id(obj)] = obj, self._rebuilt(obj)
-            obj = self._calls[id(obj)][1]
-        kind = type(obj)
-        if kind is PickledName:
-            obj = self._globals.setdefault(obj, obj)  # equal ones are one thing
-        if kind in (PickledName, Call, Instance) and id(obj) in self.memo:
-            self.write(self.get(self.memo[id(obj)][0]))
-        elif kind is PickledName:
-            module, _, name = obj.name.rpartition(".")
-            self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
-            self.memoize(obj)
-        elif kind is Call:
-            self.save(obj.function)
-            self.save(obj.arguments)
-            self.write(pickle.REDUCE)
-            self.memoize(obj)
-        elif kind is Instance:
-            self.save(obj.kind)
-            self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
-            self.memoize(obj)
-            self.save(obj.state)
-            self.write(pickle.BUILD)
+    def _save_name(self, name: PickledName) -> None:
+        if (first := self._names.setdefault(name, name)) is not name:  # equal ones are one thing
+            self.save(first)
         else:
-            super().save(obj, save_persistent_id)  # type: ignore[misc]
+            module, _, short = name.name.rpartition(".")
+            self.write(pickle.GLOBAL + f"{module}\n{short}\n".encode())
+            self.memoize(name)
 
-    def _rebuilt(self, tensor: GlobalTensor) -> Call:
+    def _save_call(self, call: Call, obj: Any = None) -> None:
+        self.save(call.function)
+        self.save(call.arguments)
+        self.write(pickle.REDUCE)
+        self.memoize(obj or call)
+
+    def _save_instance(self, instance: Instance) -> None:
+        self.save(instance.kind)
+        self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+        self.memoize(instance)
+        self.save(instance.state)
+        self.write(pickle.BUILD)
+
+    def _save_tensor(self, tensor: GlobalTensor) -> None:
         size, name = DTYPES[tensor.dtype]
         numel, key = math.prod(tensor.shape), str(len(self.tensors))
         self.tensors.append(tensor)
         view: tuple[Any, ...] = (0, tuple(tensor.shape), row_major_strides(tensor.shape), False, OrderedDict())
-        if tensor.dtype in _STORAGES:
-            storage = _Storage(PickledName(f"torch.{_STORAGES[tensor.dtype]}"), key, numel)
-            return Call(PickledName("torch._utils._rebuild_tensor_v2"), (storage, *view))
-        storage = _Storage(PickledName("torch.storage.UntypedStorage"), key, numel * size)
-        return Call(PickledName("torch._utils._rebuild_tensor_v3"), (storage, *view, PickledName(f"torch.{name}")))
+        function, kind = "torch._utils._rebuild_tensor_v2", f"torch.{_STORAGES.get(tensor.dtype)}"
+        if tensor.dtype not in _STORAGES:
+            function, kind, numel = "torch._utils._rebuild_tensor_v3", "torch.storage.UntypedStorage", numel * size
+            view += (PickledName(f"torch.{name}"),)
+        storage = _Storage(("storage", PickledName(kind), key, "cpu", numel))
+        self._save_call(Call(PickledName(function), (storage, *view)), tensor)
+
+    dispatch = pickle._Pickler.dispatch | {
+        PickledName: _save_name,
+        Call: _save_call,
+        Instance: _save_instance,
+        GlobalTensor: _save_tensor,
+    }
 
 
 def dumps(value: Any) -> bytes:

@@ -105,7 +105,9 @@ class TrainStep:
         self.loss = loss
         self.scaler = scaler
         self._runtime = runtime
-        self._gradients = optimizer.gradients(mesh, accumulation=accumulation, reduce_dtype=reduce_dtype)
+        self._gradients = optimizer.gradients(
+            mesh, accumulation=accumulation, reduce_dtype=reduce_dtype, on_arrival=False
+        )
         for parameter in model.parameters():  # what was computed before is not part of the first step
             parameter.grad = None
         self._max_grad_norm = max_grad_norm

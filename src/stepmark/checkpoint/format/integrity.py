@@ -18,7 +18,7 @@ from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, FileEntry, Man
 from stepmark.checkpoint.format.read_errors import FileIncomplete, read_errors_of
 from stepmark.checkpoint.format.tensor_file import Header, parse_header
 from stepmark.errors import CheckpointDamaged, CheckpointError
-from stepmark.filesystem.files import LARGEST, open_for_reading, regular_file_size
+from stepmark.filesystem.files import LARGEST, read_file, regular_file_size
 from stepmark.filesystem.json_files import parse_json
 
 _MODEL_FILE = re.compile(r"model.*\.(safetensors|index\.json)\Z")
@@ -94,15 +94,6 @@ def check_file(folder: Path, entry: FileEntry) -> None:
         raise CheckpointDamaged(f"{path} does not match its checksum")
 
 
-def _read(path: Path, entry: FileEntry) -> bytes:
-    """The file's first bytes, which the digest in the manifest is of."""
-    with (
-        read_errors_of(path),
-        path.open("rb") if entry.header is not None else open_for_reading(path) as file,  # continues a short read
-    ):
-        return file.read(entry.size if entry.header is None else entry.header)
-
-
 def checked_header(data: bytes, manifest: Manifest, entry: FileEntry, where: object) -> Header:
     """The header in a file's first bytes. Raises CheckpointDamaged, which begins with `where`, if it is not the
     manifest's."""
@@ -122,16 +113,18 @@ def read_header(folder: Path, manifest: Manifest, entry: FileEntry) -> Header:
     path = check_size(folder, entry)
     if entry.header is None:
         raise CheckpointDamaged(f"{path} is listed without a header, and is needed as a tensor file")
-    return checked_header(_read(path, entry), manifest, entry, path)
+    with read_errors_of(path), path.open("rb") as file:  # continues a short read
+        return checked_header(file.read(entry.header), manifest, entry, path)
 
 
 def read_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """The sections' encoded values. Raises CheckpointDamaged."""
-    path = folder / VALUES
     entry = manifest.file(VALUES)
     if entry is None:
         raise CheckpointDamaged(f"{folder}: the manifest lists no {VALUES}")
-    data = _read(check_size(folder, entry), entry)
+    path = check_size(folder, entry)
+    with read_errors_of(path):
+        data = read_file(path)
     if bytes_checksum(data) != entry.digest:
         raise CheckpointDamaged(f"{path} does not match its checksum")
     try:

@@ -112,12 +112,16 @@ def _render(tensors: Sequence[StoredTensor], step: int, save: str, digests: Mapp
     )
     offsets = [f'{name}:{{"saved_offsets":{_numbers(t.slice.box[0])}}}' for name, t in zip(names, tensors, strict=True)]
     sharding = f"{{{','.join(offsets)}}}"
+    return header_text(tensors, f',"DCP_VERSION":"1.0","DCP_SHARDING_INFO":{quoted(sharding)},"stepmark":{quoted(own)}')
+
+
+def header_text(tensors: Sequence[StoredTensor], metadata: str = "") -> bytes:
+    """The JSON of any safetensors file; `metadata` is what it has beside the format, as further entries."""
     entries = [
-        f',{name}:{{"dtype":"{t.dtype}","shape":{_numbers(t.slice.shape)},"data_offsets":[{t.begin},{t.end}]}}'
-        for name, t in zip(names, tensors, strict=True)
+        f',{quoted(t.name)}:{{"dtype":"{t.dtype}","shape":{_numbers(t.slice.shape)},"data_offsets":[{t.begin},{t.end}]}}'
+        for t in tensors
     ]
-    metadata = f'"DCP_SHARDING_INFO":{quoted(sharding)},"stepmark":{quoted(own)}'
-    return f'{{"__metadata__":{{"format":"pt","DCP_VERSION":"1.0",{metadata}}}{"".join(entries)}}}'.encode()
+    return f'{{"__metadata__":{{"format":"pt"{metadata}}}{"".join(entries)}}}'.encode()
 
 
 @lru_cache(1024)  # even very many tensors have few shapes

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from stepmark.filesystem.json_values import decode_plain, encode_plain
 from stepmark.sharding.layout import Shape, row_major_strides
 
 CONFIG = "config.json"
@@ -63,13 +64,8 @@ class ModelOutline:
 
     def to_json(self) -> str:
         """As text, for another process."""
-        return json.dumps({**asdict(self), "layer_norms": sorted(self.layer_norms), "frozen": sorted(self.frozen)})
+        return json.dumps(encode_plain(asdict(self), "outline"))
 
     @classmethod
     def from_json(cls, text: str) -> ModelOutline:
-        found = json.loads(text)
-        for key in ("parameters", "state"):
-            found[key] = {name: tuple(shape) for name, shape in found[key].items()}
-        for key in ("layer_norms", "frozen"):
-            found[key] = frozenset(found[key])
-        return cls(**{**found, "optional": tuple(found["optional"])})
+        return cls(**decode_plain(json.loads(text)))

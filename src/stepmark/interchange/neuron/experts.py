@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointDamaged
+from stepmark.interchange.neuron.key_value_layout import joined
 from stepmark.interchange.neuron.optimizer import add_optimizer
 from stepmark.interchange.neuron.rank_files import RankCoordinates
 from stepmark.interchange.neuron.stages import Stage, fill_from_masters
+from stepmark.interchange.neuron.unsharding import unsharded
 from stepmark.interchange.sources.torch_optimizer import shared_value
-from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, moved
+from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.records import Record
 from stepmark.tensor_files.torch_file import Missing, read_rank_file
 
@@ -43,13 +45,7 @@ def is_expert(tensor: GlobalTensor | Missing) -> bool:
 
 def joined_experts(name: str, arrays: list[GlobalTensor]) -> GlobalTensor:
     """The expert parallel ranks' tensors, which follow each other along dim 0."""
-    pieces: list[Piece] = []
-    at = 0
-    for array in arrays:
-        pieces += moved(array.pieces, array.range_along(0, 0, array.shape[0]), (at, *(0 for _ in array.shape[1:])))
-        at += array.shape[0]
-    first = arrays[0]
-    return GlobalTensor(name, first.dtype, (at, *first.shape[1:]), tuple(pieces))
+    return replace(unsharded(arrays, joined(name, [array.shape for array in arrays], 0))[name], name=name)
 
 
 def add_expert_optimizer(

@@ -80,7 +80,7 @@ def moves_of(
     """
     match = _NAME.match(name)
     if match is None:
-        return _replicated([name], shapes) if not isinstance(dim, int) else _joined(name, shapes, dim)
+        return _replicated([name], shapes) if not isinstance(dim, int) else joined(name, shapes, dim)
     prefix, module, part = match["prefix"], match["module"], match["part"]
     tail = f"{match['base'] or ''}{(match['lora'] + '.') if match['lora'] else ''}{match['kind']}"
     if "expert_mlps." in prefix and len(shapes[0]) != 3:
@@ -96,14 +96,14 @@ def moves_of(
     if module not in _COLUMN and not isinstance(dim, int):
         return _replicated(names, shapes)
     if len(shapes[0]) == 3:
-        return _halves(names * 2, shapes, 2) if module == "gate_up_proj" else _joined(names[0], shapes, 2)
+        return _halves(names * 2, shapes, 2) if module == "gate_up_proj" else joined(names[0], shapes, 2)
     if module == "gate_up_proj":
         return _halves(names, shapes, 0)
     if module == "qkv_proj" and part in (None, "qkv"):
         return _fused(names, shapes, heads, part)
     if module == "qkv_proj":
         return _heads_of(names[0], shapes, heads, members[0])
-    return _joined(names[0], shapes, dim if isinstance(dim, int) else 0)
+    return joined(names[0], shapes, dim if isinstance(dim, int) else 0)
 
 
 def _members(module: str, part: str | None, dims: int) -> list[str]:
@@ -120,7 +120,7 @@ def _replicated(names: Sequence[str], shapes: Sequence[Shape]) -> list[Move]:
     return [Move(name, rank, 0, 0, length, 0, replica=rank > 0) for name in names for rank in range(len(shapes))]
 
 
-def _joined(name: str, shapes: Sequence[Shape], dim: int) -> list[Move]:
+def joined(name: str, shapes: Sequence[Shape], dim: int) -> list[Move]:
     """The ranks' tensors follow each other along a dim."""
     moves, at = [], 0
     for rank, shape in enumerate(shapes):
@@ -148,15 +148,15 @@ def _halves(names: Sequence[str], shapes: Sequence[Shape], dim: int) -> list[Mov
 def _rows(name: str, shapes: Sequence[Shape], heads: HeadLayout | None, dim: int, module: str) -> list[Move]:
     """A row parallel tensor: cut along the dim of its inputs; those of o_proj are query heads."""
     if len(shapes[0]) == 3:
-        return _joined(name, shapes, dim)
+        return joined(name, shapes, dim)
     if module != "o_proj" or heads is None or heads.copies == 1:
-        return _joined(name, shapes, dim)
+        return joined(name, shapes, dim)
     return _by_head(name, shapes, dim, heads.size, heads.query_order())
 
 
 def _heads_of(name: str, shapes: Sequence[Shape], heads: HeadLayout | None, member: str) -> list[Move]:
     if heads is None or heads.copies == 1:
-        return _joined(name, shapes, 0)
+        return joined(name, shapes, 0)
     order = heads.query_order() if member == "q_proj" else heads.key_order()
     return _by_head(name, shapes, 0, heads.size, order)
 

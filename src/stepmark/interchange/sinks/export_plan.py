@@ -73,10 +73,7 @@ def _adapter_outline(source: ForeignCheckpoint, options: ExportOptions) -> Model
     """That of an adapter; its optimizer gets the names of the tensors."""
     outline = adapter_outline(source.folder, options.config, len(source.model))
     _compare(source, outline, source.folder / ADAPTER_CONFIG)
-    names, optimizer = {live: name for name, live in outline.live.items()}, optimizer_of(source)
-    optimizer.states = {names.get(name, name): state for name, state in optimizer.states.items()}
-    for group in optimizer.groups:
-        group["params"] = [names.get(name, name) for name in group["params"]]
+    optimizer_of(source).rename({live: name for name, live in outline.live.items()})
     return outline
 
 

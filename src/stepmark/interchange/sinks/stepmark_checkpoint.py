@@ -123,7 +123,7 @@ def _tensors(source: ForeignCheckpoint) -> dict[tuple[str, str], GlobalTensor]:
         for parameter, state in source.optimizer.states.items():
             for key, value in state.items():
                 if isinstance(value, GlobalTensor):
-                    found[GROUP, f"{source.live.get(parameter, parameter)}/{key}"] = value
+                    found[GROUP, f"{parameter}/{key}"] = value
     return found
 
 
@@ -132,24 +132,24 @@ def _values(source: ForeignCheckpoint) -> bytes:
     model = {"kind": "module", "class": source.architecture or "Module", "tied": dict(source.tied), "extra": {}}
     sections: dict[str, Any] = {MODEL: model | ({WRITTEN: source.written} if source.written else {})}
     if source.optimizer is not None:
-        sections[SECTION] = {"kind": "named", **_optimizer_values(source, source.optimizer)}
+        sections[SECTION] = {"kind": "named", **_optimizer_values(source.optimizer)}
         sections["run"] = {"kind": "object", "value": encode_plain(run_values(source, source.optimizer), "run")}
     for name in source.prefixes.keys() & sections.keys():
         sections[name]["prefix"] = source.prefixes[name]
     return values_to_bytes(sections)
 
 
-def _optimizer_values(source: ForeignCheckpoint, optimizer: ForeignOptimizer) -> dict[str, Any]:
+def _optimizer_values(optimizer: ForeignOptimizer) -> dict[str, Any]:
     groups, members = {}, {}
     for index, group in enumerate(optimizer.groups):
         plain = {key: value for key, value in group.items() if key != "params"}
         groups[str(index)] = encode_plain(plain, f"param_groups[{index}]")
-        members.update({source.live.get(name, name): index for name in group["params"]})
+        members.update(dict.fromkeys(group["params"], index))
     state = {}
     for name, values in optimizer.states.items():
         rest = {key: value for key, value in values.items() if not isinstance(value, GlobalTensor)}
         if rest:
-            state[source.live.get(name, name)] = encode_plain(rest, name)
+            state[name] = encode_plain(rest, name)
     return {"state": state, "groups": groups, "members": members}
 
 

@@ -87,6 +87,7 @@ def finish(found: ForeignCheckpoint, options: ImportOptions, outline: ModelOutli
     found.model = {name: _exact(each, "F32") if each.dtype == "F64" else each for name, each in found.model.items()}
     if found.optimizer is not None:
         _complete_optimizer(found, found.optimizer)
+        found.optimizer.rename(outline.live if outline is not None else {})
     return found
 
 
@@ -102,7 +103,7 @@ def fit_model(found: ForeignCheckpoint, outline: ModelOutline) -> None:
     config = found.files.get(CONFIG, CONFIG)
     take_own_names(found, outline)
     found.architecture, found.tied = outline.architecture, dict(outline.tied)
-    found.live, found.identity = dict(outline.live), dict(outline.identity)
+    found.identity = dict(outline.identity)
     for name in [name for name in found.model if name not in outline.state]:
         tensor = found.model[name]
         if name in outline.tied:
@@ -137,10 +138,8 @@ def take_own_names(found: ForeignCheckpoint, outline: ModelOutline | None) -> No
     if again is not None:
         raise CheckpointMismatch(f"{found.model[again].where} is there as {saved[again]!r} as well")
     found.model = {saved.get(name, name): tensor for name, tensor in found.model.items()}
-    if found.optimizer is not None and saved:
-        found.optimizer.states = {saved.get(name, name): state for name, state in found.optimizer.states.items()}
-        for group in found.optimizer.groups:
-            group["params"] = [saved.get(name, name) for name in group["params"]]
+    if found.optimizer is not None:
+        found.optimizer.rename(saved)
     if outline is not None and outline.joined:
         _join_experts(found, outline)
 

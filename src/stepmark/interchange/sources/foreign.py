@@ -26,6 +26,12 @@ class ForeignOptimizer:
         """All tensors among the states."""
         return (value for state in self.states.values() for value in state.values() if isinstance(value, GlobalTensor))
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Gives parameters these names, in place; any other keeps its own."""
+        self.states = {names.get(name, name): state for name, state in self.states.items()}
+        for group in self.groups:
+            group["params"] = [names.get(name, name) for name in group["params"]]
+
 
 @dataclass
 class ForeignCheckpoint:
@@ -47,7 +53,6 @@ class ForeignCheckpoint:
         lost: What is not taken along and why, in sentences.
         adapter: Whether it is a PEFT adapter and not a model.
         prefixes: What names of a section began with in the state dict that was saved, where that was nested.
-        live: Of an adapter with an optimizer: its names to those in the PeftModel, which our optimizers have.
         identity: What a run's identity has of it.
         architecture: The model's class, if the config names it.
         tied: Names of tied tensors to the names they are stored under.
@@ -72,7 +77,6 @@ class ForeignCheckpoint:
     tied: dict[str, str] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
     prefixes: dict[str, str] = field(default_factory=dict)
-    live: dict[str, str] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> Iterable[GlobalTensor]:

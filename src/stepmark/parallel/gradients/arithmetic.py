@@ -4,7 +4,7 @@ pipeline, their norm, the step's totals, and clipping."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ LONG = 2**13  # elements of a host tensor whose squares are not added in one go
 ROW = 64
 LEAST, MOST = -148, 128  # exponents of float32 numbers, as `frexp` returns them
 DIGITS = 24  # of a float32 number
+
+Gradient = TypeVar("Gradient", Tensor, Tensor | None)
 
 
 def add_partial(
@@ -49,11 +51,10 @@ def add_partial_of_buckets(flat: Sequence[Tensor], buckets: Sequence[Bucket], me
     return complete
 
 
-def add_ends(
-    gradients: Sequence[Tensor | None], replications: Sequence[Replication], mesh: Mesh
-) -> list[Tensor | None]:
-    """Sums the gradients of tables that both ends of a pipeline use, in one call. They are reduced over the data
-    parallel ranks before, and a sum of two is the same in either order: the copies stay equal bit for bit."""
+def add_ends(gradients: Sequence[Gradient], replications: Sequence[Replication], mesh: Mesh) -> list[Gradient]:
+    """Sums the gradients of tables that both ends of a pipeline use, or buckets of them and shards of these, which both
+    ends divide alike, in one call. They are reduced over the data parallel ranks before, and a sum of two is the same
+    in either order: the copies stay equal bit for bit."""
     complete = list(gradients)
     pairs = enumerate(zip(gradients, replications, strict=True))
     tied = [index for index, (gradient, each) in pairs if gradient is not None and each.stages > 1]
@@ -68,12 +69,6 @@ def _add(tensors: list[Any], which: Sequence[int], axis: Collectives) -> None:
         tensors[index] = total
 
 
-def add_ends_of_buckets(shards: Sequence[Tensor], buckets: Sequence[Bucket], mesh: Mesh) -> list[Tensor]:
-    """The same for buckets, or shards of them that are divided alike at both ends."""
-    found = add_ends(shards, [bucket.replication for bucket in buckets], mesh)
-    return [shard for shard in found if shard is not None]
-
-
 def totals(
     shards: Sequence[Tensor],
     copies: Sequence[int],
@@ -84,7 +79,8 @@ def totals(
     in_order: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The loss, summed over all ranks, of which `loss` has the part of each logical rank of this process; the sum of
-    squares of the shards over all ranks, of which `copies` hold the same one; `more` numbers (vectors), summed over the
+    squares of the shards over all ranks, of which `copies` ranks of one data parallel
+    coordinate hold the same one; `more` numbers (vectors), summed over the
     data parallel ranks; and the loads of experts over the stages.
 
     `in_order` (default: whether the logical ranks are added in their order): nothing depends on how ranks divide the
@@ -118,11 +114,6 @@ def over_parts(loss: Tensor, square: Tensor, loads: Tensor | None, mesh: Mesh) -
     both = torch.cat([loss, square])
     both, *summed = mesh.pipeline.all_reduce([both] if loads is None else [both, loads])
     return both[0], both[1], summed[0] if summed else None
-
-
-def copies_of(buckets: Sequence[Bucket]) -> list[int]:
-    """How many ranks of one data parallel coordinate hold the same shard of each bucket."""
-    return [bucket.replication.copies for bucket in buckets]
 
 
 def squares(gradients: Sequence[Tensor], counts: Sequence[int], device: torch.device) -> Tensor:

@@ -20,23 +20,15 @@ from stepmark.parallel.full_sharding import Calls
 from stepmark.parallel.gradients.accumulators import BucketAccumulator, ParameterAccumulator, ShardAccumulator
 from stepmark.parallel.gradients.arithmetic import (
     add_ends,
-    add_ends_of_buckets,
     add_partial,
     add_partial_of_buckets,
-    copies_of,
     norms,
     over_parts,
     squares,
     totals,
 )
 from stepmark.parallel.gradients.reduced import ReducedGradients, Used, expose_grads
-from stepmark.runtime.collectives import (
-    Collectives,
-    GroupCollectives,
-    keep_abandoned,
-    start_gather_in_place,
-    start_sum_in_order,
-)
+from stepmark.runtime.collectives import Collectives, GroupCollectives, eager, keep_abandoned
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.replication import replication_of
 
@@ -64,7 +56,7 @@ class AllReduce:
         axis = sums.buckets[number].axis
         ranks, (*others, flat) = self._mesh.ranks, sums.roots(number)
         if ranks.fixed and not (ranks.commute and self._reduce_dtype == flat.dtype):
-            finish = start_sum_in_order(axis, [*others, flat], ranks, self._reduce_dtype)
+            finish = eager(axis).start_sum_in_order([*others, flat], ranks, self._reduce_dtype)
             return lambda: self._gathered(sums, number, finish())
         if not isinstance(axis, GroupCollectives):  # experts that no other rank holds
             return lambda: flat
@@ -88,7 +80,7 @@ class AllReduce:
         own = axis.own_shard(sent)
         if not same_memory(own, shard):
             own.copy_(shard)
-        wait = start_gather_in_place(axis, sent)
+        wait = eager(axis).start_gather_in_place(sent)
         self._gathers.append(wait if sent is flat else lambda: flat.copy_(wait()))
         return flat
 
@@ -97,11 +89,14 @@ class AllReduce:
     ) -> ReducedGradients:
         """Completes what has been started for every bucket."""
         self.wait()
-        flat = add_ends_of_buckets(means, sums.buckets, self._mesh)
+        replications = [bucket.replication for bucket in sums.buckets]
+        flat = add_ends(means, replications, self._mesh)
         pairs = zip(sums.buckets, flat, strict=True)
         shards = [bucket.axis.own_shard(each) for bucket, each in pairs]  # of which each rank computes the norm
         used = self._mesh.runtime.numbers(sums.got())
-        loss, square, head, loads = totals(shards, copies_of(sums.buckets), loss, loads, self._mesh, used)
+        loss, square, head, loads = totals(
+            shards, [each.copies for each in replications], loss, loads, self._mesh, used
+        )
         return ReducedGradients(self._members_of(sums, flat, head), loss, tokens, square.sqrt(), loads)
 
     def _members_of(self, sums: BucketAccumulator, flat: Sequence[Tensor], counts: Tensor) -> list[Tensor | None]:
@@ -188,13 +183,15 @@ class ReduceScatter:
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, *, reduce_dtype: torch.dtype | None) -> None:
         self._buckets = list(buckets)
+        self._replications = [bucket.replication for bucket in self._buckets]
+        self._copies = [each.copies for each in self._replications]
         self._mesh = mesh
         self._reduce_dtype = reduce_dtype
 
     def start(self, sums: BucketAccumulator, number: int) -> Callable[[], Tensor]:
         axis, dtype = self._buckets[number].axis, self._reduce_dtype or self._buckets[number].dtype
         if self._mesh.ranks.fixed:
-            return start_sum_in_order(axis, sums.roots(number), self._mesh.ranks, dtype)
+            return eager(axis).start_sum_in_order(sums.roots(number), self._mesh.ranks, dtype)
         complete = sums.complete(number)
         if not isinstance(axis, GroupCollectives):  # experts that no other rank holds
             return lambda: complete
@@ -204,10 +201,10 @@ class ReduceScatter:
     def reduced(
         self, sums: BucketAccumulator, means: list[Tensor], loss: Tensor, tokens: Tensor, loads: Tensor | None
     ) -> ReducedGradients:
-        shards = add_ends_of_buckets(means, self._buckets, self._mesh)
+        shards = add_ends(means, self._replications, self._mesh)
         got = sums.got()
         counts = self._mesh.runtime.numbers(got)
-        loss, square, counts, loads = totals(shards, copies_of(self._buckets), loss, loads, self._mesh, counts)
+        loss, square, counts, loads = totals(shards, self._copies, loss, loads, self._mesh, counts)
         return ReducedGradients(list(shards), loss, tokens, square.sqrt(), loads, used_anywhere(got, counts))
 
     def at_once(
@@ -216,8 +213,8 @@ class ReduceScatter:
         used: Used = [each is not None for each in sums.tensors()]
         joined, order = self._joined(sums), self._order(sums)
         shards = [each.float() for each in for_each_axis("reduce_scatter", self._buckets, joined, order)]
-        shards = add_ends_of_buckets(shards, self._buckets, self._mesh)
-        loss, square, _, loads = totals(shards, copies_of(self._buckets), loss, loads, self._mesh)
+        shards = add_ends(shards, self._replications, self._mesh)
+        loss, square, _, loads = totals(shards, self._copies, loss, loads, self._mesh)
         return ReducedGradients(list(shards), loss, tokens, square.sqrt(), loads, None if all(used) else used)
 
     def _order(self, sums: ParameterAccumulator) -> list[int]:
@@ -254,7 +251,7 @@ class ReduceScatter:
         separate = [(place, shard) for place, shard in pairs if place.data_ptr() != shard.data_ptr()]
         for place, shard in separate:
             place.copy_(shard)
-        for wait in [start_gather_in_place(axis, each) for axis, each in zip(axes, sums.flat, strict=True)]:
+        for wait in [eager(axis).start_gather_in_place(each) for axis, each in zip(axes, sums.flat, strict=True)]:
             wait()
         of_buckets = zip(self._buckets, sums.flat, strict=True)
         members = [(member, flat) for bucket, flat in of_buckets for member in bucket.members]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from stepmark.errors import CheckpointMismatch, UsageError
-from stepmark.parallel.loading.tensor_source import JoinedSource, SafetensorsSource, TensorSource
+from stepmark.parallel.loading.tensor_source import FileTensor, StoredSource, TensorSource
 from stepmark.runtime.module_placement import replace
-from stepmark.sharding.layout import Layout
+from stepmark.sharding.layout import Box, Layout
 
-Stored = Mapping[str, SafetensorsSource]
-Named = dict[str, SafetensorsSource | JoinedSource]
+Stored = Mapping[str, FileTensor]
+Named = dict[str, StoredSource]
 
 
 def prepare(model: Any, stored: Stored, config: Any) -> dict[str, TensorSource]:
@@ -42,9 +42,9 @@ def take_names(model: Any, stored: Stored, config: Any, wanted: Mapping[str, Ten
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     prefix = model.base_model_prefix
     named: Named = {}
-    joined: dict[str, tuple[Any, dict[str, list[SafetensorsSource]]]] = {}
+    joined: dict[str, tuple[Any, dict[str, list[FileTensor]]]] = {}
 
-    def take(target: str, source: SafetensorsSource | JoinedSource) -> None:
+    def take(target: str, source: StoredSource) -> None:
         if target in named:
             raise CheckpointMismatch(f"{source.path}: {source.name!r} and {named[target].name!r} are both {target!r}")
         named[target] = source
@@ -63,11 +63,11 @@ def take_names(model: Any, stored: Stored, config: Any, wanted: Mapping[str, Ten
                 )
             joined.setdefault(target, (converter, {}))[1].setdefault(pattern, []).append(tensor)
         else:
-            take(target, tensor)
+            take(target, StoredSource(tensor.shape, ((tensor, Box.full(tensor.shape)),)))
     for target, (converter, groups) in joined.items():
         stacked, dim = _joining(converter) or (False, 0)
         ordered = [groups[pattern] for pattern in converter.source_patterns if pattern in groups]
-        take(target, JoinedSource.join(ordered, stacked, dim))
+        take(target, StoredSource.join(ordered, stacked, dim))
     return named
 
 
@@ -99,10 +99,11 @@ def _tie(model: Any, named: Named, wanted: Mapping[str, Tensor]) -> set[str]:
     return missing
 
 
-def _equal(one: SafetensorsSource | JoinedSource, other: SafetensorsSource | JoinedSource) -> bool:
-    """Whether two stored tensors have the same bytes; reads both, block by block."""
-    if isinstance(one, JoinedSource) or isinstance(other, JoinedSource):
+def _equal(*sources: StoredSource) -> bool:
+    """Whether two tensors that are stored as they are have the same bytes; reads both, block by block."""
+    if any(len(each.pieces) > 1 for each in sources):
         return False
+    one, other = (each.pieces[0][0] for each in sources)
     if (one.path, one.begin) == (other.path, other.begin):
         return True
     if (one.dtype, one.shape) != (other.dtype, other.shape):

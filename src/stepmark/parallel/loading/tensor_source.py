@@ -1,8 +1,8 @@
 """Sources of a parameter's values, from which a rank reads only its own shard.
 
-A `TensorSource` knows a global tensor's shape and can give any box of it. `SafetensorsSource` is one in a safetensors
-file, of which only the bytes asked for are read, through a buffer of `BUFFER` bytes; memory maps are not used, because
-their pages count as the process's memory, and a file that shrinks under them ends the process.
+A `TensorSource` knows a global tensor's shape and can give any box of it. `StoredSource` is one in safetensors files,
+of which only the bytes asked for are read, through a buffer of `BUFFER` bytes; memory maps are not used, because their
+pages count as the process's memory, and a file that shrinks under them ends the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stepmark.checkpoint.format.dtypes import torch_dtype
 from stepmark.checkpoint.format.read_errors import cannot_read, read_errors_of
 from stepmark.checkpoint.format.tensor_file import read_tensors
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from stepmark.sharding.layout import Box, Layout, Shape, row_major_index
+from stepmark.sharding.layout import Box, Layout, Part, Shape, TensorSlice, row_major_index
 from stepmark.sharding.views import block_views, narrow
 
 BUFFER = 8 << 20
@@ -52,7 +52,7 @@ def passing(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SafetensorsSource:
+class FileTensor:
     """A tensor in a safetensors file, from byte `begin` of it on."""
 
     path: Path
@@ -66,21 +66,19 @@ class SafetensorsSource:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def blocks(self) -> Iterator[bytes]:
-        """Its bytes, BUFFER of them at a time. Raises as `fill`."""
+        """Its bytes, BUFFER of them at a time. Raises as `read`."""
         with read_errors_of(self.path), self.path.open("rb") as file:
             file.seek(self.begin)
             for start in range(0, self.nbytes, BUFFER):
                 yield file.read(min(BUFFER, self.nbytes - start))
 
-    def fill(self, local: Tensor, layout: Layout) -> None:
-        """See `TensorSource`. Raises CheckpointDamaged where the file ends before, CheckpointError where it cannot be
-        read."""
+    def read(self, box: Box, target: Tensor) -> None:
+        """Reads a box. Raises CheckpointDamaged where the file ends before, CheckpointError where it cannot be read."""
+        part, step = Part(TensorSlice.of_box(*box), (0,) * target.dim()), BUFFER // self.dtype.itemsize
         with read_errors_of(self.path), self.path.open("rb") as file:
-            step = BUFFER // self.dtype.itemsize
-            for part in layout.parts:
-                for start in range(0, part.slice.numel, step):
-                    for block, view in block_views(local, part, start, min(start + step, part.slice.numel)):
-                        self._read_box(file, block.box, view)
+            for start in range(0, box.numel, step):
+                for block, view in block_views(target, part, start, min(start + step, box.numel)):
+                    self._read_box(file, block.box, view)
 
     def _read_box(self, file: io.BufferedReader, box: Box, target: Tensor) -> None:
         """Reads one contiguous run of the file at a time."""
@@ -98,14 +96,14 @@ class SafetensorsSource:
 
 
 @dataclass(frozen=True)
-class JoinedSource:
-    """A tensor that is stored in pieces, such as the weights of each expert: the box of each in it."""
+class StoredSource:
+    """A tensor that is stored as it is, or in pieces, such as the weights of each expert: the box of each in it."""
 
     shape: Shape
-    pieces: tuple[tuple[SafetensorsSource, Box], ...]
+    pieces: tuple[tuple[FileTensor, Box], ...]
 
     @classmethod
-    def join(cls, groups: Sequence[Sequence[SafetensorsSource]], stacked: bool, dim: int) -> JoinedSource:
+    def join(cls, groups: Sequence[Sequence[FileTensor]], stacked: bool, dim: int) -> StoredSource:
         """Groups of tensors, which are stacked in each group along a new first dim, or else are one each; the groups
         follow one another along `dim`. Raises CheckpointMismatch where tensors' shapes do not fit."""
         first, pieces, offset = groups[0][0], [], 0
@@ -143,7 +141,7 @@ class JoinedSource:
                     inside = common.relative_to(place.offsets)
                     if len(piece.shape) < len(self.shape):
                         target, inside = target[0], Box(inside.offsets[1:], inside.lengths[1:])
-                    piece.fill(target, Layout.boxes(piece.shape, [(inside, (0,) * len(piece.shape))]))
+                    piece.read(inside, target)
 
 
 def _runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
@@ -157,7 +155,7 @@ def _runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
         yield row_major_index((*index, *box.offsets[split:]), shape), math.prod(box.lengths[split:])
 
 
-def open_folder(folder: Path) -> dict[str, SafetensorsSource]:
+def open_folder(folder: Path) -> dict[str, FileTensor]:
     """The tensors of a Hugging Face folder: one safetensors file, or several and their index.
 
     Reads headers only. Raises CheckpointNotFound where there are none, CheckpointDamaged where a file is missing,
@@ -182,9 +180,9 @@ def open_folder(folder: Path) -> dict[str, SafetensorsSource]:
     return found
 
 
-def open_files(files: Sequence[Path]) -> dict[str, SafetensorsSource]:
+def open_files(files: Sequence[Path]) -> dict[str, FileTensor]:
     """The tensors of safetensors files, by name. Raises as `open_folder`."""
-    found: dict[str, SafetensorsSource] = {}
+    found: dict[str, FileTensor] = {}
     for file in files:
         if file.suffix != ".safetensors":
             raise CheckpointNotFound(_nothing_in(file.parent))
@@ -202,7 +200,7 @@ def _nothing_in(folder: Path) -> str:
     return f"{folder} has {what}: neither {SINGLE} nor {INDEX}; {advice}"
 
 
-def _read_header(path: Path) -> list[SafetensorsSource]:
+def _read_header(path: Path) -> list[FileTensor]:
     try:
         with open(path, "rb") as file:
             tensors = read_tensors(file)[0]
@@ -214,4 +212,4 @@ def _read_header(path: Path) -> list[SafetensorsSource]:
         raise CheckpointDamaged(f"{path} is corrupted or not a safetensors file: {error}") from error
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    return [SafetensorsSource(path, each.name, torch_dtype(each.dtype), each.shape, each.begin) for each in tensors]
+    return [FileTensor(path, each.name, torch_dtype(each.dtype), each.shape, each.begin) for each in tensors]

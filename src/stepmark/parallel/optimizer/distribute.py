@@ -35,8 +35,6 @@ _PER_PARAMETER = frozenset(
     {
         "torch.optim.Adafactor",
         "torch.optim.Muon",
-        "torch.optim._adafactor.Adafactor",
-        "torch.optim._muon.Muon",
         "transformers.optimization.Adafactor",
     }
 )

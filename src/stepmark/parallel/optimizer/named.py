@@ -92,7 +92,10 @@ class OptimizerSharding:
         self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype | None, on_arrival: bool
     ) -> GradientReducer:
         """Makes the reducer whose gradients `assigned` takes, here of complete means: the same kind on all ranks, also
-        on those of a pipeline stage that has no parameter to train. For the arguments see `NamedOptimizer`."""
+        on those of a pipeline stage that has no parameter to train. `accumulation` is the number of micro-batches in a
+        step, `reduce_dtype` the type in which data parallel ranks of an eager device send each other gradients; None:
+        the parameters', with ZeRO-1 by elements. `on_arrival`: add each gradient to the sums as soon as autograd has
+        made it, as flat buckets do in any case."""
         assert reduce_dtype is not None
         elements = self._bucket_elements
         exchange = AllReduce(self.parameters, mesh, reduce_dtype=reduce_dtype, bucket_elements=elements)
@@ -139,6 +142,7 @@ class NamedOptimizer:
         self.distribution = distribution
         self.names, self.parameters = distribution.names, distribution.parameters
         self.gathers = distribution.gathers
+        self.gradients = distribution.gradients  # makes the reducer whose gradients `set_gradients` takes
         self.given = given
         self._runtime = runtime
         self._held = distribution.held
@@ -156,22 +160,6 @@ class NamedOptimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
-
-    def gradients(
-        self,
-        mesh: Mesh,
-        *,
-        accumulation: int,
-        reduce_dtype: torch.dtype | None = torch.float32,
-        on_arrival: bool = False,
-    ) -> GradientReducer:
-        """Makes the reducer of the gradients that `set_gradients` takes: only the optimizer knows which tensors it
-        updates. `accumulation` is the number of micro-batches in a step, `reduce_dtype` the type in which data parallel
-        ranks of an eager device send each other gradients; None: the parameters', with ZeRO-1 by elements.
-        `on_arrival`: add each gradient to the sums as soon as autograd has made it, as flat buckets do in any case."""
-        return self.distribution.gradients(
-            mesh, accumulation=accumulation, reduce_dtype=reduce_dtype, on_arrival=on_arrival
-        )
 
     @torch.no_grad()
     def set_gradients(self, gradients: Sequence[Tensor | None], used: Used | None = None) -> None:

@@ -128,7 +128,7 @@ class PendingGathers:
         """From now on, what uses parameters waits for their values."""
         for number in list(self._pending):
             if all(type(each) is nn.Parameter for each in self._groups[number]):
-                _mark(self._groups[number], partial(self._use, number))
+                _mark(self._groups[number], partial(self._wait, number))
             else:  # of a class of the user's
                 self._wait(number)
         if self._pending and self._hook is None:
@@ -144,11 +144,8 @@ class PendingGathers:
                 self._hook.remove()
                 self._hook = None
 
-    def _use(self, number: int, _: Tensor) -> None:
-        self._wait(number)
-
     @torch.no_grad()
-    def _wait(self, number: int) -> None:
+    def _wait(self, number: int, *_: Tensor) -> None:
         with self._lock:
             finish = self._pending.get(number)  # another thread may have waited meanwhile
             if finish is not None:

@@ -23,7 +23,7 @@ from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.optimizer.named import Groups, OptimizerSharding, OptimizerTensor
 from stepmark.parallel.optimizer.pending_gathers import PendingGathers
 from stepmark.parallel.optimizer.replicated import WrittenParameters, follow
-from stepmark.runtime.collectives import start_gather_in_place
+from stepmark.runtime.collectives import eager
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.layout import Layout
 
@@ -176,7 +176,7 @@ class FlatShards(OptimizerSharding):
         for axis, flat, shard in zip(axes, complete, self._shards, strict=True):
             if flat.dtype != shard.dtype:
                 axis.own_shard(flat).copy_(shard)
-        started = [start_gather_in_place(axis, flat) for axis, flat in zip(axes, complete, strict=True)]
+        started = [eager(axis).start_gather_in_place(flat) for axis, flat in zip(axes, complete, strict=True)]
         self.gathers.start({number: partial(self._arrived, number, wait) for number, wait in enumerate(started)})
 
     def _arrived(self, number: int, wait: Callable[[], Tensor]) -> None:

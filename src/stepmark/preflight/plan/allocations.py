@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -95,11 +96,8 @@ class AllocationTracker(TorchDispatchMode):
                 self._see(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        try:
+        with mock.patch.object(torch.UntypedStorage, "resize_", resize):
             yield
-        finally:
-            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
     def _release(self, address: int, number: int) -> None:
         if number in self._resized:
