@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepmark.data.loader.batch import MicroBatch
+from stepmark.data.loader.batch import MicroBatch, calling_users_loss
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.tokenize.packing import IGNORED
 from stepmark.errors import DataError, UsageError
@@ -201,7 +201,7 @@ class MicroBatchLoss:
         self._check_declared(inputs)
         if self.override is None:
             return self._own_result(model, inputs, count)
-        with self.recording(inputs):
+        with self.recording(inputs), calling_users_loss():
             given = with_targets(self.labels, inputs, count) if isinstance(inputs, Mapping) else inputs
             loss, outputs = self.override(model, given, count.clamp(min=1))
             return _Result(loss, loss_beside(outputs)[1])
@@ -228,11 +228,7 @@ class MicroBatchLoss:
         return (labels != self.labels.ignored).sum().float().clamp(min=1)
 
     def _own_result(self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor) -> _Result:
-        if not isinstance(inputs, Mapping):
-            raise DataError(
-                f"train_dataset: a batch is a {type(inputs).__name__}; let samples be dicts of forward's arguments, or "
-                "override compute_loss"
-            )
+        check_mapping(inputs)
         with self.recording(inputs):
             if self._compute is not None:
                 given = with_targets(self.labels, inputs, count) if "labels" in inputs else inputs
@@ -261,6 +257,15 @@ class MicroBatchLoss:
         outputs = self._call_without_labels(model, inputs, inputs)
         loss = smoothed_cross_entropy(logits_of(outputs), inputs["labels"], self._smoothing, self.causal_shift)
         return _Result(loss, outputs, is_sum=True)
+
+
+def check_mapping(inputs: Any) -> None:
+    """Raises DataError for a batch that does not name forward's arguments."""
+    if not isinstance(inputs, Mapping):
+        raise DataError(
+            f"train_dataset: a batch is a {type(inputs).__name__}; let samples be dicts of forward's arguments, or "
+            "override compute_loss"
+        )
 
 
 def with_targets(rule: LabelRule, inputs: Mapping[str, Any], count: Tensor) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,16 +29,31 @@ class MicroBatch:
 
 
 _computed: ContextVar[MicroBatch | None] = ContextVar("computed", default=None)
+_by_users_loss: ContextVar[bool] = ContextVar("by_users_loss", default=False)
 
 
 @contextmanager
-def computing(micro_batch: MicroBatch) -> Iterator[None]:
-    """Inside the block, the model is called with this micro-batch."""
-    token = _computed.set(micro_batch)
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _computed.reset(token)
+        variable.reset(token)
+
+
+def computing(micro_batch: MicroBatch) -> AbstractContextManager[None]:
+    """Inside the block, the model is called with this micro-batch."""
+    return _set(_computed, micro_batch)
+
+
+def calling_users_loss() -> AbstractContextManager[None]:
+    """Inside the block, a loss of the user's calls the model, and may use all of its outputs."""
+    return _set(_by_users_loss, True)
+
+
+def in_users_loss() -> bool:
+    """Whether a loss of the user's calls the model."""
+    return _by_users_loss.get()
 
 
 def is_computing() -> bool:

@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from stepmark.data.loader.batch import in_users_loss
 from stepmark.errors import UsageError
 from stepmark.parallel.tensor.autograd_collectives import copy_to, gather, reduce_from
 from stepmark.parallel.tensor.layers import become
@@ -185,7 +186,8 @@ def use_vocab_parallel_loss(model: Any, head: VocabParallelHead, called: Sequenc
         if not head.keep_sharded:
             return outputs
         head.keep_sharded = False
-        return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
+        logits = {"logits": head.vocabulary.complete(outputs["logits"])} if in_users_loss() else {}
+        return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"}, **logits)
 
     for each in called:
         each.register_forward_pre_hook(begin, with_kwargs=True)
