@@ -93,6 +93,10 @@ class UsedColumns:
         """That of the dataset, if it is a mixture."""
         return getattr(self.dataset, "mixture_order", None)
 
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
     def __len__(self) -> int:
         return len(self.dataset)
 

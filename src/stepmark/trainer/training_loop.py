@@ -385,6 +385,7 @@ class TrainingLoop:
 
     def _train_epoch(self) -> None:
         show_step(StepPlace(self._step + 1))
+        self._parts.loader.announce_epoch()
         batches = DevicePrefetcher(self._parts.loader, self._parts.context.runtime)
         with contextlib.closing(iter(batches)) as source:
             for batch in self._monitor.timers.waiting(source):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.data.loader.collate import FIXED_SHAPES, CollateFn, Collation, PadTo, sample_length
-from stepmark.data.loader.fetcher import CAUSE, Fetcher, MicroTask
+from stepmark.data.loader.fetcher import CAUSE, Fetcher, MicroTask, announce_epoch
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.mixture import MixtureOrder
 from stepmark.data.loader.order import BatchLayout, Epoch, LengthGroups, SamplePosition, sample_order
@@ -220,6 +220,10 @@ class DataLoader:
                 tasks = islice(self._tasks(begin, rank, known[1]), self.layout.accumulation)
                 ranks.append([task.indices[: task.rows] for task in tasks])
             yield begin.epoch, ranks
+
+    def announce_epoch(self) -> None:
+        """Tells the dataset the epoch of the next step, from 0, where it has a `set_epoch`."""
+        announce_epoch(self.dataset, self.seed, self._epoch.begin(self._position).epoch)
 
     def begin_epoch(self) -> None:
         """Moves to the beginning of the epoch."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch, rows_of
-from stepmark.data.loader.fetcher import random_states, seeded_generators, set_random_states
+from stepmark.data.loader.fetcher import announce_epoch, random_states, seeded_generators, set_random_states
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.order import BatchLayout
@@ -131,6 +131,11 @@ class GivenLoader:
         if self._begun and not state["samples"] and not state["ended"]:  # a callback has ended the epoch early
             self._position = self._state(state["epoch"], 0, ended=False)
 
+    def announce_epoch(self) -> None:
+        """Tells the dataset the epoch of the next step, where it has a `set_epoch` and no loader passes that on."""
+        if not hasattr(self.given, "set_epoch"):
+            announce_epoch(self.dataset, self._seed, self._position["epoch"])
+
     def begin_epoch(self) -> None:
         """Moves to the beginning of the epoch, whose random numbers it draws again."""
         if self._position["samples"]:
@@ -176,8 +181,9 @@ class GivenLoader:
         saved = None if self._begun else self._position["loader"]
         self._begun = True
         with stream.drawing():
-            for owner in (self.given, getattr(self.given, "sampler", None), getattr(self.given, "batch_sampler", None)):
-                if owner is not None and hasattr(owner, "set_epoch"):
+            owners = (self.given, getattr(self.given, "batch_sampler", None), *_samplers(self.given))
+            for owner in {id(each): each for each in owners}.values():
+                if hasattr(owner, "set_epoch"):
                     owner.set_epoch(epoch)
             if saved is not None:
                 self.given.load_state_dict(saved)
