@@ -408,6 +408,7 @@ class TrainingLoop:
     def _train_step(self, batch: StepBatch) -> None:
         callbacks, parts = self._callbacks, self._parts
         self._event("on_step_begin")
+        self._user_changes.check_arguments()
         set_training(parts.model, parts.optimizer.inner)
         hooks = StepHooks(
             after_micro_step=callbacks.heard("on_substep_end"),
