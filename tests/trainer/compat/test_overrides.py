@@ -484,8 +484,18 @@ class Doubles(Trainer):
         return (2 * loss, None, None) if prediction_loss_only else (2 * loss, 2 * logits, labels + 1)
 
 
-def test_prediction_step_is_called(tmp_path: Path) -> None:
-    plain, doubled = make(Trainer, tmp_path / "plain"), make(Doubles, tmp_path / "doubled")
+class DoublesArrays(Doubles):
+    def prediction_step(self, *given: Any, **options: Any) -> Any:
+        loss, *rest = super().prediction_step(*given, **options)
+        return loss, *(None if each is None else each.numpy() for each in rest)
+
+
+@pytest.mark.parametrize("kind", [Doubles, DoublesArrays])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_prediction_step_is_called(tmp_path: Path, kind: type[Trainer], replicas: int) -> None:
+    """Of 7 samples in batches of 3, the last two ranks have 1 and none."""
+    plain = make(Trainer, tmp_path / "plain")
+    doubled = make(kind, tmp_path / "doubled", data_parallel_replicas=replicas)
     assert doubled.evaluate()["eval_loss"] == pytest.approx(2 * plain.evaluate()["eval_loss"], rel=1e-6)
     expected, found = plain.predict(Points(7)), doubled.predict(Points(7))
     assert (found.predictions == 2 * expected.predictions).all()
