@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepmark.data.loader.batch import MicroBatch, calling_users_loss
+from stepmark.data.loader.batch import MicroBatch
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.tokenize.packing import IGNORED
 from stepmark.errors import DataError, UsageError
@@ -201,7 +201,7 @@ class MicroBatchLoss:
         self._check_declared(inputs)
         if self.override is None:
             return self._own_result(model, inputs, count)
-        with self.recording(inputs), calling_users_loss():
+        with self.recording(inputs):
             given = with_targets(self.labels, inputs, count) if isinstance(inputs, Mapping) else inputs
             loss, outputs = self.override(model, given, count.clamp(min=1))
             return _Result(loss, loss_beside(outputs)[1])

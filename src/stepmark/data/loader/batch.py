@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,31 +29,16 @@ class MicroBatch:
 
 
 _computed: ContextVar[MicroBatch | None] = ContextVar("computed", default=None)
-_by_users_loss: ContextVar[bool] = ContextVar("by_users_loss", default=False)
 
 
 @contextmanager
-def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
+def computing(micro_batch: MicroBatch) -> Iterator[None]:
+    """Inside the block, the model is called with this micro-batch."""
+    token = _computed.set(micro_batch)
     try:
         yield
     finally:
-        variable.reset(token)
-
-
-def computing(micro_batch: MicroBatch) -> AbstractContextManager[None]:
-    """Inside the block, the model is called with this micro-batch."""
-    return _set(_computed, micro_batch)
-
-
-def calling_users_loss() -> AbstractContextManager[None]:
-    """Inside the block, a loss of the user's calls the model, and may use all of its outputs."""
-    return _set(_by_users_loss, True)
-
-
-def in_users_loss() -> bool:
-    """Whether a loss of the user's calls the model."""
-    return _by_users_loss.get()
+        _computed.reset(token)
 
 
 def is_computing() -> bool:
