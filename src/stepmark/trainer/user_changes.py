@@ -78,10 +78,8 @@ class UserChanges:
     def check_arguments(self) -> None:
         """Warns, once of each, of arguments that were set too late to have an effect."""
         for name, value in self._read.items():
-            if (now := getattr(self._args, name)) != value and name not in self._warned:
-                self._warned.add(name)
-                if self._context.host.rank == 0:
-                    logger.warning("%s: set to %s in training, which goes on with %s; set it earlier", name, now, value)
+            if getattr(self._args, name) != value:
+                self._warn([name], f"set in training, which goes on with {name}={value}; set it earlier")
 
     def _warn(self, names: list[str], what: str) -> None:
         if not names or what in self._warned or self._context.host.rank != 0:

@@ -112,14 +112,6 @@ def set_random_states(states: RandomStates) -> None:
     torch.default_generator.set_state(states[2])
 
 
-def announce_epoch(dataset: Any, seed: int, epoch: int) -> None:
-    """Tells a dataset which epoch is read next, where it has a `set_epoch`. What that draws depends on seed and epoch
-    alone."""
-    if hasattr(dataset, "set_epoch"):
-        with seeded_generators((seed, epoch, 0)):
-            dataset.set_epoch(epoch)
-
-
 @contextmanager
 def seeded_generators(key: Sequence[int]) -> Iterator[None]:
     """Python's, numpy's and PyTorch's CPU generator seeded from `key`, and restored afterwards."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch, rows_of
-from stepmark.data.loader.fetcher import announce_epoch, random_states, seeded_generators, set_random_states
+from stepmark.data.loader.fetcher import random_states, seeded_generators, set_random_states
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.order import BatchLayout
@@ -97,7 +97,7 @@ class GivenLoader:
             self._length -= self._length % self._size
         self.has_length = self._length is not None
         self._position: dict[str, Any] = self._state(0, 0, ended=True)
-        self._begun = False  # this process has iterated it
+        self._begun = self._announces = False  # this process has iterated it, and trains
         self._source: Any = None  # the iterator
 
     @property
@@ -132,9 +132,8 @@ class GivenLoader:
             self._position = self._state(state["epoch"], 0, ended=False)
 
     def announce_epoch(self) -> None:
-        """Tells the dataset the epoch of the next step, where it has a `set_epoch` and no loader passes that on."""
-        if not hasattr(self.given, "set_epoch"):
-            announce_epoch(self.dataset, self._seed, self._position["epoch"])
+        """Lets the next iteration tell the dataset its epoch, as samplers are told it in any case."""
+        self._announces = not hasattr(self.given, "set_epoch")  # which passes it on
 
     def begin_epoch(self) -> None:
         """Moves to the beginning of the epoch, whose random numbers it draws again."""
@@ -181,7 +180,8 @@ class GivenLoader:
         saved = None if self._begun else self._position["loader"]
         self._begun = True
         with stream.drawing():
-            owners = (self.given, getattr(self.given, "batch_sampler", None), *_samplers(self.given))
+            told = self.dataset if self._announces else None
+            owners = (self.given, getattr(self.given, "batch_sampler", None), *_samplers(self.given), told)
             for owner in {id(each): each for each in owners}.values():
                 if hasattr(owner, "set_epoch"):
                     owner.set_epoch(epoch)
