@@ -162,3 +162,13 @@ def test_what_no_checkpoint_has_is_told_once(
     found = [each for each in caplog.messages if "A resumed run may train differently" in each]
     assert len(found) == (told is not None)
     assert told is None or re.search(told, found[0])
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_grad_norm", 0.1), ("learning_rate", 0.5), ("eval_steps", 2)])
+def test_arguments_that_are_set_too_late_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: float
+) -> None:
+    trainer = make(str(tmp_path), None, Changes(lambda trainer: setattr(trainer.args, name, value), CHANGED))
+    begins = f"{name}: set in training, which goes on with {name}={getattr(trainer.args, name)}; set it earlier."
+    trainer.train()
+    assert sum(each.startswith(begins) for each in caplog.messages) == (name != "eval_steps")

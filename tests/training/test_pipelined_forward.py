@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scripts.pipeline_comparison import pipeline_mesh, tokens_for
 from stepmark.data.loader.batch import MicroBatch
-from stepmark.errors import UsageError
+from stepmark.errors import DataError, UsageError
 from stepmark.parallel.parallelize import parallelize
 from stepmark.parallel.pipeline.transfers import Activation, Transfers
 from stepmark.runtime.stage_transfers import Exchange, Form
@@ -103,3 +103,12 @@ def test_the_last_stage_holds_the_hidden_states_of_one_batch_at_a_time() -> None
         held.append(sum(reference() is not None for reference in links.received))
     assert len(links.received) == 6
     assert max(held) <= 1
+
+
+def test_a_batch_that_names_no_arguments_is_named() -> None:
+    mesh: Any = pipeline_mesh(0, 2)
+    mesh.links = SlowLinks()
+    model = parallelize(build("llama", num_hidden_layers=2), mesh)
+    forward = PipelinedForward(model, MicroBatchLoss(model), mesh)
+    with pytest.raises(DataError, match=r"a batch is a list; let samples be dicts"), torch.no_grad():
+        list(forward([MicroBatch([tokens_for(67)], 2, None)], lambda batch: None))

@@ -75,13 +75,13 @@ def holds_tensors(tree: Any) -> bool:
 
 
 def rows_on_host(tree: Any, rows: int | None, runtime: Runtime) -> Any:
-    """The first `rows` rows (None: all) of each tensor in a nest, as numpy arrays; a 0-dim tensor is one row."""
+    """The first `rows` rows (None: all) of each tensor or array in a nest, as numpy arrays; a 0-dim one is one row."""
     if isinstance(tree, Mapping):
         return {name: rows_on_host(value, rows, runtime) for name, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         return tuple(rows_on_host(value, rows, runtime) for value in tree)
     if not isinstance(tree, Tensor):
-        return tree
+        return np.atleast_1d(tree)[:rows] if isinstance(tree, np.ndarray) else tree
     (on_host,) = runtime.to_host([tree.detach()])
     on_host = on_host.float() if on_host.dtype == torch.bfloat16 else on_host
     return np.atleast_1d(on_host.numpy())[:rows]

@@ -77,9 +77,9 @@ def parallelize(
     Every rank passes the same complete model, before it is moved to the device and before an optimizer is created.
     Parameters stay the same objects, so ties are preserved; afterwards each holds this rank's shard and is annotated
     with its layout, which the Checkpointer reads. While the model trains with labels, its outputs contain a loss and no
-    logits; otherwise the logits are complete. On a mesh with a pipeline each rank keeps the modules of its own stages,
-    and `TrainStep` or `Trainer` runs them; the model cannot be called. On a mesh that has neither the model is returned
-    unchanged.
+    logits, unless a Trainer has a `compute_loss` of the user's; otherwise the logits are complete. On a mesh with a
+    pipeline each rank keeps the modules of its own stages, and `TrainStep` or `Trainer` runs them; the model cannot be
+    called. On a mesh that has neither the model is returned unchanged.
 
     LoRA adapters of peft are sharded with their layers, and have to be in the model by then. Where the ranks have drawn
     different ones, all use those of rank 0.

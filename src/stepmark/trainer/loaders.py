@@ -78,31 +78,6 @@ class ModelColumns:
         return used
 
 
-class UsedColumns:
-    """The samples of a dataset with the columns that reach a model."""
-
-    def __init__(self, dataset: Any, columns: ModelColumns) -> None:
-        self.dataset = dataset
-        self.draws = getattr(dataset, "draws", True)  # random numbers: only Stepmark's own say that they do not
-        self._columns = columns
-
-    @property
-    def mixture_order(self) -> Any:
-        """That of the dataset, if it is a mixture."""
-        return getattr(self.dataset, "mixture_order", None)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._columns.of(self.dataset[index])
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        fetch = getattr(self.dataset, "__getitems__", None)
-        samples = [self.dataset[index] for index in indices] if fetch is None else fetch(indices)
-        return [self._columns.of(sample) for sample in samples]
-
-
 TrainLoader = DataLoader | GivenLoader
 
 
@@ -139,10 +114,9 @@ class LoaderFactory:
     def sampled_batches(self, dataset: Any, make_sampler: Callable[[], Any]) -> Any:
         """The batches of training data in the order of a sampler; of None in that of the dataset."""
         _check_training_data(dataset)
-        columns, batch_size = self._columns, self.args.per_device_train_batch_size
-        samples: Any = dataset if columns is None else UsedColumns(dataset, columns)
+        batch_size = self.args.per_device_train_batch_size
         return torch.utils.data.DataLoader(
-            samples,
+            dataset,
             batch_size=batch_size,
             sampler=make_sampler(),
             collate_fn=partial(self._collation(dataset), indices=range(batch_size)),
@@ -223,14 +197,12 @@ class LoaderFactory:
             dataset,
             batch_size,
             collation=self._collation(dataset),
-            prepare=lambda sample: sample if (columns := self._columns) is None else columns.of(sample),
             drop_last=drop_last,
         )
 
     def _loader(self, dataset: Any, batch_size: int, **options: Any) -> DataLoader:
-        columns = self._columns
         return DataLoader(
-            dataset if columns is None else UsedColumns(dataset, columns),
+            dataset,
             batch_size,
             rank=self.mesh.ranks.own,
             world_size=self.mesh.ranks.total,
@@ -238,6 +210,7 @@ class LoaderFactory:
             processing_class=self.processing_class,
             num_workers=self.args.dataloader_num_workers,
             labels=self._labels,
+            prepare=self._prepare,
             **options,
         )
 
@@ -247,8 +220,10 @@ class LoaderFactory:
         return own_padding(dataset, fixed=fixed) if self.data_collator is None else self.data_collator
 
     def _collation(self, dataset: Any) -> Collation:
-        free, labels = not self.mesh.runtime.lazy, self.loss.labels
-        return Collation.of(dataset, self._collator(dataset), self.processing_class, free=free, labels=labels)
+        collator, free = self._collator(dataset), not self.mesh.runtime.lazy
+        return Collation.of(
+            dataset, collator, self.processing_class, free=free, labels=self.loss.labels, prepare=self._prepare
+        )
 
     @property
     def _labels(self) -> LabelRule:
@@ -257,16 +232,18 @@ class LoaderFactory:
         return replace(rule, skips_ignored=rule.skips_ignored and not self.own_loss)
 
     @cached_property
-    def _columns(self) -> ModelColumns | None:
+    def _prepare(self) -> Callable[[Any], Any] | None:
+        """Leaves out the columns of a sample that are not used; None where all are."""
         if not self.args.remove_unused_columns:
             return None
         if self.signature is not None:
-            return ModelColumns(self.model, self.signature, others_read=False)
+            return ModelColumns(self.model, self.signature, others_read=False).of
         collator, others_read = self.data_collator, self.loss.override is not None
         if collator is not None and not isinstance(collator, PadTo):
             module = getattr(collator, "__module__", None) or type(collator).__module__
             others_read |= str(module).partition(".")[0] != "transformers"
-        return ModelColumns.of_model(self.model, self.loss.labels, others_read=others_read)
+        columns = ModelColumns.of_model(self.model, self.loss.labels, others_read=others_read)
+        return None if columns is None else columns.of
 
 
 def _check_training_data(dataset: Any) -> None:

@@ -34,6 +34,7 @@ from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.hang_detector import HangDetector
 from stepmark.parallel.full_sharding import has_full_sharding
+from stepmark.parallel.tensor.vocabulary import return_logits
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.device import runtime_for
 from stepmark.runtime.module_placement import place_module
@@ -548,6 +549,7 @@ class Trainer:
     def _find_override(self) -> None:
         """Looks for a `compute_loss` of the user's, which a script may also give the class later."""
         self._loss.override = OverriddenLoss(self) if self._overridden("compute_loss") else None
+        return_logits(self.model, wanted=self._loss.override is not None)
 
     # Training
 

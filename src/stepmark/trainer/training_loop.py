@@ -40,7 +40,7 @@ from stepmark.trainer.resume import ARITHMETIC, arithmetic_of, locate_best, rest
 from stepmark.trainer.run_folder.output_folder import check_start, set_aside_earlier_attempt, set_aside_finished_run
 from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.run_mirror import RunMirror
-from stepmark.trainer.run_folder.status import INTERRUPTED, RunStatus
+from stepmark.trainer.run_folder.status import DONE, INTERRUPTED, RunStatus
 from stepmark.trainer.run_folder.time_spent import KEPT, TimeSpent
 from stepmark.trainer.run_hooks import RunHooks
 from stepmark.trainer.telemetry.banner import banner
@@ -92,6 +92,7 @@ class TrainingLoop:
         self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look, parts.step.experts)
         self._losses.filters = parts.args.logging_nan_inf_filter
         self._epoch_open = False
+        self._ends = False  # a callback has stopped the run at the step that was restored
         self._unfinished: dict[str, Any] | None = None  # what is left of an evaluation in which the run was stopped
         self._preemption: PreemptionCoordinator | None = None
         self._first_step: int | None = None  # before which this process began; None until it trains
@@ -129,6 +130,7 @@ class TrainingLoop:
             "step": self._step,
             "epoch": self._callbacks.state.epoch,
             "epoch_open": self._epoch_open,
+            "ends": self._callbacks.control.should_training_stop and self._step < self._parts.total_steps,
             "loader": self._parts.loader.state_dict(),
             "unfinished": self._unfinished,
             "means": self._losses.state_dict(),
@@ -148,6 +150,7 @@ class TrainingLoop:
         self._callbacks.state.global_step = state["step"]
         self._callbacks.state.epoch = state["epoch"]
         self._epoch_open = state["epoch_open"]
+        self._ends = state.get("ends", False)
         self._unfinished = state.get("unfinished")
         loader, rates = state["loader"], list(state["rates"])
         if loader.get("imported"):
@@ -190,12 +193,15 @@ class TrainingLoop:
         Raises CheckpointError, before anything is trained, where this run cannot continue from any.
         """
         restored = None
-        self._monitor.spent = TimeSpent(RunStatus.read(Path(self._args.output_dir)).content if resume else {})
+        status = RunStatus.read(Path(self._args.output_dir)) if resume else RunStatus()
+        self._monitor.spent = TimeSpent(status.content)
         if resume:
             named = local_path(resume, "resume_from_checkpoint") if isinstance(resume, str) else None
             restored = self._restore(named)
             if named is None and self._mirror.fetch():  # what was the newest in the folder is corrupted
                 restored = self._restore(None)
+        if self._ends:  # else, or where it is resumed after its end, it is to go on
+            self._ends = self._parts.context.host.broadcast(status.state not in (None, DONE))
         if restored is not None:
             for message in self._changes.values():
                 self._callbacks.run_log.event("accepted", self._step, message=message)
@@ -292,7 +298,8 @@ class TrainingLoop:
             while self._step < self._parts.total_steps and not self._callbacks.control.should_training_stop:
                 self._event("on_epoch_begin")
                 self._epoch_open = True
-                self._train_epoch()
+                if not self._callbacks.control.should_training_stop:
+                    self._train_epoch()
                 self._end_epoch()
             self._parts.step.settle()
             self._check_finite()
@@ -319,7 +326,7 @@ class TrainingLoop:
         spikes.rollbacks = count + 1
         self._monitor.anomalies.rolled_back()
         self._positions.clear()
-        callbacks.control, self._saved_step = TrainerControl(), self._step
+        callbacks.control, self._saved_step, self._ends = TrainerControl(), self._step, False
         message = (
             f"steps {self._step + 1} to {last} are undone, and their samples left out: `stepmark rows "
             f"{self._args.output_dir} --step {self._step + 1}-{last} --attempt {attempt}` shows them"
@@ -367,6 +374,8 @@ class TrainingLoop:
             self._follow_control()
             self._unfinished = None
         control = self._callbacks.control
+        control.should_training_stop |= self._ends
+        self._ends = False
         at_end = self._parts.loader.state_dict()["samples"] == 0
         if self._epoch_open and (at_end or control.should_training_stop or control.should_epoch_stop):
             self._end_epoch()
@@ -379,6 +388,7 @@ class TrainingLoop:
 
     def _train_epoch(self) -> None:
         show_step(StepPlace(self._step + 1))
+        self._parts.loader.announce_epoch()
         batches = DevicePrefetcher(self._parts.loader, self._parts.context.runtime)
         with contextlib.closing(iter(batches)) as source:
             for batch in self._monitor.timers.waiting(source):
@@ -401,6 +411,7 @@ class TrainingLoop:
     def _train_step(self, batch: StepBatch) -> None:
         callbacks, parts = self._callbacks, self._parts
         self._event("on_step_begin")
+        self._user_changes.check_arguments()
         set_training(parts.model, parts.optimizer.inner)
         hooks = StepHooks(
             after_micro_step=callbacks.heard("on_substep_end"),

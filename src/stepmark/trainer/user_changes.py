@@ -17,6 +17,12 @@ from stepmark.trainer.components import TrainingComponents
 
 logger = logging.getLogger("stepmark")
 LISTED = 5  # names in one warning
+# Arguments that training reads when it begins.
+READ_AT_BEGIN = """
+    per_device_train_batch_size gradient_accumulation_steps max_steps num_train_epochs learning_rate lr_scheduler_type
+    warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim label_smoothing_factor
+    neftune_noise_alpha bf16 fp16 seed data_seed train_sampling_strategy dataloader_drop_last save_total_limit
+"""
 
 
 class UserChanges:
@@ -32,6 +38,8 @@ class UserChanges:
         self._rates = list(getattr(self._schedule, "base_lrs", ()))
         self._unsaved = self._beside_tensors()
         self._warned: set[str] = set()
+        self._args = parts.args
+        self._read = {name: getattr(parts.args, name) for name in READ_AT_BEGIN.split()}
 
     def state_dict(self) -> dict[str, Any]:
         """What has changed, as plain values. Collective in a pipeline, whose ranks have parameters of their own."""
@@ -66,6 +74,12 @@ class UserChanges:
         now = self._beside_tensors()
         changed = [name for name, state in self._unsaved.items() if now.get(name, state) != state]
         self._warn(changed, "changed by training, and in no checkpoint; a persistent buffer would be")
+
+    def check_arguments(self) -> None:
+        """Warns, once of each, of arguments that were set too late to have an effect."""
+        for name, value in self._read.items():
+            if getattr(self._args, name) != value:
+                self._warn([name], f"set in training, which goes on with {name}={value}; set it earlier")
 
     def _warn(self, names: list[str], what: str) -> None:
         if not names or what in self._warned or self._context.host.rank != 0:

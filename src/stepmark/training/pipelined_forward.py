@@ -15,7 +15,7 @@ from stepmark.parallel.pipeline.staged_model import StagedModel, staged
 from stepmark.parallel.pipeline.transfers import Activation, Transfers, shapes_of
 from stepmark.runtime.mesh import Mesh
 from stepmark.training.micro_batches import autocast
-from stepmark.training.weighted_loss import MicroBatchLoss
+from stepmark.training.weighted_loss import MicroBatchLoss, check_mapping
 
 
 class EvaluationPaused(Exception):
@@ -41,6 +41,7 @@ class StageCalls:
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
         inputs: Mapping[str, Any] = batch.inputs
+        check_mapping(inputs)
         kept = {name: value for name, value in inputs.items() if name not in self._left_out}
         return {**kept, "use_cache": False}
 

@@ -227,11 +227,7 @@ class MicroBatchLoss:
         return (labels != self.labels.ignored).sum().float().clamp(min=1)
 
     def _own_result(self, model: nn.Module, inputs: Mapping[str, Any], count: Tensor) -> _Result:
-        if not isinstance(inputs, Mapping):
-            raise DataError(
-                f"train_dataset: a batch is a {type(inputs).__name__}; let samples be dicts of forward's arguments, or "
-                "override compute_loss"
-            )
+        check_mapping(inputs)
         with self.recording(inputs):
             if self._compute is not None:
                 given = with_targets(self.labels, inputs, count) if "labels" in inputs else inputs
@@ -260,6 +256,15 @@ class MicroBatchLoss:
         outputs = self._call_without_labels(model, inputs, inputs)
         loss = smoothed_cross_entropy(logits_of(outputs), inputs["labels"], self._smoothing, self.causal_shift)
         return _Result(loss, outputs, is_sum=True)
+
+
+def check_mapping(inputs: Any) -> None:
+    """Raises DataError for a batch that does not name forward's arguments."""
+    if not isinstance(inputs, Mapping):
+        raise DataError(
+            f"train_dataset: a batch is a {type(inputs).__name__}; let samples be dicts of forward's arguments, or "
+            "override compute_loss"
+        )
 
 
 def with_targets(rule: LabelRule, inputs: Mapping[str, Any], count: Tensor) -> Mapping[str, Any]:

@@ -19,7 +19,6 @@ from stepmark.data.loader.mixture import JoinedSamples, Mixture, MixtureOrder, a
 from stepmark.data.prepared_data import Prepared, prepare
 from stepmark.data.tokenize.tokenizer import byte_tokenizer
 from stepmark.errors import CheckpointMismatch, UsageError
-from stepmark.trainer.loaders import ModelColumns, UsedColumns
 
 TOKENIZER = byte_tokenizer()
 
@@ -114,12 +113,6 @@ def test_a_position_of_other_shares_or_of_no_mixture_is_refused() -> None:
 
 def test_the_order_is_kept_for_runs_that_were_begun_before() -> None:
     assert MixtureOrder((3, 5), (6, 2)).indices(7, 1, True).tolist() == [0, 5, 1, 2, 1, 3, 0, 2]
-
-
-def test_a_trainer_keeps_the_order_when_it_leaves_out_columns() -> None:
-    columns = ModelColumns(torch.nn.Identity(), frozenset({"input_ids", "labels"}), others_read=False)
-    wrapped = DataLoader(UsedColumns(Mixture(PARTS, WEIGHTS), columns), 2, seed=3)
-    assert drawn(wrapped) == drawn(loader())
 
 
 def test_largest_remainders_add_up() -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, Sampler, SequentialSampler
 from transformers import TrainerCallback
 
 from stepmark import Trainer, TrainingArguments
 from stepmark.errors import UsageError
-from tests.support.programs import Blocks, checksum, tiny_model
+from tests.support.programs import Blocks, StopsAt, checksum, tiny_model
 from tests.support.ranks import Ranks
 
 HERE = "tests.trainer.compat.test_given_samplers"
@@ -56,11 +58,11 @@ class Unordered(Trainer):
 
 
 def make(kind: type[Trainer], folder: Path | str, **options: Any) -> Trainer:
-    dropout = options.pop("dropout", 0.1)
+    dropout, data = options.pop("dropout", 0.1), options.pop("data", None)
     defaults: dict[str, Any] = {"max_steps": 10, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
     defaults |= {"logging_steps": 1, "save_strategy": "no", "device": "cpu", "disable_tqdm": True}
     args = TrainingArguments(output_dir=str(folder), **defaults | options)
-    return kind(tiny_model(dropout), args, train_dataset=Noted())
+    return kind(tiny_model(dropout), args, train_dataset=data or Noted())
 
 
 def order_of(trainer: Trainer, steps: int = 10) -> list[int]:
@@ -124,6 +126,67 @@ def test_an_epoch_that_was_complete_is_not_begun_again(tmp_path: Path) -> None:
     resumed = make(Trainer, tmp_path / "again", ignore_data_skip=True)
     resumed.train(resume_from_checkpoint=True)
     assert checksum(resumed) == checksum(whole)
+
+
+class Told(Noted):
+    """What `set_epoch` was called with, and something random that was drawn there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[int, float]] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told.append((epoch, random.random()))
+
+
+class ToldStream(Told, IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(SAMPLES))
+
+
+class ToldSampler(SequentialSampler):
+    def __init__(self, dataset: Told) -> None:
+        super().__init__(dataset)
+        self.set_epoch = dataset.set_epoch
+
+
+class OfPlainDataset(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.train_dataset, 2)
+
+
+class OfSampler(Trainer):
+    def get_train_dataloader(self) -> Any:
+        data: Any = self.train_dataset
+        return torch.utils.data.DataLoader(Blocks(SAMPLES), batch_sampler=BatchSampler(ToldSampler(data), 2, False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "options"),
+    [
+        (Trainer, Told, {"dataloader_num_workers": 1}),
+        (Trainer, Told, {"remove_unused_columns": False}),
+        (Trainer, ToldStream, {}),
+        (Backwards, Told, {}),
+        (OfPlainDataset, Told, {}),
+        (OfPlainDataset, ToldStream, {}),
+        (OfSampler, Told, {}),
+    ],
+)
+def test_what_wants_to_know_the_epoch_is_told_before_it_begins(
+    tmp_path: Path, kind: type[Trainer], data: type[Told], options: dict[str, Any]
+) -> None:
+    """As accelerate's loaders do; the same in a run that goes on in mid-epoch, and not by evaluations."""
+    found = []
+    options = {"eval_strategy": "steps", "eval_steps": 1, **options}
+    for stop, folder in ((10, "whole"), (9, "resumed"), (10, "resumed")):
+        trainer = make(kind, tmp_path / folder, data=data(), save_strategy="steps", save_steps=9, **options)
+        trainer.eval_dataset = trainer.train_dataset if data is Told else Blocks(3)
+        trainer.add_callback(StopsAt(stop))
+        trainer.train(resume_from_checkpoint=folder == "resumed")
+        found.append(trainer.train_dataset.told)  # type: ignore[union-attr]
+    assert [epoch for epoch, _ in found[0]] == [0, 1]
+    assert found[1:] == [found[0], found[0][1:]]
 
 
 def run(folder: str, batch: int) -> tuple[str, list[float]]:

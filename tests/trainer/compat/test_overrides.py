@@ -27,6 +27,8 @@ from stepmark.errors import CheckpointMismatch, DataError, UsageError
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.trainer.compat.overrides import CALLED
 from stepmark.training.weighted_loss import MicroBatchLoss
+from tests.support.hook_programs import Blocks as Sentences
+from tests.support.hook_programs import small_llama
 from tests.support.models import build
 from tests.support.programs import Blocks, StopsAt, tiny_model
 from tests.support.ranks import Ranks
@@ -183,6 +185,30 @@ def test_an_overridden_loss_is_the_same_on_several_ranks(tmp_path: Path, ranks: 
     one.train()
     expected = [*logged(one, "loss"), one.evaluate()["eval_loss"]]
     assert two[0] == pytest.approx(expected, rel=1e-5)
+
+
+class UsesLogits(Trainer):
+    """Besides the model's loss, for which ranks that share a vocabulary need no complete logits."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        loss = outputs.loss + 0.1 * outputs.logits.float().square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def losses_of_logits(folder: str, options: dict[str, Any]) -> list[float]:
+    given: dict[str, Any] = {"max_steps": 4, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no"}
+    args = TrainingArguments(folder, device="cpu", disable_tqdm=True, **given, **options)
+    trainer = UsesLogits(small_llama(), args, train_dataset=Sentences(), eval_dataset=Sentences())
+    trainer.train()
+    return [*logged(trainer, "loss"), *logged(trainer, "grad_norm"), trainer.evaluate()["eval_loss"]]
+
+
+def test_an_overridden_loss_has_the_logits_of_a_shared_vocabulary(tmp_path: Path, ranks: Ranks) -> None:
+    program = "tests.trainer.compat.test_overrides:losses_of_logits"
+    two = ranks.run(program, str(tmp_path / "two"), {"tensor_parallel_size": 2}, nproc=2).check()
+    one = losses_of_logits(str(tmp_path / "one"), {})
+    assert two[0] == two[1] == pytest.approx(one, rel=1e-5)
 
 
 class AddsToLoss(Trainer):
@@ -458,8 +484,18 @@ class Doubles(Trainer):
         return (2 * loss, None, None) if prediction_loss_only else (2 * loss, 2 * logits, labels + 1)
 
 
-def test_prediction_step_is_called(tmp_path: Path) -> None:
-    plain, doubled = make(Trainer, tmp_path / "plain"), make(Doubles, tmp_path / "doubled")
+class DoublesArrays(Doubles):
+    def prediction_step(self, *given: Any, **options: Any) -> Any:
+        loss, *rest = super().prediction_step(*given, **options)
+        return loss, *(None if each is None else each.numpy() for each in rest)
+
+
+@pytest.mark.parametrize("kind", [Doubles, DoublesArrays])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_prediction_step_is_called(tmp_path: Path, kind: type[Trainer], replicas: int) -> None:
+    """Of 7 samples in batches of 3, the last two ranks have 1 and none."""
+    plain = make(Trainer, tmp_path / "plain")
+    doubled = make(kind, tmp_path / "doubled", data_parallel_replicas=replicas)
     assert doubled.evaluate()["eval_loss"] == pytest.approx(2 * plain.evaluate()["eval_loss"], rel=1e-6)
     expected, found = plain.predict(Points(7)), doubled.predict(Points(7))
     assert (found.predictions == 2 * expected.predictions).all()

@@ -223,6 +223,42 @@ def test_early_stopping(tmp_path: Path) -> None:
     assert recorder.evaluations == [2, 4, 6, 8]
 
 
+class Fails(TrainerCallback):
+    """Ends a process between the last save of its run and the run's end."""
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        raise OSError("gone")
+
+
+def test_a_run_that_was_stopped_by_a_callback_and_killed_before_its_end_has_ended(tmp_path: Path) -> None:
+    options = {**steps("eval", 2), **steps("save", 2), "load_best_model_at_end": True}
+
+    def resumed(*callbacks: TrainerCallback) -> Recorder:
+        made, recorder = trainer(tmp_path, *callbacks, EarlyStoppingCallback(2), **options)
+        made.train(resume_from_checkpoint=True)
+        return recorder
+
+    with pytest.raises(OSError, match="gone"):
+        resumed(Losses([5.0, 4.0, 4.5, 4.6]), Fails())
+    assert resumed(Losses([])).evaluations == []
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 8
+    assert resumed(Losses([1.0, 1.0])).evaluations == [10, 12]  # one that has ended goes on where it is resumed
+
+
+@pytest.mark.parametrize(("event", "trained"), [("on_train_begin", 0), ("on_epoch_begin", 5), ("on_epoch_end", 5)])
+def test_no_step_is_trained_after_a_callback_has_stopped_the_run(tmp_path: Path, event: str, trained: int) -> None:
+    class Stops(TrainerCallback):
+        pass
+
+    def stop(_: Any, args: Any, state: Any, control: Any, **__: Any) -> None:
+        control.should_training_stop |= state.global_step == trained
+
+    setattr(Stops, event, stop)
+    made, _ = trainer(tmp_path, Stops())
+    made.train()
+    assert made.state.global_step == trained
+
+
 def test_a_learning_rate_that_follows_the_metric(tmp_path: Path) -> None:
     script = Losses([5.0, 6.0, 6.0, 6.0])
     options = {"lr_scheduler_kwargs": {"patience": 0, "factor": 0.1}, **steps("eval", 3), **steps("logging", 1)}

@@ -43,6 +43,7 @@ def train(folder: Path, model: nn.Module, dataset: Any, **options: Any) -> list[
     trainer = Trainer(model, args, train_dataset=dataset, eval_dataset=dataset)
     trainer.train()
     assert trainer.evaluate()["eval_loss"] > 0
+    assert trainer.callback_handler.train_dataloader.dataset is dataset  # which a callback may change
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 

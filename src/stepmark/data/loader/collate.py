@@ -81,6 +81,7 @@ class Collation:
         processing_class: a tokenizer or feature extractor.
         free: batches may differ in shape.
         own_labels: labels are a sequence of their own; see `LabelRule.own_sequence`.
+        prepare: applied to each sample before.
     """
 
     collate_fn: CollateFn | None = None
@@ -91,6 +92,7 @@ class Collation:
     processing_class: Any = None
     free: bool = True
     own_labels: bool = False
+    prepare: Callable[[Any], Any] | None = None
 
     @classmethod
     def of(
@@ -102,6 +104,7 @@ class Collation:
         free: bool,
         labels: LabelRule,
         pad_token_id: int = 0,
+        prepare: Callable[[Any], Any] | None = None,
     ) -> Collation:
         """`collator`: None for what a dataset of Stepmark's declares, else as described. Raises UsageError for an
         invalid `PadTo`."""
@@ -117,6 +120,7 @@ class Collation:
             processing_class=processing_class,
             free=free,
             own_labels=labels.own_sequence,
+            prepare=prepare,
         )
 
     @property
@@ -136,6 +140,7 @@ class Collation:
         Raises DataError if a sample is longer than all stated lengths, or has another shape than the first; UsageError
         if shapes differ where they are fixed.
         """
+        samples = samples if self.prepare is None else [self.prepare(each) for each in samples]
         if self.collate_fn is not None:
             batch = self.collate_fn(list(samples))
             if not isinstance(batch, Mapping) or not self.lengths:

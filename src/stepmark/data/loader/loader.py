@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import errno
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.data.loader.collate import FIXED_SHAPES, CollateFn, Collation, PadTo, sample_length
-from stepmark.data.loader.fetcher import CAUSE, Fetcher, MicroTask
+from stepmark.data.loader.fetcher import CAUSE, Fetcher, MicroTask, seeded_generators
 from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.mixture import MixtureOrder
 from stepmark.data.loader.order import BatchLayout, Epoch, LengthGroups, SamplePosition, sample_order
@@ -66,6 +66,7 @@ class DataLoader:
             the order does not depend on lengths.
         labels: how the model's loss uses labels, `MicroBatchLoss(model).labels`; default: an argument `labels`, of
             which -100 is ignored and none is shifted.
+        prepare: applied to each sample before it is collated; default: none.
 
     Raises:
         UsageError: arguments that contradict each other, or a dataset without `__len__` or `__getitem__`.
@@ -91,6 +92,7 @@ class DataLoader:
         processing_class: Any = None,
         lengths: np.ndarray | None = None,
         labels: LabelRule | None = None,
+        prepare: Callable[[Any], Any] | None = None,
     ) -> None:
         self.dataset = dataset
         self.ranks = rank if isinstance(rank, range) else range(rank, rank + 1)
@@ -101,9 +103,8 @@ class DataLoader:
         self.layout = BatchLayout(batch_size, world_size, accumulation)
         rule = labels or LabelRule()
         collator = collate_fn if pad_to is None else PadTo(pad_to, collate_fn)  # type: ignore[arg-type]
-        self._collation = Collation.of(
-            dataset, collator, processing_class, free=not fixed_shape, labels=rule, pad_token_id=pad_token_id
-        )
+        given: dict[str, Any] = {"labels": rule, "pad_token_id": pad_token_id, "prepare": prepare}
+        self._collation = Collation.of(dataset, collator, processing_class, free=not fixed_shape, **given)
         self._epoch = Epoch(_checked_size(dataset), self.layout.global_batch, drop_last)
         self._groups = None if lengths is None else LengthGroups.of(lengths, self.layout.global_batch)
         self._check()
@@ -220,6 +221,14 @@ class DataLoader:
                 tasks = islice(self._tasks(begin, rank, known[1]), self.layout.accumulation)
                 ranks.append([task.indices[: task.rows] for task in tasks])
             yield begin.epoch, ranks
+
+    def announce_epoch(self) -> None:
+        """Tells the dataset the epoch of the next step, from 0, where it has a `set_epoch`. What that draws depends on
+        seed and epoch alone."""
+        epoch = self._epoch.begin(self._position).epoch
+        if hasattr(self.dataset, "set_epoch"):
+            with seeded_generators((self.seed, epoch, 0)):
+                self.dataset.set_epoch(epoch)
 
     def begin_epoch(self) -> None:
         """Moves to the beginning of the epoch."""

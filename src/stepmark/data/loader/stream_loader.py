@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -47,14 +47,12 @@ class StreamLoader:
             `split_dataset_by_node` has split is read as a whole: ranks take its batches in turn.
         batch_size: Samples of a batch.
         collation: Makes the batch.
-        prepare: Applied to each sample.
         drop_last: Leaves out a last batch that is smaller. Default: False.
     """
 
     dataset: Any
     batch_size: int
     collation: Collation
-    prepare: Callable[[Any], Any]
     drop_last: bool = False
     epoch: int = field(default=0, init=False)
     _start: Mapping[str, Any] | None = field(default=None, init=False)
@@ -99,7 +97,7 @@ class StreamIterator:
 
     def __next__(self) -> Any:
         loader, first, before = self._loader, self._taken, random_states()
-        batch = [loader.prepare(sample) for sample in islice(self._samples, loader.batch_size)]
+        batch = list(islice(self._samples, loader.batch_size))
         if not batch or (loader.drop_last and len(batch) < loader.batch_size):
             raise StopIteration
         self._taken += len(batch)

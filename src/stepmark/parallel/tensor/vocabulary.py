@@ -87,7 +87,8 @@ class VocabParallelHead:
 
     def __init__(self, vocabulary: Vocabulary, input_gathered: bool) -> None:
         self.vocabulary = vocabulary
-        self.keep_sharded = False  # in a forward pass of which only the loss is wanted
+        self.keep_sharded = False  # in a forward pass of which the loss is wanted
+        self.returns_logits = False  # from such a pass, too
         self._input_gathered = input_gathered
 
     def attach(self, module: nn.Module) -> None:
@@ -174,6 +175,7 @@ def use_vocab_parallel_loss(model: Any, head: VocabParallelHead, called: Sequenc
     if getattr(model, "loss_function", None) is not ForCausalLMLoss or "loss_function" not in forward.__code__.co_names:
         return
     model.loss_function = VocabParallelLoss(head, ForCausalLMLoss)
+    model.vocabulary_head = head
 
     def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         given = signature.bind_partial(module, *args, **kwargs).arguments
@@ -185,8 +187,16 @@ def use_vocab_parallel_loss(model: Any, head: VocabParallelHead, called: Sequenc
         if not head.keep_sharded:
             return outputs
         head.keep_sharded = False
-        return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
+        logits = {"logits": head.vocabulary.complete(outputs["logits"])} if head.returns_logits else {}
+        return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"}, **logits)
 
     for each in called:
         each.register_forward_pre_hook(begin, with_kwargs=True)
         each.register_forward_hook(end)
+
+
+def return_logits(model: nn.Module, wanted: bool) -> None:
+    """Says whether the outputs of a model with a sharded head have complete logits beside its own loss."""
+    for module in model.modules():
+        if isinstance(head := vars(module).get("vocabulary_head"), VocabParallelHead):
+            head.returns_logits = wanted

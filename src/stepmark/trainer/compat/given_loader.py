@@ -93,7 +93,7 @@ class GivenLoader:
             self._length -= self._length % self._size
         self.has_length = self._length is not None
         self._position: dict[str, Any] = self._state(0, 0, ended=True)
-        self._begun = False  # this process has iterated it
+        self._begun = self._announces = False  # this process has iterated it, and trains
         self._source: Any = None  # the iterator
 
     @property
@@ -126,6 +126,10 @@ class GivenLoader:
         self._position = state
         if self._begun and not state["samples"] and not state["ended"]:  # a callback has ended the epoch early
             self._position = self._state(state["epoch"], 0, ended=False)
+
+    def announce_epoch(self) -> None:
+        """Lets the next iteration tell the dataset its epoch, as samplers are told it in any case."""
+        self._announces = not hasattr(self.given, "set_epoch")  # which passes it on
 
     def begin_epoch(self) -> None:
         """Moves to the beginning of the epoch, whose random numbers it draws again."""
@@ -172,8 +176,10 @@ class GivenLoader:
         saved = None if self._begun else self._position["loader"]
         self._begun = True
         with stream.drawing():
-            for owner in (self.given, getattr(self.given, "sampler", None), getattr(self.given, "batch_sampler", None)):
-                if owner is not None and hasattr(owner, "set_epoch"):
+            told = self.dataset if self._announces else None
+            owners = (self.given, getattr(self.given, "batch_sampler", None), *_samplers(self.given), told)
+            for owner in {id(each): each for each in owners}.values():
+                if hasattr(owner, "set_epoch"):
                     owner.set_epoch(epoch)
             if saved is not None:
                 self.given.load_state_dict(saved)
