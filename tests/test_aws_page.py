@@ -330,6 +330,10 @@ def test_commands_are_operations_and_options_that_exist(page: Path) -> None:
         if words[0] != "aws" or command.startswith(OF_THE_CLI):
             continue
         _, service, operation, *rest = words
+        if operation == "wait":
+            waiters = AWS.get_waiter_model(service)
+            (waiter,) = (each for each in waiters.waiter_names if xform_name(each, "-") == rest[0])
+            operation, rest = xform_name(waiters.get_waiter(waiter).operation, "-"), rest[1:]
         members = {xform_name(name, "-"): name for name in input_of(service, operation).members}
         options = {word[2:] for word in rest if word.startswith("--")}
         assert options <= members.keys() | EVERYWHERE, command
