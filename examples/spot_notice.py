@@ -16,6 +16,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 SERVICE = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254")
 EVERY = 5.0  # seconds, as AWS recommends
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # what a scheduler or a terminal may send
 
 
 def ask(path: str, method: str, name: str, value: str) -> str:
@@ -37,7 +38,7 @@ def notice() -> str | None:
 def main(command: Sequence[str]) -> int:
     """The command's exit code: 75 where it was interrupted, and is to be started again on the next instance."""
     run = subprocess.Popen(command, start_new_session=True)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in PASSED_ON:
         signal.signal(number, lambda number, _: run.send_signal(number))
     while run.poll() is None:
         if (announced := notice()) is not None:

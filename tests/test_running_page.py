@@ -20,7 +20,7 @@ EXAMPLES = ROOT / "examples"
 FAILURES = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8")
 SCRIPTS = sorted([*EXAMPLES.rglob("*.sbatch"), *EXAMPLES.rglob("*.sh")])
 BATCH_SCRIPTS = [path for path in SCRIPTS if path.suffix == ".sbatch"]
-MANIFESTS = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
+MANIFESTS = [EXAMPLES / "aws" / "eks" / "job.yaml", *sorted((EXAMPLES / "kubernetes").glob("*.yaml"))]
 OPTION = re.compile(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", re.MULTILINE)
 SLURM_MAY_BE_EARLY = 60  # seconds
 TORCHRUN_GIVES = 30  # seconds from SIGTERM to SIGKILL
