@@ -223,7 +223,11 @@ def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
         vars(self)["_run"] = run
         # accelerate's state of the ranks that have joined: libraries log, and let rank 0 go first, by it.
         Accelerator(cpu=context.runtime.device.type == "cpu")
-        _check_arguments(kind, args, bound.arguments, lazy=context.runtime.lazy)
+        if library == "trl" and args is not None:
+            refuse(_contradictions_of_trl(args, kind.__name__))
+        if library == "sentence_transformers":
+            asked = args or TrainingArguments(), kind.__name__, bound.arguments
+            refuse(_contradictions_of_sentence_transformers(*asked, lazy=context.runtime.lazy))
         kind.__init__(*bound.args, **bound.kwargs)
         _check_losses(self)
 
@@ -248,15 +252,6 @@ def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
     return made
 
 
-def _check_arguments(kind: type, args: Any, given: Mapping[str, Any], *, lazy: bool) -> None:
-    """Raises UsageError for what would be ignored, or where ranks would have only a slice of what the library reads."""
-    library, name = kind.__module__.partition(".")[0], kind.__name__
-    if library == "trl" and args is not None:
-        refuse(_contradictions_of_trl(args, name))
-    if library == "sentence_transformers":
-        refuse(_contradictions_of_sentence_transformers(args or TrainingArguments(), name, given, lazy=lazy))
-
-
 def _contradictions_of_trl(args: Any, name: str) -> Iterator[str]:
     """TRL multiplies by the weight of the language model's head itself."""
     if args.tensor_parallel_size > 1 and args.parallelize_embedding:
@@ -275,6 +270,7 @@ def _contradictions_of_trl(args: Any, name: str) -> Iterator[str]:
 def _contradictions_of_sentence_transformers(
     args: Any, name: str, given: Mapping[str, Any], *, lazy: bool
 ) -> Iterator[str]:
+    """What would be ignored, and where ranks would have only a slice of what the library reads."""
     if lazy:
         yield f"device: {name} makes batches of many shapes, each of which is another graph; use cpu or cuda"
     sizes = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")

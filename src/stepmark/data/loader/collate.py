@@ -153,7 +153,9 @@ class Collation:
         mappings = samples if first is samples[0] else [vars(sample) for sample in samples]
         names = [name for name, value in first.items() if value is not None and not isinstance(value, str)]
         features = {name: [sample[name] for sample in mappings] for name in names}
-        if not self.pads and self.free and can_pad(self.processing_class, features):
+        padder = self.processing_class
+        able = not self.pads and self.free and is_padder(padder) and getattr(padder, "pad_token", "") is not None
+        if able and padder.model_input_names[0] in features:
             return self._by_processor(features, indices)
         own = [name for name in ("labels", *LABELS) if name in features]  # the first counts, as in transformers
         columns = _tensors({name: each for name, each in features.items() if name not in own[1:]}, indices)
@@ -265,12 +267,6 @@ def is_padder(processing_class: Any) -> bool:
     from transformers import PreTrainedTokenizerBase, SequenceFeatureExtractor
 
     return isinstance(processing_class, (PreTrainedTokenizerBase, SequenceFeatureExtractor))
-
-
-def can_pad(processing_class: Any, names: Sequence[str] | Mapping[str, Any]) -> bool:
-    """Whether it pads samples that have the features `names`, and can."""
-    able = is_padder(processing_class) and getattr(processing_class, "pad_token", "") is not None
-    return able and processing_class.model_input_names[0] in names
 
 
 def sample_length(sample: Any) -> int:
