@@ -409,8 +409,9 @@ def test_memory_is_in_the_results_where_it_is_asked_for(tmp_path: Path) -> None:
 def test_samples_that_are_no_dicts_are_named(tmp_path: Path) -> None:
     made, _ = trainer(tmp_path)
     made.train_dataset = torch.utils.data.TensorDataset(torch.zeros(8, 4), torch.zeros(8))
-    with pytest.raises(DataError, match=r"^train_dataset: a batch is a list; let samples be dicts"):
-        made.train()
+    for use in (made.train, lambda: made.evaluate(made.train_dataset)):
+        with pytest.raises(DataError, match=r"^a batch is a list; let the dataset's samples be dicts"):
+            use()
 
 
 def test_what_asks_for_accelerate_gets_the_ranks_and_the_device(

@@ -110,5 +110,5 @@ def test_a_batch_that_names_no_arguments_is_named() -> None:
     mesh.links = SlowLinks()
     model = parallelize(build("llama", num_hidden_layers=2), mesh)
     forward = PipelinedForward(model, MicroBatchLoss(model), mesh)
-    with pytest.raises(DataError, match=r"a batch is a list; let samples be dicts"), torch.no_grad():
+    with pytest.raises(DataError, match=r"a batch is a list; let the dataset"), torch.no_grad():
         list(forward([MicroBatch([tokens_for(67)], 2, None)], lambda batch: None))

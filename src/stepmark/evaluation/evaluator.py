@@ -40,7 +40,7 @@ from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating, unwrapped
 from stepmark.training.one_graph_per_step.transformers_forward import forward_without_reads
 from stepmark.training.pipelined_forward import PipelinedForward
-from stepmark.training.weighted_loss import MicroBatchLoss, Weight, loss_beside
+from stepmark.training.weighted_loss import MicroBatchLoss, Weight, check_mapping, loss_beside
 
 BatchResult = tuple[Tensor | None, Any, Any]
 PredictionStep = Callable[[Any, bool, Sequence[str] | None], tuple[Tensor | None, Any, Any]]
@@ -258,6 +258,7 @@ class Evaluator:
     def _call(self, inputs: Any, weight: Weight | None, ignore_keys: Sequence[str] | None) -> tuple[Tensor | None, Any]:
         """The weighted loss, without a weight the mean that the model returns all the same, and the predictions."""
         if weight is None:
+            check_mapping(inputs)
             outputs = self.model(**inputs)
             loss, outputs = loss_beside(outputs)
             if loss is not None:

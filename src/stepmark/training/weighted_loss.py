@@ -262,7 +262,7 @@ def check_mapping(inputs: Any) -> None:
     """Raises DataError for a batch that does not name forward's arguments."""
     if not isinstance(inputs, Mapping):
         raise DataError(
-            f"train_dataset: a batch is a {type(inputs).__name__}; let samples be dicts of forward's arguments, or "
+            f"a batch is a {type(inputs).__name__}; let the dataset's samples be dicts of forward's arguments, or "
             "override compute_loss"
         )
 

@@ -177,7 +177,7 @@ class GivenLoader:
         self._begun = True
         with stream.drawing():
             told = self.dataset if self._announces else None
-            owners = (self.given, getattr(self.given, "batch_sampler", None), *_samplers(self.given), told)
+            owners: list[Any] = [self.given, getattr(self.given, "batch_sampler", None), *_samplers(self.given), told]
             for owner in {id(each): each for each in owners}.values():
                 if hasattr(owner, "set_epoch"):
                     owner.set_epoch(epoch)
