@@ -404,10 +404,19 @@ def own_loop() -> float:
     return float(max(errors))
 
 
-def hooked_later() -> str:
-    """The error of a hook that `fully_shard` does not call."""
+def scale(module: Any, *_: Any) -> None:
+    """Writes to the layer's parameters, as they are then."""
+    with torch.no_grad():
+        module.weight.mul_(0.9)
+
+
+def refused_later(what: str) -> str:
+    """The error of a hook that `fully_shard` does not call, or of a layer that writes to what is gathered of it."""
     step, batches = training(start("cpu"), {"model": GPT2, "fsdp": True, "batch": 8}, WithBuffer())
-    next(step.model.parameters()).register_hook(lambda gradient: gradient / 2)
+    if what == "hook":
+        next(step.model.parameters()).register_hook(lambda gradient: gradient / 2)
+    else:
+        step.model.head.register_forward_pre_hook(scale)
     try:
         step(0, next(batches))
     except UsageError as error:
@@ -424,12 +433,17 @@ def refused() -> list[str]:
     dropping.config.layerdrop = 0.1
     hooked.lm_head.weight.register_hook(lambda gradient: gradient / 2)
     hooked_after.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.div_(2))
+    whole, sparse = WithBuffer(), WithBuffer()
+    whole.number = nn.Parameter(torch.arange(4), requires_grad=False)
+    sparse.table = nn.Embedding(4, 2, sparse=True)
     cases: list[tuple[Any, Mesh, FullSharding]] = [
         (scalar, mesh, FullSharding()),
         (mixed, mesh, FullSharding()),
         (dropping, mesh, FullSharding()),
         (hooked, mesh, FullSharding()),
         (hooked_after, mesh, FullSharding()),
+        (whole, mesh, FullSharding()),
+        (sparse, mesh, FullSharding()),
         (build("llama"), Mesh.create(tensor_parallel_size=2, device="cpu"), FullSharding()),
         (tiny_model(), mesh, replace(FullSharding(), replicas=3)),
     ]
