@@ -227,7 +227,12 @@ def for_each_axis(
 
 
 def check_real(name: str, parameter: nn.Parameter) -> None:
-    """Raises UsageError for a complex parameter: gradients are added in float32."""
+    """Raises UsageError for a complex parameter, or one of float64: gradients are added in float32."""
+    if parameter.dtype == torch.float64:
+        raise UsageError(
+            f"{name}: is torch.float64, and gradients are added, and values updated, in float32; convert the model to "
+            "that (model.float()), or freeze the parameter"
+        )
     if parameter.is_complex():
         raise UsageError(
             f"{name}: is a complex parameter ({parameter.dtype}), of which gradients are not summed; keep its real and "

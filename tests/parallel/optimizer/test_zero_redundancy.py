@@ -260,6 +260,8 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
         optimizer(net)
     with pytest.raises(UsageError, match="wave: is a complex parameter"):
         optimizer(nn.ParameterDict({"wave": torch.ones(2, dtype=torch.complex64)}))
+    with pytest.raises(UsageError, match=r"wave: is torch.float64, and gradients are added, and values updated, in f"):
+        optimizer(nn.ParameterDict({"wave": torch.ones(2, dtype=torch.float64)}))
 
 
 @pytest.mark.parametrize("data", [False, True])
