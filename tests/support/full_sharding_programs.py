@@ -275,6 +275,12 @@ def frozen_within() -> Any:
     return model
 
 
+def shared_part() -> Any:
+    model = tiny_model(0.0, layers=2)
+    model.transformer.h[1].mlp = model.transformer.h[0].mlp
+    return model
+
+
 def adapted() -> Any:
     return build("llama", lora={"target_modules": ["q_proj", "down_proj"]})
 
@@ -297,6 +303,7 @@ EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 CASES: dict[str, dict[str, Any]] = {  # make, kind, optimizer and callbacks; otherwise training arguments
     "gradients that a callback halves": {"callbacks": [HalfGradients], "optim": "sgd", "learning_rate": 0.5},
+    "a module in two layers": {"make": shared_part},
     "a forward pass before the update": {"callbacks": [ForwardBeforeUpdate], "optim": "sgd", "learning_rate": 0.5},
     "layers that are unfrozen": {"make": frozen_within, "callbacks": [Unfreeze], "optim": "sgd", "learning_rate": 0.5},
     "layers that an optimizer has frozen": {

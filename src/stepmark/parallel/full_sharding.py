@@ -438,7 +438,8 @@ def _layers(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
             inside.update(map(id, module.modules()))
     if names and not found:
         raise UsageError(f"fsdp_config: {LAYERS}: the model has no module of {', '.join(names)}")
-    uses = Counter(id(each) for part in model.modules() for each in part.parameters(recurse=False))
+    places = model.named_modules(remove_duplicate=False)
+    uses = Counter(id(each) for _, part in places for each in part.parameters(recurse=False))
     own = [Counter(id(each) for part in layer.modules() for each in part.parameters(recurse=False)) for layer in found]
     return [
         layer for layer, used in zip(found, own, strict=True) if used and all(uses[key] == used[key] for key in used)
