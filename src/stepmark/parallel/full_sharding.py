@@ -466,10 +466,9 @@ def _check(model: nn.Module, layers: Sequence[nn.Module]) -> None:
                 raise UsageError(f"fsdp: {name} has no dim to shard; make it a vector of one element")
             if has_hooks(parameter):
                 raise UsageError(f"fsdp: {name} has a hook of its gradient, {HOOKS}")
-            if parameter.is_complex():
-                raise UsageError(f"fsdp: {name} is complex; keep its real and imaginary parts (torch.view_as_real)")
             if not parameter.is_floating_point():
-                raise UsageError(f"fsdp: {name} is {parameter.dtype}, which torch cannot shard; make it a buffer")
+                kind = "a real one (torch.view_as_real)" if parameter.is_complex() else "a buffer"
+                raise UsageError(f"fsdp: {name} is {parameter.dtype}, which cannot be sharded; make it {kind}")
             if parameter.requires_grad:
                 trained[parameter.dtype] = name
         if len(trained) > 1:

@@ -159,7 +159,7 @@ def test_what_cannot_be_sharded_is_refused_before_anything_changes(ranks: Ranks)
         "fsdp: layerdrop skips",
         "fsdp: transformer.wte.weight has a hook",
         "fsdp: transformer.wte.weight has a hook",
-        "fsdp: number is torch.int64, which torch cannot shard",
+        "fsdp: number is torch.int64, which cannot be sharded; make it a buffer",
         "fsdp: table has sparse gradients",
         "fsdp and tensor_parallel_size",
     ]

@@ -50,10 +50,9 @@ class OptimizerTensor:
     def named(self, value: Any) -> Iterator[tuple[str, Any]]:
         """A value of its state, by parameter name; slices carry their layout. Raises UsageError where tensors are in a
         container, and those of ranks would be different parts."""
-        inside = () if isinstance(value, Tensor) else tree_leaves(value)
-        divided = any(isinstance(each, Tensor) and each.numel() > 1 for each in inside)
+        inside = [] if isinstance(value, Tensor) else [each for each in tree_leaves(value) if isinstance(each, Tensor)]
         for name, layout in self.members:
-            if divided and layout is not None:
+            if layout is not None and any(each.numel() > 1 for each in inside):
                 raise UsageError(
                     f"optimizer: its state of {name} has tensors inside a {type(value).__name__}, of which each rank "
                     "has a part; give each a key of its own in state[parameter]"
