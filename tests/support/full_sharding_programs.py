@@ -275,6 +275,12 @@ def frozen_within() -> Any:
     return model
 
 
+def shared_part() -> Any:
+    model = tiny_model(0.0, layers=2)
+    model.transformer.h[1].mlp = model.transformer.h[0].mlp
+    return model
+
+
 def adapted() -> Any:
     return build("llama", lora={"target_modules": ["q_proj", "down_proj"]})
 
@@ -297,6 +303,7 @@ EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 CASES: dict[str, dict[str, Any]] = {  # make, kind, optimizer and callbacks; otherwise training arguments
     "gradients that a callback halves": {"callbacks": [HalfGradients], "optim": "sgd", "learning_rate": 0.5},
+    "a module in two layers": {"make": shared_part},
     "a forward pass before the update": {"callbacks": [ForwardBeforeUpdate], "optim": "sgd", "learning_rate": 0.5},
     "layers that are unfrozen": {"make": frozen_within, "callbacks": [Unfreeze], "optim": "sgd", "learning_rate": 0.5},
     "layers that an optimizer has frozen": {
@@ -404,10 +411,19 @@ def own_loop() -> float:
     return float(max(errors))
 
 
-def hooked_later() -> str:
-    """The error of a hook that `fully_shard` does not call."""
+def scale(module: Any, *_: Any) -> None:
+    """Writes to the layer's parameters, as they are then."""
+    with torch.no_grad():
+        module.weight.mul_(0.9)
+
+
+def refused_later(what: str) -> str:
+    """The error of a hook that `fully_shard` does not call, or of a layer that writes to what is gathered of it."""
     step, batches = training(start("cpu"), {"model": GPT2, "fsdp": True, "batch": 8}, WithBuffer())
-    next(step.model.parameters()).register_hook(lambda gradient: gradient / 2)
+    if what == "hook":
+        next(step.model.parameters()).register_hook(lambda gradient: gradient / 2)
+    else:
+        step.model.head.register_forward_pre_hook(scale)
     try:
         step(0, next(batches))
     except UsageError as error:
@@ -424,12 +440,17 @@ def refused() -> list[str]:
     dropping.config.layerdrop = 0.1
     hooked.lm_head.weight.register_hook(lambda gradient: gradient / 2)
     hooked_after.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.div_(2))
+    whole, sparse = WithBuffer(), WithBuffer()
+    whole.number = nn.Parameter(torch.arange(4), requires_grad=False)
+    sparse.table = nn.Embedding(4, 2, sparse=True)
     cases: list[tuple[Any, Mesh, FullSharding]] = [
         (scalar, mesh, FullSharding()),
         (mixed, mesh, FullSharding()),
         (dropping, mesh, FullSharding()),
         (hooked, mesh, FullSharding()),
         (hooked_after, mesh, FullSharding()),
+        (whole, mesh, FullSharding()),
+        (sparse, mesh, FullSharding()),
         (build("llama"), Mesh.create(tensor_parallel_size=2, device="cpu"), FullSharding()),
         (tiny_model(), mesh, replace(FullSharding(), replicas=3)),
     ]

@@ -35,6 +35,7 @@ EVENTS = (
 ACTIONS = (
     "new gradient",
     "no gradient",
+    "no gradients",
     "gradient in place",
     "new data",
     "data in place",
@@ -87,6 +88,9 @@ class Acting(TrainerCallback):
         if state.global_step != self._step or self.acted:
             return
         self.acted = True
+        if self._action == "no gradients":
+            optimizer.zero_grad()
+            return
         if self._action == "added to the optimizer":
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
             return

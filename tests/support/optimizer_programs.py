@@ -152,7 +152,21 @@ class Constructor(Attributes):
                 self.state[parameter]["m"] = torch.full_like(parameter, 0.01)
 
 
+class Nested(Attributes):
+    """State that is made in a later step, and tensors inside other values."""
+
+    def momentum(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        state["steps"] = [*state.get("steps", []), self.steps]
+        if self.steps == 1:
+            return torch.zeros_like(parameter)
+        moments = state.setdefault("moments", {"m": [torch.zeros_like(parameter)], "of": torch.zeros(())})
+        moments["of"] += 1
+        return moments["m"][0]
+
+
 KINDS: dict[str, type[torch.optim.Optimizer]] = {
+    "nested": Nested,
     "state_dict": OwnStateDict,
     "hooks": Hooks,
     "global": Global,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
+from transformers import TrainerCallback
 
 from stepmark import Mesh, Trainer, TrainingArguments
 from stepmark.errors import UsageError
@@ -38,7 +40,9 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
     return TrainingArguments(**{"output_dir": str(folder), "device": "cpu", "disable_tqdm": True, **given, **options})
 
 
-def train(folder: Path, kind: type[Trainer] = Trainer, model: nn.Module | None = None, **options: Any) -> Trainer:
+def train(
+    folder: Path, kind: Callable[..., Trainer] = Trainer, model: nn.Module | None = None, **options: Any
+) -> Trainer:
     trainer = kind(model or make_model("gpt2"), arguments(folder, **options), train_dataset=Samples(16))
     trainer.train()
     return trainer
@@ -114,10 +118,19 @@ class Sharding(Trainer):
         return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=0))
 
 
-class Replacing(Normalized):
+class Growing(Normalized):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        self.norm.register_buffer("running_mean", torch.zeros(24))
+        self.seen = torch.cat([self.seen, self.seen])
         return super().forward(input_ids, labels)
+
+
+class Halves(TrainerCallback):
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        model.norm.weight.data = model.norm.weight.data * 0.5
 
 
 @pytest.mark.parametrize(
@@ -125,7 +138,11 @@ class Replacing(Normalized):
     [
         ("data_parallel_replicas: the loss joins what ranks have computed, so each of the 2 data", {"kind": Gathering}),
         ("data_parallel_replicas: the sampler divides its samples among processes, so each", {"kind": Sharding}),
-        ("data_parallel_replicas: the buffer norm.running_mean is replaced, in no", {"model": Replacing}),
+        ("data_parallel_replicas: the buffer seen gets another shape, is in no", {"model": Growing}),
+        (
+            "on_substep_end: parameters were changed, frozen or unfrozen, when",
+            {"model": Normalized, "kind": partial(Trainer, callbacks=[Halves()]), "gradient_accumulation_steps": 2},
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

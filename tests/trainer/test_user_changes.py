@@ -139,9 +139,49 @@ def count(trainer: Trainer) -> None:
     block.seen += 1
 
 
+def append(trainer: Trainer) -> None:
+    trainer.model.transformer.h[0].history.append(1)
+
+
+def move(trainer: Trainer) -> None:
+    block = trainer.model.transformer.h[0]
+    block.moved = block.moved * 0.5
+
+
+def replace(trainer: Trainer) -> None:
+    trainer.model.transformer.ln_f.weight = nn.Parameter(torch.ones(32))
+
+
+def average(trainer: Trainer) -> None:
+    """As a callback that keeps an average of the model."""
+    (callback,) = (each for each in trainer._callbacks.handler.callbacks if isinstance(each, Changes))
+    callback.average = torch.optim.swa_utils.AveragedModel(trainer.model)
+
+
+class Known(nn.Module):
+    """Whose number is in its extra state."""
+
+    number = 0
+
+    def get_extra_state(self) -> int:
+        return self.number
+
+    def set_extra_state(self, state: int) -> None:
+        self.number = state
+
+
+def increase(trainer: Trainer) -> None:
+    trainer.model.known.number += 1
+
+
 @pytest.mark.parametrize(
     ("change", "step", "event", "told"),
     [
+        (append, CHANGED, "on_step_end", "transformer.h.0.history: changed by training, and in no checkpoint"),
+        (move, CHANGED, "on_step_end", "transformer.h.0.moved: changed by training, and in no checkpoint"),
+        (increase, CHANGED, "on_step_end", None),
+        (replace, CHANGED, "on_step_end", "transformer.ln_f.weight: replaced after the optimizer was made"),
+        (average, CHANGED, "on_step_end", "Changes.average: changed by training, and in no checkpoint; a persistent"),
         (left_gradient, SAVED, "on_step_end", "a gradient is there between steps"),
         (left_gradient, SAVED, "on_save", "a gradient is there between steps"),
         (write, SAVED, "on_save", "written to in on_save, after the checkpoint was made"),
@@ -157,6 +197,9 @@ def test_what_no_checkpoint_has_is_told_once(
     trainer = make(str(tmp_path), None, Changes(change, step, event))
     block: Any = trainer.model.transformer.h[0]
     block.register_buffer("seen", torch.zeros(1), persistent=False)
+    block.history, block.moved = [], torch.ones(2)
+    trainer.model.known = Known()
+    trainer.model.known.number = 1
     with caplog.at_level(logging.WARNING, logger="stepmark"):
         trainer.train()
     found = [each for each in caplog.messages if "A resumed run may train differently" in each]

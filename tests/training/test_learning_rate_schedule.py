@@ -1,21 +1,27 @@
-"""Schedules of transformers: setting one to a step equals stepping to it."""
+"""Schedules of transformers: setting one to a step equals stepping to it. Those of torch and of a user's own go on."""
 
 from __future__ import annotations
 
 import json
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import SchedulerType
 
 from stepmark.errors import UsageError
+from stepmark.filesystem.json_values import ValueEncoder, decode
 from stepmark.training.learning_rate_schedule import (
     advance,
     build_schedule,
     check_schedule,
     follows_metric,
+    kept_by_functions,
     place_at,
     restore_schedule,
     schedule_state,
@@ -89,6 +95,89 @@ def test_a_restored_schedule_continues_as_if_never_interrupted(name: str, step: 
             advance(each)
             if follows_metric(each):
                 each.step(LOSSES[later % len(LOSSES)])
+
+
+class Fading:
+    """A function with state: each call gives less."""
+
+    def __init__(self, rate: float = 0.5) -> None:
+        self.calls, self.rate = 0, rate
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return self.rate / (1 + self.calls)
+
+
+class Shrinking(LambdaLR):
+    """A schedule whose rates its class computes, from state of several kinds."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.factor, self.seen, self.shares = np.float32(1), deque([1.0], maxlen=3), torch.ones(2)
+        super().__init__(optimizer, lambda step: 1.0)
+
+    def get_lr(self) -> list[Any]:
+        self.factor = np.float32(self.factor * 0.9)
+        self.shares = self.shares * 0.8
+        self.seen.append(len(self.seen) / 2)
+        return [each * float(self.factor * self.shares[0]) * sum(self.seen) for each in self.base_lrs]
+
+
+OWN: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "function with state": lambda optimizer: LambdaLR(optimizer, Fading()),
+    "class with state": Shrinking,
+    "momentum": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=20),
+    "several": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [LambdaLR(optimizer, lambda step: step + 1), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)],
+        [4],
+    ),
+    "exponential": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7),
+    "by step": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+}
+
+
+def own(name: str, tensor: bool) -> tuple[torch.optim.Optimizer, LRScheduler, str]:
+    rate: Any = torch.tensor(0.1) if tensor else 0.1
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=rate, momentum=0.9)
+    schedule = OWN[name](optimizer)
+    return optimizer, schedule, kept_by_functions(schedule)
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("name", OWN)
+def test_a_users_schedule_continues_with_its_state(name: str, tensor: bool) -> None:
+    """And a rate that is a tensor stays one, in its precision."""
+    optimizer, schedule, kept = own(name, tensor)
+    for _ in range(3):
+        optimizer.step()
+        advance(schedule)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def store(value: torch.Tensor, path: tuple[str, ...]) -> str:
+        tensors["/".join(path)] = value.clone()
+        return "/".join(path)
+
+    encoder = ValueEncoder(lambda value: isinstance(value, torch.Tensor), store)
+    encoded = encoder.encode(schedule_state(schedule, kept), ("schedule",))
+    saved = decode(json.loads(json.dumps(encoded)), tensors.__getitem__)
+    assert ("step" in saved) == (name == "by step")
+    groups = [float(group["lr"]) for group in optimizer.param_groups]
+    again, new, _ = own(name, tensor)
+    live = again.param_groups[0]["lr"]
+    restore_schedule(new, saved, groups)
+    for _ in range(4):
+        assert [float(group["lr"]) for group in again.param_groups] == [float(optimizer.param_groups[0]["lr"])]
+        assert not tensor or again.param_groups[0]["lr"] is live
+        for each_optimizer, each in ((optimizer, schedule), (again, new)):
+            each_optimizer.step()
+            advance(each)
+
+
+def test_a_function_that_keeps_what_it_was_made_with_follows_from_the_step() -> None:
+    """So a resumed run may have other arguments."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    schedule = LambdaLR(optimizer, Fading())
+    assert schedule_state(schedule, kept_by_functions(schedule)) == {"step": 0}
 
 
 @pytest.mark.parametrize("name", ["reduce_lr_on_plateau", "greedy"])

@@ -1,12 +1,15 @@
-"""Buffers that training changes, where processes host logical ranks."""
+"""What the passes of a model change in it, where there are several logical ranks."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 from stepmark import Mesh
+from stepmark.errors import UsageError
 from stepmark.training.rank_buffers import RankBuffers
 from tests.support.ranks import Ranks
 
@@ -49,6 +52,76 @@ def of_stage() -> float | None:
         buffer.add_(mesh.data_parallel.rank + 1)
     buffers.end()
     return next((float(buffer) for buffer in model.buffers()), None)
+
+
+def add(model: nn.Module, value: float) -> None:
+    for buffer in model.buffers():
+        buffer.add_(value)
+
+
+def replace_buffer(model: nn.Module, value: float) -> None:
+    for name, buffer in dict(model.named_buffers()).items():
+        setattr(model, name, buffer + value)
+
+
+def write(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def replace_parameter(model: nn.Module, value: float) -> None:
+    for name, parameter in dict(model.named_parameters()).items():
+        setattr(model, name, nn.Parameter(torch.full_like(parameter, value)))
+
+
+CHANGES: dict[str, Callable[[nn.Module, float], None]] = {
+    each.__name__: each for each in (add, replace_buffer, write, replace_parameter)
+}
+
+
+def counting() -> nn.Module:
+    model = nn.Linear(1, 1)
+    model.register_buffer("count", torch.zeros(2))
+    return model
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_a_pass_changes_is_as_on_the_first_rank(ranks: Ranks, name: str) -> None:
+    """Parameters too, of which each process may have written others; each rank then needs its own."""
+    found = ranks.run(changed, name, nproc=2, timeout=60).check()
+    assert found[0] == found[1]
+    model, mesh = counting(), Mesh.create(device="cpu", data_parallel_replicas=2)
+    buffers = RankBuffers(model, mesh)
+    buffers.begin()
+    CHANGES[name](model, 1.0)
+    if "parameter" in name or name == "write":
+        with pytest.raises(UsageError, match=r"^data_parallel_replicas: the parameter weight is written to in the"):
+            buffers.enter(1)
+        return
+    buffers.enter(1)
+    assert model.count.tolist() == [0.0, 0.0]
+    CHANGES[name](model, 5.0)
+    buffers.end()
+    assert model.count.tolist() == [1.0, 1.0]
+
+
+def changed(name: str) -> list[list[float]]:
+    """The tensors of a model after two steps in which each rank has added or written another number."""
+    mesh, model = Mesh.create(device="cpu"), counting()
+    buffers = RankBuffers(model, mesh)
+    for step in range(2):
+        buffers.begin()
+        CHANGES[name](model, 10 * step + mesh.data_parallel.rank + 1.0)
+        buffers.end()
+    return [each.detach().flatten().tolist() for each in model.state_dict().values()]
+
+
+def test_rows_that_depend_on_who_looks_them_up_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))
+    with pytest.raises(UsageError, match=r"^model: 0 has max_norm, by which each of the 2 data parallel ranks"):
+        RankBuffers(model, Mesh.create(device="cpu", data_parallel_replicas=2))
+    RankBuffers(model, Mesh.create(device="cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.int16, torch.complex64, torch.float8_e4m3fn])

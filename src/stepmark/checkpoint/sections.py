@@ -100,14 +100,14 @@ class Section:
         chosen = layout or layout_of(tensor) or Layout.full(tensor.shape)
         self.entries[name] = Entry(self.group, name, tensor, chosen, dtype, first)
 
-    def encode(self, value: Any, path: KeyPath) -> Any:
-        """A value in JSON form; its tensors are added under the rest of the path."""
+    def encode(self, value: Any, path: KeyPath, parameter: Tensor | None = None) -> Any:
+        """A value in JSON form; its tensors are added under the rest of the path. `parameter`: whose state it is."""
 
         def on_tensor(tensor: Any, tensor_path: KeyPath) -> str:
             name = "/".join(tensor_path[1:])
             while name in self.entries:
                 name += "~"
-            self.add(name, tensor)
+            self.add(name, tensor, _inherited_layout(tensor_path, tensor, parameter))
             return name
 
         return ValueEncoder(lambda item: isinstance(item, Tensor | Shard), on_tensor).encode(value, path)
@@ -254,7 +254,7 @@ def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> 
         section = Section(name, "object", f"{STATE}/{name}", value)
         state = value.state_dict()
         if isinstance(value, torch.optim.lr_scheduler.LRScheduler):  # the functions stay those of the live one
-            state = _without_functions(state)
+            state = without_functions(state)
         section.values = {"value": section.encode(state, (name,))}
     else:
         section = Section(name, "nested", f"{STATE}/{name}", value)
@@ -292,10 +292,11 @@ def check_own_tensors(optimizer: torch.optim.Optimizer, own: Mapping[str, Any], 
         )
 
 
-def _without_functions(state: Any) -> Any:
+def without_functions(state: Any) -> Any:
+    """The state of a schedule, without the functions in it."""
     if type(state) is dict:
-        return {key: _without_functions(value) for key, value in state.items() if not callable(value)}
-    return [_without_functions(item) for item in state] if type(state) is list else state
+        return {key: without_functions(value) for key, value in state.items() if not callable(value)}
+    return [without_functions(item) for item in state] if type(state) is list else state
 
 
 def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
@@ -361,7 +362,7 @@ def add_optimizer(
                     raise _unwritable(show(path))
                 section.add(f"{parameter}/{key}", value, _inherited_layout(path, value, parameters.get(parameter)))
             else:
-                values.setdefault(parameter, {})[key] = section.encode(value, path)
+                values.setdefault(parameter, {})[key] = section.encode(value, path, parameters.get(parameter))
     encoded = {}
     for index, group in enumerate(groups):
         members.update(dict.fromkeys(group.get("params", ()), index))

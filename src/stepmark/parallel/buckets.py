@@ -227,12 +227,11 @@ def for_each_axis(
 
 
 def check_real(name: str, parameter: nn.Parameter) -> None:
-    """Raises UsageError for a complex parameter: gradients are added in float32."""
-    if parameter.is_complex():
+    """Raises UsageError for a complex parameter, or one of float64: gradients are added in float32."""
+    if parameter.is_complex() or parameter.dtype == torch.float64:
         raise UsageError(
-            f"{name}: is a complex parameter ({parameter.dtype}), of which gradients are not summed; keep its real and "
-            "imaginary parts in a real one (torch.view_as_real), and make it complex where it is used "
-            "(torch.view_as_complex)"
+            f"{name}: is a parameter of {parameter.dtype}, and gradients are added in float32; convert it to that, a "
+            "complex one by torch.view_as_real, and back where it is used (torch.view_as_complex)"
         )
 
 

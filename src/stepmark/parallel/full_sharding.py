@@ -335,7 +335,14 @@ class _Opened(NamedTuple):
 
 
 def _open(module: nn.Module, inputs: Any, output: Any) -> _Opened | None:
-    """Before torch's own hook of a layer."""
+    """Before torch's own hook of a layer. Raises UsageError where the layer has written to its parameters."""
+    gathered = ((name, each) for name, each in module.named_parameters() if not is_dtensor(each))
+    written = next((name for name, each in gathered if each._version), None)
+    if written is not None:
+        raise UsageError(
+            f"fsdp: {written} of {type(module).__name__} was written to while it was gathered, which its shards do not "
+            "see; make it a buffer, or write to it in on_step_end"
+        )
     if not torch.is_grad_enabled():
         return None
     hidden: list[Tensor] = []
@@ -431,7 +438,8 @@ def _layers(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
             inside.update(map(id, module.modules()))
     if names and not found:
         raise UsageError(f"fsdp_config: {LAYERS}: the model has no module of {', '.join(names)}")
-    uses = Counter(id(each) for part in model.modules() for each in part.parameters(recurse=False))
+    places = model.named_modules(remove_duplicate=False)
+    uses = Counter(id(each) for _, part in places for each in part.parameters(recurse=False))
     own = [Counter(id(each) for part in layer.modules() for each in part.parameters(recurse=False)) for layer in found]
     return [
         layer for layer, used in zip(found, own, strict=True) if used and all(uses[key] == used[key] for key in used)
@@ -441,6 +449,9 @@ def _layers(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 def _check(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Raises UsageError for what torch cannot shard, or would do wrongly."""
     config = getattr(model, "config", None)
+    sparse = next((name for name, each in model.named_modules() if getattr(each, "sparse", False) is True), None)
+    if sparse is not None:
+        raise UsageError(f"fsdp: {sparse} has sparse gradients, which torch cannot reduce; leave out sparse=True")
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0.0):
             raise UsageError(f"fsdp: {name} skips other layers on each rank, which all ranks gather; set it to 0")
@@ -455,8 +466,9 @@ def _check(model: nn.Module, layers: Sequence[nn.Module]) -> None:
                 raise UsageError(f"fsdp: {name} has no dim to shard; make it a vector of one element")
             if has_hooks(parameter):
                 raise UsageError(f"fsdp: {name} has a hook of its gradient, {HOOKS}")
-            if parameter.is_complex():
-                raise UsageError(f"fsdp: {name} is complex; keep its real and imaginary parts (torch.view_as_real)")
+            if not parameter.is_floating_point():
+                kind = "a real one (torch.view_as_real)" if parameter.is_complex() else "a buffer"
+                raise UsageError(f"fsdp: {name} is {parameter.dtype}, which cannot be sharded; make it {kind}")
             if parameter.requires_grad:
                 trained[parameter.dtype] = name
         if len(trained) > 1:

@@ -51,6 +51,7 @@ from stepmark.trainer.user_changes import UserChanges
 from stepmark.training.learning_rate_schedule import (
     advance,
     follows_metric,
+    kept_by_functions,
     restore_schedule,
     schedule_state,
     shows_rates,
@@ -101,7 +102,8 @@ class TrainingLoop:
         self._changes: dict[str, str] = {}  # what the resumption has changed, in words
         self._spikes = self._monitor.spikes
         self._positions: dict[int, dict[str, Any]] = {}  # in the data, after steps that may be rolled back
-        self._user_changes = UserChanges(parts)
+        self._user_changes = UserChanges(parts, callbacks.handler.callbacks)
+        self._kept_by_functions = kept_by_functions(parts.schedule)
         callbacks.before_hearing = parts.optimizer.gathers.wait
         if self._args.on_loss_spike == ROLLBACK and not isinstance(parts.loader, DataLoader):
             raise UsageError(
@@ -136,7 +138,7 @@ class TrainingLoop:
             "means": self._losses.state_dict(),
             "user_changes": self._user_changes.state_dict(),
             "learning_rate": self._learning_rate,
-            "schedule": schedule_state(self._parts.schedule),
+            "schedule": schedule_state(self._parts.schedule, self._kept_by_functions),
             "rates": [float(group["lr"]) for group in self._parts.optimizer.inner.param_groups],
             "causal_shift": self._parts.step.loss.causal_shift,
             "loss_scaler": None if scaler is None else scaler.state_dict(),
@@ -183,7 +185,8 @@ class TrainingLoop:
         check_start(folder, parts.saved, self._args, parts.context, resumes=goes_on)
         self._checkpointer.claim()
         if self._args.save_strategy != "no":
-            describe({"optimizer": parts.optimizer})  # what cannot be saved of it is named before training
+            sections = {"model": parts.saved, "optimizer": parts.optimizer, "lr_scheduler": parts.schedule}
+            describe(sections)  # what cannot be saved of these is named before training
             self._withdraw_stop_request()
 
     def restore(self, resume: bool | str | None) -> Path | None:

@@ -4,11 +4,11 @@ set another weight decay is not called for that step again in a resumed run."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from stepmark.filesystem.printable import listed
 from stepmark.parallel.optimizer.named import NUMBERS
@@ -29,14 +29,17 @@ class UserChanges:
     """Compares a run with how it was when this was made: before it restores anything. Frozen parameters,
     hyperparameters and base learning rates are saved and restored; for what cannot be, there is a warning."""
 
-    def __init__(self, parts: TrainingComponents) -> None:
+    def __init__(self, parts: TrainingComponents, callbacks: Sequence[Any] = ()) -> None:
         self._context, self._runtime = parts.context, parts.context.runtime
         self._pipelined = parts.mesh.pipeline.size > 1
         self._model, self._optimizer, self._schedule = parts.model, parts.optimizer, parts.schedule
         self._parameters = dict(parts.model.named_parameters())
         self._trained = self._flags()
         self._rates = list(getattr(self._schedule, "base_lrs", ()))
+        self._callbacks = callbacks
         self._unsaved = self._beside_tensors()
+        attributes = (each for module in (*parts.model.modules(), *callbacks) for each in vars(module).values())
+        self._first = [each for each in attributes if isinstance(each, Tensor)]  # so that no other gets their identity
         self._warned: set[str] = set()
         self._args = parts.args
         self._read = {name: getattr(parts.args, name) for name in READ_AT_BEGIN.split()}
@@ -72,8 +75,12 @@ class UserChanges:
         remedy = "change gradients in on_substep_end or on_pre_optimizer_step"
         self._warn(left, f"a gradient is there between steps, and in no checkpoint; {remedy}")
         now = self._beside_tensors()
-        changed = [name for name, state in self._unsaved.items() if now.get(name, state) != state]
+        before = {name: state for name, state in now.items() if type(state) is not list} | self._unsaved
+        changed = [name for name, state in now.items() if before.get(name) != state]  # or a copy of the model is new
         self._warn(changed, "changed by training, and in no checkpoint; a persistent buffer would be")
+        live = dict(self._model.named_parameters())
+        replaced = [name for name, each in self._parameters.items() if live.get(name, each) is not each]
+        self._warn(replaced, "replaced after the optimizer was made, which has the ones before; write to these")
 
     def check_arguments(self) -> None:
         """Warns, once of each, of arguments that were set too late to have an effect."""
@@ -94,19 +101,27 @@ class UserChanges:
         return {name: _state_of(parameter, self._runtime) for name, parameter in self._parameters.items()}
 
     def _beside_tensors(self) -> dict[str, Any]:
-        """By name: the numbers that modules keep, and the states of buffers that are in no checkpoint."""
+        """By name: the states of what modules and callbacks keep that is in no checkpoint. Left out are modules with
+        an extra state, and numbers of callbacks."""
         found: dict[str, Any] = {}
-        for name, module in self._model.named_modules():
-            prefix = f"{name}." if name else ""
-            numbers = {
-                key: value for key, value in vars(module).items() if type(value) in NUMBERS and key != "training"
-            }
-            buffers = {key: module._buffers[key] for key in module._non_persistent_buffers_set}
-            found |= {prefix + key: value for key, value in numbers.items()}
-            found |= {
-                prefix + key: _state_of(buffer, self._runtime) for key, buffer in buffers.items() if buffer is not None
-            }
+        for name, owner in (*self._model.named_modules(), *((type(each).__name__, each) for each in self._callbacks)):
+            is_module = isinstance(owner, nn.Module)
+            buffers = {key: owner._buffers[key] for key in owner._non_persistent_buffers_set} if is_module else {}
+            plain = is_module and type(owner).get_extra_state is nn.Module.get_extra_state
+            for key, value in {**(vars(owner) if plain or not is_module else {}), **buffers}.items():
+                state = self._state_of_value(value, plain=plain)
+                found |= {} if state is None or key == "training" else {f"{name}.{key}".lstrip("."): state}
         return found
+
+    def _state_of_value(self, value: Any, *, plain: bool) -> Any:
+        """Differs once a tensor, or a module such as an average of the model, was changed or replaced; with `plain`
+        also a number, and the length of a list. None for anything else."""
+        if isinstance(value, nn.Module):
+            inside = None if value is self._model else value.state_dict().values()
+            return inside and [_state_of(each, self._runtime) for each in inside if isinstance(each, Tensor)]
+        if isinstance(value, Tensor):
+            return None if value.requires_grad else (id(value), _state_of(value, self._runtime))
+        return len(value) if plain and type(value) is list else value if plain and type(value) in NUMBERS else None
 
 
 def _state_of(tensor: Tensor, runtime: Runtime) -> Any:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from stepmark.checkpoint.sections import without_functions
 from stepmark.config.fields import described_at
 from stepmark.errors import UsageError
 from stepmark.parallel.optimizer.named import NamedOptimizer
 
-PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 _signature = functools.cache(inspect.signature)  # asked in every step
 
 
@@ -62,11 +64,24 @@ def warmup_length(warmup_steps: float, warmup_ratio: float, total_steps: int) ->
     return math.ceil(total_steps * (warmup_steps or warmup_ratio))
 
 
-def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
-    """The plain values to save: the step for a function of the step, otherwise the schedule's complete state."""
-    if isinstance(schedule, LambdaLR):
+def kept_by_functions(schedule: LRScheduler) -> str:
+    """What objects that compute a schedule's rates keep, and torch saves, as text to be compared."""
+    objects = (each for each in getattr(schedule, "lr_lambdas", ()) if not isinstance(each, FunctionType))
+    return repr([getattr(each, "__dict__", None) for each in objects])
+
+
+def schedule_state(schedule: LRScheduler, kept: str | None = None) -> dict[str, Any]:
+    """What to save: the step for a function of the step, otherwise the schedule's complete state but for functions.
+    `kept`: `kept_by_functions` of the new schedule; changes since are state. Default: there are none."""
+    changed = kept not in (None, kept_by_functions(schedule)) or _has_own_rates(schedule)
+    if isinstance(schedule, LambdaLR) and not changed:
         return {"step": schedule.last_epoch}
-    return {key: value for key, value in schedule.state_dict().items() if isinstance(value, PLAIN)}
+    return without_functions(schedule.state_dict())
+
+
+def _has_own_rates(schedule: LRScheduler) -> bool:
+    """Whether a class of the user's computes rates in another way, from a state of its own perhaps."""
+    return getattr(type(schedule), "get_lr", None) is not LambdaLR.get_lr and not shows_rates(schedule)
 
 
 def restore_schedule(schedule: LRScheduler, state: Mapping[str, Any], rates: list[float]) -> None:
@@ -75,7 +90,8 @@ def restore_schedule(schedule: LRScheduler, state: Mapping[str, Any], rates: lis
 
     Raises UsageError where the state is that of another kind of schedule.
     """
-    if isinstance(schedule, LambdaLR):
+    complete = "step" not in state and (_has_own_rates(schedule) or any(state.get("lr_lambdas") or ()))
+    if isinstance(schedule, LambdaLR) and not complete:
         step = state.get("step", state.get("last_epoch"))
         if type(step) is not int:
             raise UsageError("lr_scheduler_type: the checkpoint's schedule is not one that follows from the step")
@@ -87,17 +103,24 @@ def restore_schedule(schedule: LRScheduler, state: Mapping[str, Any], rates: lis
             f"{type(schedule).__name__}; resume with the lr_scheduler_type that saved it"
         )
     schedule.load_state_dict(dict(state))
-    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    _set_rates(schedule, rates)
 
 
 def place_at(schedule: LambdaLR, step: int) -> None:
     """Sets the learning rates as `step` calls of `schedule.step()` would."""
     schedule.last_epoch = step
     rates = [base * function(step) for base, function in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    _set_rates(schedule, rates)
     schedule._last_lr = rates
+
+
+def _set_rates(schedule: LRScheduler, rates: Sequence[float | Tensor]) -> None:
+    """A rate that is a tensor stays the same one, in its precision."""
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def advance(schedule: LRScheduler, optimizer: NamedOptimizer | None = None) -> None:

@@ -111,8 +111,8 @@ class StepHooks:
     looks: bool = True
 
     def between_passes(self, gradients: GradientReducer, in_flight: Iterable[nn.Parameter] = ()) -> None:
-        """After a micro-batch. `in_flight`: parameters for which other passes of a pipeline wait, so that they must not
-        be changed."""
+        """After a micro-batch. `in_flight`: parameters for which other passes wait, of a pipeline or of another rank of
+        this process, so that they must not be changed."""
         if self.after_micro_step is None or not self.looks:
             call(self.after_micro_step)
             return
@@ -122,8 +122,8 @@ class StepHooks:
             self.after_micro_step()
         if before != _versions(waiting):
             raise UsageError(
-                "pipeline_parallel_size: parameters were changed, frozen or unfrozen in on_substep_end, when other "
-                "micro-batches of the step had used them; do so in on_step_begin or on_step_end"
+                "on_substep_end: parameters were changed, frozen or unfrozen, when other micro-batches of a pipeline "
+                "had used them, or other ranks of the process will; do so in on_step_begin or on_step_end"
             )
 
 
@@ -213,7 +213,7 @@ class SequentialSchedule(MicroBatchSchedule):
                 if own:
                     losses[place] = losses[place] + loss
                 if index < turns[-1][1] and (place == turns[-1][0] or not by_pass):
-                    hooks.between_passes(self.gradients)
+                    hooks.between_passes(self.gradients, self.model.parameters() if len(hosted) > 1 else ())
             if len(batch.micro_batches) > 1:  # micro-batches share one graph, the update has its own
                 self._runtime.step_boundary()
         return losses

@@ -235,8 +235,10 @@ def _part(value: Any, tensor: Tensor) -> Any:
 
 
 def check_step(kind: type[torch.optim.Optimizer]) -> None:
-    """Raises UsageError for a class whose `step` cannot be called without arguments, by its signature or what it says
-    of `closure`."""
+    """Raises UsageError for a class that takes sparse gradients alone, or whose `step` cannot be called without
+    arguments, by its signature or what it says of `closure`."""
+    if issubclass(kind, torch.optim.SparseAdam):
+        raise UsageError("optimizers: SparseAdam takes no dense gradients, as which all are added up; choose Adagrad")
     step = inspect.unwrap(kind.step)
     given = list(inspect.signature(step).parameters.values())[1:]
     needs = any(each.default is each.empty and "VAR_" not in each.kind.name for each in given)

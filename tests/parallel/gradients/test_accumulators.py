@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stepmark import ZeroRedundancyOptimizer
 from stepmark.errors import UsageError
 from stepmark.parallel.buckets import make_buckets
-from stepmark.parallel.gradients.accumulators import BucketAccumulator
+from stepmark.parallel.gradients.accumulators import BucketAccumulator, ParameterAccumulator
 from stepmark.runtime.mesh import Mesh
 
 
@@ -100,6 +100,12 @@ def test_sparse_gradients_are_added() -> None:
     for _ in range(2):
         table(torch.tensor([1, 1, 3])).sum().backward()
     assert sums.complete(0).tolist() == [0.0, 0.0, 4.0, 4.0, 0.0, 0.0, 2.0, 2.0]
+    alone = ParameterAccumulator([table.weight], Mesh.create(device="cpu").runtime, accumulation=2)
+    table.weight.grad = None
+    for _ in range(2):
+        table(torch.tensor([1, 1, 3])).sum().backward()
+        alone.collect()
+    assert [each.tolist() for each in alone.tensors() if each is not None] == [[[0, 0], [4, 4], [0, 0], [2, 2]]]
 
 
 @pytest.fixture

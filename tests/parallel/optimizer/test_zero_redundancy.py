@@ -258,8 +258,30 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     net[1].weight.data = net[0].weight.data
     with pytest.raises(UsageError, match=r"0\.weight and 1\.weight are two parameters in the same memory"):
         optimizer(net)
-    with pytest.raises(UsageError, match="wave: is a complex parameter"):
+    with pytest.raises(UsageError, match="wave: is a parameter of torch.complex64, and grad"):
         optimizer(nn.ParameterDict({"wave": torch.ones(2, dtype=torch.complex64)}))
+    with pytest.raises(UsageError, match="wave: is a parameter of torch.float64, and grad"):
+        optimizer(nn.ParameterDict({"wave": torch.ones(2, dtype=torch.float64)}))
+
+
+class Nesting(torch.optim.SGD):
+    """Keeps a tensor inside a list."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            self.state[parameter]["moments"] = [torch.zeros_like(parameter)]
+        return super().step(closure)
+
+
+def test_states_of_parts_that_are_inside_others_are_refused() -> None:
+    net = nn.Linear(2, 2)
+    made = ZeroRedundancyOptimizer(net.named_parameters(), Nesting, mesh=Mesh.create(device="cpu"), lr=0.1)
+    net(torch.ones(1, 2)).sum().backward()
+    made.step()
+    with pytest.raises(UsageError, match="optimizer: its state of weight has tensors inside a list, of which each ra"):
+        made.named_state()
 
 
 @pytest.mark.parametrize("data", [False, True])

@@ -73,6 +73,17 @@ def test_additional_modules_and_parameters() -> None:
         check(model)
 
 
+@pytest.mark.parametrize(
+    "change", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm]
+)
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj", "lm_head"])
+def test_weights_that_are_computed(change: Any, name: str) -> None:
+    model = build("llama")
+    change(model.get_submodule(name))
+    with pytest.raises(UsageError, match=f"^tensor_parallel_size: the weight of {name} is computed from other param"):
+        parallelize(model, two_ranks())
+
+
 def test_a_custom_plan_can_name_them() -> None:
     model = build("llama")
     model.model.layers[1].mlp.scale = nn.LayerNorm(48)

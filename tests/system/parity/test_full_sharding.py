@@ -136,9 +136,13 @@ def test_a_gradient_of_a_gradient_is_refused(ranks: Ranks, tmp_path: Path) -> No
     assert found == [DOUBLE] * 2
 
 
-def test_hooks_of_gradients_are_refused_since_they_would_see_none(ranks: Ranks) -> None:
-    found = ranks.run("tests.support.full_sharding_programs:hooked_later", nproc=2).check()
-    assert all("has a hook of its gradient" in each for each in found), found
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("hook", "has a hook of its gradient"), ("write", "fsdp: head.weight of WithBuffer was written to while it was")],
+)
+def test_what_would_have_no_effect_on_shards_is_refused(ranks: Ranks, what: str, words: str) -> None:
+    found = ranks.run("tests.support.full_sharding_programs:refused_later", what, nproc=2).check()
+    assert all(words in each for each in found), found
 
 
 def test_losses_of_parameters_are_refused_since_each_rank_has_a_shard(ranks: Ranks, tmp_path: Path) -> None:
@@ -155,6 +159,8 @@ def test_what_cannot_be_sharded_is_refused_before_anything_changes(ranks: Ranks)
         "fsdp: layerdrop skips",
         "fsdp: transformer.wte.weight has a hook",
         "fsdp: transformer.wte.weight has a hook",
+        "fsdp: number is torch.int64, which cannot be sharded; make it a buffer",
+        "fsdp: table has sparse gradients",
         "fsdp and tensor_parallel_size",
     ]
     for begin, message in zip([*starts, "fsdp_config: dp_replicate_size: 3"], found[0], strict=True):

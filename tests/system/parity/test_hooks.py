@@ -17,7 +17,7 @@ PROGRAMS = "tests.support.hook_programs"
 TOLERANCE = {"float32": 2e-4, "bfloat16": 1e-2}  # of an update of 0.05 to each element, by which the outcomes differ
 
 ADDED = "^optimizer: a parameter was added to its groups"  # refused everywhere
-IN_FLIGHT = "pipeline_parallel_size: parameters were changed, frozen or unfrozen in on_substep_end"
+IN_FLIGHT = "on_substep_end: parameters were changed, frozen or unfrozen"
 REFUSED = {("pp", "on_substep_end", each) for each in ("new data", "data in place", "frozen", "thawed")}
 
 
@@ -33,6 +33,7 @@ CHANGES = (  # every event and every action
     ("on_substep_end", "no gradient"),
     ("on_substep_end", "gradient in place"),
     ("on_pre_optimizer_step", "new gradient"),
+    ("on_pre_optimizer_step", "no gradients"),
     ("on_pre_optimizer_step", "frozen"),
     ("on_optimizer_step", "new data"),
     ("on_optimizer_step", "added to the model"),

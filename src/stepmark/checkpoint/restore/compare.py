@@ -243,9 +243,7 @@ class _OptimizerComparison:
     ) -> None:
         """As `_compare_named`, of an optimizer whose state may be made and removed."""
         section, plan = self._section, self._plan
-        in_values = plan.tensors_in(section, list(nested.values())) if nested else {}
-        for target in in_values.values():
-            target.place = target.place or partial(_placed, plan.runtime, parameter)
+        in_values = {name: self._fresh(name, name, parameter) for name in tensor_names(list(nested.values()))}
         direct = {key: name for key, name in stored.items() if name not in in_values}
         fresh = {key: name for key, name in direct.items() if key not in live}
         for entry in [section.entries[name] for key, name in direct.items() if key in live]:

@@ -164,8 +164,7 @@ class BucketAccumulator:
             return
         if gradient is view:
             return
-        dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
-        places = self._places[index]
+        places, dense = self._places[index], _dense(gradient)
         boxes = [dense] if len(places) == 1 else self._members[index][2].boxes_of(dense)
         adds = self._present[index] and view is None
         for place, box in zip(places, boxes, strict=True):
@@ -252,6 +251,11 @@ class BucketAccumulator:
             parameter.grad = None
 
 
+def _dense(gradient: Any) -> Any:
+    """That of an embedding may be sparse."""
+    return gradient if gradient is None or gradient.layout == torch.strided else gradient.to_dense()
+
+
 class ParameterAccumulator:
     """One float32 tensor a parameter, to which gradients are added after each backward pass.
 
@@ -303,7 +307,7 @@ class ParameterAccumulator:
     def tensors(self) -> list[Tensor | None]:
         """The sum of each parameter's gradients; None where it has none."""
         if self._sums is None:
-            return [each.grad for each in self.parameters]
+            return [_dense(each.grad) for each in self.parameters]
         return [total if present else None for total, present in zip(self._sums, self._present, strict=True)]
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from stepmark.checkpoint.format.manifest import MASTER
 from stepmark.errors import UsageError
@@ -47,8 +48,15 @@ class OptimizerTensor:
     key: str | int  # what it is called in this rank's own state
 
     def named(self, value: Any) -> Iterator[tuple[str, Any]]:
-        """A value of its state, by parameter name; slices carry their layout."""
+        """A value of its state, by parameter name; slices carry their layout. Raises UsageError where tensors are in a
+        container, and those of ranks would be different parts."""
+        inside = [] if isinstance(value, Tensor) else [each for each in tree_leaves(value) if isinstance(each, Tensor)]
         for name, layout in self.members:
+            if layout is not None and any(each.numel() > 1 for each in inside):
+                raise UsageError(
+                    f"optimizer: its state of {name} has tensors inside a {type(value).__name__}, of which each rank "
+                    "has a part; give each a key of its own in state[parameter]"
+                )
             if not isinstance(value, Tensor) or layout is None:
                 yield name, value
             elif value.shape == self.tensor.shape:
@@ -148,6 +156,8 @@ class NamedOptimizer:
         self._held = distribution.held
         tensors = [[held.tensor for held in self._held if held.group == number] for number in range(len(groups))]
         self.inner = make([{**group, "params": own} for group, own in zip(groups, tensors, strict=True)])
+        if not {id(held.tensor) for held in self._held} <= {id(each) for each in self.parameters}:
+            vars(self.inner)["zero_grad"] = self._zero_grad  # a callback means the gradients that it sees
         for each in () if distribution.fuses else self.param_groups:
             each |= {"fused": None} if each.get("fused") else {}
         self._made_with = plain_attributes(self.inner, NUMBERS)
@@ -156,6 +166,10 @@ class NamedOptimizer:
         whole = distribution.separate and distribution.divided_by != "zero_1"
         own = given and whole and not any(held.master for held in self._held)
         self.held_names = {id(held.tensor): str(held.key) for held in self._held} if own else None
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -73,6 +73,13 @@ class TensorParallelism:
         self._tables = tables if embedding else []
         skipped = {id(each.layer) for each in tables}
         modules = dict(model.named_modules())
+        linear = {name: part for name, part in modules.items() if isinstance(part, nn.Linear | nn.Embedding)}
+        derived = next((name for name, part in linear.items() if "weight" not in part._parameters), None)
+        if derived is not None:
+            raise UsageError(
+                f"tensor_parallel_size: the weight of {derived} is computed from other parameters, such as by "
+                "weight_norm, which is not sharded; remove that, or set it to 1"
+            )
         self._styles = [
             (name, each, style)
             for name, style in plan.items()
