@@ -29,9 +29,7 @@ COMMANDS = (
     ["import", "run", ADDRESS],
     ["report", "run", "--out", "gs://bucket/report.html"],
     ["init", "s3://bucket/recipe.yaml"],
-    ["train", *FIELDS, "--resume_from_checkpoint", ADDRESS],
     ["train", "--config_name", "gpt2", "--tokenizer_name", "bytes", "--train_file", ADDRESS],
-    ["train", "--model_name_or_path", ADDRESS, "--dataset_name", "python-stdlib"],
     ["train", *FIELDS, "--prometheus_file", ADDRESS],
 )
 
@@ -80,9 +78,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "dcp.load": lambda: dcp.load({"x": torch.zeros(1)}, checkpoint_id=Path(ADDRESS)),
     "save": lambda: stepmark.save({}, ADDRESS),
     "load": lambda: stepmark.load(ADDRESS),
-    "evaluate": lambda: stepmark.evaluate(ADDRESS, [{"input_ids": [1, 2]}]),
     "Trainer.save_model": lambda: _trainer().save_model(ADDRESS),
-    "Trainer.train": lambda: _trainer().train(resume_from_checkpoint=ADDRESS),
 }
 
 

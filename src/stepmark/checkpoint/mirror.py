@@ -94,13 +94,16 @@ class Mirror:
         self._claim = self._owning.__enter__()
         return self._place.steps()
 
-    def fetch(self, say: Callable[[str], object] = lambda text: None) -> bool:
+    def fetch(self, say: Callable[[str], object] = lambda text: None, step: int | None = None) -> bool:
         """Downloads the newest checkpoint, what it needs, and what is beside it, where it is newer than those in the
-        folder. Returns whether it was. A damaged one is set aside. Raises CheckpointError or OSError."""
-        while there := self._place.steps():
+        folder; or that of a step, where the folder lacks it. Returns whether it did. A damaged one is set aside, unless
+        its step was given. Raises CheckpointError or OSError."""
+        while there := [each for each in self._place.steps() if step is None or each <= step]:
             own = self._source.steps()
-            if own and own[0] >= there[0]:
+            if step in own or (step is None and own and own[0] >= there[0]):
                 return False
+            if step is not None and step != there[0]:
+                break
             say(f"downloading checkpoint-{there[0]} from {self.address}")
             try:
                 check_same_run(self._source, self._place, own)
@@ -108,6 +111,8 @@ class Mirror:
                 copy_others(self._place, self._source, self._place.own_others(), unless_there=False)
                 copy_checkpoint(self._place, self._source, there[0])
             except (CheckpointDamaged, CheckpointNotFound) as error:
+                if step is not None:
+                    raise
                 logger.warning("%s; it is set aside", error)
                 self._place.set_aside(there[0], DAMAGED)
             else:
@@ -116,6 +121,8 @@ class Mirror:
                     copy_checkpoint(self._place, self._source, step)
                 self._sent |= {step: mark for step in (there[0], *older) if (mark := self._mark(step))}
                 return True
+        if step is not None and step not in self._source.steps():
+            raise CheckpointNotFound(f"there is no complete checkpoint {self.address}/checkpoint-{step}")
         return False
 
     def has_records(self) -> bool:

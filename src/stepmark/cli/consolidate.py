@@ -6,8 +6,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from stepmark.cli.fetched import NEWEST
 from stepmark.errors import UsageError
+from stepmark.filesystem.local_paths import NEWEST
 
 TAKES = {"source": NEWEST}
 HELP = "convert a checkpoint, sharded or not, to a plain Hugging Face model folder"

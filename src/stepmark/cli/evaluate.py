@@ -7,9 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepmark.cli.fetched import ALL
 from stepmark.errors import UsageError
 from stepmark.filesystem.cache_folder import cache_root
+from stepmark.filesystem.local_paths import ALL
 from stepmark.launch.ending_at_signals import ending_at_signals
 from stepmark.launch.rank_count import RankCount
 from stepmark.launch.supervisor import follow_supervisor, start_ranks
