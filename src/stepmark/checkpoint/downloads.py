@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from stepmark.checkpoint.places import BucketPlace, FolderPlace, copy_checkpoint
 from stepmark.errors import CheckpointDamaged, CheckpointNotFound
 from stepmark.filesystem import files
 from stepmark.filesystem.cache_folder import cache_root
-from stepmark.filesystem.local_paths import NEWEST, RECORDS, address_of
+from stepmark.filesystem.local_paths import NEWEST, OBJECTS, RECORDS, address_of
 from stepmark.filesystem.locks import try_lock
 from stepmark.filesystem.objects import Bucket
 
@@ -23,7 +23,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt")  # of a run's final model, which is n
 _LOCKED = 0.5  # seconds between two looks at another process's download
 
 logger = logging.getLogger("stepmark")
-_models: dict[str, Path] = {}  # by address, those that this process reads
+models: dict[str, str] = {}  # by address, the paths of those that this process reads
 
 
 def download(
@@ -34,15 +34,12 @@ def download(
     advance: Callable[[int], object] = lambda count: None,
 ) -> Path:
     """Downloads what is needed of a run, or a checkpoint, into a folder, and returns its path there. A checkpoint that
-    its run deletes meanwhile is left out; where the newest is needed, the one before it is taken, also for a damaged
-    one.
-
-    Raises CheckpointNotFound, CheckpointDamaged, or CheckpointError for what else goes wrong.
-    """
+    its run deletes meanwhile is left out; where the newest is needed, also one that is damaged. Raises
+    CheckpointNotFound, CheckpointDamaged, or CheckpointError for what else goes wrong."""
     with explained(address):
-        source, step = place_of(address)
+        source, step = (BucketPlace(Bucket(address)), None) if what == OBJECTS else place_of(address)
         run = folder / Path(source.address).name
-        steps = [step] if step is not None else source.steps()
+        steps = [step] if step is not None else [] if what == OBJECTS else source.steps()
         others = source.others() if step is None and what != NEWEST else {}
         for each in steps:
             try:
@@ -60,13 +57,13 @@ def download(
                 if step is not None or what == NEWEST:
                     return checkpoint_path(run, each)
         if not others:
-            raise CheckpointNotFound(f"{address}: {'no checkpoint is left' if steps else 'there is no run'}")
+            raise CheckpointNotFound(f"{address}: there is {'no complete checkpoint' if what == NEWEST else 'nothing'}")
         wanted = {name: each for name, each in others.items() if not steps or not name.endswith(_WEIGHTS)}
         copy_others(source, FolderPlace(run), wanted, begin, advance)
         return run
 
 
-def checkpoint_copy(address: str, needs: Callable[[Path], set[int]]) -> Path:
+def checkpoint_copy(address: str, needs: Callable[[Path], set[int]] = lambda path: set()) -> Path:
     """The checkpoint at an address, of a run its newest complete one, in the cache; beside it those that `needs(path)`
     names. Raises as `download`."""
     place, _ = place_of(address)
@@ -77,43 +74,25 @@ def checkpoint_copy(address: str, needs: Callable[[Path], set[int]]) -> Path:
         return path
 
 
-def model_copy(address: str) -> Path:
-    """The model at an address, a Hugging Face folder or a checkpoint, in the cache. In one process it stays the same.
-
-    Raises CheckpointNotFound where there is none, CheckpointError for what else goes wrong.
-    """
-    if address in _models:
-        return _models[address]
+def local_model(name: str) -> str:
+    """A model's path or name; of the address of a Hugging Face folder or a checkpoint, the path of its copy in the
+    cache, which stays the same in a process. Raises as `download`."""
+    if (address := address_of(name)) is None or address in models:
+        return models.get(address or "", name)
     (run, step), bucket = place_of(address), Bucket(address)
     with explained(address), _folder_of(run.address) as folder:
         if step is not None and bucket.stat(MANIFEST) is not None:
             path = download(address, folder)
         else:
-            source = BucketPlace(bucket)
-            found = source.others()
-            if not found:
-                raise CheckpointNotFound(f"{address}: there is nothing")
-            version = hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:16]
-            path = folder / version / Path(address).name
-            there = {name for name in found if files.regular_file_size(path / name) == found[name].size}
-            copy_others(source, FolderPlace(path), {name: found[name] for name in found.keys() - there})
-    return _models.setdefault(address, path)
-
-
-def local_model(name: str) -> str:
-    """A model's path or name; of an address, the path of its copy."""
-    address = address_of(name)
-    return name if address is None else str(model_copy(address))
+            found = sorted(BucketPlace(bucket).others().items())
+            version = hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+            path = download(address, folder / version, OBJECTS)
+    return models.setdefault(address, str(path))
 
 
 def address_of_copy(path: str) -> str:
     """The address from which this process has downloaded the model at a path; else the path."""
-    return next((address for address, copy in _models.items() if str(copy) == path), path)
-
-
-def remember(copies: Mapping[str, str]) -> None:
-    """Takes models from where another process has downloaded them to."""
-    _models.update({address: Path(path) for address, path in copies.items()})
+    return next((address for address, copy in models.items() if copy == path), path)
 
 
 @contextmanager
@@ -121,6 +100,7 @@ def _folder_of(address: str) -> Iterator[Path]:
     """The folder in the cache for what is at an address; one process at a time has it."""
     folder = cache_root() / "downloads" / address.replace("://", "/")
     files.make_folder(folder)
+    logger.info("%s is read by way of %s", address, folder)
     with files.open_for_appending(folder / ".lock") as file:
         while try_lock(file.fileno()) is False:
             time.sleep(_LOCKED)

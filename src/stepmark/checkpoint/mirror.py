@@ -23,7 +23,6 @@ from stepmark.checkpoint.format.checkpoint_folders import (
     LEFT,
     best_step,
     checkpoint_path,
-    step_of,
 )
 from stepmark.checkpoint.format.manifest import MANIFEST, is_file_name
 from stepmark.checkpoint.places import (
@@ -65,7 +64,7 @@ class Mirror:
         folder: Path,
         bucket: Bucket,
         keep: Sequence[Retention],
-        told: Callable[[Copied, float], object],
+        told: Callable[[Copied, float], object] = lambda copied, seconds: None,
         freed: Callable[[], object] = lambda: None,
         needs: Callable[[Path], set[int]] = lambda checkpoint: set(),
     ) -> None:
@@ -94,16 +93,13 @@ class Mirror:
         self._claim = self._owning.__enter__()
         return self._place.steps()
 
-    def fetch(self, say: Callable[[str], object] = lambda text: None, step: int | None = None) -> bool:
+    def fetch(self, say: Callable[[str], object] = lambda text: None) -> bool:
         """Downloads the newest checkpoint, what it needs, and what is beside it, where it is newer than those in the
-        folder; or that of a step, where the folder lacks it. Returns whether it did. A damaged one is set aside, unless
-        its step was given. Raises CheckpointError or OSError."""
-        while there := [each for each in self._place.steps() if step is None or each <= step]:
+        folder. Returns whether it was. A damaged one is set aside. Raises CheckpointError or OSError."""
+        while there := self._place.steps():
             own = self._source.steps()
-            if step in own or (step is None and own and own[0] >= there[0]):
+            if own and own[0] >= there[0]:
                 return False
-            if step is not None and step != there[0]:
-                break
             say(f"downloading checkpoint-{there[0]} from {self.address}")
             try:
                 check_same_run(self._source, self._place, own)
@@ -111,8 +107,6 @@ class Mirror:
                 copy_others(self._place, self._source, self._place.own_others(), unless_there=False)
                 copy_checkpoint(self._place, self._source, there[0])
             except (CheckpointDamaged, CheckpointNotFound) as error:
-                if step is not None:
-                    raise
                 logger.warning("%s; it is set aside", error)
                 self._place.set_aside(there[0], DAMAGED)
             else:
@@ -121,8 +115,6 @@ class Mirror:
                     copy_checkpoint(self._place, self._source, step)
                 self._sent |= {step: mark for step in (there[0], *older) if (mark := self._mark(step))}
                 return True
-        if step is not None and step not in self._source.steps():
-            raise CheckpointNotFound(f"there is no complete checkpoint {self.address}/checkpoint-{step}")
         return False
 
     def has_records(self) -> bool:
@@ -163,8 +155,8 @@ class Mirror:
         until = time.monotonic() + seconds
         with self._changed:
             self._pushed, self._problem, idle = 0.0, None, self._idle
-            self._wake.set()
             while self._idle < idle + 2:  # one round may have begun before this call
+                self._wake.set()
                 left = until - time.monotonic()
                 if left <= 0 or self._problem is not None or not self._thread.is_alive():
                     return self._behind()
@@ -236,16 +228,9 @@ class Mirror:
     def _missing(self) -> list[int]:
         """The steps that are not in the bucket as they are here, newest first. Of those that were sent, only the newest
         is looked at again, which a run may save once more: there may be thousands."""
-        steps = self._steps()
+        steps = self._source.steps()
         looked_at = [step for step in steps if step == steps[0] or step not in self._sent]
         return [step for step in looked_at if (mark := self._mark(step)) and mark != self._sent.get(step)]
-
-    def _steps(self) -> list[int]:
-        try:
-            found = [step_of(Path(name)) for name in os.listdir(self.folder)]
-        except FileNotFoundError:
-            return []
-        return sorted((step for step in found if step is not None), reverse=True)
 
     def _mark(self, step: int) -> _Mark | None:
         """What changes when a checkpoint in the folder is replaced; None where it is not complete, or gone."""
@@ -316,7 +301,7 @@ class Mirror:
                 metrics = decode_plain(manifest.metrics)
                 self._saved[step] = Saved(step, manifest.time, metrics, resumable=not manifest.model_only)
         saved = [self._saved[step] for step in there if step in self._saved]
-        here = {*self._steps(), best_step(self.folder)}
+        here = {*self._source.steps(), best_step(self.folder)}
         for step in steps_to_delete(saved, self._keep, max(there, default=0)):
             if step not in here:
                 assert self._claim is not None

@@ -105,7 +105,7 @@ class FolderPlace:
 
     def blocks(self, manifest: Manifest, name: str, size: int) -> Iterator[Any]:
         """A file of a checkpoint, from its first byte to its last."""
-        return _blocks(checkpoint_path(self._folder, manifest.step) / name)
+        return file_blocks(checkpoint_path(self._folder, manifest.step) / name)
 
     def owning(self) -> AbstractContextManager[object]:
         """Keeps other runs away. Raises CheckpointBusy where one is alive."""
@@ -122,7 +122,7 @@ class FolderPlace:
             path = temporary / entry.name
             try:
                 return files.regular_file_size(path) == entry.size and all(
-                    True for _ in checked(_blocks(path), manifest, entry, str(path))
+                    True for _ in checked(file_blocks(path), manifest, entry, str(path))
                 )
             except CheckpointDamaged:
                 return False
@@ -170,7 +170,7 @@ class FolderPlace:
     def read_other(self, name: str, size: int) -> Iterator[Any]:
         if name == BEST:
             return iter([f"checkpoint-{best_step(self._folder)}".encode()])
-        return _blocks(self._folder / name)
+        return file_blocks(self._folder / name)
 
     def write_other(self, name: str, blocks: Iterable[Any]) -> None:
         if name != BEST:
@@ -262,10 +262,10 @@ class BucketPlace:
         self._bucket.delete([_manifest_of(step)])
         self._bucket.delete(names if folder != own else [each.name for each in self._bucket.objects(own)])
 
-    def tidy(self) -> None:
-        """Deletes what saves have left that were not completed, were replaced, or were not deleted to the end: objects
-        with the name of a save that no manifest has, complete or set aside."""
-        for name in self._bucket.inside()[0]:
+    def tidy(self, only: int | None = None) -> None:
+        """Deletes what saves have left that were not completed, were replaced, or were not deleted to the end, of all
+        steps or one: objects with the name of a save that no manifest has, complete or set aside."""
+        for name in self._bucket.inside()[0] if only is None else [f"checkpoint-{only}"]:
             if (step := step_of(Path(name))) is None:
                 continue
             found = [(each.name, _OF_SAVE.match(each.name)) for each in self._bucket.objects(name)]
@@ -332,7 +332,7 @@ def _other(path: Path) -> Other:
     return Other(status.st_size, status.st_mtime)
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
+def file_blocks(path: Path) -> Iterator[bytes]:
     with path.open("rb", buffering=0) as file:
         while block := file.read(PART):
             yield block
@@ -386,19 +386,6 @@ def verify_there(address: str) -> Iterator[VerifyReport]:
                 except FileNotFoundError:
                     faults.append(Corruption(entry.name, "is missing"))
             yield VerifyReport(where, each, sum(entry.size for entry in manifest.files), tuple(faults))
-
-
-def copy_objects(address: str, folder: Path, begin: Callable[[int], object], advance: Callable[[int], object]) -> Path:
-    """Downloads all objects below an address, another tool's checkpoint, as files below a folder; returns where."""
-    bucket, path = Bucket(address), folder / Path(address).name
-    place = FolderPlace(path)
-    found = [each for each in bucket.objects() if is_file_name(each.name)]
-    if not found:
-        raise CheckpointNotFound(f"{address}: there is nothing")
-    begin(sum(each.size for each in found))
-    for each in found:
-        place.write_other(each.name, counted(bucket.blocks(each.name, each.size), advance))
-    return path
 
 
 class Copied(NamedTuple):

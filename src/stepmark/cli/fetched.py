@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-OBJECTS = "all that is there"  # of another tool
 AS_IT_IS = "the address"  # which the command reads itself
 
 
@@ -31,7 +29,6 @@ def fetched(parsed: argparse.Namespace, takes: Mapping[str, str]) -> Iterator[No
         yield
         return
     from stepmark.checkpoint.downloads import download
-    from stepmark.checkpoint.places import copy_objects
     from stepmark.cli.progress import BytesProgress
     from stepmark.filesystem.cache_folder import cache_root
     from stepmark.filesystem.files import make_folder
@@ -42,9 +39,8 @@ def fetched(parsed: argparse.Namespace, takes: Mapping[str, str]) -> Iterator[No
         local: dict[Any, Path] = {}
         with BytesProgress("downloading") as listener:
             for number, ((name, path), address) in enumerate(addresses.items()):
-                fetch = copy_objects if takes[name] == OBJECTS else partial(download, what=takes[name])
-                own = Path(folder) / str(number)
-                local[path] = fetch(address, own, begin=listener.begin, advance=listener.advance)
+                where = Path(folder) / str(number)
+                local[path] = download(address, where, takes[name], listener.begin, listener.advance)
         for name, value in found.items():
             setattr(
                 parsed, name, [local.get(p, p) for p in value] if isinstance(value, list) else local.get(value, value)

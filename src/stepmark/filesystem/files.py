@@ -214,9 +214,10 @@ def sync_file(path: Path) -> None:
 def write_file(path: Path, data: bytes | Iterable[Any], *, durable: bool = True) -> None:
     """Makes a small file, or one in pieces. Not atomically: use `replace_file` where another process may read it, or
     where it exists."""
+    pieces: Iterable[Any] = [data] if isinstance(data, bytes) else data
     descriptor, offset = open_for_writing(path, exclusive=True), 0
     try:
-        for piece in [data] if isinstance(data, bytes) else data:
+        for piece in pieces:
             view = memoryview(piece).cast("B")
             write_at(descriptor, view, offset)
             offset += len(view)

@@ -58,10 +58,9 @@ class Bucket:
     def __init__(self, url: str) -> None:
         """Sends nothing. Raises UsageError for another scheme, and where obstore is missing."""
         self.url = url.rstrip("/")
-        scheme, _, rest = self.url.partition("://")
-        if scheme not in SCHEMES or not rest:
-            wanted = ", ".join(f"{each}://" for each in SCHEMES) if scheme not in SCHEMES else f"{scheme}://BUCKET/PATH"
-            raise UsageError(f"{url}: {'names no bucket' if scheme in SCHEMES else 'is no address'}; give {wanted}")
+        scheme, _, rest = url.partition("://")
+        if scheme not in SCHEMES or not rest.strip("/"):
+            raise UsageError(f"{url}: is no address of object storage: {'://BUCKET, '.join(SCHEMES)}://BUCKET")
         if not rest.isprintable() or re.search(r"[#?%\\]|//|(^|/)\.{1,2}(/|$)", rest):
             raise UsageError(f"{url}: has a part that addresses do not mean literally: #, ?, %, \\, //, . or ..")
         try:

@@ -12,10 +12,10 @@ from pathlib import Path
 from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, read_manifest
 from stepmark.config.data_arguments import STDLIB
 from stepmark.config.optimizers import check_optimizer
-from stepmark.config.recipe import ModelArguments, Recipe
+from stepmark.config.recipe import Recipe
 from stepmark.data.sources.source_files import find_files
-from stepmark.errors import CheckpointError, UsageError
-from stepmark.filesystem.local_paths import address_of, is_address
+from stepmark.errors import UsageError
+from stepmark.filesystem.local_paths import is_address
 from stepmark.filesystem.objects import Bucket
 from stepmark.liveness.bounded_call import call_with_timeout
 from stepmark.runtime.hardware import check_device_name
@@ -55,29 +55,11 @@ def check_early(recipe: Recipe) -> None:
     check_hub_names(recipe)
 
 
-def download_models(model: ModelArguments) -> dict[str, str]:
-    """The paths of this machine for addresses of models, to which they are downloaded. Raises CheckpointError."""
-    from stepmark.checkpoint.downloads import model_copy
-
-    found = {}
-    for field in MODELS:
-        if (address := address_of(getattr(model, field) or "")) is not None:
-            try:
-                found[address] = str(model_copy(address))
-            except CheckpointError as error:
-                raise type(error)(f"{field}: {error}") from error
-    return found
-
-
-def check_model_folder(name: str) -> None:
-    """Checks a path, or an address's copy, before anything is loaded; other names may be on the Hugging Face hub.
+def check_model_folder(name: str, path: str | None = None) -> None:
+    """Checks a path before anything is loaded, or that of an address's copy; other names may be on the hub.
 
     Raises UsageError, which names the command that converts it, for a foreign checkpoint or one of shards."""
-    folder = Path(name)
-    if is_address(name):
-        from stepmark.checkpoint.downloads import local_model
-
-        folder = Path(local_model(name))
+    folder = Path(path or name)
     if not folder.is_dir():
         if folder.exists() or folder.is_absolute() or name.startswith((".", "~")):
             raise UsageError(f"model_name_or_path: {name} is not a folder; name a Hugging Face model folder")

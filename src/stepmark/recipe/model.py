@@ -36,7 +36,7 @@ UNLIMITED = 2**62  # tokens, where no tokenizer says how many
 def build_tokenizer(config: ModelArguments) -> Any:
     """The tokenizer that the recipe names, or the one in the model's folder."""
     if config.model_name_or_path is not None:
-        check_model_folder(config.model_name_or_path)
+        check_model_folder(config.model_name_or_path, local_model(config.model_name_or_path))
     name = local_model(config.tokenizer_name or str(config.model_name_or_path))
     given = config.tokenizer_name is not None or Path(name).is_dir()
     field = "tokenizer_name" if given else "model_name_or_path"  # a folder may lack a tokenizer, which that field names

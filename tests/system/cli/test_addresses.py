@@ -118,7 +118,7 @@ def test_what_is_damaged_is_found_there(
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["inspect", "RUN"], "there is no run"),
+        (["inspect", "RUN"], "there is nothing"),
         (["verify", "RUN"], "there are no checkpoints"),
         (["import", "RUN", "out"], "there is nothing"),
         (["consolidate", "RUN/checkpoint-1", "out"], "there is no complete checkpoint"),
@@ -161,6 +161,7 @@ def test_the_doctor_and_the_plan_know_the_place(
     printed = capsys.readouterr().out
     assert "objects are made, replaced under a condition, read, listed and deleted" in printed
     assert re.search(r"bucket +\d+ MB/s up and \d+ MB/s down for an object of 1 MiB", printed)
+    assert "not seen by this client: whether a rule of the bucket removes unfinished uploads" in printed
     assert Bucket(place).objects() == []
     proxy.fault = lambda _, request: 403 if request[0] == "PUT" else None
     assert run(["doctor", "--recipe", recipe]) == 1
@@ -196,7 +197,7 @@ def test_a_model_is_loaded_from_an_address(
 ) -> None:
     """The run's final model, or one of its checkpoints; and the recipe keeps the address."""
     monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(downloads, "_models", {})
+    monkeypatch.setattr(downloads, "models", {})
     fields = {"config_name": None, "config_overrides": None}
     folder, place = (f"{each}{what}" for each in trained)
     there = train(tmp_path / "there", model_name_or_path=place, tokenizer_name=place, **fields)
@@ -210,14 +211,14 @@ def test_an_adapter_names_the_address_of_its_base(
     trained: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(downloads, "_models", {})
+    monkeypatch.setattr(downloads, "models", {})
     fields = {"config_name": None, "config_overrides": None, "peft": "lora", "save_steps": 1}
     recipe = write_recipe(tmp_path, model_name_or_path=trained[1], tokenizer_name=trained[1], **fields)
     assert run(["train", str(recipe)]) == 0
     saved = tmp_path / "out" / "checkpoint-1"
     assert json.loads((saved / "adapter_config.json").read_text())["base_model_name_or_path"] == trained[1]
     shutil.rmtree(tmp_path / "cache")
-    downloads._models.clear()
+    downloads.models.clear()
     for words in (["evaluate", str(saved)], ["consolidate", str(saved), str(tmp_path / "m"), "--merge-adapters"]):
         assert run([*words, *(["--data", str(tmp_path / "text.txt")] if words[0] == "evaluate" else [])]) == 0
 
@@ -230,12 +231,12 @@ def test_a_model_that_has_changed_is_downloaded_again(
     for content in (b"{}", b"[]"):
         bucket.put("config.json", content)
         bucket.put("sub/file", b"same")
-        monkeypatch.setattr(downloads, "_models", {})
-        copy = downloads.model_copy(bucket.url)
-        assert (copy / "config.json").read_bytes() == content
+        monkeypatch.setattr(downloads, "models", {})
+        copy = downloads.local_model(bucket.url)
+        assert (Path(copy) / "config.json").read_bytes() == content
         proxy.requests.clear()
-        monkeypatch.setattr(downloads, "_models", {})
-        assert downloads.model_copy(bucket.url) == copy
+        monkeypatch.setattr(downloads, "models", {})
+        assert downloads.local_model(bucket.url) == copy
         assert not [each for each in proxy.requests if each[0] == "GET" and "list-type" not in each[1]]
         time.sleep(1.0)  # the store's times are in seconds
 
@@ -278,12 +279,12 @@ def test_a_run_goes_back_in_its_own_place(
 @pytest.mark.parametrize(
     ("field", "there", "fault", "error"),
     [
-        ("model_name_or_path", {}, None, "model_name_or_path: PLACE: there is nothing"),
+        ("model_name_or_path", {}, None, "error: PLACE: there is nothing"),
         ("model_name_or_path", {"a.txt"}, None, "model_name_or_path: PLACE has no config.json"),
-        ("model_name_or_path", {"config.json"}, 403, "model_name_or_path: PLACE: on purpose (Fault403)"),
-        ("resume_from_checkpoint", {}, None, "resume_from_checkpoint: PLACE: there is no run"),
-        ("resume_from_checkpoint", {"a.txt"}, None, "resume_from_checkpoint: PLACE: there is no run"),
-        ("resume_from_checkpoint", {}, 403, "resume_from_checkpoint: PLACE: on purpose (Fault403)"),
+        ("model_name_or_path", {"config.json"}, 403, "error: PLACE: on purpose (Fault403)"),
+        ("resume_from_checkpoint", {}, None, "error: PLACE: there is no complete checkpoint"),
+        ("resume_from_checkpoint", {"a.txt"}, None, "error: PLACE: there is no complete checkpoint"),
+        ("resume_from_checkpoint", {}, 403, "error: PLACE: on purpose (Fault403)"),
     ],
 )
 def test_what_cannot_be_downloaded_is_named_before_training(

@@ -17,18 +17,11 @@ from transformers.trainer_callback import TrainerState
 
 from stepmark.checkpoint import Checkpointer, Retention
 from stepmark.checkpoint.downloads import checkpoint_copy
-from stepmark.checkpoint.format.checkpoint_folders import (
-    LEFT,
-    best_step,
-    checkpoint_path,
-    checkpoints,
-    quarantine,
-    step_of,
-)
+from stepmark.checkpoint.format.checkpoint_folders import LEFT, best_step, checkpoints, quarantine, step_of
 from stepmark.checkpoint.mirror import Mirror
-from stepmark.checkpoint.places import Copied, place_of
+from stepmark.checkpoint.places import Copied
 from stepmark.config.training_fields import TrainingFields
-from stepmark.errors import CheckpointError, StepmarkError, UsageError
+from stepmark.errors import StepmarkError, UsageError
 from stepmark.filesystem.local_paths import address_of
 from stepmark.filesystem.objects import Bucket
 from stepmark.launch.signal_listener import RunInterrupted
@@ -51,23 +44,9 @@ def _field_of(args: TrainingFields) -> str:
     return "output_dir" if args.place == args.mirror_to else "mirror_to"
 
 
-def is_of_place(url: str | None, address: str) -> bool:
-    """Whether the address is the run's own place, or a checkpoint's there."""
-    return url is not None and place_of(address)[0].address == Bucket(url).url
-
-
 def checkpoint_here(address: str, context: Context) -> str:
-    """The path of the checkpoint at an address, of a run its newest one: one rank of each node downloads it.
-    Collective. Raises CheckpointError."""
-
-    def find() -> str:
-        say(f"resume_from_checkpoint: downloading {address}")
-        try:
-            return str(checkpoint_copy(address, _best_of))
-        except CheckpointError as error:
-            raise type(error)(f"resume_from_checkpoint: {error}") from error
-
-    return str(context.ask_leader(f"downloading {address}", find))
+    """The path of the checkpoint at an address, of a run its newest. Collective. Raises CheckpointError."""
+    return str(context.ask_leader(f"downloading {address}", lambda: str(checkpoint_copy(address, _best_of))))
 
 
 def check_place(args: TrainingFields, host: HostGroup) -> None:
@@ -91,8 +70,7 @@ class RunMirror:
     def __init__(
         self, args: TrainingFields, keep: list[Retention], checkpointer: Checkpointer, context: Context, run_log: RunLog
     ) -> None:
-        self._context, self._host = context, context.host
-        self._log, self._folder = run_log, Path(args.output_dir)
+        self._context, self._host, self._log, self._folder = context, context.host, run_log, Path(args.output_dir)
         self.url = None if extracting_graphs() else args.mirror_to
         self._field = _field_of(args)
         self._mirror: Mirror | None = None
@@ -133,9 +111,9 @@ class RunMirror:
         return value
 
     def open(self, resume: bool | str | None) -> bool | str | None:
-        """Claims the place, and downloads what is newer than the folder's checkpoints where the run resumes from the
-        newest. Returns `resume`, with a path in place of an address. Collective. Raises UsageError where an earlier run
-        is there that does not go on, or StepmarkError."""
+        """Claims the place, and downloads what is newer than the folder's checkpoints where the run resumes. Returns
+        `resume`, with a path in place of an address. Collective. Raises UsageError where an earlier run is there that
+        does not go on, or StepmarkError."""
 
         def claim(mirror: Mirror) -> None:
             there = mirror.open()
@@ -147,22 +125,15 @@ class RunMirror:
                 )
 
         self._on_rank_0(claim)
+        if resume:
+            self.fetch()  # also where a checkpoint is named: the logs up to it come along
         address = address_of(resume) if isinstance(resume, str) else None
-        if address is not None and not is_of_place(self.url, address):
-            return checkpoint_here(address, self._context)
-        step = None if address is None else place_of(address)[1]
-        if step is not None:
-            self.fetch(step)
-            return str(checkpoint_path(self._folder, step))
-        if address is not None or (resume and not isinstance(resume, str)):
-            self.fetch()
-            return True
-        return resume
+        return resume if address is None else checkpoint_here(address, self._context)
 
-    def fetch(self, step: int | None = None) -> bool:
-        """Downloads the newest checkpoint and the best one, if it is newer than those in the folder, or that of a step;
-        returns whether it was. Collective."""
-        return bool(self._on_rank_0(lambda mirror: mirror.fetch(lambda text: say(f"{self._field}: {text}"), step)))
+    def fetch(self) -> bool:
+        """Downloads the newest checkpoint and the best one, if it is newer than those in the folder; returns whether it
+        was. Collective."""
+        return bool(self._on_rank_0(lambda mirror: mirror.fetch(lambda text: say(f"{self._field}: {text}"))))
 
     def leave_later(self, step: int) -> list[Path]:
         """The run goes on from this step: later checkpoints are not used again, there and in the folder, where rank 0
