@@ -497,9 +497,8 @@ class Checkpointer:
     def _upload(self, step: int) -> None:
         """On rank 0, at an address: returns once what is committed in the folder is there too."""
         assert self._mirror is not None
-        behind = self._mirror.finish()
-        self._mirror.check()
-        if behind is not None:
+        if (behind := self._mirror.finish()) is not None:
+            self._mirror.check()
             raise CheckpointError(behind)
 
     def close(self) -> None:

@@ -155,12 +155,13 @@ class Mirror:
         until = time.monotonic() + seconds
         with self._changed:
             self._pushed, self._problem, idle = 0.0, None, self._idle
+            self._wake.set()
             while self._idle < idle + 2:  # one round may have begun before this call
-                self._wake.set()
                 left = until - time.monotonic()
                 if left <= 0 or self._problem is not None or not self._thread.is_alive():
                     return self._behind()
-                self._changed.wait(min(POLL, left))
+                if self._changed.wait(min(POLL, left)) and self._idle > idle:
+                    self._wake.set()
         return None
 
     def close(self, seconds: float = CLOSING) -> None:
@@ -201,7 +202,7 @@ class Mirror:
                     return
                 if str(error) != str(self._problem):
                     again = "" if isinstance(error, CheckpointBusy) else "; it is tried again"
-                    logger.warning("mirror_to: %s%s", describe_error(error), again)
+                    logger.warning("upload: %s%s", describe_error(error), again)
                 problem, pause = error, RETRY
             with self._changed:
                 self._problem = problem
@@ -249,7 +250,7 @@ class Mirror:
             self._push()  # first: a checkpoint has the logs up to its step beside it
             copied = copy_checkpoint(self._source, self._place, step, stop=self._stop, replaces=True)
         except CheckpointDamaged as error:
-            logger.warning("mirror_to: %s; it is not uploaded", error)
+            logger.warning("upload: %s; it is not uploaded", error)
             self._sent[step] = mark
             return
         finally:
@@ -282,7 +283,7 @@ class Mirror:
                 if is_address(error.filename) or self._stop.is_set():
                     raise
                 if not isinstance(error, FileNotFoundError):
-                    logger.warning("mirror_to: %s is left out: %s", name, describe_error(error))
+                    logger.warning("upload: %s is left out: %s", name, describe_error(error))
         self._seen = others
         return True
 
@@ -296,7 +297,7 @@ class Mirror:
                 try:
                     _, manifest = manifest_of(self._place, step)
                 except CheckpointError as error:
-                    logger.warning("mirror_to: %s; it is left as it is", error)
+                    logger.warning("upload: %s; it is left as it is", error)
                     continue
                 metrics = decode_plain(manifest.metrics)
                 self._saved[step] = Saved(step, manifest.time, metrics, resumable=not manifest.model_only)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import stepmark
 from stepmark.checkpoint import downloads
 from stepmark.cli.main import run
 from stepmark.filesystem.objects import Bucket
@@ -204,6 +205,25 @@ def test_a_model_is_loaded_from_an_address(
     assert there == train(tmp_path / "here", model_name_or_path=folder, tokenizer_name=folder, **fields)
     assert f"model_name_or_path: {place}\n" in (tmp_path / "there" / "out" / "used_recipe.yaml").read_text()
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith("s3:")]
+
+
+def test_a_model_in_a_bucket_is_evaluated(
+    trained: tuple[Path, str], proxy: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command, which has a folder of it, and by the function."""
+    model, bucket = tmp_path / "model", Bucket(f"{make_bucket(proxy)}/model")
+    assert run(["consolidate", str(trained[0]), str(model)]) == 0
+    for path in model.iterdir():
+        bucket.put(path.name, path.read_bytes())
+    data, told = str(trained[0].parent / "text.txt"), []
+    for place in (str(model), bucket.url):
+        capsys.readouterr()
+        assert run(["evaluate", place, "--data", data, "--json"]) == 0
+        told.append(json.loads(capsys.readouterr().out)["eval_loss"])
+    assert told[0] == told[1]
+    samples = [{"input_ids": list(range(5, 13)), "labels": list(range(5, 13))}]
+    found = [stepmark.evaluate(place, samples)["eval_loss"] for place in (str(model), bucket.url)]
+    assert found[0] == found[1]
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
