@@ -10,6 +10,9 @@ where the server is what is measured.
 "Beside training" is the speed of a loop of matrix products on one thread while the checkpoint is uploaded over and over
 on the other cores, divided by its speed without; a run that saves once a minute has that loss for so long a part of the
 minute as an upload takes.
+
+"Restore" is that of a Checkpointer at the address whose cache is empty, until the values are in the model. "Stall" is
+how long its `save` takes, once the save before has ended, beside one to a folder.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -44,10 +48,13 @@ from stepmark.filesystem.objects import IN_FLIGHT, PART, Bucket
 LOOP = 3.0  # seconds of the loop
 
 
+def model_of(gigabytes: float) -> torch.nn.Module:
+    return torch.nn.ParameterList([torch.randn(2**24) for _ in range(round(gigabytes * 2**30 / 2**26))])
+
+
 def make(folder: Path, gigabytes: float) -> int:
     """Writes a checkpoint of that size in files of 256 MiB; the bytes of its tensor files."""
-    count = round(gigabytes * 2**30 / 2**26)
-    model = torch.nn.ParameterList([torch.randn(2**24) for _ in range(count)])
+    model = model_of(gigabytes)
     with Checkpointer(folder, max_file_size=2**28) as checkpointer:
         path = checkpointer.save(1, {"model": model}, block=True).result()
     return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
@@ -56,9 +63,8 @@ def make(folder: Path, gigabytes: float) -> int:
 @contextlib.contextmanager
 def store(kind: str) -> Iterator[Bucket]:
     if kind == "memory":
-        bucket = Bucket("s3://memory/run")
-        bucket._store = MemoryStore()
-        yield bucket
+        with mock.patch("obstore.store.from_url", return_value=MemoryStore()):
+            yield Bucket("s3://memory/run")
         return
     from tests.support.buckets import make_bucket, object_store
 
@@ -119,6 +125,21 @@ def beside(work: Callable[[], object], seconds: float) -> float:
     return found
 
 
+def restore(bucket: Bucket, model: torch.nn.Module) -> None:
+    with Checkpointer(bucket.url) as checkpointer:
+        assert checkpointer.restore({"model": model}) == 1
+
+
+def stall(place: str, model: torch.nn.Module) -> float:
+    """The median, of five saves after the first."""
+    with Checkpointer(place, keep_last=1) as checkpointer:
+        found = []
+        for step in range(6):
+            found.append(timed(partial(checkpointer.save, step + 2, {"model": model})))
+            checkpointer.wait()
+    return statistics.median(found[1:])
+
+
 def measure(options: argparse.Namespace, kind: str, root: Path, size: int) -> list[str]:
     """The table's lines of one kind of store."""
     run, place = root / "run", FolderPlace(root / "run")
@@ -146,6 +167,14 @@ def measure(options: argparse.Namespace, kind: str, root: Path, size: int) -> li
                     times.setdefault(name, []).append(timed(work))
                     for each in ("down", "plain"):
                         shutil.rmtree(root / each, ignore_errors=True)
+        model = model_of(options.gigabytes)
+        for _ in range(options.rounds + 1):
+            times.setdefault("restore", []).append(timed(lambda: restore(bucket, model)))
+            shutil.rmtree(root / "cache")
+        stalls = [
+            stall(str(root / "beside"), model) / stall(f"{bucket.url}-beside", model) for _ in range(options.rounds)
+        ]
+        with there.owning():
             pairs = [(loop(LOOP), beside(upload, LOOP)) for _ in range(options.rounds)] if kind == "memory" else []
     lines = [f"## {kind}, {size / 2**30:.2f} GiB", "", "| | GB/s, median |", "| --- | --- |"]
     lines += [f"| {name} | {size / 1e9 / statistics.median(times[name][1:]):.2f} |" for name in turns]
@@ -153,6 +182,9 @@ def measure(options: argparse.Namespace, kind: str, root: Path, size: int) -> li
     for way in ("up", "down"):
         ratios = [c / o for c, o in zip(times[f"client {way}"][1:], times[f"ours {way}"][1:], strict=True)]
         lines.append(f"- speed of {way}load beside the client: {statistics.median(ratios):.2f}")
+    ratios = [r / c for c, r in zip(times["client down"][1:], times["restore"][1:], strict=True)]
+    lines.append(f"- time of a restore on an empty disk beside the client's download: {statistics.median(ratios):.2f}")
+    lines.append(f"- stall of a save to a folder beside one to the bucket: {statistics.median(stalls):.2f}")
     if pairs:
         lines.append(f"- a loop beside uploads without a pause: {statistics.median(b / a for a, b in pairs):.2f}")
     return lines
@@ -171,6 +203,7 @@ def main() -> None:
     try:
         size = make(root / "run", options.gigabytes)
         lines = []
+        os.environ["STEPMARK_CACHE"] = str(root / "cache")
         for kind in ("memory", *(["moto"] if options.moto else [])):
             lines += [*measure(options, kind, root, size), ""]
     finally:

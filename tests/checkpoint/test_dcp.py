@@ -445,10 +445,10 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_loaded_again(
     assert state["w"].tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("checkpoint_id", [None, "", "s3://bucket/step-1"])
+@pytest.mark.parametrize("checkpoint_id", [None, "", "s3://"])
 def test_a_checkpoint_id_is_a_folder(checkpoint_id: Any) -> None:
     for call in (dcp.save, dcp.async_save, dcp.load):
-        with pytest.raises(UsageError, match="checkpoint_id"):
+        with pytest.raises(UsageError, match="checkpoint_id|s3://: is no address"):
             call({"w": torch.ones(1)}, checkpoint_id=checkpoint_id)
 
 

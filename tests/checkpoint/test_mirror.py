@@ -23,7 +23,7 @@ from stepmark.checkpoint.places import BucketPlace, Copied, FolderPlace
 from stepmark.errors import CheckpointBusy, CheckpointError
 from stepmark.filesystem import objects
 from stepmark.filesystem.objects import Bucket
-from tests.support.buckets import Proxy, make_bucket
+from tests.support.buckets import Proxy, failing_each_once, make_bucket
 from tests.support.run_folders import saved_steps
 
 
@@ -259,21 +259,14 @@ def test_any_request_may_fail(
     checkpoint that is whole, the old one or the new one; and in the end all is there."""
     monkeypatch.setattr(objects, "REQUEST", 1.0 if fault == "late" else 60.0)
     monkeypatch.setattr(proxy, "delay", 1.5)
-    run, seen, place = tmp_path / "run", set(), BucketPlace(bucket)
+    run, place = tmp_path / "run", BucketPlace(bucket)
+    seen: set[Any] = set()
     save(run, 1)
     mirrored(run, bucket)
     shutil.rmtree(run / "checkpoint-1")
     save(run, 2)
     found: list[list[int]] = []
-
-    def once(_: int, sent: Any) -> Any:
-        request = sent[0], sent[1].partition("uploadId")[0]
-        if request in seen or (fault == 409 and request[0] != "PUT") or (fault == "late" and len(seen) > 6):
-            return None
-        seen.add(request)
-        return fault
-
-    proxy.fault = once
+    proxy.fault = failing_each_once(fault, seen)
     client = Bucket(bucket.url)
     tries = 0
     while True:

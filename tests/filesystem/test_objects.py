@@ -78,7 +78,7 @@ def test_a_request_ends_at_its_deadline(proxy: Proxy, bucket: Bucket, monkeypatc
     monkeypatch.setattr(objects, "REPEATED", 0.5)
     impatient = Bucket(bucket.url)
     proxy.fault = lambda *_: "late"
-    with pytest.raises(OSError, match=r"timed out|timeout|error sending request") as raised:
+    with pytest.raises(OSError, match=r"http://127.0.0.1:\d+ does not answer \(GET\); check the network") as raised:
         impatient.read("any")
     assert raised.value.filename == f"{bucket.url}/any"
 
@@ -110,7 +110,7 @@ def test_a_missing_bucket_is_named(proxy: Proxy, bucket: Bucket) -> None:
 
 @pytest.mark.parametrize("url", ["ftp://a/b", "s3://", "s3:", "/a/b"])
 def test_other_addresses_are_refused(url: str) -> None:
-    with pytest.raises(UsageError, match=r"no address of object storage: s3://, gs://, az://"):
+    with pytest.raises(UsageError, match=r"no address of object storage: s3://BUCKET, gs://BUCKET, az:"):
         Bucket(url)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import logging
+import re
 import threading
 import time
 import uuid
@@ -120,6 +121,19 @@ def object_store() -> Iterator[Proxy]:
     proxy.shutdown()
     proxy.server_close()
     server.stop()
+
+
+def failing_each_once(fault: str | int, seen: set[Request]) -> Callable[[int, Request], str | int | None]:
+    """Each request fails once, whatever a save's name is; `seen` gets them."""
+
+    def once(_: int, sent: Request) -> str | int | None:
+        request = sent[0], re.sub(r"[0-9a-f]{8}-\d{6}", "SAVE", sent[1].partition("uploadId")[0])
+        if request in seen or (fault == 409 and request[0] != "PUT") or (fault == "late" and len(seen) > 6):
+            return None
+        seen.add(request)
+        return fault
+
+    return once
 
 
 def make_bucket(proxy: Proxy) -> str:

@@ -51,7 +51,7 @@ class App:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
-def train(folder: str, whose: str, shard: bool, steps: int) -> list[Any]:
+def train(folder: str, whose: str, shard: bool, steps: int, place: str | None = None) -> list[Any]:
     """Goes on for so many steps, from the last checkpoint if there is one; returns the step and a digest of all."""
     join(folder)
     dcp = functions(whose)
@@ -75,7 +75,7 @@ def train(folder: str, whose: str, shard: bool, steps: int) -> list[Any]:
         schedule.step()
         optimizer.zero_grad()
     state["step"] += steps
-    path = f"{folder}/step-{state['step']}"
+    path = f"{place or folder}/step-{state['step']}"
     dcp.save(state, checkpoint_id=path)
     dcp.async_save(state, checkpoint_id=path).result()
     dist.barrier()

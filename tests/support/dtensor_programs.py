@@ -164,9 +164,9 @@ def run(folder: str, kind: str, ways: list[str], saved: int | None, step: int, s
     return found
 
 
-def resumed(folder: str, kind: str, way: str) -> list[bool]:
+def resumed(folder: str, kind: str, way: str, place: str | None = None) -> list[bool]:
     """Whether a run changes after its checkpoint, and one that begins anew from there comes to the same."""
-    with job(f"{folder}-{kind}-{way}.store"), Checkpointer(f"{folder}/{kind}-{way}") as checkpointer:
+    with job(f"{folder}-{kind}-{way}.store"), Checkpointer(f"{place or folder}/{kind}-{way}") as checkpointer:
         model = sharded(kind)
         kinds = optimizers(model, way)
         advance(kind, model, kinds, 2)

@@ -23,10 +23,12 @@ from torch.utils.hooks import RemovableHandle
 
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.coordination.run_ownership import CLAIMING, RunOwnership
+from stepmark.checkpoint.downloads import checkpoint_copy
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, resolve_link, temporary_path
 from stepmark.checkpoint.format.integrity import what_is_wrong
 from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, save_of
 from stepmark.checkpoint.host_memory import StagingMemory, free_host_memory, shortage
+from stepmark.checkpoint.mirror import Mirror
 from stepmark.checkpoint.operation import Operation, SaveHandle
 from stepmark.checkpoint.restore.restore import Accept, Restored, Restorer
 from stepmark.checkpoint.retention_policies import KeepLast, Retention
@@ -47,8 +49,10 @@ from stepmark.checkpoint.save.write import SaveWriter
 from stepmark.checkpoint.sections import check_state, describe, runtime_of
 from stepmark.checkpoint.timestamps import TimestampSource
 from stepmark.errors import CheckpointError, CheckpointNotFound, UsageError
+from stepmark.filesystem.cache_folder import working_folder
 from stepmark.filesystem.json_values import decode_plain
-from stepmark.filesystem.local_paths import local_path
+from stepmark.filesystem.local_paths import address_of
+from stepmark.filesystem.objects import Bucket
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.process_exit import end_process
@@ -67,7 +71,9 @@ MARGIN = 60.0  # seconds by which torch's deadline is later than that of TimedGr
 
 
 class Checkpointer:
-    """Saves and restores a training state in `folder`, as complete `checkpoint-<step>` folders.
+    """Saves and restores a training state in `folder`, as complete `checkpoint-<step>` folders. With an address in its
+    place (`s3://bucket/run`), it works in a folder of the cache, from which rank 0 uploads each checkpoint, and to
+    which it downloads the newest one at the first call.
 
     All ranks of `group` call `save`, `restore`, `latest` and `close` together. A state is a dict of sections: modules,
     optimizers, objects with `state_dict` and `load_state_dict`, or nested dicts and lists of tensors and plain values.
@@ -76,7 +82,7 @@ class Checkpointer:
     Threads that call it concurrently wait for each other. A process that is forked from this one cannot use it.
 
     Args:
-        folder: The run's folder, which all ranks see. It is created if it does not exist.
+        folder: The run's folder, which all ranks see, or its address. It is created if it does not exist.
         keep_last: How many checkpoints to keep, the newest; at least 1. None (default) for no such limit.
         keep: Further retention policies. What any policy keeps stays; without a policy every checkpoint does.
         group: The ranks that save together. Default: all ranks of the run.
@@ -89,7 +95,7 @@ class Checkpointer:
         threads: Threads that write concurrently; twice as many read. Default: 2.
 
     Attributes:
-        folder: The absolute path of the run's folder.
+        folder: The absolute path of the run's folder; of an address, that of the one in the cache.
 
     Raises:
         UsageError: An argument is invalid.
@@ -113,7 +119,9 @@ class Checkpointer:
             raise UsageError(f"keep_last: {keep_last} is too few; the newest checkpoint always stays")
         if not 0 < save_timeout < math.inf:
             raise UsageError(f"save_timeout: {save_timeout!r} is not a finite number of seconds above 0")
-        self.folder = local_path(folder, "folder").absolute()
+        self._address = address_of(folder)
+        self.folder = Path(folder).absolute() if self._address is None else working_folder(self._address)
+        self._mirror: Mirror | None = None  # of an address, on rank 0
         longest = max(save_timeout, CLAIMING, APART) + MARGIN
         self._group = group or HostGroup.of_processes(timedelta(seconds=longest))
         self._timed_group = TimedGroup(self._group, save_timeout)
@@ -122,8 +130,8 @@ class Checkpointer:
         self._timeout = save_timeout
         self._mesh = _checked_mesh(mesh or {"dp": self._group.size})
         self._threads = threads
-        policies = [*([KeepLast(keep_last)] if keep_last is not None else []), *keep]
-        self._cleaner = CheckpointCleaner(self.folder, policies)
+        self._policies = [*([KeepLast(keep_last)] if keep_last is not None else []), *keep]
+        self._cleaner = CheckpointCleaner(self.folder, self._policies)
         self._background = Background(self._group.rank, self._group.size, save_timeout, self._cleaner)
         self._memory = StagingMemory()
         self._ownership: RunOwnership | None = None
@@ -160,7 +168,7 @@ class Checkpointer:
             metadata: Plain values that can be read without the state.
             metrics: Values for `KeepBest`, by name.
             model_only: Whether to save only the modules. Default: False.
-            block: Whether to return only once the checkpoint is durable. Default: not `async_save`.
+            block: Whether to return only once the checkpoint is durable, or uploaded. Default: not `async_save`.
 
         Returns:
             A handle whose `result()` waits until the checkpoint is durable. Where the process only extracts graphs
@@ -291,6 +299,7 @@ class Checkpointer:
                 manifest=replace(request.manifest, world_size=self._group.size, mesh=self._mesh, sections=kinds),
                 lost=ownership.lost,
                 clock=self._timestamps,
+                upload=None if self._address is None else partial(self._upload, request.manifest.step),
             ),
         )
         return writer, memory.numpy().data
@@ -327,7 +336,7 @@ class Checkpointer:
 
         Args:
             state: The sections to restore, by name. The checkpoint may hold more.
-            checkpoint: A step or a path. None (default) for the newest complete checkpoint of the folder.
+            checkpoint: A step, a path or an address. None (default) for the newest complete checkpoint of the folder.
             accept: Called with the path and the manifest before anything is compared; raises to refuse the checkpoint.
 
         Returns:
@@ -368,13 +377,16 @@ class Checkpointer:
 
     def _resolve(self, checkpoint: str | Path | int) -> Path:
         if isinstance(checkpoint, (str, Path)):
-            path = resolve_link(local_path(checkpoint, "checkpoint"))
+            address = address_of(checkpoint)
+            path = resolve_link(Path(checkpoint)) if address is None else checkpoint_copy(address)
         else:
             step: Any = None if isinstance(checkpoint, bool) else checkpoint
             try:
                 path = checkpoint_path(self.folder, operator.index(step))
             except TypeError:
                 raise UsageError(f"checkpoint: {checkpoint!r} is neither a step nor a path") from None
+            if self._address is not None and not path.is_dir():  # only there
+                path = checkpoint_copy(f"{self._address}/{path.name}")
         if not path.is_dir():
             raise CheckpointNotFound(f"there is no checkpoint {path}")
         if not (path / MANIFEST).exists() and (found := checkpoints(path)):
@@ -387,12 +399,14 @@ class Checkpointer:
         return nullcontext() if own or self._group.rank != 0 else reading(path, "restore")
 
     def latest(self) -> Path | None:
-        """Finds the newest complete checkpoint, without reading tensors; collective.
+        """Finds the newest complete checkpoint, without reading tensors; collective. An address is claimed.
 
         Returns:
             Its path; None where there is none.
         """
         with self._one_call():
+            if self._address is not None:
+                self._join()
             found = self._timed_group.ask_first(self._newest, "looking for checkpoints")
             assert found is None or isinstance(found, Path)
             return found
@@ -409,7 +423,7 @@ class Checkpointer:
         """Reads the manifest of a checkpoint.
 
         Args:
-            checkpoint: A step or a path.
+            checkpoint: A step, a path or an address.
 
         Returns:
             The manifest, which lists tensors and files.
@@ -459,6 +473,9 @@ class Checkpointer:
 
     def _join(self) -> RunOwnership:
         if self._ownership is None:
+            if self._address is not None:
+                seconds = max(self._timeout, CLAIMING)
+                self._timed_group.ask_first(self._open_place, f"opening {self._address}", seconds)
             self._ownership = RunOwnership.join(self.folder, self._timed_group, self._timeout)
             self._planner = SavePlanner(self._timed_group, self._ownership.nodes, self._max_file_size)
             self._process = os.getpid()
@@ -466,6 +483,23 @@ class Checkpointer:
             # Processes that multiprocessing has forked call this, and nothing that is registered with atexit.
             self._finalizer = Finalize(None, self._close_at_exit, exitpriority=0)
         return self._ownership
+
+    def _open_place(self) -> None:
+        """On rank 0, at an address: claims the place, downloads the newest checkpoint, and begins to follow."""
+        if self._mirror is None:
+            mirror = Mirror(self.folder, Bucket(str(self._address)), self._policies, freed=self.delete_old)
+            mirror.open()
+            self._mirror = mirror
+        if not self._mirror.started:
+            self._mirror.fetch()
+            self._mirror.start()
+
+    def _upload(self, step: int) -> None:
+        """On rank 0, at an address: returns once what is committed in the folder is there too."""
+        assert self._mirror is not None
+        if (behind := self._mirror.finish()) is not None:
+            self._mirror.check()
+            raise CheckpointError(behind)
 
     def close(self) -> None:
         """Waits for the save in progress and releases the folder.
@@ -486,6 +520,9 @@ class Checkpointer:
             self.wait()
         finally:
             ended = self._background.join()
+            if self._mirror is not None:
+                self._mirror.close()
+                self._mirror = None
             ownership, self._ownership = self._ownership, None
             self._memory.release()
             if self._hook is not None:

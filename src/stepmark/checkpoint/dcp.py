@@ -21,15 +21,19 @@ from typing import Any
 import torch.distributed as dist
 
 from stepmark.checkpoint.checkpointer import APART, MARGIN, Checkpointer
-from stepmark.checkpoint.format.checkpoint_folders import resolve_link, saving_folder
+from stepmark.checkpoint.downloads import checkpoint_copy
+from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, resolve_link, saving_folder
 from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest, save_of
 from stepmark.checkpoint.host_memory import StagingMemory
 from stepmark.checkpoint.operation import SaveHandle
+from stepmark.checkpoint.places import BucketPlace, FolderPlace, copy_checkpoint, place_of
 from stepmark.checkpoint.restore.restore import Restorer
 from stepmark.checkpoint.state_dicts import SavedStateDict, StateDict, compare_state_dict, in_order, is_stateful
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
-from stepmark.filesystem.local_paths import local_path
+from stepmark.filesystem.cache_folder import working_folder
+from stepmark.filesystem.local_paths import address_of
+from stepmark.filesystem.objects import Bucket
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.status_board import UnsharedStore
@@ -64,14 +68,14 @@ def save(
         state_dict: Nested dicts and lists of tensors, DTensors and plain values. What has `state_dict` and
             `load_state_dict` is saved as what the first of them gives.
         storage_writer: Refused, unless None: `checkpoint_id` says where.
-        checkpoint_id: The folder. A checkpoint there is replaced in one step. Its step is the number at the end of the
-            name, or 0.
+        checkpoint_id: The folder, or an address (`s3://…`), to which rank 0 uploads it. A checkpoint there is replaced
+            in one step. Its step is the number at the end of the name, or 0.
         process_group: The ranks that save together. Default: all.
         no_dist: Whether this process saves alone. Default: False, where torch.distributed is initialized.
         refused: Other arguments of DCP's, which are refused unless they ask for what is done anyway.
 
     Returns:
-        The checkpoint's path.
+        The checkpoint's path; of an address, that of its copy in the cache until the next save.
 
     Raises:
         UsageError: An argument is refused, or the state cannot be saved.
@@ -98,7 +102,7 @@ def async_save(
         A future; its `result()` waits until the checkpoint is durable, and raises where the save has failed.
     """
     _check_refused({"storage_writer": storage_writer, **refused})
-    return _saver(process_group, no_dist).begin(_folder(checkpoint_id), SavedStateDict(state_dict))
+    return _saver(process_group, no_dist).begin(*_folder(checkpoint_id), SavedStateDict(state_dict))
 
 
 def load(
@@ -119,7 +123,7 @@ def load(
     Args:
         state_dict: As for `save`.
         storage_reader: Refused, unless None.
-        checkpoint_id: The checkpoint's folder.
+        checkpoint_id: The checkpoint's folder, or its address; each node downloads it to its cache.
         planner: A DefaultLoadPlanner, of which `allow_partial_load` counts: then the checkpoint may have less, too.
         process_group: The ranks that load together. Default: all.
         no_dist: Whether this process loads alone. Default: False, where torch.distributed is initialized.
@@ -134,7 +138,9 @@ def load(
     """
     _check_refused({"storage_reader": storage_reader, "planner": planner, **refused})
     state, allow_partial = StateDict(state_dict), getattr(planner, "allow_partial_load", False)
-    _saver(process_group, no_dist).load(_folder(checkpoint_id), state, allow_partial=allow_partial)
+    path, address = _folder(checkpoint_id)
+    path = checkpoint_copy(address) if address else path
+    _saver(process_group, no_dist).load(path, state, allow_partial=allow_partial)
     for key, value in in_order(state_dict):
         if is_stateful(value):
             value.load_state_dict(state.live[key])
@@ -149,14 +155,15 @@ class _Saver(Checkpointer):
         super().__init__(os.devnull, group=group)  # until the first save
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stepmark-dcp")
         self._last: list[Future[Path]] = []
+        self._uploaded: Path | None = None  # the last checkpoint that was uploaded
 
-    def begin(self, path: Path, state: SavedStateDict) -> Future[Path]:
+    def begin(self, path: Path, address: str | None, state: SavedStateDict) -> Future[Path]:
         """Saves in the background. Raises UsageError where ranks have different paths."""
         wait(self._last)
         for rank, other in enumerate(self._timed_group.all_gather(str(path), "beginning a save")):
             if other != str(path):
                 raise UsageError(f"checkpoint_id: {path} on this rank is {other} on rank {rank}; save to one folder")
-        self.folder = saving_folder(path)
+        self.folder, self._address = saving_folder(path), address
         step = int((_NUMBER.search(path.name) or "0")[0])
         try:
             handle = self.save(step, state, files=lambda _: _check_replaceable(path), block=False)
@@ -165,6 +172,19 @@ class _Saver(Checkpointer):
             raise
         self._last = [self._thread.submit(self._finish, handle)]
         return self._last[0]
+
+    def _open_place(self) -> None:
+        """The place is claimed for the upload alone."""
+
+    def _upload(self, step: int) -> None:
+        (place, _), last = place_of(str(self._address)), self._uploaded
+        assert isinstance(place, BucketPlace)
+        with place.owning():
+            copy_checkpoint(FolderPlace(self.folder), place, step, replaces=True)
+            place.tidy(step)
+        self._uploaded = checkpoint_path(self.folder, step)
+        if last not in (None, self._uploaded):
+            files.remove_tree(last)
 
     def _finish(self, handle: SaveHandle) -> Path:
         try:
@@ -216,10 +236,13 @@ def _saver(process_group: dist.ProcessGroup | None, no_dist: bool) -> _Saver:
     return _savers[key]
 
 
-def _folder(checkpoint_id: str | os.PathLike[str] | None) -> Path:
+def _folder(checkpoint_id: str | os.PathLike[str] | None) -> tuple[Path, str | None]:
+    """The path, and the address if it is one: then the path is in the cache."""
     if not checkpoint_id:
         raise UsageError(f"checkpoint_id: {checkpoint_id!r} is not a folder; give the path of the checkpoint's")
-    return resolve_link(local_path(os.fspath(checkpoint_id), "checkpoint_id").absolute())
+    if (address := address_of(os.fspath(checkpoint_id))) is not None:
+        return working_folder(address), Bucket(address).url
+    return resolve_link(Path(checkpoint_id).absolute()), None
 
 
 def _check_refused(arguments: Mapping[str, Any]) -> None:

@@ -23,7 +23,6 @@ from stepmark.checkpoint.format.checkpoint_folders import (
     LEFT,
     best_step,
     checkpoint_path,
-    step_of,
 )
 from stepmark.checkpoint.format.manifest import MANIFEST, is_file_name
 from stepmark.checkpoint.places import (
@@ -65,7 +64,7 @@ class Mirror:
         folder: Path,
         bucket: Bucket,
         keep: Sequence[Retention],
-        told: Callable[[Copied, float], object],
+        told: Callable[[Copied, float], object] = lambda copied, seconds: None,
         freed: Callable[[], object] = lambda: None,
         needs: Callable[[Path], set[int]] = lambda checkpoint: set(),
     ) -> None:
@@ -161,7 +160,8 @@ class Mirror:
                 left = until - time.monotonic()
                 if left <= 0 or self._problem is not None or not self._thread.is_alive():
                     return self._behind()
-                self._changed.wait(min(POLL, left))
+                if self._changed.wait(min(POLL, left)) and self._idle > idle:
+                    self._wake.set()
         return None
 
     def close(self, seconds: float = CLOSING) -> None:
@@ -202,7 +202,7 @@ class Mirror:
                     return
                 if str(error) != str(self._problem):
                     again = "" if isinstance(error, CheckpointBusy) else "; it is tried again"
-                    logger.warning("mirror_to: %s%s", describe_error(error), again)
+                    logger.warning("upload: %s%s", describe_error(error), again)
                 problem, pause = error, RETRY
             with self._changed:
                 self._problem = problem
@@ -229,16 +229,9 @@ class Mirror:
     def _missing(self) -> list[int]:
         """The steps that are not in the bucket as they are here, newest first. Of those that were sent, only the newest
         is looked at again, which a run may save once more: there may be thousands."""
-        steps = self._steps()
+        steps = self._source.steps()
         looked_at = [step for step in steps if step == steps[0] or step not in self._sent]
         return [step for step in looked_at if (mark := self._mark(step)) and mark != self._sent.get(step)]
-
-    def _steps(self) -> list[int]:
-        try:
-            found = [step_of(Path(name)) for name in os.listdir(self.folder)]
-        except FileNotFoundError:
-            return []
-        return sorted((step for step in found if step is not None), reverse=True)
 
     def _mark(self, step: int) -> _Mark | None:
         """What changes when a checkpoint in the folder is replaced; None where it is not complete, or gone."""
@@ -257,7 +250,7 @@ class Mirror:
             self._push()  # first: a checkpoint has the logs up to its step beside it
             copied = copy_checkpoint(self._source, self._place, step, stop=self._stop, replaces=True)
         except CheckpointDamaged as error:
-            logger.warning("mirror_to: %s; it is not uploaded", error)
+            logger.warning("upload: %s; it is not uploaded", error)
             self._sent[step] = mark
             return
         finally:
@@ -290,7 +283,7 @@ class Mirror:
                 if is_address(error.filename) or self._stop.is_set():
                     raise
                 if not isinstance(error, FileNotFoundError):
-                    logger.warning("mirror_to: %s is left out: %s", name, describe_error(error))
+                    logger.warning("upload: %s is left out: %s", name, describe_error(error))
         self._seen = others
         return True
 
@@ -304,12 +297,12 @@ class Mirror:
                 try:
                     _, manifest = manifest_of(self._place, step)
                 except CheckpointError as error:
-                    logger.warning("mirror_to: %s; it is left as it is", error)
+                    logger.warning("upload: %s; it is left as it is", error)
                     continue
                 metrics = decode_plain(manifest.metrics)
                 self._saved[step] = Saved(step, manifest.time, metrics, resumable=not manifest.model_only)
         saved = [self._saved[step] for step in there if step in self._saved]
-        here = {*self._steps(), best_step(self.folder)}
+        here = {*self._source.steps(), best_step(self.folder)}
         for step in steps_to_delete(saved, self._keep, max(there, default=0)):
             if step not in here:
                 assert self._claim is not None

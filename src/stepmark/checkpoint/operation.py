@@ -41,7 +41,7 @@ class SaveHandle:
         return self._outcome.done()
 
     def result(self, timeout: float | None = None) -> Path:
-        """Waits until the checkpoint is durable under its final name.
+        """Waits until the checkpoint is durable under its final name; at an address, until it is complete there.
 
         Args:
             timeout: Seconds to wait at most; None (default) for no limit.

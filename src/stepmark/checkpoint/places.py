@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -106,7 +105,7 @@ class FolderPlace:
 
     def blocks(self, manifest: Manifest, name: str, size: int) -> Iterator[Any]:
         """A file of a checkpoint, from its first byte to its last."""
-        return _blocks(checkpoint_path(self._folder, manifest.step) / name)
+        return file_blocks(checkpoint_path(self._folder, manifest.step) / name)
 
     def owning(self) -> AbstractContextManager[object]:
         """Keeps other runs away. Raises CheckpointBusy where one is alive."""
@@ -123,7 +122,7 @@ class FolderPlace:
             path = temporary / entry.name
             try:
                 return files.regular_file_size(path) == entry.size and all(
-                    True for _ in checked(_blocks(path), manifest, entry, str(path))
+                    True for _ in checked(file_blocks(path), manifest, entry, str(path))
                 )
             except CheckpointDamaged:
                 return False
@@ -135,7 +134,10 @@ class FolderPlace:
 
     def write(self, manifest: Manifest, name: str, blocks: Iterable[Any]) -> None:
         """Makes a file of a checkpoint that is not complete yet."""
-        self._write(self._temporary(manifest) / name, blocks)
+        path = self._temporary(manifest) / name
+        files.make_folder(path.parent)
+        files.remove_file(path)  # of an earlier try
+        files.write_file(path, blocks)
 
     def commit(self, manifest: Manifest, data: bytes) -> None:
         """Makes a checkpoint complete, whose files are written. `data` are the bytes of its manifest."""
@@ -168,31 +170,14 @@ class FolderPlace:
     def read_other(self, name: str, size: int) -> Iterator[Any]:
         if name == BEST:
             return iter([f"checkpoint-{best_step(self._folder)}".encode()])
-        return _blocks(self._folder / name)
+        return file_blocks(self._folder / name)
 
     def write_other(self, name: str, blocks: Iterable[Any]) -> None:
         if name != BEST:
-            path = self._folder / name
-            temporary = path.with_name(f"{files.TEMPORARY}{secrets.token_hex(16)}")
-            try:
-                self._write(temporary, blocks)
-                files.rename(temporary, path)
-            finally:
-                files.remove_file(temporary)
+            files.make_folder((self._folder / name).parent)
+            files.replace_file(self._folder / name, blocks, durable=True)
         elif (step := step_of(Path(b"".join(map(bytes, blocks)).decode()))) is not None:
             point_best(self._folder, step)
-
-    def _write(self, path: Path, blocks: Iterable[Any]) -> None:
-        files.make_folder(path.parent)
-        descriptor, offset = files.open_for_writing(path, truncate=True), 0
-        try:
-            for block in blocks:
-                view = memoryview(block).cast("B")
-                files.write_at(descriptor, view, offset)
-                offset += len(view)
-            files.sync(descriptor)
-        finally:
-            files.close(descriptor)
 
 
 class BucketPlace:
@@ -277,10 +262,10 @@ class BucketPlace:
         self._bucket.delete([_manifest_of(step)])
         self._bucket.delete(names if folder != own else [each.name for each in self._bucket.objects(own)])
 
-    def tidy(self) -> None:
-        """Deletes what saves have left that were not completed, were replaced, or were not deleted to the end: objects
-        with the name of a save that no manifest has, complete or set aside."""
-        for name in self._bucket.inside()[0]:
+    def tidy(self, only: int | None = None) -> None:
+        """Deletes what saves have left that were not completed, were replaced, or were not deleted to the end, of all
+        steps or one: objects with the name of a save that no manifest has, complete or set aside."""
+        for name in self._bucket.inside()[0] if only is None else [f"checkpoint-{only}"]:
             if (step := step_of(Path(name))) is None:
                 continue
             found = [(each.name, _OF_SAVE.match(each.name)) for each in self._bucket.objects(name)]
@@ -347,7 +332,7 @@ def _other(path: Path) -> Other:
     return Other(status.st_size, status.st_mtime)
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
+def file_blocks(path: Path) -> Iterator[bytes]:
     with path.open("rb", buffering=0) as file:
         while block := file.read(PART):
             yield block
@@ -367,11 +352,20 @@ def place_of(address: str) -> tuple[Place, int | None]:
     return FolderPlace(path if step is None else path.parent), step
 
 
+@contextmanager
+def explained(address: str) -> Iterator[None]:
+    """Inside the block, an OSError is a CheckpointError that names the object, or else the address."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or address}: {error.strerror or error}") from error
+
+
 def verify_there(address: str) -> Iterator[VerifyReport]:
     """Reads every byte of the checkpoint at an address, or of those of the run there. Raises CheckpointNotFound where
     there is none, CheckpointError where it cannot be read."""
     place, step = place_of(address)
-    try:
+    with explained(address):
         steps = [step] if step is not None else place.steps()
         if not steps:
             raise CheckpointNotFound(f"{address}: there are no checkpoints")
@@ -392,20 +386,6 @@ def verify_there(address: str) -> Iterator[VerifyReport]:
                 except FileNotFoundError:
                     faults.append(Corruption(entry.name, "is missing"))
             yield VerifyReport(where, each, sum(entry.size for entry in manifest.files), tuple(faults))
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or address}: {error.strerror or error}") from error
-
-
-def copy_objects(address: str, folder: Path, begin: Callable[[int], object], advance: Callable[[int], object]) -> Path:
-    """Downloads all objects below an address, another tool's checkpoint, as files; returns the folder."""
-    bucket, place = Bucket(address), FolderPlace(folder)
-    found = [each for each in bucket.objects() if is_file_name(each.name)]
-    if not found:
-        raise CheckpointNotFound(f"{address}: there is nothing")
-    begin(sum(each.size for each in found))
-    for each in found:
-        place.write_other(each.name, counted(bucket.blocks(each.name, each.size), advance))
-    return folder
 
 
 class Copied(NamedTuple):
@@ -443,7 +423,7 @@ def copy(
     """
     if os.path.realpath(source.address) == os.path.realpath(destination.address):  # two of one bucket differ as well
         raise UsageError(f"{destination.address}: is where the run is; name another destination")
-    try:
+    with explained(destination.address):
         steps = source.steps() if step is None else [step]
         others = source.others() if step is None else {}
         if not steps and not others:
@@ -459,8 +439,6 @@ def copy(
                             raise
             if others:
                 yield copy_others(source, destination, others, begin, advance)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or destination.address}: {error.strerror or error}") from error
 
 
 def manifest_of(place: Place, step: int) -> tuple[bytes, Manifest]:

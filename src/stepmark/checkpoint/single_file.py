@@ -13,6 +13,7 @@ import errno
 import io
 import pickle
 import secrets
+import tempfile
 import threading
 import zipfile
 import zlib
@@ -27,9 +28,12 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from stepmark.checkpoint.format.checkpoint_folders import resolve_link
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.host_memory import GROUP_BYTES
+from stepmark.checkpoint.places import explained, file_blocks
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
 from stepmark.filesystem import files
-from stepmark.filesystem.local_paths import local_path
+from stepmark.filesystem.cache_folder import cache_root
+from stepmark.filesystem.local_paths import address_of
+from stepmark.filesystem.objects import Bucket
 from stepmark.filesystem.sizes import in_groups
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.watchdog import Deadline, exit_unless_handled
@@ -48,7 +52,7 @@ def save(state: Any, path: str | Path, *, write: bool = True, timeout: float = 1
 
     Args:
         state: Nested dicts, lists and tuples. Tensors may have any dtype and shape and be on any device.
-        path: The file to create or replace. Of a symbolic link, the file that it leads to is replaced.
+        path: The file to create or replace, or its address (`s3://…`). Of a link, what it leads to is replaced.
         write: Whether this rank writes the file. Ranks with False only run what is pending on the device.
         timeout: Deadline in seconds for each of two phases: copying to the host, which includes waiting for the
             device, and writing. The process is ended where it cannot stop by itself.
@@ -60,6 +64,12 @@ def save(state: Any, path: str | Path, *, write: bool = True, timeout: float = 1
         CheckpointTimeout: A phase ended, but after its deadline.
     """
     path = _path(path, "save")
+    if (address := address_of(path)) is not None:
+        with _in_cache(address) as (bucket, local):
+            save(state, local, write=write, timeout=timeout)
+            if local.exists():
+                bucket.put(local.name, file_blocks(local))
+        return
     with _deadline(path, "copying to the host", timeout), _refused(path):
         on_host = _to_host(state, copy=write)
     if write and extracting_graphs():
@@ -80,7 +90,7 @@ def load(
     """Loads what `stepmark.save` or torch.save has saved, without executing code from the file.
 
     Args:
-        path: The file.
+        path: The file, or its address.
         map_location: The device for all tensors; or a dict or function, as torch.load takes it. None: the device they
             were saved from, and the host for tensors of lazy devices.
         weights_only: True: nothing else is ever loaded.
@@ -98,6 +108,12 @@ def load(
         CheckpointTimeout: Reading ended, but after the deadline.
     """
     path = _path(path, "load")
+    if (address := address_of(path)) is not None:
+        with _in_cache(address) as (bucket, local):
+            if (found := bucket.stat(local.name)) is not None:
+                files.write_file(local, bucket.blocks(local.name, found.size), durable=False)
+                return load(local, map_location, weights_only=weights_only, mmap=mmap, timeout=timeout)
+        raise CheckpointNotFound(f"file not found: {address}")
     if not weights_only:
         raise UsageError("weights_only: files that stepmark.load reads run no code; leave it out, or use torch.load")
     if not path.is_file():
@@ -126,7 +142,17 @@ def _path(path: Any, function: str) -> Path:
         raise UsageError(
             f"path: stepmark.{function} takes the path of a file; for a {type(path).__name__} use torch.{function}"
         )
-    return local_path(path, "path")
+    return Path(path)
+
+
+@contextlib.contextmanager
+def _in_cache(address: str) -> Iterator[tuple[Bucket, Path]]:
+    """Where the object at an address is, and a path for it in the cache. Raises CheckpointError for an OSError."""
+    place, _, name = address.rpartition("/")
+    bucket = Bucket(place)
+    files.make_folder(cache_root())
+    with tempfile.TemporaryDirectory(dir=cache_root()) as folder, explained(address):
+        yield bucket, Path(folder) / name
 
 
 def _known_device(storage: Any, location: str) -> Any:

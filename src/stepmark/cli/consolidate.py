@@ -6,8 +6,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from stepmark.cli.fetched import NEWEST
 from stepmark.errors import UsageError
+from stepmark.filesystem.local_paths import NEWEST
 
 TAKES = {"source": NEWEST}
 HELP = "convert a checkpoint, sharded or not, to a plain Hugging Face model folder"
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-f", "--format", choices=formats, default="safetensors", help="format of the files (default: safetensors)")
     merge = "write the complete model, with a PEFT adapter merged into its base model"
     add("--merge-adapters", action="store_true", help=merge)
-    base = "base model of the adapter: a folder or a name of the hub (default: as in the adapter's configuration)"
+    base = "an adapter's base model: a folder, an address or a name of the hub (default: as in its configuration)"
     add("--base-model", metavar="MODEL", help=base)
     add("--max-shard-size", metavar="SIZE", default="5GB", help="maximum size of a file (default: 5GB)")
 

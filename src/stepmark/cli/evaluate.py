@@ -7,9 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepmark.cli.fetched import ALL
 from stepmark.errors import UsageError
 from stepmark.filesystem.cache_folder import cache_root
+from stepmark.filesystem.local_paths import ALL
 from stepmark.launch.ending_at_signals import ending_at_signals
 from stepmark.launch.rank_count import RankCount
 from stepmark.launch.supervisor import follow_supervisor, start_ranks
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--update_best", action="store_true", help=moved)
     add("--device", default="auto", metavar="STR", help="auto, xla, cpu, or an accelerator of torch's (default: auto)")
     add("--trust_remote_code", action="store_true", help="execute Python code that came with the model")
-    base = "base model of an adapter: a folder or a name of the hub (default: as in the adapter's configuration)"
+    base = "an adapter's base model: a folder, an address or a name of the hub (default: as in its configuration)"
     add("--base-model", "--base_model", metavar="MODEL", help=base)
     attention = "attention, by transformers' name, such as sdpa or eager (default: as in the run)"
     add("--attn_implementation", metavar="NAME", help=attention)

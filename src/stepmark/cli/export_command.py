@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepmark.cli.fetched import NEWEST
+from stepmark.filesystem.local_paths import NEWEST
 from stepmark.liveness.gc_pause import without_collection
 
 if TYPE_CHECKING:

@@ -7,15 +7,8 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from stepmark.model_folder.new_folder import WritingListener
-
-# What is needed of a run; of a checkpoint's address, that is the checkpoint.
-NEWEST, ALL, RECORDS = "its newest checkpoint", "all of its checkpoints", "what is beside its checkpoints"
-OBJECTS = "all that is there"  # of another tool
-WEIGHTS = (".safetensors", ".bin", ".pt")  # of the final model, which no command reads with its run
 AS_IT_IS = "the address"  # which the command reads itself
 
 
@@ -35,6 +28,7 @@ def fetched(parsed: argparse.Namespace, takes: Mapping[str, str]) -> Iterator[No
     if not addresses:
         yield
         return
+    from stepmark.checkpoint.downloads import download
     from stepmark.cli.progress import BytesProgress
     from stepmark.filesystem.cache_folder import cache_root
     from stepmark.filesystem.files import make_folder
@@ -45,7 +39,8 @@ def fetched(parsed: argparse.Namespace, takes: Mapping[str, str]) -> Iterator[No
         local: dict[Any, Path] = {}
         with BytesProgress("downloading") as listener:
             for number, ((name, path), address) in enumerate(addresses.items()):
-                local[path] = _fetch(address, takes[name], Path(folder) / str(number), listener)
+                where = Path(folder) / str(number)
+                local[path] = download(address, where, takes[name], listener.begin, listener.advance)
         for name, value in found.items():
             setattr(
                 parsed, name, [local.get(p, p) for p in value] if isinstance(value, list) else local.get(value, value)
@@ -53,34 +48,3 @@ def fetched(parsed: argparse.Namespace, takes: Mapping[str, str]) -> Iterator[No
         paths = {str(path): str(place) for path, place in local.items()}
         parsed.arguments = [paths.get(str(Path(each)), each) for each in parsed.arguments]
         yield
-
-
-def _fetch(address: str, what: str, folder: Path, listener: WritingListener) -> Path:
-    """Downloads what a command needs into a folder, and returns the path to give it."""
-    from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
-    from stepmark.checkpoint.format.manifest import MANIFEST
-    from stepmark.checkpoint.places import FolderPlace, copy_checkpoint, copy_objects, copy_others, place_of
-    from stepmark.errors import CheckpointError, CheckpointNotFound
-    from stepmark.filesystem import files
-
-    source, step = place_of(address)
-    run = folder / Path(source.address).name
-    destination = FolderPlace(run)
-    try:
-        if what == OBJECTS:
-            return copy_objects(address, run, listener.begin, listener.advance)
-        steps = [step] if step is not None else source.steps()
-        others = source.others() if step is None and what != NEWEST else {}
-        if not steps and not others:
-            raise CheckpointNotFound(f"{address}: there is no run")
-        for each in steps[:1] if what == NEWEST else steps:
-            if step is None and what == RECORDS:
-                files.make_folder(checkpoint_path(run, each))
-                files.write_file(checkpoint_path(run, each) / MANIFEST, source.manifest(each), durable=False)
-            else:
-                copy_checkpoint(source, destination, each, listener.begin, listener.advance)
-        records = {name: each for name, each in others.items() if not name.endswith(WEIGHTS)}
-        copy_others(source, destination, records, listener.begin, listener.advance)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or address}: {error.strerror or error}") from error
-    return run if step is None else checkpoint_path(run, step)

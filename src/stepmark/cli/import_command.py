@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepmark.cli.fetched import OBJECTS
+from stepmark.filesystem.local_paths import OBJECTS
 from stepmark.liveness.gc_pause import without_collection
 
 if TYPE_CHECKING:

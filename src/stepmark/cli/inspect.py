@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepmark.cli.fetched import RECORDS
+from stepmark.filesystem.local_paths import RECORDS
 from stepmark.trainer.telemetry.progress import aligned
 
 if TYPE_CHECKING:

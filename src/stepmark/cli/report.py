@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from stepmark.cli.fetched import RECORDS
+from stepmark.filesystem.local_paths import RECORDS
 
 TAKES = {"folders": RECORDS, "compare": RECORDS}
 HELP = "write one HTML page about runs: curves, evaluations, checkpoints, timings"

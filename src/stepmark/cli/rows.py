@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stepmark.cli.fetched import RECORDS
 from stepmark.errors import UsageError
+from stepmark.filesystem.local_paths import RECORDS
 from stepmark.filesystem.printable import printable
 
 TAKES = {"run": RECORDS}

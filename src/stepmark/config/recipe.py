@@ -15,6 +15,7 @@ from stepmark.config.fields import (
     ABOVE_0,
     FRACTION,
     LOCAL,
+    PLACE,
     Field,
     at_least,
     check_fields,
@@ -47,10 +48,10 @@ class ModelArguments:
         UsageError: A value has the wrong type or is out of range, or fields contradict each other.
     """
 
-    model_name_or_path: Annotated[str | None, LOCAL] = None
-    config_name: Annotated[str | None, LOCAL] = None
+    model_name_or_path: Annotated[str | None, PLACE] = None
+    config_name: Annotated[str | None, PLACE] = None
     config_overrides: dict | str | None = None
-    tokenizer_name: Annotated[str | None, LOCAL] = None
+    tokenizer_name: Annotated[str | None, PLACE] = None
     chat_template_path: Annotated[str | None, LOCAL] = None
     trust_remote_code: bool = False
     attn_implementation: str | None = None

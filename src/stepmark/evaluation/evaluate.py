@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepmark.checkpoint.downloads import local_model
 from stepmark.data.loader.collate import PadTo
 from stepmark.data.loader.loader import DataLoader
 from stepmark.errors import DataError, UsageError
 from stepmark.evaluation.evaluator import Evaluator
 from stepmark.evaluation.metrics import ComputeMetrics, summarize
 from stepmark.evaluation.restored_model import ModelReader
-from stepmark.filesystem.local_paths import local_path
 from stepmark.parallel.parallelize import parallelized
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
@@ -83,7 +83,7 @@ def evaluate(
         model = without_wrapper(model)
         place_module(model, mesh.runtime)
     else:
-        model = ModelReader(mesh.runtime, trust_remote_code=trust_remote_code).read(local_path(model, "model"))
+        model = ModelReader(mesh.runtime, trust_remote_code=trust_remote_code).read(Path(local_model(str(model))))
     runtime = mesh.runtime
     dtype = autocast_dtype(bf16=bf16, fp16=fp16)
     loss = MicroBatchLoss(

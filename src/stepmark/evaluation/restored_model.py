@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from stepmark.checkpoint.downloads import local_model
 from stepmark.checkpoint.format.dtypes import torch_dtype
 from stepmark.checkpoint.format.integrity import check_integrity, read_values
 from stepmark.checkpoint.format.manifest import ADAPTER, MANIFEST, MODEL, Manifest, read_manifest
@@ -169,7 +170,7 @@ def read_config(folder: Path, trust_remote_code: bool = False, base_model: str |
     is not trusted."""
     source = str(folder)
     if is_adapter(folder):
-        source = base_model or str(read_adapter_config(folder).get("base_model_name_or_path"))
+        source = local_model(base_model or str(read_adapter_config(folder).get("base_model_name_or_path")))
     elif not os.path.lexists(folder / CONFIG):
         raise CheckpointMismatch(
             f"{folder} has no {CONFIG}, so its model cannot be constructed from it alone; restore it into your own"

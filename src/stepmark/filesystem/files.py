@@ -14,7 +14,7 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from stepmark.errors import FileRefused
 from stepmark.filesystem.visibility import when_visible
@@ -211,25 +211,27 @@ def sync_file(path: Path) -> None:
         close(descriptor)
 
 
-def write_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool = True) -> None:
+def write_file(path: Path, data: bytes | Iterable[Any], *, durable: bool = True) -> None:
     """Makes a small file, or one in pieces. Not atomically: use `replace_file` where another process may read it, or
     where it exists."""
+    pieces: Iterable[Any] = [data] if isinstance(data, bytes) else data
     descriptor, offset = open_for_writing(path, exclusive=True), 0
     try:
-        for piece in [data] if isinstance(data, bytes) else data:
-            write_at(descriptor, memoryview(piece), offset)
-            offset += len(piece)
+        for piece in pieces:
+            view = memoryview(piece).cast("B")
+            write_at(descriptor, view, offset)
+            offset += len(view)
         if durable:
             sync(descriptor)
     finally:
         close(descriptor)
 
 
-def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
-    """Replaces the contents of a file atomically; not synced to disk."""
+def replace_file(path: Path, data: bytes | Iterable[Any], *, durable: bool = False) -> None:
+    """Replaces the contents of a file atomically; synced to disk before only if `durable`."""
     temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(16)}")
     try:
-        write_file(temporary, data, durable=False)
+        write_file(temporary, data, durable=durable)
         rename(temporary, path)
     except BaseException:
         remove_file(temporary)

@@ -36,6 +36,7 @@ _ERRORS = {  # by the answer's status
 }
 _KINDS = {"FileNotFoundError": "404", "AlreadyExistsError": "409", "PreconditionError": "412"}  # of the client's errors
 _STATUS = re.compile(r"status code: (\d+)")
+_UNANSWERED = re.compile(r"performing (\w+) (\w+://[^/?\s]+).*HTTP error: error sending request", re.S)
 _SAID = re.compile(r"<Code>(\w+)</Code>\s*<Message>([^<]*)")
 
 
@@ -57,9 +58,9 @@ class Bucket:
     def __init__(self, url: str) -> None:
         """Sends nothing. Raises UsageError for another scheme, and where obstore is missing."""
         self.url = url.rstrip("/")
-        scheme, _, rest = self.url.partition("://")
-        if scheme not in SCHEMES or not rest:
-            raise UsageError(f"{url}: is no address of object storage: {', '.join(f'{each}://' for each in SCHEMES)}")
+        scheme, _, rest = url.partition("://")
+        if scheme not in SCHEMES or not rest.strip("/"):
+            raise UsageError(f"{url}: is no address of object storage: {'://BUCKET, '.join(SCHEMES)}://BUCKET")
         if not rest.isprintable() or re.search(r"[#?%\\]|//|(^|/)\.{1,2}(/|$)", rest):
             raise UsageError(f"{url}: has a part that addresses do not mean literally: #, ?, %, \\, //, . or ..")
         try:
@@ -102,6 +103,8 @@ class Bucket:
                     "no credentials were found",
                     "set them, or give this machine a role",
                 )
+            if not answer and (sent := _UNANSWERED.search(said)):
+                said, advice = f"{sent[2]} does not answer ({sent[1]})", "check the network, and AWS_ENDPOINT_URL"
             words = "; ".join(filter(None, (" ".join(said.split()), advice)))
             raise OSError(number, words, self.address(name)) from None
 

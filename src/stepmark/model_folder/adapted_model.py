@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stepmark.checkpoint.downloads import local_model
 from stepmark.checkpoint.format.manifest import Manifest
 from stepmark.errors import CheckpointMismatch, StepmarkError, UsageError
 from stepmark.filesystem import files
@@ -45,10 +46,11 @@ def load_adapted(
     name = base or config.get("base_model_name_or_path")
     if not name:
         raise UsageError("the adapter does not name its base model; name it with --base-model")
+    name = local_model(str(name))
     expected = None if manifest is None else manifest.identity.get(BASE_DIGEST)
     tried: set[Any] = set()
     for dtype in _DTYPES:
-        adapted = _apply(folder, config, str(name), dtype, trust_remote_code)
+        adapted = _apply(folder, config, name, dtype, trust_remote_code)
         kinds = frozenset(parameter.dtype for parameter in adapted.get_base_model().parameters())
         if kinds in tried:
             continue

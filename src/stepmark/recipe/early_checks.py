@@ -15,18 +15,23 @@ from stepmark.config.optimizers import check_optimizer
 from stepmark.config.recipe import Recipe
 from stepmark.data.sources.source_files import find_files
 from stepmark.errors import UsageError
+from stepmark.filesystem.local_paths import is_address
 from stepmark.filesystem.objects import Bucket
 from stepmark.liveness.bounded_call import call_with_timeout
 from stepmark.runtime.hardware import check_device_name
 from stepmark.trainer.run_folder.output_folder import check_named_checkpoint, check_no_earlier_run
+
+MODELS = ("model_name_or_path", "config_name", "tokenizer_name")  # fields that may be addresses of models
 
 
 def check_names(recipe: Recipe) -> None:
     """Raises UsageError for a device, an optimizer or a store that does not exist, or lacks its library."""
     check_device_name(recipe.training.device_name)
     check_optimizer(recipe.training.optim)
-    if recipe.training.mirror_to is not None:
-        Bucket(recipe.training.mirror_to)
+    args, model = recipe.training, recipe.model
+    named = args.mirror_to, args.resume_from_checkpoint, *(getattr(model, field) for field in MODELS)
+    for address in filter(is_address, named):
+        Bucket(str(address))
 
 
 def check_early(recipe: Recipe) -> None:
@@ -35,9 +40,9 @@ def check_early(recipe: Recipe) -> None:
     args = recipe.training
     resume = args.resume_from_checkpoint
     check_no_earlier_run(Path(args.output_dir), args, resumes=bool(resume))
-    if isinstance(resume, str):
+    if isinstance(resume, str) and not is_address(resume):
         check_named_checkpoint(Path(resume))
-    if recipe.model.model_name_or_path is not None:
+    if recipe.model.model_name_or_path is not None and not is_address(recipe.model.model_name_or_path):
         check_model_folder(recipe.model.model_name_or_path)
     if recipe.model.peft is not None and importlib.util.find_spec("peft") is None:
         raise UsageError("peft: the package is not installed; pip install peft")
@@ -50,30 +55,30 @@ def check_early(recipe: Recipe) -> None:
     check_hub_names(recipe)
 
 
-def check_model_folder(name: str) -> None:
-    """Checks a path before anything is loaded; other names may be on the Hugging Face hub.
+def check_model_folder(name: str, path: str | None = None) -> None:
+    """Checks a path before anything is loaded, or that of an address's copy; other names may be on the hub.
 
     Raises UsageError, which names the command that converts it, for a foreign checkpoint or one of shards."""
-    folder = Path(name)
+    folder = Path(path or name)
     if not folder.is_dir():
         if folder.exists() or folder.is_absolute() or name.startswith((".", "~")):
-            raise UsageError(f"model_name_or_path: {folder} is not a folder; name a Hugging Face model folder")
+            raise UsageError(f"model_name_or_path: {name} is not a folder; name a Hugging Face model folder")
         return
     if (folder / MANIFEST).is_file():
         weights = read_manifest(folder).tensors.get(MODEL, {})
         if any(len(weight.slices) > 1 for weight in weights.values()):
             raise UsageError(
-                f"model_name_or_path: {folder} holds the shards of tensor parallel ranks; run `stepmark consolidate "
-                f"{folder} {folder.name}-model`, and name what that writes"
+                f"model_name_or_path: {name} holds the shards of tensor parallel ranks; run `stepmark consolidate "
+                f"{name} {folder.name}-model`, and name what that writes"
             )
     from stepmark.model_folder.hints import import_hint
     from stepmark.model_folder.model_files import has_weights
 
     hint = None if has_weights(folder) else import_hint(folder, f"{folder.name}-model --model-only")
     if hint is not None:
-        raise UsageError(f"model_name_or_path: {folder} is not a Hugging Face model folder; {hint}")
+        raise UsageError(f"model_name_or_path: {name} is not a Hugging Face model folder; {hint}")
     if not (folder / "config.json").is_file():
-        raise UsageError(f"model_name_or_path: {folder} has no config.json; name a Hugging Face model folder")
+        raise UsageError(f"model_name_or_path: {name} has no config.json; name a Hugging Face model folder")
 
 
 ENDPOINT = "https://huggingface.co"
@@ -119,7 +124,7 @@ def _names_of_hub(recipe: Recipe) -> list[tuple[str, str]]:
     return [
         (field, name)
         for field, name in named
-        if name and name not in ("bytes", STDLIB) and not Path(name).expanduser().exists()
+        if name and name not in ("bytes", STDLIB) and not is_address(name) and not Path(name).expanduser().exists()
     ]
 
 

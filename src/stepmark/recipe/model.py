@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepmark.checkpoint.downloads import local_model
 from stepmark.checkpoint.host_memory import free_host_memory, shortage
 from stepmark.config.recipe import ModelArguments, Recipe
 from stepmark.config.yaml_file import parse_options
@@ -36,8 +37,8 @@ UNLIMITED = 2**62  # tokens, where no tokenizer says how many
 def build_tokenizer(config: ModelArguments) -> Any:
     """The tokenizer that the recipe names, or the one in the model's folder."""
     if config.model_name_or_path is not None:
-        check_model_folder(config.model_name_or_path)
-    name = config.tokenizer_name or str(config.model_name_or_path)
+        check_model_folder(config.model_name_or_path, local_model(config.model_name_or_path))
+    name = local_model(config.tokenizer_name or str(config.model_name_or_path))
     given = config.tokenizer_name is not None or Path(name).is_dir()
     field = "tokenizer_name" if given else "model_name_or_path"  # a folder may lack a tokenizer, which that field names
     tokenizer = load_tokenizer(name, config.trust_remote_code, field=field)
@@ -61,7 +62,7 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
     Without a tokenizer (None) the configuration's own apply."""
     from transformers import CONFIG_MAPPING
 
-    name = str(config.config_name)
+    name = local_model(str(config.config_name))
     wanted = config.config_overrides or {}
     overrides = parse_options("config_overrides", wanted) if isinstance(wanted, str) else dict(wanted)
     by_type = name in CONFIG_MAPPING and not Path(name).exists()
@@ -115,7 +116,7 @@ def config_of(recipe: Recipe, tokenizer: Any) -> Any:
         made = build_config(recipe.model, tokenizer)
     else:
         with _explained(name, "loaded"):
-            made = load_config(name, recipe.model.trust_remote_code)
+            made = load_config(local_model(name), recipe.model.trust_remote_code)
     length = choose_block_size(recipe.data.block_size, getattr(tokenizer, "model_max_length", UNLIMITED))
     longest = getattr(made, "max_position_embeddings", None)
     if isinstance(longest, (int, float)) and length > longest:
@@ -149,7 +150,7 @@ def build_model(
         model = make_model(config, made, factory, dtype)
     elif reads_weights:
         with contextlib.nullcontext() if factory is None else patched_constructors(factory):
-            model = _load(name, made, dtype, config, factory is None)
+            model = _load(local_model(name), made, dtype, config, factory is None)
     else:
         make = partial(_from_config, made, config, dtype=dtype)
         with _explained(name, "made"):

@@ -7,17 +7,20 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from stepmark.checkpoint.downloads import local_model, models
 from stepmark.config.data_arguments import columns_of
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
 from stepmark.config.recipe import Recipe
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import UsageError
 from stepmark.evaluation.metric_functions import load_metrics
+from stepmark.filesystem.local_paths import is_address
 from stepmark.liveness.gc_pause import quick_imports
-from stepmark.recipe.early_checks import check_early, work_offline_without_hub
+from stepmark.recipe.early_checks import MODELS, check_early, work_offline_without_hub
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.xla_environment import extracting_graphs, prepare_environment
 from stepmark.trainer.run import Run, check_device
+from stepmark.trainer.run_folder.run_mirror import checkpoint_here
 
 if TYPE_CHECKING:
     from stepmark.runtime.context import Context
@@ -60,6 +63,10 @@ def begin(recipe: Recipe) -> Run:
         _check_choices(recipe, device)
     run = Run.open(args)
     context = run.context
+    named = [str(name) for field in MODELS if is_address(name := getattr(recipe.model, field))]
+    models.update(context.ask_leader("downloading models", lambda: {each: local_model(each) for each in named}))
+    if isinstance(args.resume_from_checkpoint, str) and is_address(args.resume_from_checkpoint):
+        checkpoint_here(args.resume_from_checkpoint, context)
     ranks = f"{context.world.size} rank{'s' if context.world.size > 1 else ''}"
     _say(context, f"device: {context.runtime.name}, {ranks}")
     if unreachable:

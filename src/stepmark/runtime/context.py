@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -61,6 +62,13 @@ class Context:
         if self.store.get(key) != b"done":
             raise PeerFailed(f"{task}: the node's first rank failed; see its error")
         yield False
+
+    def ask_leader(self, task: str, work: Callable[[], Any]) -> Any:
+        """What `work` returns on one rank of each node, on all of its ranks; never None. Collective."""
+        with self.leader_first(task) as leads:
+            found = work() if leads else None
+        told = self.host.all_gather([self.world.node, found])
+        return next(each for node, each in told if node == self.world.node and each is not None)
 
 
 WAIT_POLL_SECONDS = 0.2

@@ -16,7 +16,6 @@ from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.checkpoint.restore.restore import Restored
 from stepmark.data.data_description import data_difference
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, StepmarkError, UsageError
-from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.threads import THREADS, given_threads
 from stepmark.liveness.host_group import HostGroup
 from stepmark.model_folder.consolidate import EVALUATION
@@ -114,7 +113,7 @@ def keep_logical_ranks(mesh: Mesh, checkpointer: Checkpointer, resume: bool | st
     ranks: int | None = None
     if resume and mesh.context.host.rank == 0:
         newest = next(iter(checkpoints(checkpointer.folder)), None)
-        named = local_path(resume, "resume_from_checkpoint") if isinstance(resume, str) else newest
+        named = Path(resume) if isinstance(resume, str) else newest
         ranks = _saved_ranks(checkpointer, named)
     ranks = mesh.context.host.broadcast(ranks)
     hosts = hosts and mesh.hosts_ranks

@@ -590,11 +590,11 @@ class Trainer:
         align_special_tokens(self.model, self.processing_class)
         with (
             make_checkpointer(folder, self.args, self.mesh) as checkpointer,
-            RunMirror(self.args, retention(self.args), checkpointer, self.context.host, run.log) as mirror,
+            RunMirror(self.args, retention(self.args), checkpointer, self.context, run.log) as mirror,
         ):
             if mirror.url is not None:
                 checkpointer.claim()
-                mirror.open(resume)
+            resume = mirror.open(resume)
             keep_logical_ranks(self.mesh, checkpointer, resume, hosts=self._hosts_ranks and self.args.hosts_ranks)
             parts = self.make_parts()
             loop = TrainingLoop(parts, self._callbacks, checkpointer, self._hooks, mirror)

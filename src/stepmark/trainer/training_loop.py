@@ -22,7 +22,6 @@ from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.prefetcher import DevicePrefetcher
 from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
 from stepmark.filesystem.json_files import finite_number
-from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.signal_listener import RunInterrupted, how_to_go_on
 from stepmark.launch.step_board import StepPlace, show_step
 from stepmark.liveness.process_exit import say
@@ -199,7 +198,7 @@ class TrainingLoop:
         status = RunStatus.read(Path(self._args.output_dir)) if resume else RunStatus()
         self._monitor.spent = TimeSpent(status.content)
         if resume:
-            named = local_path(resume, "resume_from_checkpoint") if isinstance(resume, str) else None
+            named = Path(resume) if isinstance(resume, str) else None
             restored = self._restore(named)
             if named is None and self._mirror.fetch():  # what was the newest in the folder is corrupted
                 restored = self._restore(None)

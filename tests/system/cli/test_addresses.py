@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 
+import stepmark
+from stepmark.checkpoint import downloads
 from stepmark.cli.main import run
 from stepmark.filesystem.objects import Bucket
 from stepmark.preflight.doctor import shared_folder
+from stepmark.trainer.run_folder import run_mirror
 from tests.support.buckets import SECRET, Proxy, make_bucket
 from tests.support.recipes import write_recipe
+from tests.support.run_folders import model_digest, read_losses
 
 OUT = "OUT"
 COMMANDS = (
@@ -113,7 +119,7 @@ def test_what_is_damaged_is_found_there(
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["inspect", "RUN"], "there is no run"),
+        (["inspect", "RUN"], "there is nothing"),
         (["verify", "RUN"], "there are no checkpoints"),
         (["import", "RUN", "out"], "there is nothing"),
         (["consolidate", "RUN/checkpoint-1", "out"], "there is no complete checkpoint"),
@@ -156,6 +162,7 @@ def test_the_doctor_and_the_plan_know_the_place(
     printed = capsys.readouterr().out
     assert "objects are made, replaced under a condition, read, listed and deleted" in printed
     assert re.search(r"bucket +\d+ MB/s up and \d+ MB/s down for an object of 1 MiB", printed)
+    assert "not seen by this client: whether a rule of the bucket removes unfinished uploads" in printed
     assert Bucket(place).objects() == []
     proxy.fault = lambda _, request: 403 if request[0] == "PUT" else None
     assert run(["doctor", "--recipe", recipe]) == 1
@@ -175,3 +182,153 @@ def test_a_list_that_fails_is_no_empty_run(
     assert f"on purpose (Fault403); see to the permissions of these credentials: {place}" in capsys.readouterr().err
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
     proxy.fault = lambda *_: None
+
+
+def train(folder: Path, **fields: object) -> str:
+    """The digest of what the recipe's run ends with."""
+    folder.mkdir(exist_ok=True)
+    recipe = write_recipe(folder, **{"learning_rate": 1e-2, **fields})
+    assert run(["train", str(recipe)]) == 0
+    return model_digest(folder / "out")
+
+
+@pytest.mark.parametrize("what", ["", "/checkpoint-1"])
+def test_a_model_is_loaded_from_an_address(
+    trained: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The run's final model, or one of its checkpoints; and the recipe keeps the address."""
+    monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(downloads, "models", {})
+    fields = {"config_name": None, "config_overrides": None}
+    folder, place = (f"{each}{what}" for each in trained)
+    there = train(tmp_path / "there", model_name_or_path=place, tokenizer_name=place, **fields)
+    assert there == train(tmp_path / "here", model_name_or_path=folder, tokenizer_name=folder, **fields)
+    assert f"model_name_or_path: {place}\n" in (tmp_path / "there" / "out" / "used_recipe.yaml").read_text()
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith("s3:")]
+
+
+def test_a_model_in_a_bucket_is_evaluated(
+    trained: tuple[Path, str], proxy: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command, which has a folder of it, and by the function."""
+    model, bucket = tmp_path / "model", Bucket(f"{make_bucket(proxy)}/model")
+    assert run(["consolidate", str(trained[0]), str(model)]) == 0
+    for path in model.iterdir():
+        bucket.put(path.name, path.read_bytes())
+    data, told = str(trained[0].parent / "text.txt"), []
+    for place in (str(model), bucket.url):
+        capsys.readouterr()
+        assert run(["evaluate", place, "--data", data, "--json"]) == 0
+        told.append(json.loads(capsys.readouterr().out)["eval_loss"])
+    assert told[0] == told[1]
+    samples = [{"input_ids": list(range(5, 13)), "labels": list(range(5, 13))}]
+    found = [stepmark.evaluate(place, samples)["eval_loss"] for place in (str(model), bucket.url)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_an_adapter_names_the_address_of_its_base(
+    trained: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(downloads, "models", {})
+    fields = {"config_name": None, "config_overrides": None, "peft": "lora", "save_steps": 1}
+    recipe = write_recipe(tmp_path, model_name_or_path=trained[1], tokenizer_name=trained[1], **fields)
+    assert run(["train", str(recipe)]) == 0
+    saved = tmp_path / "out" / "checkpoint-1"
+    assert json.loads((saved / "adapter_config.json").read_text())["base_model_name_or_path"] == trained[1]
+    shutil.rmtree(tmp_path / "cache")
+    downloads.models.clear()
+    for words in (["evaluate", str(saved)], ["consolidate", str(saved), str(tmp_path / "m"), "--merge-adapters"]):
+        assert run([*words, *(["--data", str(tmp_path / "text.txt")] if words[0] == "evaluate" else [])]) == 0
+
+
+def test_a_model_that_has_changed_is_downloaded_again(
+    trained: tuple[Path, str], proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
+    bucket = Bucket(f"{make_bucket(proxy)}/model")
+    for content in (b"{}", b"[]"):
+        bucket.put("config.json", content)
+        bucket.put("sub/file", b"same")
+        monkeypatch.setattr(downloads, "models", {})
+        copy = downloads.local_model(bucket.url)
+        assert (Path(copy) / "config.json").read_bytes() == content
+        proxy.requests.clear()
+        monkeypatch.setattr(downloads, "models", {})
+        assert downloads.local_model(bucket.url) == copy
+        assert not [each for each in proxy.requests if each[0] == "GET" and "list-type" not in each[1]]
+        time.sleep(1.0)  # the store's times are in seconds
+
+
+@pytest.mark.parametrize("what", ["", "/checkpoint-1"])
+def test_a_run_resumes_from_an_address(
+    trained: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Of a run, the newest checkpoint."""
+    monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
+    fields = {"eval_strategy": "steps", "eval_steps": 1, "validation_file": str(trained[0].parent / "text.txt")}
+    fields |= {"train_file": str(trained[0].parent / "text.txt"), "max_steps": 3, "save_steps": 1}
+    fields |= {"load_best_model_at_end": True, "learning_rate": 5e-5, "logging_steps": 1}
+    named = f"{trained[0]}{what or '/checkpoint-2'}"
+    there = train(tmp_path / "there", resume_from_checkpoint=f"{trained[1]}{what}", **fields)
+    assert there == train(tmp_path / "here", resume_from_checkpoint=named, **fields)
+    assert read_losses(tmp_path / "there" / "out") == read_losses(tmp_path / "here" / "out")
+
+
+def test_a_run_goes_back_in_its_own_place(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On an empty machine, to a checkpoint that is named by its address: with the logs up to it."""
+    monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(run_mirror, "_push_late", lambda mirror: None)  # at the end of this process
+    place, fields = f"{make_bucket(proxy)}/run", {"max_steps": 3, "save_steps": 1, "logging_steps": 1}
+    train(tmp_path / "a", mirror_to=place, **fields)
+    before = read_losses(tmp_path / "a" / "out")
+    shutil.rmtree(tmp_path / "a" / "out")
+    train(tmp_path / "a", mirror_to=place, resume_from_checkpoint=f"{place}/checkpoint-1", **fields)
+    assert read_losses(tmp_path / "a" / "out") == before
+    left = [each.name.partition("/left-")[0] for each in Bucket(place).objects() if "/left-" in each.name]
+    assert left == ["checkpoint-2", "checkpoint-3"]
+    assert sorted(before) == [1, 2, 3]
+    recipe = write_recipe(tmp_path / "a", mirror_to=place, resume_from_checkpoint=f"{place}/checkpoint-7", **fields)
+    assert run(["train", str(recipe)]) == 2
+    assert f"there is no complete checkpoint {place}/checkpoint-7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "there", "fault", "error"),
+    [
+        ("model_name_or_path", {}, None, "error: PLACE: there is nothing"),
+        ("model_name_or_path", {"a.txt"}, None, "model_name_or_path: PLACE has no config.json"),
+        ("model_name_or_path", {"config.json"}, 403, "error: PLACE: on purpose (Fault403)"),
+        ("resume_from_checkpoint", {}, None, "error: PLACE: there is no complete checkpoint"),
+        ("resume_from_checkpoint", {"a.txt"}, None, "error: PLACE: there is no complete checkpoint"),
+        ("resume_from_checkpoint", {}, 403, "error: PLACE: on purpose (Fault403)"),
+    ],
+)
+def test_what_cannot_be_downloaded_is_named_before_training(
+    proxy: Proxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    field: str,
+    there: set[str],
+    fault: int | None,
+    error: str,
+) -> None:
+    monkeypatch.setenv("STEPMARK_CACHE", str(tmp_path / "cache"))
+    place = f"{make_bucket(proxy)}/run"
+    for name in there:
+        Bucket(place).put(name, b"{}")
+    if field == "model_name_or_path":
+        recipe = write_recipe(tmp_path, config_name=None, config_overrides=None, model_name_or_path=place)
+    else:
+        recipe = write_recipe(tmp_path, resume_from_checkpoint=place)
+    proxy.fault = lambda *_: fault
+    code = run(["train", str(recipe)])
+    proxy.fault = lambda *_: None
+    printed = capsys.readouterr().err
+    assert code == (1 if fault else 2), printed
+    assert error.replace("PLACE", place) in printed
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()

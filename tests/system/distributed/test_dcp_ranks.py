@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from stepmark.checkpoint.format.verify import verify
+from stepmark.filesystem.objects import Bucket
 from tests.support import dcp_programs
+from tests.support.buckets import make_bucket, object_store
 from tests.support.ranks import Ranks
 
 
@@ -25,6 +28,27 @@ def test_training_goes_on_as_with_torchs_functions(shard: bool, ranks: Ranks, tm
     assert [results[0][0] for results in found["ours"]] == [2, 4, 6]
     assert sorted(path.name for path in (tmp_path / "ours").glob("*step*")) == ["step-2", "step-4", "step-6"]
     assert verify(tmp_path / "ours" / "step-4").faults == ()
+
+
+def test_training_goes_on_from_a_bucket_as_from_a_folder(ranks: Ranks, tmp_path: Path) -> None:
+    """Each time on an empty machine."""
+    found = []
+    with object_store() as proxy:
+        variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        for place in (None, f"{make_bucket(proxy)}/run"):
+            folder = tmp_path / str(place is None)
+            folder.mkdir()
+            for nproc in (2, 1):
+                variables["STEPMARK_CACHE"] = str(folder / f"cache-{nproc}")
+                job = ranks.run(
+                    dcp_programs.train, str(folder), "ours", True, 2, place, nproc=nproc, environment=variables
+                )
+                found.append(job.check())
+        assert found[2:] == found[:2]
+        for step in (2, 4):
+            saves = {each.name.split("/")[1] for each in Bucket(f"{place}/step-{step}").objects(f"checkpoint-{step}")}
+            assert len(saves) == 2  # of which one is the manifest
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith("s3:")]
 
 
 def test_values_that_differ_are_one_ranks(ranks: Ranks, tmp_path: Path) -> None:

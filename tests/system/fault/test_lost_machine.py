@@ -51,6 +51,10 @@ def test_a_run_whose_machine_is_gone(ranks: Ranks, tmp_path: Path) -> None:
             "checkpoint-1",
             "beside checkpoints",
         ]
+        other = tmp_path / "other"
+        other.mkdir()
+        write_recipe(other, **{**FIELDS, "resume_from_checkpoint": there})
+        stepmark(ranks, other, *train)
         shutil.rmtree(lost / "out")
         assert "out: checkpoint-1: " in stepmark(ranks, lost, "copy", there, "out")
         assert SECRET not in "".join(path.read_text(errors="replace") for path in lost.rglob("*") if path.is_file())
@@ -58,7 +62,7 @@ def test_a_run_whose_machine_is_gone(ranks: Ranks, tmp_path: Path) -> None:
     stepmark(ranks, lost, *train)
     assert read_losses(lost / "out") == read_losses(whole / "out")
     assert sorted(read_losses(lost / "out")) == [1, 2, 3, 4]
-    assert model_digest(lost / "out") == model_digest(whole / "out")
+    assert model_digest(lost / "out") == model_digest(other / "out") == model_digest(whole / "out")
     assert read_status(lost / "out")["state"] == "done"
 
 

@@ -68,8 +68,9 @@ def checkpoints(folder: Path) -> list[Path]:
     """The folders with a checkpoint's name, newest step first."""
     if not folder.is_dir():
         return []
-    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
-    return [path for _, path in sorted(found, reverse=True)]
+    with os.scandir(folder) as entries:  # which asks for no more than names: there may be thousands
+        found = [(step_of(Path(each.name)), folder / each.name) for each in entries if each.is_dir()]
+    return [path for step, path in sorted(found, key=lambda each: each[0] or 0, reverse=True) if step is not None]
 
 
 def find_checkpoints(path: Path) -> list[Path]:

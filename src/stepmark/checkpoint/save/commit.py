@@ -37,7 +37,7 @@ class Commit:
 
     `values` are the bytes of state.json, `extra` the names of the user's files, which are in the temporary folder
     already, and which `complete` completes. `manifest` has neither files nor tensors yet. `lost` says whether another
-    run has taken the folder over.
+    run has taken the folder over. What is committed counts once `upload` has returned.
     """
 
     values: bytes
@@ -46,6 +46,7 @@ class Commit:
     lost: Callable[[], bool]
     clock: TimestampSource
     complete: Callable[[], object] | None = None
+    upload: Callable[[], object] | None = None
 
     def run(self, temporary: Path, plan: SavePlan, headers: Mapping[int, str]) -> tuple[Path, int]:
         """Returns the checkpoint's path and the bytes of its files. `headers` are the checksums of the tensor files'
@@ -56,7 +57,10 @@ class Commit:
         size = self.write_manifest(temporary, plan, headers)
         if self.lost():
             raise CheckpointBusy(f"{temporary.parent} was taken over by another run; stop one of the two")
-        return publish(temporary, self.manifest.save), size
+        path = publish(temporary, self.manifest.save)
+        if self.upload is not None:
+            self.upload()
+        return path, size
 
     def write_manifest(self, temporary: Path, plan: SavePlan, headers: Mapping[int, str]) -> int:
         """Writes all files that hold no tensors; returns the bytes of all files."""

@@ -152,10 +152,12 @@ def look_at_place(address: str) -> Iterator[Finding]:
     size = MEASURED_BYTES
     try:
         bucket.check()
-        text = "objects are made, replaced under a condition, read, listed and deleted"
-        yield Finding(
-            TOPIC, address, text if address.startswith("s3://") else f"{text}; stepmark was tried with s3 only"
+        others = "" if address.startswith("s3://") else "; stepmark was tried with s3 only"
+        yield Finding(TOPIC, address, f"objects are made, replaced under a condition, read, listed and deleted{others}")
+        text = (
+            "not seen by this client: whether a rule of the bucket removes unfinished uploads; docs/object-storage.md"
         )
+        yield Finding(TOPIC, "lifecycle", text)
         block = os.urandom(1 << 20)
         try:
             began = time.perf_counter()

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from stepmark.checkpoint.downloads import address_of_copy
 from stepmark.checkpoint.format.manifest import ADAPTER
 from stepmark.checkpoint.written_form import own_class
 from stepmark.errors import UsageError
@@ -79,11 +80,13 @@ class Adapter(RenamedModel):
 
     def write_config(self, folder: Path) -> None:
         """Writes `adapter_config.json`, for inference, and a model card, as peft does. A base model in a folder is
-        named by its absolute path, so that the adapter is found to belong to it wherever a command is started."""
+        named by its absolute path or the address it came from, so that the adapter belongs to it wherever a command
+        is started."""
         config, inner = copy.copy(self.config), self.model.get_base_model()
         config.inference_mode = True
         base = config.base_model_name_or_path or getattr(inner, "name_or_path", None)
-        config.base_model_name_or_path = str(Path(base).absolute()) if base and Path(base).is_dir() else base or None
+        base = str(Path(base).absolute()) if base and Path(base).is_dir() else base or None
+        config.base_model_name_or_path = base and address_of_copy(base)
         kind = {"base_model_class": own_class(inner).__name__, "parent_library": own_class(inner).__module__}
         config.save_pretrained(str(folder), auto_mapping_dict=None if config.task_type else kind)
         self.model.create_or_update_model_card(str(folder))

@@ -16,17 +16,20 @@ from typing import Any
 from transformers.trainer_callback import TrainerState
 
 from stepmark.checkpoint import Checkpointer, Retention
+from stepmark.checkpoint.downloads import checkpoint_copy
 from stepmark.checkpoint.format.checkpoint_folders import LEFT, best_step, checkpoints, quarantine, step_of
 from stepmark.checkpoint.mirror import Mirror
 from stepmark.checkpoint.places import Copied
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import StepmarkError, UsageError
+from stepmark.filesystem.local_paths import address_of
 from stepmark.filesystem.objects import Bucket
 from stepmark.launch.signal_listener import RunInterrupted
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.process_exit import end_process, say
 from stepmark.liveness.progress import SAVE, in_phase
+from stepmark.runtime.context import Context
 from stepmark.runtime.xla_environment import extracting_graphs
 from stepmark.trainer.run_folder.log_history import read_state
 from stepmark.trainer.run_folder.output_folder import on_rank_0
@@ -39,6 +42,11 @@ AFTER_SIGNAL, AFTER_ERROR = 1.0, 30.0  # seconds for the last uploads of a run t
 def _field_of(args: TrainingFields) -> str:
     """The field that names the run's place in a bucket."""
     return "output_dir" if args.place == args.mirror_to else "mirror_to"
+
+
+def checkpoint_here(address: str, context: Context) -> str:
+    """The path of the checkpoint at an address, of a run its newest. Collective. Raises CheckpointError."""
+    return str(context.ask_leader(f"downloading {address}", lambda: str(checkpoint_copy(address, _best_of))))
 
 
 def check_place(args: TrainingFields, host: HostGroup) -> None:
@@ -60,13 +68,13 @@ class RunMirror:
     """On all ranks; without `mirror_to` there is no place, and nothing to do."""
 
     def __init__(
-        self, args: TrainingFields, keep: list[Retention], checkpointer: Checkpointer, host: HostGroup, run_log: RunLog
+        self, args: TrainingFields, keep: list[Retention], checkpointer: Checkpointer, context: Context, run_log: RunLog
     ) -> None:
-        self._host, self._log, self._folder = host, run_log, Path(args.output_dir)
+        self._context, self._host, self._log, self._folder = context, context.host, run_log, Path(args.output_dir)
         self.url = None if extracting_graphs() else args.mirror_to
         self._field = _field_of(args)
         self._mirror: Mirror | None = None
-        if self.url is not None and host.rank == 0:
+        if self.url is not None and self._host.rank == 0:
             self._mirror = Mirror(self._folder, Bucket(self.url), keep, self._told, checkpointer.delete_old, _best_of)
 
     def _told(self, copied: Copied, seconds: float) -> None:
@@ -102,9 +110,10 @@ class RunMirror:
             raise problem
         return value
 
-    def open(self, resume: bool | str | None) -> None:
-        """Claims the place, and downloads what is newer than the folder's checkpoints where the run resumes from the
-        newest. Collective. Raises UsageError where an earlier run is there that does not go on, or StepmarkError."""
+    def open(self, resume: bool | str | None) -> bool | str | None:
+        """Claims the place, and downloads what is newer than the folder's checkpoints where the run resumes. Returns
+        `resume`, with a path in place of an address. Collective. Raises UsageError where an earlier run is there that
+        does not go on, or StepmarkError."""
 
         def claim(mirror: Mirror) -> None:
             there = mirror.open()
@@ -116,8 +125,10 @@ class RunMirror:
                 )
 
         self._on_rank_0(claim)
-        if resume and not isinstance(resume, str):
-            self.fetch()
+        if resume:
+            self.fetch()  # also where a checkpoint is named: the logs up to it come along
+        address = address_of(resume) if isinstance(resume, str) else None
+        return resume if address is None else checkpoint_here(address, self._context)
 
     def fetch(self) -> bool:
         """Downloads the newest checkpoint and the best one, if it is newer than those in the folder; returns whether it
