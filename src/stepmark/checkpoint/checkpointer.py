@@ -125,7 +125,7 @@ class Checkpointer:
         policies = [*([KeepLast(keep_last)] if keep_last is not None else []), *keep]
         self._cleaner = CheckpointCleaner(self.folder, policies)
         self._background = Background(self._group.rank, self._group.size, save_timeout, self._cleaner)
-        self._memory = StagingMemory()
+        self._memory, self._sharing = StagingMemory(), [self._background]  # whose saves are copied to it
         self._ownership: RunOwnership | None = None
         self._max_file_size = max_file_size
         self._planner: SavePlanner  # of the claim
@@ -182,7 +182,7 @@ class Checkpointer:
             ownership = self._join()
             name = self._next_name(ownership)
             temporary = temporary_path(self.folder, step, name)
-            handle = SaveHandle(step)
+            handle = SaveHandle(step, name)
             write_files = files if self._group.rank == 0 else None
             prepare = partial(
                 prepare_save, step, name, temporary, state, write_files, metadata, metrics, model_only=model_only
@@ -240,7 +240,7 @@ class Checkpointer:
             operation.stop()
         report = RankReport(step, None if problem is None else describe_error(problem))
         if problem is None and isinstance(prepared, SaveRequest):
-            report = RankReport(step, None, prepared.tables.checksums(), self._memory.size, free_host_memory())
+            report = RankReport(step, None, prepared.tables.checksums(), self._own_memory().size, free_host_memory())
         return prepared, agree(self._timed_group, operation.board, what, report, problem)
 
     def _copy(
@@ -264,9 +264,7 @@ class Checkpointer:
             self._background.make_room(self.folder, disk_need(plan), request.manifest.save)
             check_disk(self.folder, plan)
         runtime = self._runtime or runtime_of(request.sections)
-        if self._background.reads_memory:
-            self._memory.release()  # the thread that still reads it keeps it
-        memory = self._memory.take(size, pinned=can_pin(runtime.device))
+        memory = self._own_memory().take(size, pinned=can_pin(runtime.device))
         operation.enter("copying")
         entries = {(each.group, name): entry for each in request.sections for name, entry in each.entries.items()}
         planned = plan_copies(plan, extents, entries)
@@ -295,10 +293,21 @@ class Checkpointer:
         )
         return writer, memory.numpy().data
 
+    def _own_memory(self) -> StagingMemory:
+        """The staging memory, without what a thread still reads, which keeps it."""
+        if any(each.reads_memory for each in self._sharing):
+            self._memory.release()
+        return self._memory
+
     def _before_update(self, *_: Any) -> None:
         """Before any optimizer's step: what it would write has been copied."""
         if self._copies is not None and not torch.compiler.is_compiling() and not self._is_forked:
             self._copies.wait()
+
+    @property
+    def saves(self) -> bool:
+        """Whether this rank is writing a save."""
+        return self._background.saves
 
     def check(self) -> None:
         """Raises the error of a save that has failed since the last call. It is cheap, and does not wait."""
@@ -523,6 +532,25 @@ class Checkpointer:
             logger.error("%s", trouble)  # the error that is being raised comes first
         if lost is not None:
             raise lost from error
+
+
+def second_checkpointer(first: Checkpointer, folder: Path) -> Checkpointer:
+    """Another one of the same ranks, which keeps the newest checkpoint of a folder of its own. The two share the memory
+    that saves are copied to, and need more only while both are writing."""
+    second = Checkpointer(
+        folder,
+        keep_last=1,
+        group=first._group,
+        runtime=first._runtime,
+        save_timeout=first._timeout,
+        mesh=first._mesh,
+        max_file_size=first._max_file_size,
+        threads=first._threads,
+    )
+    second._memory, second._sharing = first._memory, first._sharing
+    first._sharing.append(second._background)
+    second._cleaner.notes = False
+    return second
 
 
 def _checked_mesh(mesh: Mapping[str, int]) -> dict[str, int]:

@@ -23,13 +23,14 @@ class SaveHandle:
 
     Attributes:
         step: The step that is saved.
+        save: The save's name, which its checkpoint has in the manifest.
         seconds: From the call of `save` until the checkpoint was durable; None before.
         size: Bytes of the checkpoint's files, on rank 0 once it is durable; else None.
         collected: Set once the caller has the outcome, so that the engine need not report it.
     """
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, save: str = "") -> None:
+        self.step, self.save = step, save
         self.seconds: float | None = None
         self.size: int | None = None
         self.collected = threading.Event()
@@ -73,7 +74,11 @@ class SaveHandle:
 
     def failed(self) -> bool:
         """Whether the save has ended with an error, which `result` raises."""
-        return self.done() and self._outcome.exception() is not None
+        return self.error() is not None
+
+    def error(self) -> BaseException | None:
+        """For the engine: with which error the save has ended; None where it has none, or has not ended."""
+        return self._outcome.exception() if self.done() else None
 
     def timed_out(self) -> bool:
         """Whether the save has failed because a rank missed a deadline."""

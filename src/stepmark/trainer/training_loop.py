@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,14 +13,22 @@ from typing import Any, NoReturn
 
 from transformers.trainer_callback import TrainerControl
 
-from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint import Checkpointer, SaveHandle
+from stepmark.checkpoint.coordination.shared_memory import is_in_memory
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, step_of
 from stepmark.checkpoint.restore.restore import Restored
 from stepmark.checkpoint.sections import describe
 from stepmark.data.loader.batch import StepBatch
 from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.prefetcher import DevicePrefetcher
-from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
+from stepmark.errors import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    DataError,
+    PeerLost,
+    TrainingDiverged,
+    UsageError,
+)
 from stepmark.filesystem.json_files import finite_number
 from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.signal_listener import RunInterrupted, how_to_go_on
@@ -37,7 +45,13 @@ from stepmark.trainer.evaluation import EvaluationProgress
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.run_end import reason_to_stop, record_end, withdraw
 from stepmark.trainer.resume import ARITHMETIC, arithmetic_of, locate_best, restore_run
-from stepmark.trainer.run_folder.output_folder import check_start, set_aside_earlier_attempt, set_aside_finished_run
+from stepmark.trainer.run_folder.memory_snapshots import FOLLOWS, MemorySnapshots
+from stepmark.trainer.run_folder.output_folder import (
+    check_start,
+    checkpoint_size,
+    set_aside_earlier_attempt,
+    set_aside_finished_run,
+)
 from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.run_mirror import RunMirror
 from stepmark.trainer.run_folder.status import INTERRUPTED, RunStatus
@@ -80,13 +94,14 @@ class TrainingLoop:
         checkpointer: Checkpointer,
         hooks: RunHooks,
         mirror: RunMirror,
+        snapshots: MemorySnapshots,
     ) -> None:
         self._parts = parts
         self._args = parts.args
         self._callbacks = callbacks
         self._checkpointer = checkpointer
         self._hooks = hooks
-        self._mirror = mirror
+        self._mirror, self._snapshots = mirror, snapshots
         self._monitor = Telemetry(parts, callbacks.run_log)
         self._flos = TotalFlos(parts.model)
         self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look, parts.step.experts)
@@ -179,13 +194,14 @@ class TrainingLoop:
         goes_on = resumes or set_aside_finished_run(folder, parts.context.host)
         check_start(folder, parts.saved, self._args, parts.context, resumes=goes_on)
         self._checkpointer.claim()
+        self._snapshots.open(checkpoint_size(parts.saved, self._args), resumes=resumes)
         if self._args.save_strategy != "no":
             describe({"optimizer": parts.optimizer})  # what cannot be saved of it is named before training
             self._withdraw_stop_request()
 
     def restore(self, resume: bool | str | None) -> Path | None:
-        """Restores the checkpoint that `resume` names, or with True the newest complete one. Returns its path; None
-        where the run begins at its first step. Collective.
+        """Restores the checkpoint that `resume` names, or with True the newest complete one, or the snapshot after it.
+        Returns its path; None where the run begins at its first step. Collective.
 
         Raises CheckpointError, before anything is trained, where this run cannot continue from any.
         """
@@ -193,25 +209,46 @@ class TrainingLoop:
         self._monitor.spent = TimeSpent(RunStatus.read(Path(self._args.output_dir)).content if resume else {})
         if resume:
             named = local_path(resume, "resume_from_checkpoint") if isinstance(resume, str) else None
-            restored = self._restore(named)
-            if named is None and self._mirror.fetch():  # what was the newest in the folder is corrupted
-                restored = self._restore(None)
+            restored = self._restore_snapshot() if named is None else None
+            if restored is None:
+                restored = self._restore(named)
+                if named is None and self._mirror.fetch():  # what was the newest in the folder is corrupted
+                    restored = self._restore(None)
+        in_memory = restored is not None and is_in_memory(restored.path)
+        self._snapshots.goes_on(restored.path if restored is not None and in_memory else None)
         if restored is not None:
             for message in self._changes.values():
                 self._callbacks.run_log.event("accepted", self._step, message=message)
-            self._saved_step = self._step
-            self._monitor.restored(restored.path, self._step, restored.quarantined)
+            if not in_memory:
+                self._saved_step = self._step
+                self._monitor.restored(restored.path, self._step, restored.quarantined)
         elif not extracting_graphs():
             folder, host = Path(self._args.output_dir), self._parts.context.host
             set_aside_earlier_attempt(folder, host, resumes=bool(resume), repeats=self._record_resumption)
             self._monitor.spent.restored(0.0, 0.0)
         return None if restored is None else restored.path
 
-    def _restore(self, checkpoint: Path | None) -> Restored | None:
-        """As `restore_run`. Where the checkpoint is named, the run has left those that are newer."""
+    def _restore_snapshot(self) -> Restored | None:
+        """Restores the newest snapshot of the run as it is now; None where there is none. Collective."""
+        for path in self._snapshots.newest():
+            others = bool(checkpoints(self._checkpointer.folder))
+            try:
+                return self._restore(path, [] if others else self._args.accepted_changes)
+            except (CheckpointDamaged, CheckpointMismatch) as error:
+                if not others:
+                    raise
+                if self._callbacks.run_log.writes:
+                    logger.warning("memory_every: the snapshot of step %s is left out: %s", step_of(path), error)
+        return None
+
+    def _restore(self, checkpoint: Path | None, accepted: Collection[str] | None = None) -> Restored | None:
+        """As `restore_run`. Where a checkpoint is named, the run has left those that are newer."""
         parts, callbacks, began = self._parts, self._callbacks, time.perf_counter()
-        restored = restore_run(self.sections(), parts, callbacks, self._checkpointer, checkpoint, self._changes)
-        if checkpoint is not None and restored is not None and self._args.save_strategy != "no":
+        accepted = self._args.accepted_changes if accepted is None else accepted
+        sections, changes = self.sections(), self._changes
+        restored = restore_run(sections, parts, callbacks, self._checkpointer, checkpoint, changes, accepted)
+        named = checkpoint is not None and not is_in_memory(checkpoint) and self._args.save_strategy != "no"
+        if named and checkpoint is not None and restored is not None:
             for path in self._mirror.leave_later(restored.step):
                 logger.warning(
                     "%s is newer than %s, from which the run goes on: it is %s now",
@@ -277,6 +314,7 @@ class TrainingLoop:
         self._record_position()
         while (spike := self._train_to_the_end()) is not None:
             self._roll_back(*spike)
+        self._snapshots.wait()
         self._checkpointer.wait()
         self._monitor.saves.close()
         if self._preemption is not None:  # another rank may still wait for an answer of this one's thread
@@ -315,7 +353,9 @@ class TrainingLoop:
                 f"step {first} is a loss spike after {count} rollbacks (max_rollbacks); {path.name} is from before it: "
                 "lower learning_rate, look at the samples of these steps with stepmark rows, or raise max_rollbacks"
             )
+        self._snapshots.wait()
         self._restore(path)
+        self._snapshots.goes_on(None)
         spikes.rollbacks = count + 1
         self._monitor.anomalies.rolled_back()
         self._positions.clear()
@@ -360,7 +400,8 @@ class TrainingLoop:
         run_log = self._callbacks.run_log
         attempt = run_log.attempts() + 1
         if restored is not None:
-            run_log.event("resumed", self._step, checkpoint=restored.name, attempt=attempt)
+            name = "memory" if is_in_memory(restored) else restored.name
+            run_log.event("resumed", self._step, checkpoint=name, attempt=attempt)
         self._callbacks.resumed()
         run_log.metrics({"resumed": self._step, "attempt": attempt, "mesh": self._parts.mesh.shape})
 
@@ -426,6 +467,9 @@ class TrainingLoop:
             self._losses.add(statistics)
         if shows_rates(parts.schedule):
             self._learning_rate = float(parts.schedule.get_last_lr()[0])
+        if self._snapshots.due(self._step + 1):  # at most as many steps as between two are lost, and it was copied for
+            with self._monitor.timers.within("save"):
+                self._snapshots.wait()
         callbacks.state.global_step += 1
         callbacks.state.epoch = batch.epoch
         tokens = self._flos.tokens(batch)
@@ -437,6 +481,7 @@ class TrainingLoop:
         self._event("on_step_end")
         self._monitor.step_ended(self._step, batch)
         self._follow_control()
+        self._take_snapshot()
         self._checkpointer.check()
         self._mirror.check()
         show_step(StepPlace(self._step + 1))
@@ -630,27 +675,48 @@ class TrainingLoop:
             state.best_model_checkpoint = str(checkpoint_path(self._checkpointer.folder, self._step))
         self._parts.optimizer.switch("eval")
         self._hooks.collect_files()
+        self._snapshots.wait()  # else there would be two copies in the host's memory
         handle = self._checkpointer.save(
             self._step,
             {"model": self._parts.saved} if model_only else self.sections(),
             files=self._hooks.write_files,
-            metadata={
-                "identity": self._parts.identity,
-                "data": self._parts.data,
-                EVALUATION: None if self._parts.evaluation is None else asdict(self._parts.evaluation),
-                "model_only": model_only,
-                "samples_per_step": self._parts.loader.layout.global_batch,
-                FIELD: None if self._parts.mesh.needs_processes else self._parts.mesh.ranks.total,
-                ARITHMETIC: arithmetic_of(self._parts.mesh),
-                KEPT: self._monitor.spent.kept(self._monitor.timers.parts()),
-            },
+            metadata={**self._metadata(), "model_only": model_only},
             model_only=model_only,
             metrics={**best, **self._monitor.anomalies.not_finite},
         )
         self._saved_step = self._step
+        self._snapshots.saved(handle.save)
         self._monitor.save_begun(handle)
         if self._preemption is not None:
             self._preemption.add_save(handle)
+
+    def _metadata(self) -> dict[str, Any]:
+        """What is said of the run beside its state."""
+        return {
+            "identity": self._parts.identity,
+            "data": self._parts.data,
+            EVALUATION: None if self._parts.evaluation is None else asdict(self._parts.evaluation),
+            "samples_per_step": self._parts.loader.layout.global_batch,
+            FIELD: None if self._parts.mesh.needs_processes else self._parts.mesh.ranks.total,
+            ARITHMETIC: arithmetic_of(self._parts.mesh),
+            KEPT: self._monitor.spent.kept(self._monitor.timers.parts()),
+        }
+
+    def _take_snapshot(self) -> None:
+        """Where one is due. For callbacks, logs and the mirror it is no save."""
+        if not self._snapshots.due(self._step):
+            return
+        self._parts.step.settle()
+        self._check_finite()
+
+        def save(checkpointer: Checkpointer) -> SaveHandle:
+            metadata = {**self._metadata(), "model_only": False, FOLLOWS: self._snapshots.follows}
+            return checkpointer.save(
+                self._step, self.sections(), files=self._hooks.write_state, metadata=metadata, block=False
+            )
+
+        with self._monitor.within("save", self._step):
+            self._snapshots.take(save, saved=self._saved_step == self._step)
 
     # Signals, and requests to stop
 

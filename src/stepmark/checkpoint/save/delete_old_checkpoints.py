@@ -43,8 +43,11 @@ class DeletedCheckpoint:
 class CheckpointCleaner:
     """Deletes the checkpoints of a folder that no policy keeps; caches what it has read of them.
 
-    The one that `best` points at is kept, and so is one that is being read, until a later save finds it free.
+    The one that `best` points at is kept, and so is one that is being read, until a later save finds it free. With
+    `notes`, what was deleted is noted.
     """
+
+    notes = True
 
     def __init__(self, folder: Path, policies: Sequence[Retention]) -> None:
         self._folder = folder
@@ -79,6 +82,8 @@ class CheckpointCleaner:
 
     def _delete(self, path: Path, save: str) -> None:
         if self._needed(path) or not delete(path, save, unless=lambda: self._needed(path)):
+            return
+        if not self.notes:
             return
         saved, name = self._known[path]
         try:

@@ -42,6 +42,8 @@ def _head(plan: Plan) -> Iterator[str]:
     parts = f"model {_gb(plan.model_bytes)}, optimizer {_gb(plan.optimizer_bytes)}"
     yield f"checkpoint  {_gb(plan.checkpoint_bytes)} ({parts}){times}{disk}"
     yield f"host        {_gb(plan.staging_bytes)} a rank to copy a checkpoint to; it is kept from save to save"
+    if plan.own.args.memory_every is not None:
+        yield f"memory      {_gb(plan.memory_bytes)} in /dev/shm, for a snapshot and the one before it (memory_every)"
     if plan.own.args.mirror_to is not None:
         requests, seconds = plan.checkpoint_bytes // PART + SMALL_REQUESTS, plan.checkpoint_bytes / GIGABIT
         upload = f"{requests:,} requests and {seconds:,.0f} s at 1 Gbit/s a checkpoint"
@@ -189,6 +191,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "model": plan.model_bytes,
             "optimizer": plan.optimizer_bytes,
             "staging_per_rank": plan.staging_bytes,
+            "shared_memory": plan.memory_bytes,
             "saves": plan.saves,
         },
         "options": [_option_to_json(plan, option) for option in plan.options],

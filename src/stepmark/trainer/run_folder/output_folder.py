@@ -181,13 +181,10 @@ def _appears(path: Path) -> bool:
 def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: Context, *, resumes: bool) -> None:
     """Raises StepmarkError where the folder has another run's checkpoints, or, on all ranks, where its disk has no room
     for one. Collective."""
-    from stepmark.parallel.pipeline.staged_model import complete_size  # imports torch
-
     if args.save_strategy == "no":
         return
     check_no_earlier_run(folder, args, resumes=resumes)
-    size, states = complete_size(model), 0 if args.save_only_model else OPTIMIZER_STATES
-    needed = size.nbytes + 4 * states * size.elements
+    needed = checkpoint_size(model, args)
     free = context.host.broadcast(shutil.disk_usage(folder).free if context.host.rank == 0 else None)
     if free < needed:
         wanted, there = distinct_sizes(needed, free)
@@ -195,6 +192,14 @@ def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: C
             f"output_dir: {folder} has {there} free and one checkpoint needs {wanted}; free some space or choose "
             "another folder"
         )
+
+
+def checkpoint_size(model: nn.Module, args: TrainingFields) -> int:
+    """Bytes of a checkpoint of the run that trains this model, as an optimizer like AdamW makes it. Collective."""
+    from stepmark.parallel.pipeline.staged_model import complete_size  # imports torch
+
+    size, states = complete_size(model), 0 if args.save_only_model else OPTIMIZER_STATES
+    return size.nbytes + 4 * states * size.elements
 
 
 # Records of earlier runs
