@@ -79,8 +79,8 @@ sys.meta_path.insert(0, AfterImport())
 
 
 def install(folder: Path, rank: int, what: str, place: str = "step", *, once: bool = False, step: int = 2) -> str:
-    """`what`: "raise" an error, "kill" the process, or "unplug" its supervisor's cores but one as well, before a step or
-    in it, with its "batch"; `once`: only the first time. Returns the folder to put on PYTHONPATH."""
+    """`what`: "raise" an error, "kill" the process, or "unplug" its supervisor's cores but one as well, before a step
+    or in it, with its "batch"; `once`: only the first time. Returns the folder to put on PYTHONPATH."""
     folder.mkdir()
     marker = str(folder / "was-here") if once else ""
     (folder / "sitecustomize.py").write_text(SITE.format(rank=rank, what=what, place=place, once=marker, step=step))

@@ -304,11 +304,6 @@ class Checkpointer:
         if self._copies is not None and not torch.compiler.is_compiling() and not self._is_forked:
             self._copies.wait()
 
-    @property
-    def saves(self) -> bool:
-        """Whether this rank is writing a save."""
-        return self._background.saves
-
     def check(self) -> None:
         """Raises the error of a save that has failed since the last call. It is cheap, and does not wait."""
         self._background.check()

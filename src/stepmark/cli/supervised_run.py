@@ -15,7 +15,7 @@ from stepmark.launch.rank_count import RankCount
 from stepmark.launch.step_board import GROUPED, MIXED, StepPlace
 from stepmark.liveness.console import keep_console
 from stepmark.trainer.interruption.run_end import record_supervised_end
-from stepmark.trainer.run_folder.memory_snapshots import snapshots_after_checkpoints
+from stepmark.trainer.run_folder.memory_snapshots import newest_snapshot
 from stepmark.trainer.run_folder.run_log import RESTARTING, RunLog
 from stepmark.trainer.run_folder.status import FAILED, INTERRUPTED, RESTART_DELAY, RUNNING, RunStatus
 
@@ -45,28 +45,23 @@ class SupervisedRun:
     def __init__(self, recipe: Recipe, command: Sequence[str]) -> None:
         self._args, self._command, self._began = recipe.training, list(command), time.time()
         self._folder, self._task = Path(self._args.output_dir), recipe.model.task
-        self._earlier = {_identity(path) for path in (*checkpoints(self._folder), *self._snapshots())}
+        self._earlier = {_identity(path) for path in self._to_go_on_from()}
 
-    def _snapshots(self) -> list[Path]:
-        return snapshots_after_checkpoints(self._folder) if self._args.memory_every is not None else []
-
-    def _new(self, found: Sequence[Path]) -> list[Path]:
-        """Those that this run has saved."""
-        return [path for path in found if _identity(path) not in self._earlier]
+    def _to_go_on_from(self) -> list[Path]:
+        snapshot = newest_snapshot(self._folder)
+        return [*([] if snapshot is None else [snapshot]), *checkpoints(self._folder)]
 
     def resuming_command(self, ranks: RankCount) -> list[str]:
         """A rank's command line that resumes from what this run has saved, or else starts as the run itself did: with
         its data parallel ranks, where processes can host them."""
-        saved, kept = self._new(checkpoints(self._folder)), self._new(self._snapshots())
+        saved = [path for path in self._to_go_on_from() if _identity(path) not in self._earlier]
         named = self._args.resume_from_checkpoint
-        if not saved and isinstance(named, str):
-            kept = []  # nothing in the folder says which checkpoint they follow
-        if not (saved or kept) or self._args.save_only_model:
+        if not saved or self._args.save_only_model:
             begins = ranks.now < ranks.asked and not isinstance(named, str) and not (named and self._earlier)
             keeps = begins and ranks.replicas and not self._task
             return [*self._command, "--data_parallel_replicas", str(ranks.replicas)] if keeps else self._command
         # Where the run began from a named checkpoint there may be later ones, which it was to leave behind.
-        newest = str(saved[0]) if isinstance(named, str) and not kept else "true"
+        newest = str(saved[0]) if isinstance(named, str) else "true"
         return [*self._command, "--resume_from_checkpoint", newest]
 
     def waiting(self, failure: str, step: int, what: str, seconds: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from transformers.trainer_callback import TrainerState
 
 from stepmark.checkpoint import Checkpointer, Manifest
-from stepmark.checkpoint.coordination.shared_memory import is_in_memory
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.checkpoint.restore.restore import Restored
@@ -43,12 +42,11 @@ def restore_run(
     checkpointer: Checkpointer,
     checkpoint: Path | None,
     changes: dict[str, str],
-    accepted: Collection[str],
 ) -> Restored | None:
     """Restores `sections` and the Trainer's state from `checkpoint`, or from the newest complete one (None where the
     run has no checkpoint). Returns which checkpoint was restored. Collective.
 
-    `changes` gets what has changed and is `accepted`, in words, by its name, before the sections are restored.
+    `changes` gets what has changed and is accepted, in words, by its name, before the sections are restored.
 
     Raises CheckpointError, before anything is trained, where this run cannot continue from any.
     """
@@ -77,14 +75,15 @@ def restore_run(
             )
         data = saved.get("data")  # older checkpoints do not describe it
         words = data_difference(data, parts.data) if isinstance(data, Mapping) and parts.data else None
+        accepted = parts.args.accepted_changes
         changes.update(check_same_run(manifest.identity, parts.identity, str(path), words, accepted))
 
     try:
         try:
             restored = checkpointer.restore_from(sections, checkpoint, accept=accept)
         except CheckpointMismatch as error:
-            if "optim" not in accepted:
-                remedy = _remedy(error.section, accepted)
+            if "optim" not in parts.args.accepted_changes:
+                remedy = _remedy(error.section, parts.args.accepted_changes)
                 if remedy is None:
                     raise
                 raise CheckpointMismatch(f"{error}; {remedy}") from error
@@ -98,8 +97,9 @@ def restore_run(
     path, step = restored.path, restored.step
     callbacks.restore_state(read_state(path / TRAINER_STATE))
     if parts.args.load_best_model_at_end:
-        beside = folder if is_in_memory(path) else path.absolute().parent
-        locate_best(callbacks.state, beside, host, "the best model will be chosen from later evaluations")
+        locate_best(
+            callbacks.state, path.absolute().parent, host, "the best model will be chosen from later evaluations"
+        )
     saved = checkpointer.metadata(path)
     _keep_arithmetic(saved.get(ARITHMETIC) or {}, parts.mesh)
     if host.rank == 0:
@@ -109,13 +109,13 @@ def restore_run(
 
 
 def keep_logical_ranks(
-    mesh: Mesh, checkpointer: Checkpointer, resume: bool | str | None, snapshots: Sequence[Path], *, hosts: bool
+    mesh: Mesh, checkpointer: Checkpointer, resume: bool | str | None, snapshot: Path | None, *, hosts: bool
 ) -> None:
     """Lets the processes host the data parallel ranks of the run that they go on with, so that its batches stay; more
     processes than these are as many ranks, as in a new run. `hosts`: whether the training lets them. Collective."""
     ranks: int | None = None
     if resume and mesh.context.host.rank == 0:
-        newest = next(iter([*checkpoints(checkpointer.folder), *snapshots]), None)
+        newest = next(iter(checkpoints(checkpointer.folder)), snapshot)
         named = local_path(resume, "resume_from_checkpoint") if isinstance(resume, str) else newest
         ranks = _saved_ranks(checkpointer, named)
     ranks = mesh.context.host.broadcast(ranks)

@@ -595,8 +595,8 @@ class Trainer:
             if mirror.url is not None:
                 checkpointer.claim()
                 mirror.open(resume)
-            hosts, kept = self._hosts_ranks and self.args.hosts_ranks, snapshots.newest()
-            keep_logical_ranks(self.mesh, checkpointer, resume, kept, hosts=hosts)
+            hosts, snapshot = self._hosts_ranks and self.args.hosts_ranks, snapshots.newest()
+            keep_logical_ranks(self.mesh, checkpointer, resume, snapshot, hosts=hosts)
             parts = self.make_parts()
             loop = TrainingLoop(parts, self._callbacks, checkpointer, self._hooks, mirror, snapshots)
             evaluates = self.args.eval_strategy != "no"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from transformers.trainer_callback import TrainerControl
 
-from stepmark.checkpoint import Checkpointer, SaveHandle
+from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.coordination.shared_memory import is_in_memory
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, step_of
 from stepmark.checkpoint.restore.restore import Restored
@@ -21,14 +21,7 @@ from stepmark.checkpoint.sections import describe
 from stepmark.data.loader.batch import StepBatch
 from stepmark.data.loader.loader import DataLoader
 from stepmark.data.loader.prefetcher import DevicePrefetcher
-from stepmark.errors import (
-    CheckpointDamaged,
-    CheckpointMismatch,
-    DataError,
-    PeerLost,
-    TrainingDiverged,
-    UsageError,
-)
+from stepmark.errors import DataError, PeerLost, TrainingDiverged, UsageError
 from stepmark.filesystem.json_files import finite_number
 from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.signal_listener import RunInterrupted, how_to_go_on
@@ -45,13 +38,8 @@ from stepmark.trainer.evaluation import EvaluationProgress
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.run_end import reason_to_stop, record_end, withdraw
 from stepmark.trainer.resume import ARITHMETIC, arithmetic_of, locate_best, restore_run
-from stepmark.trainer.run_folder.memory_snapshots import FOLLOWS, MemorySnapshots
-from stepmark.trainer.run_folder.output_folder import (
-    check_start,
-    checkpoint_size,
-    set_aside_earlier_attempt,
-    set_aside_finished_run,
-)
+from stepmark.trainer.run_folder.memory_snapshots import MemorySnapshots
+from stepmark.trainer.run_folder.output_folder import check_start, set_aside_earlier_attempt, set_aside_finished_run
 from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.run_mirror import RunMirror
 from stepmark.trainer.run_folder.status import INTERRUPTED, RunStatus
@@ -192,9 +180,9 @@ class TrainingLoop:
         """
         parts, folder = self._parts, Path(self._args.output_dir)
         goes_on = resumes or set_aside_finished_run(folder, parts.context.host)
-        check_start(folder, parts.saved, self._args, parts.context, resumes=goes_on)
+        size = check_start(folder, parts.saved, self._args, parts.context, resumes=goes_on)
         self._checkpointer.claim()
-        self._snapshots.open(checkpoint_size(parts.saved, self._args), resumes=resumes)
+        self._snapshots.open(size, resumes=resumes)
         if self._args.save_strategy != "no":
             describe({"optimizer": parts.optimizer})  # what cannot be saved of it is named before training
             self._withdraw_stop_request()
@@ -209,17 +197,15 @@ class TrainingLoop:
         self._monitor.spent = TimeSpent(RunStatus.read(Path(self._args.output_dir)).content if resume else {})
         if resume:
             named = local_path(resume, "resume_from_checkpoint") if isinstance(resume, str) else None
-            restored = self._restore_snapshot() if named is None else None
-            if restored is None:
-                restored = self._restore(named)
-                if named is None and self._mirror.fetch():  # what was the newest in the folder is corrupted
-                    restored = self._restore(None)
-        in_memory = restored is not None and is_in_memory(restored.path)
-        self._snapshots.goes_on(restored.path if restored is not None and in_memory else None)
+            named = self._snapshots.newest(self._parts.identity) if named is None else named
+            restored = self._restore(named)
+            if named is None and self._mirror.fetch():  # what was the newest in the folder is corrupted
+                restored = self._restore(None)
+        self._snapshots.goes_on(None if restored is None else restored.path)
         if restored is not None:
             for message in self._changes.values():
                 self._callbacks.run_log.event("accepted", self._step, message=message)
-            if not in_memory:
+            if not is_in_memory(restored.path):
                 self._saved_step = self._step
                 self._monitor.restored(restored.path, self._step, restored.quarantined)
         elif not extracting_graphs():
@@ -228,27 +214,12 @@ class TrainingLoop:
             self._monitor.spent.restored(0.0, 0.0)
         return None if restored is None else restored.path
 
-    def _restore_snapshot(self) -> Restored | None:
-        """Restores the newest snapshot of the run as it is now; None where there is none. Collective."""
-        for path in self._snapshots.newest():
-            others = bool(checkpoints(self._checkpointer.folder))
-            try:
-                return self._restore(path, [] if others else self._args.accepted_changes)
-            except (CheckpointDamaged, CheckpointMismatch) as error:
-                if not others:
-                    raise
-                if self._callbacks.run_log.writes:
-                    logger.warning("memory_every: the snapshot of step %s is left out: %s", step_of(path), error)
-        return None
-
-    def _restore(self, checkpoint: Path | None, accepted: Collection[str] | None = None) -> Restored | None:
-        """As `restore_run`. Where a checkpoint is named, the run has left those that are newer."""
+    def _restore(self, checkpoint: Path | None) -> Restored | None:
+        """As `restore_run`. Where the checkpoint is named, the run has left those that are newer."""
         parts, callbacks, began = self._parts, self._callbacks, time.perf_counter()
-        accepted = self._args.accepted_changes if accepted is None else accepted
-        sections, changes = self.sections(), self._changes
-        restored = restore_run(sections, parts, callbacks, self._checkpointer, checkpoint, changes, accepted)
-        named = checkpoint is not None and not is_in_memory(checkpoint) and self._args.save_strategy != "no"
-        if named and checkpoint is not None and restored is not None:
+        restored = restore_run(self.sections(), parts, callbacks, self._checkpointer, checkpoint, self._changes)
+        leaves = checkpoint is not None and not is_in_memory(checkpoint) and self._args.save_strategy != "no"
+        if checkpoint is not None and restored is not None and leaves:
             for path in self._mirror.leave_later(restored.step):
                 logger.warning(
                     "%s is newer than %s, from which the run goes on: it is %s now",
@@ -355,7 +326,7 @@ class TrainingLoop:
             )
         self._snapshots.wait()
         self._restore(path)
-        self._snapshots.goes_on(None)
+        self._snapshots.goes_on(path)
         spikes.rollbacks = count + 1
         self._monitor.anomalies.rolled_back()
         self._positions.clear()
@@ -467,7 +438,7 @@ class TrainingLoop:
             self._losses.add(statistics)
         if shows_rates(parts.schedule):
             self._learning_rate = float(parts.schedule.get_last_lr()[0])
-        if self._snapshots.due(self._step + 1):  # at most as many steps as between two are lost, and it was copied for
+        if self._snapshots.due(self._step + 1):  # before it counts: so many are repeated at most
             with self._monitor.timers.within("save"):
                 self._snapshots.wait()
         callbacks.state.global_step += 1
@@ -680,22 +651,23 @@ class TrainingLoop:
             self._step,
             {"model": self._parts.saved} if model_only else self.sections(),
             files=self._hooks.write_files,
-            metadata={**self._metadata(), "model_only": model_only},
+            metadata=self._metadata(),
             model_only=model_only,
             metrics={**best, **self._monitor.anomalies.not_finite},
         )
         self._saved_step = self._step
-        self._snapshots.saved(handle.save)
+        self._snapshots.saves(handle)
         self._monitor.save_begun(handle)
         if self._preemption is not None:
             self._preemption.add_save(handle)
 
     def _metadata(self) -> dict[str, Any]:
-        """What is said of the run beside its state."""
+        """What a checkpoint says of the run, beside its state."""
         return {
             "identity": self._parts.identity,
             "data": self._parts.data,
             EVALUATION: None if self._parts.evaluation is None else asdict(self._parts.evaluation),
+            "model_only": self._args.save_only_model,
             "samples_per_step": self._parts.loader.layout.global_batch,
             FIELD: None if self._parts.mesh.needs_processes else self._parts.mesh.ranks.total,
             ARITHMETIC: arithmetic_of(self._parts.mesh),
@@ -704,19 +676,11 @@ class TrainingLoop:
 
     def _take_snapshot(self) -> None:
         """Where one is due. For callbacks, logs and the mirror it is no save."""
-        if not self._snapshots.due(self._step):
-            return
-        self._parts.step.settle()
-        self._check_finite()
-
-        def save(checkpointer: Checkpointer) -> SaveHandle:
-            metadata = {**self._metadata(), "model_only": False, FOLLOWS: self._snapshots.follows}
-            return checkpointer.save(
-                self._step, self.sections(), files=self._hooks.write_state, metadata=metadata, block=False
-            )
-
-        with self._monitor.within("save", self._step):
-            self._snapshots.take(save, saved=self._saved_step == self._step)
+        if self._snapshots.due(self._step):
+            self._parts.step.settle()
+            self._check_finite()
+            with self._monitor.within("save", self._step):
+                self._snapshots.take(self._step, self.sections(), self._hooks.write_state, self._metadata())
 
     # Signals, and requests to stop
 

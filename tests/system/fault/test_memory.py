@@ -331,7 +331,9 @@ def test_too_little_shared_memory_is_said_at_the_start(
 def test_ranks_without_memory_in_common_are_refused(tmp_path: Path, ranks: Ranks) -> None:
     outcome = ranks.run(train_on_two_machines, options(tmp_path / "run", "dp"), nproc=2)
     assert outcome.codes != [0, 0]
-    assert "memory_every: the ranks are on several machines" in outcome.logs[0]
+    assert (
+        "memory_every: the ranks need a /dev/shm which all write to, and are on several machines, " in outcome.logs[0]
+    )
     assert not checkpoints(tmp_path / "run")
 
 

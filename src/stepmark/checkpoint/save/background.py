@@ -38,11 +38,6 @@ class Background:
         self._threads: list[threading.Thread] = []
 
     @property
-    def saves(self) -> bool:
-        """Whether a save is in progress."""
-        return self._in_progress is not None and not self._in_progress.done()
-
-    @property
     def reads_memory(self) -> bool:
         """Whether a thread still reads the staging memory, such as that of a save that was late."""
         return bool(self._reading)

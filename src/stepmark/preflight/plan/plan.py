@@ -30,7 +30,6 @@ from stepmark.recipe.model import UNLIMITED, build_tokenizer, check_device_has_a
 from stepmark.runtime.device import choose_device
 from stepmark.runtime.mesh import check_sizes
 from stepmark.trainer.run_folder.adapters import adapter_of
-from stepmark.trainer.run_folder.memory_snapshots import COPIES
 
 HEADROOM = 0.9  # of a device's memory: the rest is for the runtime, its libraries and fragmentation
 
@@ -110,11 +109,6 @@ class Plan:
     @property
     def checkpoint_bytes(self) -> int:
         return self.model_bytes + self.optimizer_bytes
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of shared memory that snapshots take; 0 without `memory_every`."""
-        return 0 if self.own.args.memory_every is None else COPIES * self.checkpoint_bytes
 
     @property
     def staging_bytes(self) -> int:

@@ -11,16 +11,16 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stepmark.checkpoint.coordination.shared_memory import SHARED_MEMORY, free_memory, make_memory, memory_of
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, delete, step_of
 from stepmark.checkpoint.format.manifest import read_manifest, save_of
 from stepmark.checkpoint.format.verify import verify
 from stepmark.config.training_fields import TrainingFields
-from stepmark.errors import CheckpointError, StepmarkError, UsageError
+from stepmark.errors import CheckpointError, StepmarkError, TrainingDiverged, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.json_values import decode_plain
 from stepmark.filesystem.sizes import distinct_sizes
@@ -35,42 +35,45 @@ if TYPE_CHECKING:
     from stepmark.checkpoint import Checkpointer, SaveHandle
     from stepmark.liveness.host_group import HostGroup
 
-COPIES = 2  # that there are at a time, while a snapshot is made
-FOLLOWS = (
-    "follows"  # in a snapshot's metadata: the newest save, and the one before while that is written; None for no save
-)
+COPIES = 2  # at a time, while a snapshot is made
+FOLLOWS = "follows"  # in the metadata: the newest save; while that is written, also the one before
 
 logger = logging.getLogger("stepmark")
 
 
-def snapshots_after_checkpoints(run: Path) -> list[Path]:
-    """The snapshots that the run in this folder can go on from in place of its newest checkpoint, newest first."""
+def newest_snapshot(run: Path, identity: Mapping[str, Any] | None = None) -> Path | None:
+    """The snapshot to go on from in place of the newest checkpoint in this folder; None without one. `identity`: of the
+    run that goes on, if every byte is to be verified too."""
     memory, newest = memory_of(run), next(iter(checkpoints(run)), None)
     save, step = (None, -1) if newest is None else (save_of(newest), step_of(newest) or 0)
-    begun = (run / EVENTS).exists() if newest is None else save is not None  # else emptied, or corrupted
-    found = []
-    for path in checkpoints(memory) if memory is not None and begun else ():
-        with contextlib.suppress(CheckpointError):
+    if memory is None or (save is None and (newest is not None or not (run / EVENTS).exists())):
+        return None  # the checkpoint is corrupted, or the folder was emptied
+    for path in checkpoints(memory):
+        try:
             manifest = read_manifest(path)
-            # A corrupted byte may be found when others are restored: then a checkpoint has to be there.
-            whole = newest is not None or not verify(path).faults
-            if manifest.step > step and save in decode_plain(manifest.metadata).get(FOLLOWS, ()) and whole:
-                found.append(path)
-    return found
+        except CheckpointError as error:
+            logger.warning("memory_every: %s", error)
+            continue
+        follows = decode_plain(manifest.metadata).get(FOLLOWS, ())
+        if manifest.step <= step or save not in follows or identity not in (None, manifest.identity):
+            continue
+        faults = verify(path).faults if identity is not None else ()
+        if not faults:
+            return path
+        logger.warning("memory_every: the snapshot of step %d is corrupted: %s", manifest.step, faults[0])
+    return None
 
 
 def check_shared_memory(args: TrainingFields, host: HostGroup) -> None:
     """Collective. Raises UsageError, on all ranks, where they have no shared memory in common."""
     if args.memory_every is None or extracting_graphs():
         return
-    here = [boot_id(), os.stat(SHARED_MEMORY).st_dev] if os.access(SHARED_MEMORY, os.W_OK) else None
-    seen = host.all_gather(here)
-    if None in seen:
-        raise UsageError(f"memory_every: rank {seen.index(None)} cannot write to {SHARED_MEMORY}; leave it out")
-    if any(each != seen[0] for each in seen):
+    usable = os.access(SHARED_MEMORY, os.W_OK)
+    seen = host.all_gather([boot_id(), os.stat(SHARED_MEMORY).st_dev] if usable else None)
+    if None in seen or any(each != seen[0] for each in seen):
         raise UsageError(
-            "memory_every: the ranks are on several machines, or in containers with shared memory of their own, so no "
-            "snapshot would be whole; leave it out"
+            f"memory_every: the ranks need a {SHARED_MEMORY} which all write to, and are on several machines, or in "
+            "containers without it; leave it out"
         )
 
 
@@ -83,19 +86,19 @@ class MemorySnapshots:
         self._checkpointer: Checkpointer | None = None
         self._handle: SaveHandle | None = None
         self._problem: str | None = None
-        self.follows: list[str | None] = []  # the newest save that is no snapshot, and the one before
+        self._committed: str | None = None  # the newest save that is no snapshot,
+        self._saving: SaveHandle | None = None  # and the one after it
 
     # Before training
 
     def open(self, size: int, *, resumes: bool) -> None:
         """Makes room for snapshots of so many bytes, and keeps what there is if the run goes on. Call it as the owner
         of the run's folder. Collective. Raises StepmarkError, on all ranks, where there is no room."""
-        every = self._every
 
         def make() -> None:
-            if every is None or not resumes:
+            if self._every is None or not resumes:
                 free_memory(self._run)
-            if every is not None:
+            if self._every is not None:
                 _check_room(make_memory(self._run), COPIES * size)
 
         def explain(error: Exception) -> StepmarkError:
@@ -103,40 +106,41 @@ class MemorySnapshots:
                 raise error
             return StepmarkError(f"memory_every: {describe_error(error)}; or leave it out")
 
-        if extracting_graphs():
-            return
-        on_rank_0(self._host, make, explain)
-        if every is not None:
+        if not extracting_graphs():
+            on_rank_0(self._host, make, explain)
+        if self._every is not None:
             from stepmark.checkpoint.checkpointer import second_checkpointer
 
             self._checkpointer = second_checkpointer(self._first, self._host.broadcast(memory_of(self._run)))
             self._checkpointer.claim()
 
-    def newest(self) -> Sequence[Path]:
-        """Those to go on from in place of the newest checkpoint, newest first. Collective."""
+    def newest(self, identity: Mapping[str, Any] | None = None) -> Path | None:
+        """As `newest_snapshot`. Collective."""
         if self._every is None:
-            return []
-        found: list[Path] = self._host.broadcast(snapshots_after_checkpoints(self._run) if not self._host.rank else [])
-        return found
+            return None
+        found = self._host.broadcast(newest_snapshot(self._run, identity) if self._host.rank == 0 else None)
+        return found if isinstance(found, Path) else None
 
-    def goes_on(self, snapshot: Path | None) -> None:
-        """The run goes on from this snapshot, or from none: others are not used again. Collective."""
+    def goes_on(self, checkpoint: Path | None) -> None:
+        """The run goes on from there: no other snapshot is used again. Collective."""
         if self._every is None:
             return
         self.wait()
-        if self._host.rank == 0 and (memory := memory_of(self._run)) is not None:
-            for path in checkpoints(memory):
-                if path != snapshot:
-                    _remove(path)
-        newest = next(iter(checkpoints(self._run)), None)
-        save = save_of(newest) if not self._host.rank and newest is not None else None
-        self.follows = [self._host.broadcast(save)]
+        save = None
+        if self._host.rank == 0:
+            for path in checkpoints(memory_of(self._run) or self._run / "none"):
+                if path != checkpoint:
+                    delete(path, secrets.token_hex(8), unless=lambda: False)
+            newest = next(iter(checkpoints(self._run)), None)
+            save = None if newest is None else save_of(newest)
+        self._committed, self._saving = self._host.broadcast(save), None
 
     # While the run trains
 
-    def saved(self, save: str) -> None:
-        """A save that is no snapshot has begun."""
-        self.follows.append(save)
+    def saves(self, handle: SaveHandle) -> None:
+        """A save that is no snapshot has begun, and the one before has ended."""
+        self._committed = self._committed if self._saving is None else self._saving.save
+        self._saving = handle
 
     def due(self, step: int) -> bool:
         """Whether a snapshot is to be taken after this step."""
@@ -148,33 +152,40 @@ class MemorySnapshots:
             with in_phase(SAVE):
                 self._handle.wait()
 
-    def take(self, save: Callable[[Checkpointer], SaveHandle], *, saved: bool) -> None:
-        """Begins a snapshot with `save`. One of a step that is `saved` is needed while that is being written. Where one
-        has failed, there are no more. Collective."""
+    def take(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        write_files: Callable[[Path], object],
+        metadata: Mapping[str, Any],
+    ) -> None:
+        """Begins a snapshot; see `Checkpointer.save`. None of a step that is saved already. Where one has failed, there
+        are no more. Collective."""
         assert self._checkpointer is not None
         self.wait()
-        if self._handle is not None and (error := self._handle.error()) is not None:
-            self._problem = self._problem or describe_error(error)
-        told = self._host.all_gather([self._problem, self._first.saves])
-        problem = next((problem for problem, _ in told if problem is not None), None)
-        if problem is not None:
+        error = None if self._handle is None else self._handle.error()
+        problem = self._problem if error is None else describe_error(error)
+        saving = self._saving is not None and not self._saving.done()
+        told = self._host.all_gather([problem, saving])
+        if any(problems := [each for each, _ in told if each is not None]):
             self._every = None
             if self._host.rank == 0:
-                logger.warning(
-                    "memory_every: no more snapshots are taken, and a restart goes on from the newest checkpoint: %s",
-                    problem,
-                )
-            self._close(frees=True)
+                message = "memory_every: no more snapshots are taken, and a restart goes on from the newest checkpoint"
+                logger.warning("%s: %s", message, problems[0])
+            self._close()
+            self._free()
             return
-        writing = any(saves for _, saves in told)
-        self.follows = self.follows[-2 if writing else -1 :]
-        if writing or not saved:
-            try:
-                self._handle = save(self._checkpointer)
-                self._handle.collected.set()  # an error is known to all ranks when the next one is due
-            except CheckpointError as error:
-                # There may be no memory for a second copy.
-                self._problem = None if writing else describe_error(error)
+        saving, follows = any(each for _, each in told), [self._committed]
+        if self._saving is not None:
+            follows = [*follows, self._saving.save] if saving else [self._saving.save]
+            if not saving and self._saving.step == step:
+                return
+        try:
+            metadata = {**metadata, FOLLOWS: follows}
+            self._handle = self._checkpointer.save(step, state, files=write_files, metadata=metadata, block=False)
+            self._handle.collected.set()  # all ranks hear of an error when the next one is due
+        except CheckpointError as problem_of_all:
+            self._problem = None if saving else describe_error(problem_of_all)  # there may be no memory for both
 
     # At the end
 
@@ -184,24 +195,19 @@ class MemorySnapshots:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Frees the memory, unless a restart may need what is in it."""
         if self._every is not None and self._checkpointer is not None:
-            steps = [step_of(path) for path in checkpoints(self._run)[:1]]
-            memory = None if kind is None else memory_of(self._run)
-            newer = memory is not None and [step_of(path) for path in checkpoints(memory)[:1]] > steps
-            self._close(frees=not newer)
+            self._close()
+            if kind is None or issubclass(kind, TrainingDiverged) or newest_snapshot(self._run) is None:
+                self._free()
 
-    def _close(self, *, frees: bool) -> None:
+    def _close(self) -> None:
         assert self._checkpointer is not None
         with contextlib.suppress(CheckpointError):  # no checkpoint is lost
             self._checkpointer.close()
-        if frees and self._host.rank == 0:
-            try:
+
+    def _free(self) -> None:
+        if self._host.rank == 0:
+            with contextlib.suppress(OSError):
                 free_memory(self._run)
-            except OSError as error:
-                logger.warning("memory_every: the shared memory cannot be freed: %s", error)
-
-
-def _remove(checkpoint: Path) -> None:
-    delete(checkpoint, secrets.token_hex(8), unless=lambda: False)
 
 
 def _check_room(memory: Path, needed: int) -> None:
@@ -213,9 +219,7 @@ def _check_room(memory: Path, needed: int) -> None:
     free = shutil.disk_usage(SHARED_MEMORY).free + held
     if free < needed:
         wanted, there = distinct_sizes(needed, free)
-        raise StepmarkError(
-            f"{COPIES} snapshots need {wanted}, and {SHARED_MEMORY} has {there} free; make it larger (of a container: "
-            "--shm-size)"
-        )
+        make_larger = "make it larger (of a container: --shm-size)"
+        raise StepmarkError(f"{COPIES} snapshots need {wanted}, and {SHARED_MEMORY} has {there} free; {make_larger}")
     if (short := shortage([needed - held], [free_host_memory()], f"{COPIES} snapshots", "snapshots of")) is not None:
         raise StepmarkError(f"the run needs {short}; use a machine with more memory")

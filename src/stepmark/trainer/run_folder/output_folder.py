@@ -178,13 +178,16 @@ def _appears(path: Path) -> bool:
     return True
 
 
-def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: Context, *, resumes: bool) -> None:
-    """Raises StepmarkError where the folder has another run's checkpoints, or, on all ranks, where its disk has no room
-    for one. Collective."""
+def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: Context, *, resumes: bool) -> int:
+    """The bytes of a checkpoint; 0 where none is saved. Raises StepmarkError where the folder has another run's
+    checkpoints, or, on all ranks, where its disk has no room for one. Collective."""
+    from stepmark.parallel.pipeline.staged_model import complete_size  # imports torch
+
     if args.save_strategy == "no":
-        return
+        return 0
     check_no_earlier_run(folder, args, resumes=resumes)
-    needed = checkpoint_size(model, args)
+    size, states = complete_size(model), 0 if args.save_only_model else OPTIMIZER_STATES
+    needed = size.nbytes + 4 * states * size.elements
     free = context.host.broadcast(shutil.disk_usage(folder).free if context.host.rank == 0 else None)
     if free < needed:
         wanted, there = distinct_sizes(needed, free)
@@ -192,14 +195,7 @@ def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: C
             f"output_dir: {folder} has {there} free and one checkpoint needs {wanted}; free some space or choose "
             "another folder"
         )
-
-
-def checkpoint_size(model: nn.Module, args: TrainingFields) -> int:
-    """Bytes of a checkpoint of the run that trains this model, as an optimizer like AdamW makes it. Collective."""
-    from stepmark.parallel.pipeline.staged_model import complete_size  # imports torch
-
-    size, states = complete_size(model), 0 if args.save_only_model else OPTIMIZER_STATES
-    return size.nbytes + 4 * states * size.elements
+    return needed
 
 
 # Records of earlier runs
