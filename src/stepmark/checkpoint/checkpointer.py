@@ -544,7 +544,6 @@ def second_checkpointer(first: Checkpointer, folder: Path) -> Checkpointer:
     )
     second._memory, second._sharing = first._memory, first._sharing
     first._sharing.append(second._background)
-    second._cleaner.notes = False
     return second
 
 

@@ -74,11 +74,7 @@ class SaveHandle:
 
     def failed(self) -> bool:
         """Whether the save has ended with an error, which `result` raises."""
-        return self.error() is not None
-
-    def error(self) -> BaseException | None:
-        """For the engine: with which error the save has ended; None where it has none, or has not ended."""
-        return self._outcome.exception() if self.done() else None
+        return self.done() and self._outcome.exception() is not None
 
     def timed_out(self) -> bool:
         """Whether the save has failed because a rank missed a deadline."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.leases import Leases
+from stepmark.checkpoint.coordination.shared_memory import is_in_memory
 from stepmark.checkpoint.format.checkpoint_folders import (
     COORDINATION,
     best_step,
@@ -43,11 +44,8 @@ class DeletedCheckpoint:
 class CheckpointCleaner:
     """Deletes the checkpoints of a folder that no policy keeps; caches what it has read of them.
 
-    The one that `best` points at is kept, and so is one that is being read, until a later save finds it free. With
-    `notes`, what was deleted is noted.
+    The one that `best` points at is kept, and so is one that is being read, until a later save finds it free.
     """
-
-    notes = True
 
     def __init__(self, folder: Path, policies: Sequence[Retention]) -> None:
         self._folder = folder
@@ -83,8 +81,8 @@ class CheckpointCleaner:
     def _delete(self, path: Path, save: str) -> None:
         if self._needed(path) or not delete(path, save, unless=lambda: self._needed(path)):
             return
-        if not self.notes:
-            return
+        if is_in_memory(path):
+            return  # who reads the run knows nothing of it
         saved, name = self._known[path]
         try:
             deleted = DeletedCheckpoint(saved.step, name, time.time())

@@ -163,10 +163,13 @@ class MemorySnapshots:
         are no more. Collective."""
         assert self._checkpointer is not None
         self.wait()
-        error = None if self._handle is None else self._handle.error()
-        problem = self._problem if error is None else describe_error(error)
+        try:
+            if self._handle is not None:
+                self._handle.result()
+        except CheckpointError as error:
+            self._problem = describe_error(error)
         saving = self._saving is not None and not self._saving.done()
-        told = self._host.all_gather([problem, saving])
+        told = self._host.all_gather([self._problem, saving])
         if any(problems := [each for each, _ in told if each is not None]):
             self._every = None
             if self._host.rank == 0:
@@ -184,8 +187,8 @@ class MemorySnapshots:
             metadata = {**metadata, FOLLOWS: follows}
             self._handle = self._checkpointer.save(step, state, files=write_files, metadata=metadata, block=False)
             self._handle.collected.set()  # all ranks hear of an error when the next one is due
-        except CheckpointError as problem_of_all:
-            self._problem = None if saving else describe_error(problem_of_all)  # there may be no memory for both
+        except CheckpointError as error:
+            self._problem = None if saving else describe_error(error)  # there may be no memory for both
 
     # At the end
 
