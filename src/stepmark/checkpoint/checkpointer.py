@@ -125,7 +125,7 @@ class Checkpointer:
         policies = [*([KeepLast(keep_last)] if keep_last is not None else []), *keep]
         self._cleaner = CheckpointCleaner(self.folder, policies)
         self._background = Background(self._group.rank, self._group.size, save_timeout, self._cleaner)
-        self._memory, self._sharing = StagingMemory(), [self._background]  # whose saves are copied to it
+        self._memory = StagingMemory()
         self._ownership: RunOwnership | None = None
         self._max_file_size = max_file_size
         self._planner: SavePlanner  # of the claim
@@ -193,7 +193,7 @@ class Checkpointer:
                 writer, memory = self._copy(operation, ownership, request, reports)
                 operation.goes_on = True
             self._copies = writer.copies
-            self._background.begin(writer, memory)
+            self._background.begin(writer, memory, self._memory.readers)
             if block if block is not None else not self._async:
                 self.wait()
             return handle
@@ -240,7 +240,7 @@ class Checkpointer:
             operation.stop()
         report = RankReport(step, None if problem is None else describe_error(problem))
         if problem is None and isinstance(prepared, SaveRequest):
-            report = RankReport(step, None, prepared.tables.checksums(), self._own_memory().size, free_host_memory())
+            report = RankReport(step, None, prepared.tables.checksums(), self._memory.size, free_host_memory())
         return prepared, agree(self._timed_group, operation.board, what, report, problem)
 
     def _copy(
@@ -264,7 +264,7 @@ class Checkpointer:
             self._background.make_room(self.folder, disk_need(plan), request.manifest.save)
             check_disk(self.folder, plan)
         runtime = self._runtime or runtime_of(request.sections)
-        memory = self._own_memory().take(size, pinned=can_pin(runtime.device))
+        memory = self._memory.take(size, pinned=can_pin(runtime.device))
         operation.enter("copying")
         entries = {(each.group, name): entry for each in request.sections for name, entry in each.entries.items()}
         planned = plan_copies(plan, extents, entries)
@@ -292,12 +292,6 @@ class Checkpointer:
             ),
         )
         return writer, memory.numpy().data
-
-    def _own_memory(self) -> StagingMemory:
-        """The staging memory, without what a thread still reads, which keeps it."""
-        if any(each.reads_memory for each in self._sharing):
-            self._memory.release()
-        return self._memory
 
     def _before_update(self, *_: Any) -> None:
         """Before any optimizer's step: what it would write has been copied."""
@@ -542,8 +536,7 @@ def second_checkpointer(first: Checkpointer, folder: Path) -> Checkpointer:
         max_file_size=first._max_file_size,
         threads=first._threads,
     )
-    second._memory, second._sharing = first._memory, first._sharing
-    first._sharing.append(second._background)
+    second._memory = first._memory
     return second
 
 

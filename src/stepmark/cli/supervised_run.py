@@ -48,8 +48,8 @@ class SupervisedRun:
         self._earlier = {_identity(path) for path in self._to_go_on_from()}
 
     def _to_go_on_from(self) -> list[Path]:
-        snapshot = newest_snapshot(self._folder)
-        return [*([] if snapshot is None else [snapshot]), *checkpoints(self._folder)]
+        found = newest_snapshot(self._folder), *checkpoints(self._folder)
+        return [path for path in found if path is not None]
 
     def resuming_command(self, ranks: RankCount) -> list[str]:
         """A rank's command line that resumes from what this run has saved, or else starts as the run itself did: with

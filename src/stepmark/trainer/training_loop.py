@@ -218,8 +218,7 @@ class TrainingLoop:
         """As `restore_run`. Where the checkpoint is named, the run has left those that are newer."""
         parts, callbacks, began = self._parts, self._callbacks, time.perf_counter()
         restored = restore_run(self.sections(), parts, callbacks, self._checkpointer, checkpoint, self._changes)
-        leaves = checkpoint is not None and not is_in_memory(checkpoint) and self._args.save_strategy != "no"
-        if checkpoint is not None and restored is not None and leaves:
+        if checkpoint is not None and restored is not None and self._args.save_strategy != "no":
             for path in self._mirror.leave_later(restored.step):
                 logger.warning(
                     "%s is newer than %s, from which the run goes on: it is %s now",

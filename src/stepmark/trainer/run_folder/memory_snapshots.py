@@ -86,8 +86,8 @@ class MemorySnapshots:
         self._checkpointer: Checkpointer | None = None
         self._handle: SaveHandle | None = None
         self._problem: str | None = None
-        self._committed: str | None = None  # the newest save that is no snapshot,
-        self._saving: SaveHandle | None = None  # and the one after it
+        self._saving: SaveHandle | None = None  # of the newest checkpoint of this process
+        self._follows: list[str | None] = []  # its name; before that, what it follows
 
     # Before training
 
@@ -133,14 +133,14 @@ class MemorySnapshots:
                     delete(path, secrets.token_hex(8), unless=lambda: False)
             newest = next(iter(checkpoints(self._run)), None)
             save = None if newest is None else save_of(newest)
-        self._committed, self._saving = self._host.broadcast(save), None
+        self._follows, self._saving = [self._host.broadcast(save)], None
 
     # While the run trains
 
     def saves(self, handle: SaveHandle) -> None:
-        """A save that is no snapshot has begun, and the one before has ended."""
-        self._committed = self._committed if self._saving is None else self._saving.save
+        """A save that is no snapshot has begun."""
         self._saving = handle
+        self._follows.append(handle.save)
 
     def due(self, step: int) -> bool:
         """Whether a snapshot is to be taken after this step."""
@@ -152,13 +152,7 @@ class MemorySnapshots:
             with in_phase(SAVE):
                 self._handle.wait()
 
-    def take(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        write_files: Callable[[Path], object],
-        metadata: Mapping[str, Any],
-    ) -> None:
+    def take(self, step: int, state: Any, write_files: Callable[[Path], object], metadata: dict[str, Any]) -> None:
         """Begins a snapshot; see `Checkpointer.save`. None of a step that is saved already. Where one has failed, there
         are no more. Collective."""
         assert self._checkpointer is not None
@@ -178,13 +172,12 @@ class MemorySnapshots:
             self._close()
             self._free()
             return
-        saving, follows = any(each for _, each in told), [self._committed]
-        if self._saving is not None:
-            follows = [*follows, self._saving.save] if saving else [self._saving.save]
-            if not saving and self._saving.step == step:
-                return
+        saving = any(each for _, each in told)
+        self._follows = self._follows[-2 if saving else -1 :]
+        if self._saving is not None and self._saving.step == step and not saving:
+            return
         try:
-            metadata = {**metadata, FOLLOWS: follows}
+            metadata = {**metadata, FOLLOWS: self._follows}
             self._handle = self._checkpointer.save(step, state, files=write_files, metadata=metadata, block=False)
             self._handle.collected.set()  # all ranks hear of an error when the next one is due
         except CheckpointError as error:
