@@ -1,5 +1,5 @@
 """Makes ranks of a real run misbehave, whoever launches them: `install` writes a folder for PYTHONPATH whose
-`sitecustomize` Python runs at its start, and which changes the rank's second step; `install_brake` slows every step."""
+`sitecustomize` Python runs at its start, and which changes a step of the rank; `install_brake` slows every step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 SITE = """
 import importlib.util, os, signal, sys, time
 
-RANK, WHAT, PLACE, ONCE = {rank!r}, {what!r}, {place!r}, {once!r}
+RANK, WHAT, PLACE, ONCE, STEP = {rank!r}, {what!r}, {place!r}, {once!r}, {step!r}
 
 
 def is_rank():
@@ -53,7 +53,7 @@ def change_batch(module):
 
     def show(place):
         show_step(place)
-        if place.step == 2 and place.samples and is_rank() and not (ONCE and os.path.exists(ONCE)):
+        if place.step == STEP and place.samples and is_rank() and not (ONCE and os.path.exists(ONCE)):
             if ONCE:
                 open(ONCE, "w").close()
             misbehave()
@@ -67,7 +67,7 @@ def change_step(run):
     def step(self, batch):
         if os.path.exists(WHAT):
             time.sleep(0.4)
-        elif self._step == 1 and is_rank():
+        elif self._step == STEP - 1 and is_rank():
             misbehave()
         train_step(self, batch)
 
@@ -78,12 +78,12 @@ sys.meta_path.insert(0, AfterImport())
 """
 
 
-def install(folder: Path, rank: int, what: str, place: str = "step", *, once: bool = False) -> str:
-    """`what`: "raise" an error, "kill" the process, or "unplug" its supervisor's cores but one as well, before the
-    second step or in it, with its "batch"; `once`: only the first time. Returns the folder to put on PYTHONPATH."""
+def install(folder: Path, rank: int, what: str, place: str = "step", *, once: bool = False, step: int = 2) -> str:
+    """`what`: "raise" an error, "kill" the process, or "unplug" its supervisor's cores but one as well, before a step
+    or in it, with its "batch"; `once`: only the first time. Returns the folder to put on PYTHONPATH."""
     folder.mkdir()
     marker = str(folder / "was-here") if once else ""
-    (folder / "sitecustomize.py").write_text(SITE.format(rank=rank, what=what, place=place, once=marker))
+    (folder / "sitecustomize.py").write_text(SITE.format(rank=rank, what=what, place=place, once=marker, step=step))
     return str(folder)
 
 
@@ -91,7 +91,7 @@ def install_brake(folder: Path, brake: Path) -> str:
     """Every step of every rank takes 0.4 seconds as long as the file `brake` exists. Returns the folder to put on
     PYTHONPATH."""
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(SITE.format(rank=None, what=str(brake), place="step", once=""))
+    (folder / "sitecustomize.py").write_text(SITE.format(rank=None, what=str(brake), place="step", once="", step=2))
     return str(folder)
 
 

@@ -190,7 +190,7 @@ class Checkpointer:
             ownership = self._join()
             name = self._next_name(ownership)
             temporary = temporary_path(self.folder, step, name)
-            handle = SaveHandle(step)
+            handle = SaveHandle(step, name)
             write_files = files if self._group.rank == 0 else None
             prepare = partial(
                 prepare_save, step, name, temporary, state, write_files, metadata, metrics, model_only=model_only
@@ -201,7 +201,7 @@ class Checkpointer:
                 writer, memory = self._copy(operation, ownership, request, reports)
                 operation.goes_on = True
             self._copies = writer.copies
-            self._background.begin(writer, memory)
+            self._background.begin(writer, memory, self._memory.readers)
             if block if block is not None else not self._async:
                 self.wait()
             return handle
@@ -272,8 +272,6 @@ class Checkpointer:
             self._background.make_room(self.folder, disk_need(plan), request.manifest.save)
             check_disk(self.folder, plan)
         runtime = self._runtime or runtime_of(request.sections)
-        if self._background.reads_memory:
-            self._memory.release()  # the thread that still reads it keeps it
         memory = self._memory.take(size, pinned=can_pin(runtime.device))
         operation.enter("copying")
         entries = {(each.group, name): entry for each in request.sections for name, entry in each.entries.items()}
@@ -560,6 +558,23 @@ class Checkpointer:
             logger.error("%s", trouble)  # the error that is being raised comes first
         if lost is not None:
             raise lost from error
+
+
+def second_checkpointer(first: Checkpointer, folder: Path) -> Checkpointer:
+    """Another one of the same ranks, which keeps the newest checkpoint of a folder of its own. The two share the memory
+    that saves are copied to, and need more only while both are writing."""
+    second = Checkpointer(
+        folder,
+        keep_last=1,
+        group=first._group,
+        runtime=first._runtime,
+        save_timeout=first._timeout,
+        mesh=first._mesh,
+        max_file_size=first._max_file_size,
+        threads=first._threads,
+    )
+    second._memory = first._memory
+    return second
 
 
 def _checked_mesh(mesh: Mapping[str, int]) -> dict[str, int]:

@@ -36,16 +36,17 @@ class StagingMemory:
     def __init__(self) -> None:
         self._memory: Tensor | None = None
         self._pinned = False
+        self.readers: set[Any] = set()  # saves whose threads still read it, and keep it
 
     @property
     def size(self) -> int:
-        """Bytes held now."""
-        return 0 if self._memory is None else self._memory.numel()
+        """Bytes that can be taken again."""
+        return 0 if self._memory is None or self.readers else self._memory.numel()
 
     def take(self, size: int, *, pinned: bool) -> Tensor:
-        """At least `size` bytes, as a uint8 tensor; the same memory as before where that is large enough."""
-        if self._memory is None or self._memory.numel() < size or self._pinned != pinned:
-            self._memory = None
+        """At least `size` bytes, as a uint8 tensor; the same memory as before where that is large enough and free."""
+        if self._memory is None or self._memory.numel() < size or self._pinned != pinned or self.readers:
+            self._memory, self.readers = None, set()
             self._memory = pinned_memory(size) if pinned else _touched(size)
             self._pinned = pinned
         return self._memory

@@ -23,13 +23,14 @@ class SaveHandle:
 
     Attributes:
         step: The step that is saved.
+        save: The save's name, which its checkpoint has in the manifest.
         seconds: From the call of `save` until the checkpoint was durable; None before.
         size: Bytes of the checkpoint's files, on rank 0 once it is durable; else None.
         collected: Set once the caller has the outcome, so that the engine need not report it.
     """
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, save: str = "") -> None:
+        self.step, self.save = step, save
         self.seconds: float | None = None
         self.size: int | None = None
         self.collected = threading.Event()

@@ -15,6 +15,7 @@ from stepmark.launch.rank_count import RankCount
 from stepmark.launch.step_board import GROUPED, MIXED, StepPlace
 from stepmark.liveness.console import keep_console
 from stepmark.trainer.interruption.run_end import record_supervised_end
+from stepmark.trainer.run_folder.memory_snapshots import newest_snapshot
 from stepmark.trainer.run_folder.run_log import RESTARTING, RunLog
 from stepmark.trainer.run_folder.status import FAILED, INTERRUPTED, RESTART_DELAY, RUNNING, RunStatus
 
@@ -44,12 +45,16 @@ class SupervisedRun:
     def __init__(self, recipe: Recipe, command: Sequence[str]) -> None:
         self._args, self._command, self._began = recipe.training, list(command), time.time()
         self._folder, self._task = Path(self._args.output_dir), recipe.model.task
-        self._earlier = {_identity(path) for path in checkpoints(self._folder)}
+        self._earlier = {_identity(path) for path in self._to_go_on_from()}
+
+    def _to_go_on_from(self) -> list[Path]:
+        found = newest_snapshot(self._folder), *checkpoints(self._folder)
+        return [path for path in found if path is not None]
 
     def resuming_command(self, ranks: RankCount) -> list[str]:
         """A rank's command line that resumes from what this run has saved, or else starts as the run itself did: with
         its data parallel ranks, where processes can host them."""
-        saved = [path for path in checkpoints(self._folder) if _identity(path) not in self._earlier]
+        saved = [path for path in self._to_go_on_from() if _identity(path) not in self._earlier]
         named = self._args.resume_from_checkpoint
         if not saved or self._args.save_only_model:
             begins = ranks.now < ranks.asked and not isinstance(named, str) and not (named and self._earlier)

@@ -28,6 +28,9 @@ def contradictions(args: Any, given: Collection[str]) -> Iterator[str]:
     if args.save_on_signal and args.save_only_model:
         yield "save_on_signal and save_only_model: weights alone cannot be resumed from; set one of them"
     yield from _spike_contradictions(args, given)
+    for name, set_ in {"save_only_model": args.save_only_model, "save_strategy": args.save_strategy == "no"}.items():
+        if args.memory_every is not None and set_:
+            yield f"memory_every and {name}: snapshots are of the steps after a complete checkpoint; leave one out"
     for name in args.accepted_changes:
         if name not in CHANGES:
             yield f"accept_changes: {name!r} is unknown; choose among {', '.join(CHANGES)}"

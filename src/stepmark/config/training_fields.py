@@ -155,6 +155,7 @@ class TrainingFields(metaclass=AcceptingDefaults):
     save_steps: Annotated[float, INTERVAL] = 500
     save_total_limit: Annotated[int | None, at_least(1)] = None
     save_only_model: bool = False
+    memory_every: Annotated[int | None, at_least(1)] = None
     mirror_to: Annotated[str | None, BUCKET] = None
     resume_from_checkpoint: Annotated[str | None, OR_BOOL, PLACE] = None
     accept_changes: list | str | None = None

@@ -107,12 +107,14 @@ def restore_run(
     return restored
 
 
-def keep_logical_ranks(mesh: Mesh, checkpointer: Checkpointer, resume: bool | str | None, *, hosts: bool) -> None:
+def keep_logical_ranks(
+    mesh: Mesh, checkpointer: Checkpointer, resume: bool | str | None, snapshot: Path | None, *, hosts: bool
+) -> None:
     """Lets the processes host the data parallel ranks of the run that they go on with, so that its batches stay; more
     processes than these are as many ranks, as in a new run. `hosts`: whether the training lets them. Collective."""
     ranks: int | None = None
     if resume and mesh.context.host.rank == 0:
-        newest = next(iter(checkpoints(checkpointer.folder)), None)
+        newest = next(iter(checkpoints(checkpointer.folder)), snapshot)
         named = Path(resume) if isinstance(resume, str) else newest
         ranks = _saved_ranks(checkpointer, named)
     ranks = mesh.context.host.broadcast(ranks)

@@ -16,6 +16,7 @@ from stepmark.runtime.compile_cache import open_compile_cache, prepare_compile_c
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.mesh import check_hosting, check_sizes
 from stepmark.runtime.xla_environment import extracting_graphs
+from stepmark.trainer.run_folder.memory_snapshots import check_shared_memory
 from stepmark.trainer.run_folder.output_folder import finished, prepare_output_folder
 from stepmark.trainer.run_folder.run_log import RunLog
 from stepmark.trainer.run_folder.run_mirror import check_place
@@ -54,6 +55,7 @@ class Run:
         check_sizes(context.world.size, *sizes, replicas=args.data_parallel_replicas)
         check_hosting(context.runtime, sizes[0], sizes[2], args.data_parallel_replicas)
         check_place(args, context.host)
+        check_shared_memory(args, context.host)
         return cls(context, Path(args.output_dir))
 
     def prepare_folder(self) -> None:

@@ -125,7 +125,11 @@ class RunHooks:
         trainer._saved.add_to(folder, trainer._saved_processing)
         for write in trainer.checkpoint_files:
             write(folder)
-        path, content = folder / TRAINER_STATE, trainer._callbacks.encode_state()
+        return self.write_state(folder)
+
+    def write_state(self, folder: Path) -> Action:
+        """Of these files, what a run needs that goes on."""
+        path, content = folder / TRAINER_STATE, self._trainer._callbacks.encode_state()
         replace_file(path, b"")
         return partial(replace_file, path, content)
 

@@ -64,6 +64,7 @@ from stepmark.trainer.resume import keep_logical_ranks
 from stepmark.trainer.run import Run
 from stepmark.trainer.run_folder.adapters import Adapter
 from stepmark.trainer.run_folder.hub_uploads import HubUploads, check_hub, write_model_card
+from stepmark.trainer.run_folder.memory_snapshots import MemorySnapshots
 from stepmark.trainer.run_folder.model_export import SavedModel, own_storages, saved_processing
 from stepmark.trainer.run_folder.run_identity import identity
 from stepmark.trainer.run_folder.run_log import TRAINER_STATE
@@ -590,14 +591,16 @@ class Trainer:
         align_special_tokens(self.model, self.processing_class)
         with (
             make_checkpointer(folder, self.args, self.mesh) as checkpointer,
+            MemorySnapshots(self.args, checkpointer, self.context.host) as snapshots,
             RunMirror(self.args, retention(self.args), checkpointer, self.context, run.log) as mirror,
         ):
             if mirror.url is not None:
                 checkpointer.claim()
             resume = mirror.open(resume)
-            keep_logical_ranks(self.mesh, checkpointer, resume, hosts=self._hosts_ranks and self.args.hosts_ranks)
+            hosts, snapshot = self._hosts_ranks and self.args.hosts_ranks, snapshots.newest()
+            keep_logical_ranks(self.mesh, checkpointer, resume, snapshot, hosts=hosts)
             parts = self.make_parts()
-            loop = TrainingLoop(parts, self._callbacks, checkpointer, self._hooks, mirror)
+            loop = TrainingLoop(parts, self._callbacks, checkpointer, self._hooks, mirror, snapshots)
             evaluates = self.args.eval_strategy != "no"
             if evaluates:
                 self._eval_sets()

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from transformers.trainer_callback import TrainerControl
 
 from stepmark.checkpoint import Checkpointer
+from stepmark.checkpoint.coordination.shared_memory import is_in_memory
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, step_of
 from stepmark.checkpoint.restore.restore import Restored
 from stepmark.checkpoint.sections import describe
@@ -36,6 +37,7 @@ from stepmark.trainer.evaluation import EvaluationProgress
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
 from stepmark.trainer.interruption.run_end import reason_to_stop, record_end, withdraw
 from stepmark.trainer.resume import ARITHMETIC, arithmetic_of, locate_best, restore_run
+from stepmark.trainer.run_folder.memory_snapshots import MemorySnapshots
 from stepmark.trainer.run_folder.output_folder import check_start, set_aside_earlier_attempt, set_aside_finished_run
 from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.run_mirror import RunMirror
@@ -80,13 +82,14 @@ class TrainingLoop:
         checkpointer: Checkpointer,
         hooks: RunHooks,
         mirror: RunMirror,
+        snapshots: MemorySnapshots,
     ) -> None:
         self._parts = parts
         self._args = parts.args
         self._callbacks = callbacks
         self._checkpointer = checkpointer
         self._hooks = hooks
-        self._mirror = mirror
+        self._mirror, self._snapshots = mirror, snapshots
         self._monitor = Telemetry(parts, callbacks.run_log)
         self._flos = TotalFlos(parts.model)
         self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look, parts.step.experts)
@@ -181,16 +184,17 @@ class TrainingLoop:
         """
         parts, folder = self._parts, Path(self._args.output_dir)
         goes_on = resumes or set_aside_finished_run(folder, parts.context.host)
-        check_start(folder, parts.saved, self._args, parts.context, resumes=goes_on)
+        size = check_start(folder, parts.saved, self._args, parts.context, resumes=goes_on)
         self._checkpointer.claim()
+        self._snapshots.open(size, resumes=resumes)
         if self._args.save_strategy != "no":
             sections = {"model": parts.saved, "optimizer": parts.optimizer, "lr_scheduler": parts.schedule}
             describe(sections)  # what cannot be saved of these is named before training
             self._withdraw_stop_request()
 
     def restore(self, resume: bool | str | None) -> Path | None:
-        """Restores the checkpoint that `resume` names, or with True the newest complete one. Returns its path; None
-        where the run begins at its first step. Collective.
+        """Restores the checkpoint that `resume` names, or with True the newest complete one, or the snapshot after it.
+        Returns its path; None where the run begins at its first step. Collective.
 
         Raises CheckpointError, before anything is trained, where this run cannot continue from any.
         """
@@ -199,16 +203,19 @@ class TrainingLoop:
         self._monitor.spent = TimeSpent(status.content)
         if resume:
             named = Path(resume) if isinstance(resume, str) else None
+            named = self._snapshots.newest(self._parts.identity) if named is None else named
             restored = self._restore(named)
             if named is None and self._mirror.fetch():  # what was the newest in the folder is corrupted
                 restored = self._restore(None)
+        self._snapshots.goes_on(None if restored is None else restored.path)
         if self._ends:  # else, or where it is resumed after its end, it is to go on
             self._ends = self._parts.context.host.broadcast(status.state not in (None, DONE))
         if restored is not None:
             for message in self._changes.values():
                 self._callbacks.run_log.event("accepted", self._step, message=message)
-            self._saved_step = self._step
-            self._monitor.restored(restored.path, self._step, restored.quarantined)
+            if not is_in_memory(restored.path):
+                self._saved_step = self._step
+                self._monitor.restored(restored.path, self._step, restored.quarantined)
         elif not extracting_graphs():
             folder, host = Path(self._args.output_dir), self._parts.context.host
             set_aside_earlier_attempt(folder, host, resumes=bool(resume), repeats=self._record_resumption)
@@ -285,6 +292,7 @@ class TrainingLoop:
         self._record_position()
         while (spike := self._train_to_the_end()) is not None:
             self._roll_back(*spike)
+        self._snapshots.wait()
         self._checkpointer.wait()
         self._monitor.saves.close()
         if self._preemption is not None:  # another rank may still wait for an answer of this one's thread
@@ -324,7 +332,9 @@ class TrainingLoop:
                 f"step {first} is a loss spike after {count} rollbacks (max_rollbacks); {path.name} is from before it: "
                 "lower learning_rate, look at the samples of these steps with stepmark rows, or raise max_rollbacks"
             )
+        self._snapshots.wait()
         self._restore(path)
+        self._snapshots.goes_on(path)
         spikes.rollbacks = count + 1
         self._monitor.anomalies.rolled_back()
         self._positions.clear()
@@ -363,7 +373,8 @@ class TrainingLoop:
         run_log = self._callbacks.run_log
         attempt = run_log.attempts() + 1
         if restored is not None:
-            run_log.event("resumed", self._step, checkpoint=restored.name, attempt=attempt)
+            name = "memory" if is_in_memory(restored) else restored.name
+            run_log.event("resumed", self._step, checkpoint=name, attempt=attempt)
         self._callbacks.resumed()
         run_log.metrics({"resumed": self._step, "attempt": attempt, "mesh": self._parts.mesh.shape})
 
@@ -433,6 +444,9 @@ class TrainingLoop:
             self._losses.add(statistics)
         if shows_rates(parts.schedule):
             self._learning_rate = float(parts.schedule.get_last_lr()[0])
+        if self._snapshots.due(self._step + 1):  # before it counts: so many are repeated at most
+            with self._monitor.timers.within("save"):
+                self._snapshots.wait()
         callbacks.state.global_step += 1
         callbacks.state.epoch = batch.epoch
         tokens = self._flos.tokens(batch)
@@ -444,6 +458,7 @@ class TrainingLoop:
         self._event("on_step_end")
         self._monitor.step_ended(self._step, batch)
         self._follow_control()
+        self._take_snapshot()
         self._checkpointer.check()
         self._mirror.check()
         show_step(StepPlace(self._step + 1))
@@ -640,27 +655,41 @@ class TrainingLoop:
             state.best_model_checkpoint = str(checkpoint_path(self._checkpointer.folder, self._step))
         self._parts.optimizer.switch("eval")
         self._hooks.collect_files()
+        self._snapshots.wait()  # else there would be two copies in the host's memory
         handle = self._checkpointer.save(
             self._step,
             {"model": self._parts.saved} if model_only else self.sections(),
             files=self._hooks.write_files,
-            metadata={
-                "identity": self._parts.identity,
-                "data": self._parts.data,
-                EVALUATION: None if self._parts.evaluation is None else asdict(self._parts.evaluation),
-                "model_only": model_only,
-                "samples_per_step": self._parts.loader.layout.global_batch,
-                FIELD: None if self._parts.mesh.needs_processes else self._parts.mesh.ranks.total,
-                ARITHMETIC: arithmetic_of(self._parts.mesh),
-                KEPT: self._monitor.spent.kept(self._monitor.timers.parts()),
-            },
+            metadata=self._metadata(),
             model_only=model_only,
             metrics={**best, **self._monitor.anomalies.not_finite},
         )
         self._saved_step = self._step
+        self._snapshots.saves(handle)
         self._monitor.save_begun(handle)
         if self._preemption is not None:
             self._preemption.add_save(handle)
+
+    def _metadata(self) -> dict[str, Any]:
+        """What a checkpoint says of the run, beside its state."""
+        return {
+            "identity": self._parts.identity,
+            "data": self._parts.data,
+            EVALUATION: None if self._parts.evaluation is None else asdict(self._parts.evaluation),
+            "model_only": self._args.save_only_model,
+            "samples_per_step": self._parts.loader.layout.global_batch,
+            FIELD: None if self._parts.mesh.needs_processes else self._parts.mesh.ranks.total,
+            ARITHMETIC: arithmetic_of(self._parts.mesh),
+            KEPT: self._monitor.spent.kept(self._monitor.timers.parts()),
+        }
+
+    def _take_snapshot(self) -> None:
+        """Where one is due. For callbacks, logs and the mirror it is no save."""
+        if self._snapshots.due(self._step):
+            self._parts.step.settle()
+            self._check_finite()
+            with self._monitor.within("save", self._step):
+                self._snapshots.take(self._step, self.sections(), self._hooks.write_state, self._metadata())
 
     # Signals, and requests to stop
 

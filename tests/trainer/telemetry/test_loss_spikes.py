@@ -154,10 +154,13 @@ def test_a_run_goes_back_and_leaves_the_samples_out(tmp_path: Path, capsys: pyte
         assert call(["rows", str(tmp_path / "whole"), "--json", "--step", *options]) == 0
         assert [row["sample"] for row in json.loads(capsys.readouterr().out)["rows"]] == samples
 
-    with pytest.raises(Stops):  # after going back, before anything is saved
-        train(tmp_path / "cut", 20, 41, on_loss_spike="rollback", callbacks=[StopsAt(10, 2)], **SPIKES)
-    again = train(tmp_path / "cut", 20, 41, on_loss_spike="rollback", resume_from_checkpoint=True, **SPIKES)
-    assert all(torch.equal(again.values[step], whole.values[step]) for step in again.values)
+    for name, last, more in (("cut", 8, {}), ("snapshots", 9, {"memory_every": 1})):
+        with pytest.raises(Stops):  # after going back, before anything is saved
+            train(tmp_path / name, 20, 41, on_loss_spike="rollback", callbacks=[StopsAt(10, 2)], **SPIKES, **more)
+        assert [event["step"] for event in events(tmp_path / name, "rolled_back")] == [8]
+        again = train(tmp_path / name, 20, 41, on_loss_spike="rollback", resume_from_checkpoint=True, **SPIKES, **more)
+        assert again.order[0] == last + 1
+        assert all(torch.equal(again.values[step], whole.values[step]) for step in again.values)
 
     with pytest.raises(TrainingDiverged, match=r"step 18 is a loss spike after 1 rollbacks .*checkpoint-16 is from"):
         train(tmp_path / "limited", 20, 41, on_loss_spike="rollback", max_rollbacks=1, **SPIKES)

@@ -33,22 +33,17 @@ class Background:
         self._cleaner = cleaner
         self._in_progress: SaveHandle | None = None
         self._aftermaths: list[SaveHandle] = []  # deletions of old checkpoints whose outcome was not reported yet
-        self._reading: set[SaveHandle] = set()  # saves whose threads read the staging memory
         self._left: set[Path] = set()  # temporary folders of failed saves, on rank 0
         self._threads: list[threading.Thread] = []
 
-    @property
-    def reads_memory(self) -> bool:
-        """Whether a thread still reads the staging memory, such as that of a save that was late."""
-        return bool(self._reading)
-
-    def begin(self, writer: SaveWriter, memory: memoryview) -> None:
-        """Starts to write a save. Wait for the last one first."""
+    def begin(self, writer: SaveWriter, memory: memoryview, readers: set[SaveHandle]) -> None:
+        """Starts to write a save, which is among the readers of its memory until that ends. Wait for the last one
+        first."""
         handle = writer.operation.handle
         assert handle is not None
         self._in_progress = handle
-        self._reading.add(handle)
-        self._spawn(self._finish, writer, memory, handle)
+        readers.add(handle)
+        self._spawn(self._finish, writer, memory, handle, readers)
 
     def check(self) -> None:
         """Raises the error of what has failed."""
@@ -118,15 +113,15 @@ class Background:
         else:
             self._threads.append(thread)
 
-    def _finish(self, writer: SaveWriter, memory: memoryview, handle: SaveHandle) -> None:
+    def _finish(self, writer: SaveWriter, memory: memoryview, handle: SaveHandle, readers: set[SaveHandle]) -> None:
         time.sleep(0.001)  # the caller goes on first: else it waits for the interpreter's lock, for 5 ms at a time
         try:
             path, size = writer.run(memory)
         except BaseException as error:
             writer.operation.fail_behind(error)
-            self._reading.discard(handle)
+            readers.discard(handle)
         else:
-            self._reading.discard(handle)
+            readers.discard(handle)
             handle.succeed(path, size)
             if self._rank == 0:
                 self._retain(path, writer)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.leases import Leases
+from stepmark.checkpoint.coordination.shared_memory import is_in_memory
 from stepmark.checkpoint.format.checkpoint_folders import (
     COORDINATION,
     best_step,
@@ -80,6 +81,8 @@ class CheckpointCleaner:
     def _delete(self, path: Path, save: str) -> None:
         if self._needed(path) or not delete(path, save, unless=lambda: self._needed(path)):
             return
+        if is_in_memory(path):
+            return  # who reads the run knows nothing of it
         saved, name = self._known[path]
         try:
             deleted = DeletedCheckpoint(saved.step, name, time.time())

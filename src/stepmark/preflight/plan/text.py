@@ -11,6 +11,7 @@ from stepmark.preflight.plan.allocations import CATEGORIES
 from stepmark.preflight.plan.plan import HEADROOM, Plan, RankMemory
 from stepmark.preflight.plan.stages import StageTrace
 from stepmark.preflight.plan.step_trace import StepTrace
+from stepmark.trainer.run_folder.memory_snapshots import COPIES
 from stepmark.trainer.telemetry.progress import aligned
 
 GIGABYTE = 10**9
@@ -42,6 +43,8 @@ def _head(plan: Plan) -> Iterator[str]:
     parts = f"model {_gb(plan.model_bytes)}, optimizer {_gb(plan.optimizer_bytes)}"
     yield f"checkpoint  {_gb(plan.checkpoint_bytes)} ({parts}){times}{disk}"
     yield f"host        {_gb(plan.staging_bytes)} a rank to copy a checkpoint to; it is kept from save to save"
+    if plan.own.args.memory_every is not None:
+        yield f"memory      {_gb(COPIES * plan.checkpoint_bytes)} in /dev/shm for snapshots (memory_every)"
     if plan.own.args.mirror_to is not None:
         requests, seconds = plan.checkpoint_bytes // PART + SMALL_REQUESTS, plan.checkpoint_bytes / GIGABIT
         upload = f"{requests:,} requests and {seconds:,.0f} s at 1 Gbit/s a checkpoint"
@@ -189,6 +192,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "model": plan.model_bytes,
             "optimizer": plan.optimizer_bytes,
             "staging_per_rank": plan.staging_bytes,
+            "shared_memory": 0 if plan.own.args.memory_every is None else COPIES * plan.checkpoint_bytes,
             "saves": plan.saves,
         },
         "options": [_option_to_json(plan, option) for option in plan.options],

@@ -178,13 +178,13 @@ def _appears(path: Path) -> bool:
     return True
 
 
-def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: Context, *, resumes: bool) -> None:
-    """Raises StepmarkError where the folder has another run's checkpoints, or, on all ranks, where its disk has no room
-    for one. Collective."""
+def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: Context, *, resumes: bool) -> int:
+    """The bytes of a checkpoint; 0 where none is saved. Raises StepmarkError where the folder has another run's
+    checkpoints, or, on all ranks, where its disk has no room for one. Collective."""
     from stepmark.parallel.pipeline.staged_model import complete_size  # imports torch
 
     if args.save_strategy == "no":
-        return
+        return 0
     check_no_earlier_run(folder, args, resumes=resumes)
     size, states = complete_size(model), 0 if args.save_only_model else OPTIMIZER_STATES
     needed = size.nbytes + 4 * states * size.elements
@@ -195,6 +195,7 @@ def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: C
             f"output_dir: {folder} has {there} free and one checkpoint needs {wanted}; free some space or choose "
             "another folder"
         )
+    return needed
 
 
 # Records of earlier runs
