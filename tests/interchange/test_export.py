@@ -26,7 +26,7 @@ from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
 from stepmark.interchange.sources.foreign import ImportOptions
 from stepmark.model_folder.new_folder import WritingListener
 from stepmark.model_folder.output_files import torch_file, write_files
-from stepmark.tensor_files import streaming, torch_writer
+from stepmark.tensor_files import streaming
 from stepmark.tensor_files.array_reader import ArrayReader
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 from stepmark.tensor_files.torch_file import read_torch_file
@@ -226,8 +226,8 @@ def test_archives_of_more_than_four_gigabytes(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "data").write_bytes(data.view(torch.uint8).numpy().tobytes())
     tensor = GlobalTensor.whole("x", StoredArray.contiguous(tmp_path / "data", 0, "BF16", (30, 100)))
     value = {"a": tensor, "b": [1, (2.5, None)], "c": tensor}
-    for large in (0xFFFFFFFF, 1000):
-        monkeypatch.setattr(torch_writer, "_LARGE", large)
+    for large in (zipfile.ZIP64_LIMIT, 1000):
+        monkeypatch.setattr(zipfile, "ZIP64_LIMIT", large)
         path = tmp_path / f"{large}.pt"
         write_files(tmp_path, [torch_file(path.name, value)], (), WritingListener())
         found = torch.load(path, weights_only=True)

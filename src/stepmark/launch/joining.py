@@ -19,14 +19,13 @@ import torch.distributed as dist
 from stepmark.errors import LaunchError, PeerFailed
 from stepmark.launch.join_clock import SETTING, JoinClock
 from stepmark.launch.network import address_towards, interface_of, is_loopback
-from stepmark.launch.roster import Meeting, Peer, Roster, describe_ranks
+from stepmark.launch.roster import READ_BY_OTHERS, Meeting, Peer, Roster, describe_ranks
 from stepmark.launch.store import StoreConnection, open_store
 from stepmark.launch.supervisor import SUPERVISOR
 from stepmark.launch.world import World
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 _FAILED = "connecting-failed"
-_READ_BY_OTHERS = 1.0  # seconds for the others to read why rank 0 failed, which may serve the store
 
 
 def connect(
@@ -108,7 +107,7 @@ def _fail(world: World, store: dist.Store, problem: str) -> NoReturn:
     others = store.clone()  # type: ignore[attr-defined]
     if not others.check([_FAILED]):
         others.set(_FAILED, str(error))
-        time.sleep(_READ_BY_OTHERS if world.rank == 0 else 0.0)
+        time.sleep(READ_BY_OTHERS if world.rank == 0 else 0.0)
     raise error
 
 

@@ -30,7 +30,7 @@ from stepmark.liveness.host_group import launcher_serves
 from stepmark.liveness.messages import pack, unpack
 
 _GAVE_UP = "gave-up"
-_READ_BY_OTHERS = 1.0  # seconds for the others to read why rank 0 gives up, which may serve the store
+READ_BY_OTHERS = 1.0  # seconds for the others to read why rank 0 gives up, which may serve the store
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,10 @@ class Meeting:
 
     def _current_roster(self) -> Roster | None:
         """The roster according to the current hellos; None while one is missing."""
-        ranks = range(self._world.size)
-        self._hellos |= {rank for rank in ranks if rank not in self._hellos and self._store.check([f"hello/{rank}"])}
-        if len(self._hellos) < self._world.size:
+        if self._absent():
             return None
-        values = self._store.multi_get([f"hello/{rank}" for rank in ranks])  # type: ignore[attr-defined]
+        keys = [f"hello/{rank}" for rank in range(self._world.size)]
+        values = self._store.multi_get(keys)  # type: ignore[attr-defined]
         peers = [Peer(**unpack(value)) for value in values]
         if self._written is not None and self._written.peers == peers:
             return self._written
@@ -166,13 +165,14 @@ class Meeting:
 
     def _absent(self) -> set[int]:
         """Ranks without a hello."""
-        return {rank for rank in range(self._world.size) if not self._store.check([f"hello/{rank}"])}
+        absent = set(range(self._world.size)) - self._hellos
+        self._hellos |= {rank for rank in absent if self._store.check([f"hello/{rank}"])}
+        return absent - self._hellos
 
     def _seen_missing(self) -> str | None:
         """Which ranks are missing, if rank 0 is among them and this rank is the first that has joined."""
         absent = self._absent() if self._clock.due else set()
-        first = min(set(range(self._world.size)) - absent)
-        return self._missing(absent) if absent and first == self._world.rank else None
+        return self._missing(absent) if absent and min(self._hellos) == self._world.rank else None
 
     # Waiting
 
@@ -198,7 +198,7 @@ class Meeting:
         )
         if waiting is not None and not launcher_serves():
             self._store.set(_GAVE_UP, str(error))
-            self._clock.sleep(_READ_BY_OTHERS)
+            self._clock.sleep(READ_BY_OTHERS)
         raise error
 
 

@@ -12,6 +12,7 @@ import math
 import pickle
 import struct
 import threading
+import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,17 +20,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stepmark.checkpoint.format.block_io import FileOutput
-from stepmark.checkpoint.format.dtypes import DTYPES, item_size
+from stepmark.checkpoint.format.dtypes import DTYPES
 from stepmark.errors import CheckpointMismatch
 from stepmark.sharding.layout import row_major_strides
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.pickle_reader import STORAGES, PickledName
 from stepmark.tensor_files.streaming import WrittenTensor
-from stepmark.tensor_files.torch_file import CENTRAL, ELSEWHERE, END, LARGE_END, LOCAL, LOCATOR
 
 _ALIGNMENT = 64  # bytes: where torch lets a record's data begin
-_LARGE = ELSEWHERE  # sizes and positions from here on are in fields for 64 bits
-_MANY = 0xFFFF
 _STORAGES = {dtype: f"{kind}Storage" for kind, dtype in STORAGES.items()}  # of other types: a storage of bytes
 
 
@@ -141,13 +139,46 @@ class _RunningChecksum:
 class _Record:
     """A record: `begin` is where its header begins, `start` its data, counted from the archive's first byte."""
 
-    name: bytes
-    size: int
+    name: str
+    content: bytes | GlobalTensor
     begin: int
-    start: int
-    data: bytes | None = None
-    tensor: GlobalTensor | None = None
     checksum: _RunningChecksum = field(default_factory=_RunningChecksum)
+
+    def __post_init__(self) -> None:
+        self.size = len(self.content) if isinstance(self.content, bytes) else self.content.nbytes
+        least = self.begin + len(self._header(b"")) + 4
+        self.start = -(-least // _ALIGNMENT) * _ALIGNMENT
+
+    def entry(self) -> zipfile.ZipInfo:
+        """What the directory has of it."""
+        entry = zipfile.ZipInfo(f"archive/{self.name}")
+        entry.CRC, entry.header_offset = self.checksum.crc, self.begin
+        entry.file_size = entry.compress_size = self.size
+        return entry
+
+    def _header(self, extra: bytes) -> bytes:
+        entry = self.entry()
+        entry.extra = extra
+        return entry.FileHeader(self.size > zipfile.ZIP64_LIMIT)
+
+    def header(self) -> bytes:
+        """What is in front of its data, filled up to where that begins as torch does it."""
+        room = self.start - self.begin - len(self._header(b"")) - 4
+        return self._header(struct.pack("<2sH", b"FB", room) + b"Z" * room)
+
+
+class _Behind(io.BytesIO):
+    """What follows the first `begin` bytes of a file."""
+
+    def __init__(self, begin: int) -> None:
+        super().__init__()
+        self._begin = begin
+
+    def tell(self) -> int:
+        return self._begin + super().tell()
+
+    def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
+        return self._begin + super().seek(position - self._begin, whence)
 
 
 @dataclass
@@ -168,88 +199,39 @@ class TorchArchive:
             pickler.dump(self.value)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise CheckpointMismatch(f"a value cannot be stored in a file of torch.save: {error}") from error
-        self._add("data.pkl", data=pickled.getvalue())
-        self._add("byteorder", data=b"little")
-        for number, tensor in enumerate(pickler.tensors):
-            self._add(f"data/{number}", tensor=tensor)
-        self._add("version", data=b"3\n")
+        contents: dict[str, bytes | GlobalTensor] = {"data.pkl": pickled.getvalue(), "byteorder": b"little"}
+        contents |= {f"data/{number}": tensor for number, tensor in enumerate(pickler.tensors)}
+        contents |= {"version": b"3\n"}
+        for name, content in contents.items():
+            self._records.append(_Record(name, content, self.size))
+            self.size = self._records[-1].start + self._records[-1].size
         self.size += len(self._directory())
-
-    def _add(self, name: str, data: bytes | None = None, tensor: GlobalTensor | None = None) -> None:
-        encoded = f"archive/{name}".encode()
-        size = len(data) if data is not None else 0
-        if tensor is not None:
-            size = math.prod(tensor.shape) * item_size(tensor.dtype)
-        begin = self.size
-        start = begin + LOCAL.size + len(encoded) + len(_large_sizes(size)) + 4
-        start = -(-start // _ALIGNMENT) * _ALIGNMENT
-        self._records.append(_Record(encoded, size, begin, start, data, tensor))
-        self.size = start + size
 
     @property
     def tensor_bytes(self) -> int:
-        return sum(record.size for record in self._records if record.tensor is not None)
+        return sum(tensor.nbytes for tensor, _, _ in self.places())
 
     def places(self, base: int = 0) -> list[WrittenTensor]:
         """Where its tensors go in a file in which the archive begins at byte `base`."""
         return [
-            WrittenTensor(record.tensor, base + record.start, record.checksum.add)
+            WrittenTensor(record.content, base + record.start, record.checksum.add)
             for record in self._records
-            if record.tensor is not None
+            if isinstance(record.content, GlobalTensor)
         ]
 
     def finish(self, output: FileOutput, base: int = 0) -> None:
         """Writes everything else, after the tensors."""
         for record in self._records:
-            if record.data is not None:
-                record.checksum.add(0, memoryview(record.data))
-                output.write(memoryview(record.data), base + record.start)
-            output.write(memoryview(_local_header(record)), base + record.begin)
+            if isinstance(record.content, bytes):
+                record.checksum.add(0, memoryview(record.content))
+                output.write(memoryview(record.content), base + record.start)
+            output.write(memoryview(record.header()), base + record.begin)
         directory = self._directory()
         output.write(memoryview(directory), base + self.size - len(directory))
 
     def _directory(self) -> bytes:
         """The central directory, and what follows it."""
-        entries = b"".join(_central_header(record) for record in self._records)
-        begin = self._records[-1].start + self._records[-1].size
-        count, size = len(self._records), len(entries)
-        large = b""
-        if begin >= _LARGE or count >= _MANY or size >= _LARGE:
-            end = LARGE_END.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, begin)
-            large = end + LOCATOR.pack(b"PK\x06\x07", 0, begin + size, 1)
-        short = min(count, _MANY)
-        last = END.pack(b"PK\x05\x06", 0, 0, short, short, _short(size), _short(begin), 0)
-        return entries + large + last
-
-
-def _short(number: int) -> int:
-    return number if number < _LARGE else ELSEWHERE
-
-
-def _large_sizes(size: int) -> bytes:
-    """The extra field of a record whose size needs 64 bits; empty for all others."""
-    return struct.pack("<2H2Q", 1, 16, size, size) if size >= _LARGE else b""
-
-
-def _local_header(record: _Record) -> bytes:
-    large, short, crc = _large_sizes(record.size), _short(record.size), record.checksum.crc
-    room = record.start - record.begin - LOCAL.size - len(record.name) - len(large)
-    extra = large + struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
-    version = 45 if large else 0
-    header = LOCAL.pack(b"PK\x03\x04", version, 0, 0, 0, 0, crc, short, short, len(record.name), len(extra))
-    return header + record.name + extra
-
-
-def _central_header(record: _Record) -> bytes:
-    sizes, extra = _large_sizes(record.size)[4:], b""
-    place = struct.pack("<Q", record.begin) if record.begin >= _LARGE else b""
-    if sizes or place:
-        extra = struct.pack("<2H", 1, len(sizes) + len(place)) + sizes + place
-    version, short, crc = 45 if extra else 0, _short(record.size), record.checksum.crc
-    # fmt: off
-    header = CENTRAL.pack(
-        b"PK\x01\x02", version, version, 0, 0, 0, 0, crc, short, short, len(record.name), len(extra), 0, 0, 0, 0,
-        _short(record.begin),
-    )
-    # fmt: on
-    return header + record.name + extra
+        behind = _Behind(self._records[-1].start + self._records[-1].size)
+        with zipfile.ZipFile(behind, "w") as archive:  # of records that are written without it
+            archive.filelist += [record.entry() for record in self._records]
+        return behind.getvalue()
