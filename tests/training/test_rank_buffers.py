@@ -11,6 +11,7 @@ from torch import nn
 from stepmark import Mesh
 from stepmark.errors import UsageError
 from stepmark.training.rank_buffers import RankBuffers
+from tests.support.native import DEVICE
 from tests.support.ranks import Ranks
 
 
@@ -106,9 +107,15 @@ def test_whatever_a_pass_changes_is_as_on_the_first_rank(ranks: Ranks, name: str
     assert model.count.tolist() == [1.0, 1.0]
 
 
-def changed(name: str) -> list[list[float]]:
+def test_so_it_is_on_devices(native_ranks: Ranks) -> None:
+    found = native_ranks.run(changed, "replace_buffer", DEVICE, nproc=2, timeout=60).check()
+    assert found[0] == found[1]
+
+
+def changed(name: str, device: str = "cpu") -> list[list[float]]:
     """The tensors of a model after two steps in which each rank has added or written another number."""
-    mesh, model = Mesh.create(device="cpu"), counting()
+    mesh = Mesh.create(device=device)
+    model = counting().to(device)
     buffers = RankBuffers(model, mesh)
     for step in range(2):
         buffers.begin()
