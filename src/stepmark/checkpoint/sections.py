@@ -235,6 +235,7 @@ def kept_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _describe_other(name: str, value: Any, modules: Mapping[str, nn.Module]) -> Section:
+    value = getattr(value, "named_optimizer", value)
     held = getattr(value, "held_names", None)
     if held is not None or (isinstance(value, torch.optim.Optimizer) and not hasattr(value, "named_state")):
         inner, names = (value, parameter_names(modules)) if held is None else (value.inner, held)

@@ -158,8 +158,12 @@ def test_the_norm_is_clipped_to_one_by_default_and_with_none() -> None:
 def test_the_smaller_cap_limits_a_bucket(caps: tuple[int, int]) -> None:
     net = nn.Sequential(*(nn.Linear(256, 512, bias=False) for _ in range(5)))  # 0.5 MiB each
     options = {"bucket_cap_mb_all_gather": caps[0], "bucket_cap_mb_reduce_scatter": caps[1]}
-    assert [bucket.numel for bucket in optimizer(net)._sharded.distribution.buckets] == [5 * 2**17]
-    assert [bucket.numel for bucket in optimizer(net, **options)._sharded.distribution.buckets] == [2**17, 2**18, 2**18]
+    assert [bucket.numel for bucket in optimizer(net).named_optimizer.distribution.buckets] == [5 * 2**17]
+    assert [bucket.numel for bucket in optimizer(net, **options).named_optimizer.distribution.buckets] == [
+        2**17,
+        2**18,
+        2**18,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +285,7 @@ def test_states_of_parts_that_are_inside_others_are_refused() -> None:
     net(torch.ones(1, 2)).sum().backward()
     made.step()
     with pytest.raises(UsageError, match="optimizer: its state of weight has tensors inside a list, of which each ra"):
-        made.named_state()
+        made.named_optimizer.named_state()
 
 
 @pytest.mark.parametrize("data", [False, True])
@@ -293,14 +297,14 @@ def test_masters_keep_what_rounding_hides_of_parameters_that_were_not_written(da
     for _ in range(3):
         net(torch.ones(2, 7, dtype=torch.bfloat16)).backward()
         made.step()
-    kept = made.named_state()["first"]["master"].tensor.clone()
+    kept = made.named_optimizer.named_state()["first"]["master"].tensor.clone()
     assert not torch.equal(kept, kept.to(torch.bfloat16).float())
     with torch.no_grad():
         (net.scale.data if data else net.scale).fill_(2.0)
     made.param_groups[0]["lr"] = 0.0
     net(torch.ones(2, 7, dtype=torch.bfloat16)).backward()
     made.step()
-    assert torch.equal(made.named_state()["first"]["master"].tensor[:35], kept[:35])
+    assert torch.equal(made.named_optimizer.named_state()["first"]["master"].tensor[:35], kept[:35])
     assert net.scale.item() == 2.0
 
 

@@ -168,7 +168,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self.defaults = dict(sharded.inner.defaults)
         self.param_groups = sharded.inner.param_groups
         self._live = sharded, gradients, mesh
-        self.inner, self.divided_by = sharded.inner, "zero_1"  # for `Checkpointer`
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group before the parameters are sharded.
@@ -188,7 +187,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     @property
-    def _sharded(self) -> NamedOptimizer:
+    def named_optimizer(self) -> NamedOptimizer:
+        """This rank's shards by the names of parameters, for `Checkpointer`."""
         return self._initialized()[0]
 
     def _initialized(self) -> tuple[NamedOptimizer, GradientReducer, Mesh]:
@@ -253,7 +253,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         It fits only the same rank of the same mesh. `stepmark.Checkpointer`, given the optimizer itself, saves and
         restores it on any mesh.
         """
-        return self._sharded.local_state()
+        return self.named_optimizer.local_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` returned on this rank, in place. Load the model's state first.
@@ -261,31 +261,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: It was made on another rank, on another mesh, or of other parameters.
         """
-        self._sharded.load_local_state(state_dict)
+        self.named_optimizer.load_local_state(state_dict)
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state that this rank holds, master weights included."""
-        return self._sharded.state_bytes()
-
-    def ensure_state(self) -> None:
-        """Creates the state, so that it can be restored in place; `Checkpointer.restore` calls it."""
-        self._sharded.ensure_state()
-
-    def named_state(self) -> dict[str, dict[str, Any]]:
-        """Parameter name to this rank's slices of its state, for `Checkpointer`."""
-        return self._sharded.named_state()
-
-    def named_groups(self) -> list[dict[str, Any]]:
-        """The groups' hyperparameters, with parameter names, for `Checkpointer`."""
-        return self._sharded.named_groups()
-
-    def load_named_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Restores the groups' saved values, for `Checkpointer`."""
-        self._sharded.load_named_groups(groups)
-
-    def load_named_values(self, name: str, values: Mapping[str, Any]) -> None:
-        """Restores what the state of a parameter has besides tensors, for `Checkpointer`."""
-        self._sharded.load_named_values(name, values)
+        return self.named_optimizer.state_bytes()
 
 
 def _fused_unless_chosen(kind: Any, device: torch.device, arguments: Mapping[str, Any]) -> dict[str, Any]:
