@@ -133,14 +133,15 @@ def start_ranks(parsed: argparse.Namespace, ranks: RankCount, **options: Any) ->
     return supervise(command, ranks, show_traceback=show_traceback, unblocks_sigint=True, **options)
 
 
-def rank_command(arguments: Sequence[str]) -> list[str]:
-    """The same command line without --nproc and --min_nproc."""
+def rank_command(arguments: Sequence[str], *others: str) -> list[str]:
+    """The same command line without --nproc, --min_nproc, and other options that have a value."""
+    dropped = ("--nproc", "--min_nproc", *others)
     kept: list[str] = []
     skip = False
     for argument in arguments:
-        if skip or argument.startswith(("--nproc=", "--min_nproc=")):
+        if skip or argument.startswith(tuple(f"{name}=" for name in dropped)):
             skip = False
-        elif argument in ("--nproc", "--min_nproc"):
+        elif argument in dropped:
             skip = True
         else:
             kept.append(argument)
