@@ -32,7 +32,10 @@ def run(parsed: argparse.Namespace) -> int:
         raise UsageError("drill: needs Linux, whose /proc it finds the ranks in")
     if world.size > 1 and parsed.nproc is not None:
         raise UsageError("--nproc: this process is already one of several ranks; omit --nproc under torchrun or srun")
-    ranks = RankCount.of(parsed.nproc or 1, None, recipe.training, count_devices).now
+    given = 1 if parsed.nproc is None else parsed.nproc
+    ranks = RankCount.of(given, None, recipe.training, count_devices).now
+    if ranks < 1:
+        raise UsageError(f"--nproc: must be at least 1, but is {given}")
     from stepmark.preflight.doctor.examine import to_json, to_text, will_fail
     from stepmark.preflight.drill.drill import FAULTS, Drill
     from stepmark.recipe.early_checks import check_early

@@ -17,6 +17,7 @@ from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.checkpoint.format.verify import verify
 from stepmark.checkpoint.places import verify_there
 from stepmark.config.recipe import Recipe
+from stepmark.errors import UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.objects import AWAY, Bucket
 from stepmark.launch.join_clock import JoinClock, join_timeout
@@ -203,14 +204,18 @@ class Drill:
         return (self.ranks - 1) // smallest * smallest
 
     def _make(self, name: str, limit: float, fields: Mapping[str, str]) -> DrilledRun:
-        words = [word for field, value in fields.items() for word in (f"--{field}", value)]
-        self.run = DrilledRun(self.folder / name, [*self.command, *words], limit, self.world, self.store)
+        folder = self.folder / name
+        flags = {**fields, "output_dir": str(folder)}
+        words = [word for field, value in flags.items() for word in (f"--{field}", value)]
+        self.run = DrilledRun(folder, [*self.command, *words], limit, self.world, self.store)
         return self.run
 
     def _undisturbed(self) -> Finding:
         run = self._make("undisturbed", LONG, self.overrides(self.steps))
         run.start(self.ranks)
         if code := run.end():
+            if code == UsageError.exit_code:
+                raise UsageError(run.error(code).partition(": ")[2])
             return _row(run.folder.name, "broken", run.error(code))
         times = [line["time"] for line in run.metrics()]
         step, start = statistics.median([b - a for a, b in pairwise(times)] or [TRAINED]), times[0] - run.began
