@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -11,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.checkpoint.format.verify import verify
 from stepmark.checkpoint.places import verify_there
 from stepmark.config.recipe import Recipe
-from stepmark.errors import UsageError
+from stepmark.errors import StepmarkError, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.objects import AWAY, Bucket
 from stepmark.launch.join_clock import JoinClock, join_timeout
@@ -28,7 +29,7 @@ from stepmark.liveness.progress import END_FLOOR, FACTOR, FLOOR
 from stepmark.preflight.doctor.examine import will_fail
 from stepmark.preflight.doctor.findings import Finding, Status
 from stepmark.preflight.doctor.shared_folder import look_at_folder
-from stepmark.preflight.drill.drilled_run import DrilledRun, follow
+from stepmark.preflight.drill.drilled_run import DrilledRun, dismiss, follow
 from stepmark.runtime.hardware import count_devices
 
 STEPS, TRAINED, MOST_STEPS = 24, 6.0, 2000  # steps of a run; where they take fewer seconds than that, more of them
@@ -41,15 +42,6 @@ NOTICED = ("restarting", "stuck", "stopping", "set_aside", "save_failed")  # eve
 COST, MARGIN = 0.01, 3.0  # of the time, for saves; times what was measured: others use the storage too
 
 
-class Fault(NamedTuple):
-    """`strike` disturbs a run in the middle of its steps; `damage` changes the folder of a run that has ended, and
-    returns the step from which it has to go on."""
-
-    text: str
-    strike: Callable[[DrilledRun], object]
-    damage: Callable[[DrilledRun], int] = lambda run: run.steps[0]
-
-
 def _kill_in_save(run: DrilledRun) -> None:
     run.until(lambda: any(run.folder.glob(".checkpoint-*")))
     run.kill()
@@ -60,19 +52,16 @@ def _terminate(run: DrilledRun) -> None:
 
 
 def _flip_byte(run: DrilledRun) -> int:
+    """Damages the newest checkpoint, and returns the step of the one before it."""
     newest, older, *_ = run.steps
-    files = checkpoint_path(run.folder, newest).rglob("*.safetensors")
-    with max(files, key=lambda path: path.stat().st_size).open("r+b") as file:
+    largest = max(checkpoint_path(run.folder, newest).rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    with largest.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         byte = file.read(1)[0] ^ 1
         file.seek(-1, os.SEEK_END)
         file.write(bytes([byte]))
     run.disturbed = time.time()
     return older
-
-
-def _fill_disk(run: DrilledRun) -> None:
-    run.limit_files(max(path.stat().st_size for path in run.folder.rglob("*.safetensors")) // 2)
 
 
 def _take_bucket(run: DrilledRun) -> None:
@@ -82,18 +71,19 @@ def _take_bucket(run: DrilledRun) -> None:
     away.unlink()
 
 
-FAULTS = {
-    "save": Fault("checkpoints are saved", lambda run: None),
-    "kill": Fault("SIGKILL to a rank", lambda run: run.send(signal.SIGKILL, to_rank=True)),
-    "kill-in-save": Fault("SIGKILL to the run while it saves", _kill_in_save),
-    "stop": Fault("SIGSTOP to a rank", lambda run: run.send(signal.SIGSTOP, to_rank=True)),
-    "sigterm": Fault("SIGTERM", _terminate),
-    "fewer": Fault("SIGTERM, then fewer ranks", _terminate),
-    "more": Fault("SIGTERM, then more ranks", _terminate),
-    "flip": Fault("SIGTERM, then a byte of the newest checkpoint flips", _terminate, damage=_flip_byte),
-    "full-disk": Fault("files cannot grow during a save", _fill_disk),
-    "bucket-away": Fault(f"the bucket does not answer for {AWAY_SECONDS:.0f} s", _take_bucket),
+FAULTS: dict[str, tuple[str, Callable[[DrilledRun], object]]] = {  # what happens to a run in the middle of its steps
+    "save": ("checkpoints are saved", lambda run: None),
+    "kill": ("SIGKILL to a rank", lambda run: run.send(signal.SIGKILL, to_rank=True)),
+    "kill-in-save": ("SIGKILL to the run while it saves", _kill_in_save),
+    "stop": ("SIGSTOP to a rank", lambda run: run.send(signal.SIGSTOP, to_rank=True)),
+    "sigterm": ("SIGTERM", _terminate),
+    "fewer": ("SIGTERM, then fewer ranks", _terminate),
+    "more": ("SIGTERM, then more ranks", _terminate),
+    "flip": ("SIGTERM, then a byte of the newest checkpoint flips", _terminate),
+    "full-disk": ("files cannot grow during a save", DrilledRun.fill_disk),
+    "bucket-away": (f"the bucket does not answer for {AWAY_SECONDS:.0f} s", _take_bucket),
 }
+HARMLESS = ("save", "bucket-away")  # through which a run goes on
 
 
 @dataclass
@@ -117,6 +107,7 @@ class Drill:
     def __post_init__(self) -> None:
         self.args = self.recipe.training
         self.folder = Path(f"{self.args.output_dir}-drill-{os.getpid()}")
+        self.bucket = f"{self.args.mirror_to}-{self.folder.name}"
         self.steps = self.length[0] or STEPS
         self.run: DrilledRun | None = None  # the latest one
         self.store: Any = None  # of the processes that a launcher has started
@@ -155,8 +146,11 @@ class Drill:
             if self.run is not None:
                 self.run.kill()
             if self.store is not None:
-                self.store.set(f"drill/{DrilledRun.attempts}", "null")
+                dismiss(self.world, self.store)
             files.remove_tree(self.folder)
+            if self.args.mirror_to is not None and "bucket-away" in names:
+                with contextlib.suppress(OSError):
+                    Bucket(self.bucket).delete([each.name for each in Bucket(self.bucket).objects()])
 
     def _found(self, names: Sequence[str]) -> Iterator[Finding]:
         found = [*look_at_folder(self.folder)]
@@ -172,23 +166,25 @@ class Drill:
             if reason := culprit or self._lacking(name):
                 yield _row(name, "left out", reason)
                 continue
-            say(f"drill: {number} of {len(names)}: {FAULTS[name].text}")
-            yield self._drilled(name, FAULTS[name])
+            say(f"drill: {number} of {len(names)}: {FAULTS[name][0]}")
+            yield self._drilled(name, *FAULTS[name])
         yield from self._recommended()
 
     def _lacking(self, name: str) -> str:
         """Why there cannot be this fault here; empty if there can."""
+        if name == "bucket-away" and self.args.mirror_to is None:
+            return "the recipe has no mirror_to"
+        if name == "stop" and self.ranks == 1:
+            return "others have to notice it; start the drill with --nproc 2"
+        return self._unshared() if name in ("fewer", "more") else ""
+
+    def _unshared(self) -> str:
+        """Why fewer ranks cannot go on with the same run, bit for bit; empty if they can."""
         args, kind = self.args, count_devices(self.args.device_name)[0]
-        if name == "bucket-away":
-            return "the recipe has no mirror_to" if args.mirror_to is None else ""
-        if name == "stop":
-            return "others have to notice it; start the drill with --nproc 2" if self.ranks == 1 else ""
-        if name not in ("fewer", "more"):
-            return ""
         if self.world.size > 1:
             return "a launcher's ranks stay as many; start the drill on one machine with --nproc"
         if not self.fewer:
-            return f"a run of {self.ranks} ranks cannot have fewer; --nproc {self.ranks + 1}"
+            return f"a run of {self.ranks} ranks cannot have fewer; --nproc {2 * self.ranks}"
         if kind == "xla" or args.tensor_parallel_size % args.expert_parallel_size or not args.hosts_ranks:
             return "processes cannot host several ranks of this run"
         if args.data_parallel_replicas is None and (kind != "cpu" or self.recipe.model.task is not None):
@@ -198,9 +194,8 @@ class Drill:
     @property
     def fewer(self) -> int:
         """How many ranks fewer than all the mesh can have; 0 if none."""
-        smallest = self.args.pipeline_parallel_size * math.lcm(
-            self.args.tensor_parallel_size, self.args.expert_parallel_size
-        )
+        experts = math.lcm(self.args.tensor_parallel_size, self.args.expert_parallel_size)
+        smallest = experts * self.args.pipeline_parallel_size
         return (self.ranks - 1) // smallest * smallest
 
     def _make(self, name: str, limit: float, fields: Mapping[str, str]) -> DrilledRun:
@@ -229,32 +224,32 @@ class Drill:
         text = f"{self.steps} steps of {step:.3f} s, the first after {start:.1f} s"
         return _row(run.folder.name, "kept", text, **self.measured)
 
-    def _drilled(self, name: str, fault: Fault) -> Finding:
+    def _drilled(self, name: str, text: str, strike: Callable[[DrilledRun], object]) -> Finding:
         """Disturbs a run, starts it again until it has ended, and judges it."""
-        bucket, fields = f"{self.args.mirror_to}-{self.folder.name}", {}
+        fields = {}
         if name == "stop":
             fields["step_timeout"] = f"{FLOOR + MARGIN * self.measured['start']:.0f}"
         elif name in ("fewer", "more"):
             own = self.args.tensor_parallel_size * self.args.pipeline_parallel_size
             fields["data_parallel_replicas"] = str(self.args.data_parallel_replicas or self.ranks // own)
         elif name == "bucket-away":
-            fields["mirror_to"] = bucket
+            fields["mirror_to"] = self.bucket
         save_steps = self.length[1] or max(self.steps // SAVES, 1)
         run = self._make(name, LONG / 3 + 10 * self.measured["run"], self.overrides(save_steps, **fields))
         run.start(self.fewer if name == "more" else self.ranks)
         reached, due = run.until(lambda: run.step >= SHARE * self.steps), run.steps[0]
         if reached:
-            fault.strike(run)
+            strike(run)
         code, restarts, ended = run.end(), 0, run.ended
-        stopped = fault.strike is _terminate
-        if not reached or (stopped and code != INTERRUPTED):
+        stopped, struck = strike is _terminate, bool(code or run.events("restarting") or name in HARMLESS)
+        if not reached or not struck or (stopped and code != INTERRUPTED):
             why = run.error(code) if code else "the run ended before it; raise --max_steps"
             return _row(name, "broken" if code else "left out", why)
         late = ended - run.disturbed if stopped else 0.0
         while code and restarts < ATTEMPTS:
-            due, restarts = run.steps[0] if restarts else fault.damage(run), restarts + 1
+            due = _flip_byte(run) if name == "flip" and not restarts else run.steps[0]
             run.start(self.fewer if name == "fewer" else self.ranks)
-            code = run.end()
+            code, restarts = run.end(), restarts + 1
         if name == "save":
             for key in ("stall_seconds", "durable_seconds"):
                 self.measured[key] = statistics.median([each[key] for each in run.events("saved")] or [0.0])
@@ -263,10 +258,9 @@ class Drill:
         problem = run.error(code) if code else self._difference(run, due, restarts)
         if not problem and late > self.args.signal_grace:
             problem = f"ended {late:.0f} s after SIGTERM, later than signal_grace ({self.args.signal_grace:g} s)"
-        if name == "bucket-away":
-            problem = problem or _lacks(bucket, self.steps)
-            Bucket(bucket).delete([each.name for each in Bucket(bucket).objects()])
-        return _row(name, "broken" if problem else "kept", problem or fault.text, **_times(run, ended))
+        if not problem and name == "bucket-away":
+            problem = _lacks(self.bucket, self.steps)
+        return _row(name, "broken" if problem else "kept", problem or text, **_times(run, ended))
 
     def _difference(self, run: DrilledRun, due: int, restarts: int) -> str:
         """What is not as it has to be in a run that has ended, and had to go on from step `due`; empty if nothing."""
@@ -286,15 +280,11 @@ class Drill:
         seconds = self.measured
         found: list[tuple[str, Any, str]] = []
         if "run" in seconds:
-            named = max(FLOOR, FACTOR * seconds["step"])
+            start, named = seconds["start"], max(FLOOR, FACTOR * seconds["step"])
             ends = max(END_FLOOR, FACTOR * named)
             found += [
                 ("step_timeout", "auto", f"names a rank after {named:.0f} s, ends the run after {ends:.0f} s"),
-                (
-                    "join_timeout",
-                    _rounded(120 + MARGIN * seconds["start"]),
-                    f"steps began after {seconds['start']:.1f} s",
-                ),
+                ("join_timeout", _rounded(120 + MARGIN * start), f"the first step had ended after {start:.1f} s"),
             ]
         if "stop" in seconds:
             grace = _rounded(10 + MARGIN * seconds["stop"])
@@ -316,10 +306,12 @@ def _rounded(seconds: float) -> int:
 
 def _lacks(address: str, step: int) -> str:
     """What is wrong with the mirror of a run that has ended with this step; empty if nothing is."""
-    reports = list(verify_there(address))
-    if faulty := [report for report in reports if report.faults]:
-        return f"{faulty[0].path}: {faulty[0].faults[0]}"
-    return "" if step in [report.step for report in reports] else f"{address} has no checkpoint-{step}"
+    try:
+        reports = {report.step: report.faults for report in verify_there(address)}
+    except StepmarkError as error:
+        return str(error)
+    faults = [f"{address}/checkpoint-{each}: {found[0]}" for each, found in reports.items() if found]
+    return [*faults, "" if step in reports else f"{address}: checkpoint-{step} is missing"][0]
 
 
 def _times(run: DrilledRun, ended: float) -> dict[str, float | int | None]:

@@ -14,6 +14,8 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,10 @@ GRACE = 15.0  # seconds in which ranks end after another one
 
 def follow(world: World, store: Any) -> None:
     """Starts the rank of this place whenever the first process starts its own; returns when that has ended."""
-    for number in range(1 << 20):
+    for number in count():
         order = json.loads(store.get(f"drill/{number}"))
         if not order:
-            return
+            break
         process, end = _start(world, *order), None
         while process.poll() is None:
             if end is None and store.check([f"drill/{number}/0"]):
@@ -42,6 +44,14 @@ def follow(world: World, store: Any) -> None:
                 process.kill()
             time.sleep(POLL)
         store.set(f"drill/{number}/{world.rank}", str(process.returncode))
+    store.set(f"drill/end/{world.rank}", "")
+
+
+def dismiss(world: World, store: Any) -> None:
+    """Ends the processes that `follow`. This one may serve their store, so it waits until they have heard it."""
+    store.set(f"drill/{DrilledRun.attempts}", "null")
+    with contextlib.suppress(RuntimeError):
+        store.wait([f"drill/end/{rank}" for rank in range(1, world.size)], timedelta(seconds=2 * GRACE))
 
 
 def _start(world: World, command: Sequence[str], output: str, port: int) -> subprocess.Popen[bytes]:
@@ -102,13 +112,14 @@ class DrilledRun:
         with contextlib.suppress(ProcessLookupError):
             os.kill([self._process.pid, *self._ranks()][-1 if to_rank else 0], number)
 
-    def limit_files(self, size: int) -> None:
-        """From now on, no file of these ranks grows beyond so many bytes, as if the disk were full."""
+    def fill_disk(self) -> None:
+        """From now on, no file of these ranks grows beyond half of the largest one, as if the disk were full."""
         self.disturbed = time.time()
+        largest = max(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
         for process in self._ranks():
             with contextlib.suppress(ProcessLookupError):
                 hard = resource.prlimit(process, resource.RLIMIT_FSIZE)[1]
-                resource.prlimit(process, resource.RLIMIT_FSIZE, (size, hard))
+                resource.prlimit(process, resource.RLIMIT_FSIZE, (largest // 2, hard))
 
     def kill(self) -> None:
         """Kills the run: the kernel kills ranks with their supervisor."""
