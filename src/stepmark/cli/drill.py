@@ -44,8 +44,8 @@ def run(parsed: argparse.Namespace) -> int:
     if unknown := [name for name in names if name not in FAULTS]:
         raise UsageError(f"--only: {unknown[0]!r} is no fault; choose among {', '.join(FAULTS)}")
     command = rank_command(["train", *(each for each in parsed.arguments[1:] if each != "--json")], "--only")
-    length = [None if given is None else int(given) for given in (parsed.max_steps, parsed.save_steps)]
-    drill = Drill(recipe, command, (length[0], length[1]), world, ranks if world.size == 1 else world.size)
+    steps = None if parsed.max_steps is None or recipe.training.max_steps < 1 else recipe.training.max_steps
+    drill = Drill(recipe, command, steps, parsed.save_steps, world, ranks if world.size == 1 else world.size)
     check_early(recipe_of(argparse.Namespace(**{**vars(parsed), **drill.overrides(drill.steps)})))
     found = []
     with kept_text(parsed.recipe):

@@ -29,14 +29,32 @@ from tests.support.recipes import write_recipe
 STEPS = 8  # of 0.4 seconds each
 
 
-class DrillProcess:
-    """A drill in a process of its own, whose runs are slow enough to be disturbed; `resumed` is of `install_brake`."""
+SLOW_SYNC = """
+import os, time
+fsync = os.fsync
+os.fsync = lambda descriptor: (time.sleep(0.6), fsync(descriptor))[1]
+"""
 
-    def __init__(self, folder: Path, *arguments: str, resumed: str = "", launcher: bool = False, **fields: Any) -> None:
+
+class DrillProcess:
+    """A drill in a process of its own, whose runs are slow enough to be disturbed; `resumed` is of `install_brake`, and
+    `more` is run as each Python process starts."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        resumed: str = "",
+        more: str = "",
+        launcher: bool = False,
+        **fields: Any,
+    ) -> None:
         recipe = write_recipe(folder, max_steps=1000, **fields)
         (folder / "brake").touch()
         kept = {name: value for name, value in environment(folder).items() if not name.startswith(LAUNCHERS)}
         site = install_brake(folder / "site", folder / "brake", resumed)
+        with (folder / "site" / "sitecustomize.py").open("a") as file:
+            file.write(more)
         own = {"PYTHONPATH": site, "STEPMARK_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
         words = ["-m", "stepmark", "drill", str(recipe), "--max_steps", str(STEPS), "--json", *arguments]
         command = torchrun(*words) if launcher else [sys.executable, *words, "--nproc", "2"]
@@ -79,6 +97,14 @@ def test_every_fault(tmp_path: Path, name: str) -> None:
     row = DrillProcess(tmp_path, "--only", name).rows(0)[name]
     assert row["verdict"] == "kept"
     assert row["repeated"] == 0 or name in ("kill-in-save", "stop", "full-disk")
+
+
+def test_a_slow_folder(tmp_path: Path) -> None:
+    rows = DrillProcess(tmp_path, "--only", "save,sigterm", more=SLOW_SYNC).rows(0)
+    assert rows["fsync"]["status"] == "warning"
+    assert {rows[name]["verdict"] for name in ("save", "sigterm")} == {"kept"}
+    assert rows["save_timeout"]["value"] >= 70  # a save syncs each of its files
+    assert rows["save_steps"]["value"] > STEPS
 
 
 def test_a_bucket_that_is_away(tmp_path: Path) -> None:
@@ -155,7 +181,7 @@ def test_a_wrong_call_leaves_nothing(
 
 def drill_of(folder: Path, ranks: int = 2, world: World | None = None, **fields: Any) -> Drill:
     recipe = read_recipe(str(write_recipe(folder, **fields)), {})
-    return Drill(recipe, ["train"], (None, None), world or World(), ranks)
+    return Drill(recipe, ["train"], None, None, world or World(), ranks)
 
 
 def test_runs_differ_from_the_recipe_by_fields_that_are_valid(tmp_path: Path) -> None:

@@ -93,14 +93,15 @@ class Drill:
     Args:
         recipe: With what the user has overridden.
         command: A rank of `stepmark train` with it.
-        length: `max_steps` and `save_steps`, as far as the user has given them on the command line.
+        max_steps, save_steps: Of its runs, where the user has given them on the command line.
         world: This process's place, of which `ranks` is the size if a launcher has started several.
         ranks: How many ranks the run has.
     """
 
     recipe: Recipe
     command: Sequence[str]
-    length: tuple[int | None, int | None]
+    max_steps: int | None
+    save_steps: str | None
     world: World
     ranks: int
 
@@ -108,13 +109,13 @@ class Drill:
         self.args = self.recipe.training
         self.folder = Path(f"{self.args.output_dir}-drill-{os.getpid()}")
         self.bucket = f"{self.args.mirror_to}-{self.folder.name}"
-        self.steps = self.length[0] or STEPS
+        self.steps = self.max_steps or STEPS
         self.run: DrilledRun | None = None  # the latest one
         self.store: Any = None  # of the processes that a launcher has started
         self.measured: dict[str, float] = {}  # seconds
         self.result: tuple[dict[int, str], str] = {}, ""  # of the undisturbed run
 
-    def overrides(self, save_steps: int, **fields: str) -> dict[str, str]:
+    def overrides(self, save_steps: int | str, **fields: str) -> dict[str, str]:
         """The fields in which a run differs from the recipe: it is short, logs each step, and writes to its own folder
         alone."""
         logging = {"logging_strategy": "steps", "logging_steps": "1", "report_to": "none", "disable_tqdm": "true"}
@@ -179,14 +180,12 @@ class Drill:
         return self._unshared() if name in ("fewer", "more") else ""
 
     def _unshared(self) -> str:
-        """Why fewer ranks cannot go on with the same run, bit for bit; empty if they can."""
+        """Why fewer ranks cannot go on with the same run, bit for bit; empty if they can, or the run says why not."""
         args, kind = self.args, count_devices(self.args.device_name)[0]
         if self.world.size > 1:
             return "a launcher's ranks stay as many; start the drill on one machine with --nproc"
         if not self.fewer:
             return f"a run of {self.ranks} ranks cannot have fewer; --nproc {2 * self.ranks}"
-        if kind == "xla" or args.tensor_parallel_size % args.expert_parallel_size or not args.hosts_ranks:
-            return "processes cannot host several ranks of this run"
         if args.data_parallel_replicas is None and (kind != "cpu" or self.recipe.model.task is not None):
             return "only with data_parallel_replicas are the bits the same; set it"
         return ""
@@ -215,7 +214,7 @@ class Drill:
         times = [line["time"] for line in run.metrics()]
         step, start = statistics.median([b - a for a, b in pairwise(times)] or [TRAINED]), times[0] - run.began
         steps = min(SAVES * math.ceil(TRAINED / SAVES / max(step, 1e-3)), MOST_STEPS)
-        if self.length[0] is None and steps > self.steps:
+        if self.max_steps is None and steps > self.steps:
             self.steps = steps
             files.remove_tree(run.folder)
             return self._undisturbed()
@@ -234,7 +233,7 @@ class Drill:
             fields["data_parallel_replicas"] = str(self.args.data_parallel_replicas or self.ranks // own)
         elif name == "bucket-away":
             fields["mirror_to"] = self.bucket
-        save_steps = self.length[1] or max(self.steps // SAVES, 1)
+        save_steps = self.save_steps or max(self.steps // SAVES, 1)
         run = self._make(name, LONG / 3 + 10 * self.measured["run"], self.overrides(save_steps, **fields))
         run.start(self.fewer if name == "more" else self.ranks)
         reached, due = run.until(lambda: run.step >= SHARE * self.steps), run.steps[0]
@@ -242,6 +241,8 @@ class Drill:
             strike(run)
         code, restarts, ended = run.end(), 0, run.ended
         stopped, struck = strike is _terminate, bool(code or run.events("restarting") or name in HARMLESS)
+        if not reached and code == UsageError.exit_code:  # this fault's fields are refused, by name
+            return _row(name, "left out", run.error(code).partition(": ")[2])
         if not reached or not struck or (stopped and code != INTERRUPTED):
             why = run.error(code) if code else "the run ended before it; raise --max_steps"
             return _row(name, "broken" if code else "left out", why)

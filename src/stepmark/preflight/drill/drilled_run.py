@@ -152,7 +152,8 @@ class DrilledRun:
     def error(self, code: int) -> str:
         """The last one that was printed by an attempt that has ended with this code."""
         lines = Path(f"{self.folder}.{self._world.rank}.txt").read_text(errors="replace").splitlines()
-        said = next((line for line in reversed(lines) if line.startswith("error: ")), "no error was printed")
+        said = next((line for line in reversed(lines) if line.startswith("error: ")), "")
+        said = said or "no error was printed; a run that takes too long is killed, and lasts less with --max_steps"
         return f"exit code {code} after {self.ended - self.began:.0f} s: {said.removeprefix('error: ')}"
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
