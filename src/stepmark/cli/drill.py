@@ -10,7 +10,7 @@ from stepmark.cli.recipe_fields import add_run_arguments, recipe_of
 from stepmark.config.recipe import kept_text
 from stepmark.errors import UsageError
 from stepmark.launch.rank_count import RankCount
-from stepmark.launch.supervisor import rank_command
+from stepmark.launch.supervisor import check_nproc, rank_command
 from stepmark.launch.world import World
 from stepmark.liveness.process_exit import say
 from stepmark.runtime.hardware import count_devices
@@ -30,12 +30,10 @@ def run(parsed: argparse.Namespace) -> int:
     recipe, world = recipe_of(parsed), World.from_environment()
     if not sys.platform.startswith("linux"):
         raise UsageError("drill: needs Linux, whose /proc it finds the ranks in")
-    if world.size > 1 and parsed.nproc is not None:
-        raise UsageError("--nproc: this process is already one of several ranks; omit --nproc under torchrun or srun")
-    given = 1 if parsed.nproc is None else parsed.nproc
-    ranks = RankCount.of(given, None, recipe.training, count_devices).now
-    if ranks < 1:
-        raise UsageError(f"--nproc: must be at least 1, but is {given}")
+    ranks = world.size
+    if parsed.nproc is not None:
+        ranks = RankCount.of(parsed.nproc, None, recipe.training, count_devices).now
+        check_nproc(ranks)
     from stepmark.preflight.doctor.examine import to_json, to_text, will_fail
     from stepmark.preflight.drill.drill import FAULTS, Drill
     from stepmark.recipe.early_checks import check_early
@@ -45,7 +43,7 @@ def run(parsed: argparse.Namespace) -> int:
         raise UsageError(f"--only: {unknown[0]!r} is no fault; choose among {', '.join(FAULTS)}")
     command = rank_command(["train", *(each for each in parsed.arguments[1:] if each != "--json")], "--only")
     steps = None if parsed.max_steps is None or recipe.training.max_steps < 1 else recipe.training.max_steps
-    drill = Drill(recipe, command, steps, parsed.save_steps, world, ranks if world.size == 1 else world.size)
+    drill = Drill(recipe, command, steps, parsed.save_steps, world, ranks)
     check_early(recipe_of(argparse.Namespace(**{**vars(parsed), **drill.overrides(drill.steps)})))
     found = []
     with kept_text(parsed.recipe):

@@ -166,14 +166,22 @@ def test_a_folder_without_renames_is_the_culprit(
     [
         (["--only", "kill,fire"], "--only: 'fire' is no fault; choose among save, kill, "),
         (["--nproc", "0"], "--nproc: must be at least 1"),
+        (["--nproc", "2"], "--nproc: this process is already one of several ranks"),
         (["--tensor_parallel_size", "2"], "tensor_parallel_size: 2 does not divide "),
         (["--train_file", "gone.txt"], "train_file: "),
         (["--learning_rat", "1"], "learning_rat: is not a field"),
     ],
 )
 def test_a_wrong_call_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
 ) -> None:
+    launched = "--nproc" in arguments and arguments[1] != "0"
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items() if launched else ():
+        monkeypatch.setenv(name, value)
     assert run(["drill", str(write_recipe(tmp_path)), *arguments]) == 2
     assert f"error: {words}" in capsys.readouterr().err
     assert list(tmp_path.glob("out*")) == []
