@@ -20,9 +20,8 @@ from stepmark.launch.join_clock import JOIN_TIMEOUT, JoinClock, join_timeout
 from stepmark.launch.network import address_towards, interface_of, is_loopback
 from stepmark.launch.roster import Meeting
 from stepmark.launch.store import StoreConnection, open_store
-from stepmark.launch.supervisor import SUPERVISOR
 from stepmark.launch.world import World
-from stepmark.liveness.failure_report import SECRET
+from stepmark.liveness.failure_report import REPORTS, SECRET
 from tests.support.clock import MovedClock
 from tests.support.processes import free_port
 from tests.support.ranks import Ranks
@@ -155,9 +154,10 @@ def test_ranks_with_one_secret_join(ranks: Ranks) -> None:
     assert [each["ranks"] for each in found] == [[0, 1], [0, 1]]
 
 
-def test_ranks_of_a_supervisor_listen_on_this_machine_alone(ranks: Ranks) -> None:
+def test_ranks_of_a_supervisor_listen_on_this_machine_alone(ranks: Ranks, tmp_path: Path) -> None:
     """Also where the machine's name leads to an address that others reach."""
-    found = ranks.run("tests.support.joining_programs:listening", nproc=2, environment={SUPERVISOR: "1"}).check()
+    supervised = {REPORTS: str(tmp_path)}
+    found = ranks.run("tests.support.joining_programs:listening", nproc=2, environment=supervised).check()
     for addresses in found:
         assert addresses
         assert all(is_loopback(address) for address in addresses), addresses

@@ -7,9 +7,9 @@ import runpy
 from pathlib import Path
 
 SITE = """
-import importlib.util, os, signal, sys, time
+import importlib.util, os, pathlib, shutil, signal, sys, time
 
-RANK, WHAT, PLACE, ONCE, STEP = {rank!r}, {what!r}, {place!r}, {once!r}, {step!r}
+RANK, WHAT, PLACE, ONCE, STEP, RESUMED = {rank!r}, {what!r}, {place!r}, {once!r}, {step!r}, {resumed!r}
 
 
 def is_rank():
@@ -42,6 +42,10 @@ def misbehave():
 
 
 def change(module):
+    if RESUMED == "forgets":
+        folder = sys.argv[len(sys.argv) - sys.argv[::-1].index("--output_dir")]
+        for checkpoint in pathlib.Path(folder).glob("checkpoint-*"):
+            shutil.rmtree(checkpoint, ignore_errors=True)
     if PLACE == "batch":
         change_batch(module)
     else:
@@ -69,6 +73,8 @@ def change_step(run):
             time.sleep(0.4)
         elif self._step == STEP - 1 and is_rank():
             misbehave()
+        if RESUMED == "drifts" and self._step and self._first_step is None:
+            next(iter(self._parts.model.parameters())).data.mul_(1.001)
         train_step(self, batch)
 
     run._train_step = step
@@ -83,15 +89,17 @@ def install(folder: Path, rank: int, what: str, place: str = "step", *, once: bo
     or in it, with its "batch"; `once`: only the first time. Returns the folder to put on PYTHONPATH."""
     folder.mkdir()
     marker = str(folder / "was-here") if once else ""
-    (folder / "sitecustomize.py").write_text(SITE.format(rank=rank, what=what, place=place, once=marker, step=step))
+    site = SITE.format(rank=rank, what=what, place=place, once=marker, step=step, resumed="")
+    (folder / "sitecustomize.py").write_text(site)
     return str(folder)
 
 
-def install_brake(folder: Path, brake: Path) -> str:
-    """Every step of every rank takes 0.4 seconds as long as the file `brake` exists. Returns the folder to put on
-    PYTHONPATH."""
+def install_brake(folder: Path, brake: Path, resumed: str = "") -> str:
+    """Every step of every rank takes 0.4 seconds as long as the file `brake` exists. `resumed`: a run that goes on
+    "forgets" its checkpoints, or "drifts" a little. Returns the folder to put on PYTHONPATH."""
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(SITE.format(rank=None, what=str(brake), place="step", once="", step=2))
+    site = SITE.format(rank=None, what=str(brake), place="step", once="", step=2, resumed=resumed)
+    (folder / "sitecustomize.py").write_text(site)
     return str(folder)
 
 

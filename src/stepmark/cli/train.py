@@ -26,6 +26,7 @@ add_arguments = partial(add_run_arguments, restarts=True)
 
 
 def run(parsed: argparse.Namespace) -> int:
+    follow_supervisor()
     from stepmark.recipe.early_checks import check_early
     from stepmark.recipe.used_recipe import check_not_moved
     from stepmark.runtime.xla_environment import extracting_graphs
@@ -58,7 +59,6 @@ def _train(recipe: Recipe) -> int:
     from stepmark.runtime.xla_environment import extracting_graphs
     from stepmark.trainer.interruption.run_end import ending_outside_training
 
-    follow_supervisor()
     if extracting_graphs():  # the device returns placeholders, so there is nothing to train
         from stepmark.preflight.precompile.precompile import precompile
 

@@ -26,6 +26,7 @@ REQUEST = 60.0  # seconds that a request may take, of at most PART bytes
 REPEATED = 180.0  # seconds in which a request that fails is repeated
 PART = 8 << 20  # bytes of a request; a larger object is sent in several
 IN_FLIGHT = 4  # of them at a time, for each object
+AWAY = "STEPMARK_BUCKET_AWAY"  # names a file of `stepmark drill`: while it exists, every request fails
 
 _ERRORS = {  # by the answer's status
     "401": (errno.EACCES, "renew the credentials, or set them"),
@@ -90,6 +91,8 @@ class Bucket:
     @contextmanager
     def _request(self, name: str) -> Iterator[None]:
         """Turns the client's errors into OSErrors."""
+        if os.path.exists(os.environ.get(AWAY, "")):
+            raise OSError(errno.ENETUNREACH, "a drill has taken the bucket away", self.address(name))
         try:
             yield
         except (self._client.exceptions.BaseError, FileNotFoundError) as error:

@@ -21,8 +21,8 @@ from stepmark.launch.join_clock import SETTING, JoinClock
 from stepmark.launch.network import address_towards, interface_of, is_loopback
 from stepmark.launch.roster import READ_BY_OTHERS, Meeting, Peer, Roster, describe_ranks
 from stepmark.launch.store import StoreConnection, open_store
-from stepmark.launch.supervisor import SUPERVISOR
 from stepmark.launch.world import World
+from stepmark.liveness.failure_report import REPORTS
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 _FAILED = "connecting-failed"
@@ -48,7 +48,7 @@ def connect(
 def _choose_interface(world: World, roster: Roster) -> None:
     """Sets gloo's network interface to the one on the way to the other nodes, unless the user has set one; that of
     this machine alone where the supervisor has started all ranks."""
-    if SUPERVISOR in os.environ and (own_machine := interface_of("127.0.0.1")) is not None:
+    if REPORTS in os.environ and (own_machine := interface_of("127.0.0.1")) is not None:
         os.environ.setdefault(INTERFACE, own_machine)
     own = roster.peers[world.rank]
     # Several agents or containers of one machine are nodes that reach the store over loopback, or serve it.

@@ -1,1 +1,2 @@
-"""Questions before a run: what it needs (`plan`), its graphs (`precompile`), this machine (`doctor`)."""
+"""Questions before a run: what it needs (`plan`), its graphs (`precompile`), this machine (`doctor`), faults
+(`drill`)."""
