@@ -1,2 +1,1 @@
-"""Questions before a run: what it needs (`plan`), its graphs (`precompile`), this machine (`doctor`), faults
-(`drill`)."""
+"""Questions before a run: what it needs (`plan`), its graphs (`precompile`), this machine (`doctor`)."""
