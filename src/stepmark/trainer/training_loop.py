@@ -182,8 +182,9 @@ class TrainingLoop:
         check_start(folder, parts.saved, self._args, parts.context, resumes=goes_on)
         self._checkpointer.claim()
         if self._args.save_strategy != "no":
-            sections = {"model": parts.saved, "optimizer": parts.optimizer, "lr_scheduler": parts.schedule}
-            describe(sections)  # what cannot be saved of these is named before training
+            schedule = schedule_state(parts.schedule) if hasattr(parts.schedule, "state_dict") else parts.schedule
+            # What cannot be saved of these is named before training.
+            describe({"model": parts.saved, "optimizer": parts.optimizer, "lr_scheduler": schedule})
             self._withdraw_stop_request()
 
     def restore(self, resume: bool | str | None) -> Path | None:
