@@ -14,6 +14,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from stepmark import Mesh, Trainer, TrainingArguments
+from stepmark.errors import UsageError
 from stepmark.training.optimizer import build_optimizer
 from tests.support.programs import VOCABULARY, StopsAt, checksum, tiny_model
 from tests.support.ranks import Ranks
@@ -215,3 +216,14 @@ def test_arguments_that_are_set_too_late_are_told_once(
     begins = f"{name}: set in training, which goes on with {name}={getattr(trainer.args, name)}; set it earlier."
     trainer.train()
     assert sum(each.startswith(begins) for each in caplog.messages) == (name != "eval_steps")
+
+
+def test_what_no_checkpoint_can_have_of_a_schedule_is_named_before_training(tmp_path: Path) -> None:
+    trainer = make(str(tmp_path), None, Changes(freeze))
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    schedule.other = object()
+    trainer.optimizer, trainer.lr_scheduler = optimizer, schedule
+    with pytest.raises(UsageError, match=r"lr_scheduler\['other'\] is a builtins.object, neither a tensor nor"):
+        trainer.train()
+    assert trainer.state.global_step == 0

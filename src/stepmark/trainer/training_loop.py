@@ -188,8 +188,9 @@ class TrainingLoop:
         self._checkpointer.claim()
         self._snapshots.open(size, resumes=resumes)
         if self._args.save_strategy != "no":
-            sections = {"model": parts.saved, "optimizer": parts.optimizer, "lr_scheduler": parts.schedule}
-            describe(sections)  # what cannot be saved of these is named before training
+            schedule = schedule_state(parts.schedule) if hasattr(parts.schedule, "state_dict") else parts.schedule
+            # What cannot be saved of these is named before training.
+            describe({"model": parts.saved, "optimizer": parts.optimizer, "lr_scheduler": schedule})
             self._withdraw_stop_request()
 
     def restore(self, resume: bool | str | None) -> Path | None:

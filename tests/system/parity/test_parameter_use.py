@@ -21,6 +21,8 @@ from tests.support.ranks import Ranks
         ("Branches", 2, {}),
         ("Branches", 2, {"gradient_accumulation_steps": 2}),
         ("Branches", 4, {}),
+        ("Transposed", 2, {}),
+        ("Transposed", 2, {"zero_1": True}),
         ("Reused", 2, {}),
         ("Reused", 2, {"gradient_accumulation_steps": 2, "zero_1": True}),
     ],
@@ -104,6 +106,24 @@ class Reused(nn.Module):
         return hidden + torch.tanh(layer(hidden))
 
 
+class Transposed(nn.Module):
+    """Weights whose elements lie in another order in memory, as those of channels_last do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Conv2d(WIDTH // 2, 4, 2).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(4, 1)
+        self.head.weight = nn.Parameter(torch.randn(4, 1).t())
+        self.wide = nn.Parameter(torch.randn(WIDTH, 4).t())
+        self.to(dtype)
+
+    def forward(self, features: Tensor, chosen: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        images = features.view(len(features), WIDTH // 2, 2, 1).expand(-1, -1, -1, 2)
+        hidden = torch.tanh(self.layer(images).flatten(1) + features @ self.wide.t())
+        return {"loss": (self.head(hidden).squeeze(-1) - labels).square().mean()}
+
+
 class Data(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Every second sample is `chosen` in the first step, none in the third."""
 
@@ -125,7 +145,9 @@ class Data(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 def train(folder: str, model_name: str, batch: int, options: dict[str, Any]) -> dict[str, list[float]]:
     """The weights after training; the optimizer of `Branches` was given all parameters."""
-    model = {"Branches": Branches, "Reused": Reused}[model_name](getattr(torch, options.get("dtype", "float32")))
+    model = {"Branches": Branches, "Reused": Reused, "Transposed": Transposed}[model_name](
+        getattr(torch, options.get("dtype", "float32"))
+    )
     args = TrainingArguments(
         output_dir=str(Path(folder) / "out"),
         device="cpu",

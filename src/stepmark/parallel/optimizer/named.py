@@ -179,10 +179,13 @@ class NamedOptimizer:
     def set_gradients(self, gradients: Sequence[Tensor | None], used: Used | None = None) -> None:
         """Sets the reduced gradients, or clears them with None; for both see `ReducedGradients`. Separate from `step`,
         so that callbacks can read them before the update. Collective where tensor parallelism has sharded whole
-        parameters."""
+        parameters. In memory, the elements of a gradient are in the order of the parameter's: fused kernels go through
+        both at once."""
         for held, gradient in zip(self._held, self.distribution.assigned(gradients, used), strict=True):
-            same = gradient is None or gradient.dtype == held.tensor.dtype
-            held.tensor.grad = gradient if same or gradient is None else gradient.to(held.tensor.dtype)
+            like = held.tensor
+            if gradient is not None and (gradient.dtype, gradient.stride()) != (like.dtype, like.stride()):
+                gradient = torch.empty_like(like).copy_(gradient)
+            like.grad = gradient
 
     @torch.no_grad()
     def step(self) -> None:
