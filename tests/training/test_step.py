@@ -34,7 +34,7 @@ class OtherOptimizer:
         self.reducer = Recorder(model)
         self.given: list[list[Tensor | None]] = []
 
-    def gradients(self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype) -> Recorder:
+    def gradients(self, mesh: Mesh, *, accumulation: int, reduce_dtype: torch.dtype, on_arrival: bool) -> Recorder:
         return self.reducer
 
     def set_gradients(self, gradients: Sequence[Tensor | None], used: object = None) -> None:

@@ -1,4 +1,4 @@
-"""What examples/drill.py finds where promises are kept, where they are broken, and where it cannot begin."""
+"""What scripts/drill.py finds where promises are kept, where they are broken, and where it cannot begin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from examples.drill import FAULTS, Drill, DrilledRun, main
+from scripts.drill import FAULTS, Drill, DrilledRun, main
 from stepmark.config.recipe import read_recipe
 from stepmark.filesystem import files
 from stepmark.launch.world import World
@@ -24,7 +24,7 @@ from tests.support.interference import install_brake
 from tests.support.processes import environment, torchrun, wait_until
 from tests.support.recipes import write_recipe
 
-DRILL = Path(__file__).parents[3] / "examples" / "drill.py"
+DRILL = Path(__file__).parents[3] / "scripts" / "drill.py"
 STEPS = 8  # of 0.4 seconds each
 
 

@@ -1,7 +1,7 @@
 """Rehearses faults on short runs of a recipe, on the machines and the storage of the real one; see docs/drill.md.
 
-    python examples/drill.py recipe.yaml --nproc 4 [--only FAULTS] [--json] [--FIELD VALUE ...]
-    torchrun --nnodes 2 --nproc-per-node 8 examples/drill.py recipe.yaml
+    python scripts/drill.py recipe.yaml --nproc 4 [--only FAULTS] [--json] [--FIELD VALUE ...]
+    torchrun --nnodes 2 --nproc-per-node 8 scripts/drill.py recipe.yaml
 
 Each fault has a run of its own: child processes that train as `stepmark train` does, and are disturbed. Each has to end
 as the undisturbed one has. Where a launcher has started the drill, there is a process of it for each rank; all but the
