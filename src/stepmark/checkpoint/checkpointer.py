@@ -208,7 +208,7 @@ class Checkpointer:
 
     def _next_name(self, ownership: RunOwnership) -> str:
         self._count += 1
-        return f"{ownership.identity}-{self._count:06d}"
+        return f"{ownership.claim.identity}-{self._count:06d}"
 
     @contextmanager
     def _attempt(
@@ -295,7 +295,7 @@ class Checkpointer:
                 extra=request.extra,
                 complete=request.complete,
                 manifest=replace(request.manifest, world_size=self._group.size, mesh=self._mesh, sections=kinds),
-                lost=ownership.lost,
+                lost=ownership.claim.lost,
                 clock=self._timestamps,
                 upload=None if self._address is None else partial(self._upload, request.manifest.step),
             ),

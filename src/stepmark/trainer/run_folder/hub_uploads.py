@@ -70,7 +70,7 @@ class HubUploads(TrainerCallback):
             with explained(partial(_of_hub, f"hub_model_id: {name} cannot be created or written to")):
                 self.name = self._api.create_repo(name, private=is_private, exist_ok=True).repo_id
 
-        on_rank_0(self._host, create, lambda error: StepmarkError(str(error)))
+        on_rank_0(self._host, create, lambda error: StepmarkError(str(error)), StepmarkError)
 
     def exists(self) -> bool:
         """Whether rank 0 has a repository. Collective."""

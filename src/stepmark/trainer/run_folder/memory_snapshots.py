@@ -102,12 +102,10 @@ class MemorySnapshots:
                 _check_room(make_memory(self._run), COPIES * size)
 
         def explain(error: Exception) -> StepmarkError:
-            if not isinstance(error, (OSError, StepmarkError)):
-                raise error
             return StepmarkError(f"memory_every: {describe_error(error)}; or leave it out")
 
         if not extracting_graphs():
-            on_rank_0(self._host, make, explain)
+            on_rank_0(self._host, make, explain, (OSError, StepmarkError))
         if self._every is not None:
             from stepmark.checkpoint.checkpointer import second_checkpointer
 

@@ -54,14 +54,8 @@ def check_place(args: TrainingFields, host: HostGroup) -> None:
     work."""
     if args.mirror_to is None or extracting_graphs():
         return
-    bucket = Bucket(args.mirror_to)
-
-    def explain(error: Exception) -> StepmarkError:
-        if not isinstance(error, OSError):
-            raise error
-        return StepmarkError(f"{_field_of(args)}: {describe_error(error)}")
-
-    on_rank_0(host, bucket.check, explain)
+    check = Bucket(args.mirror_to).check
+    on_rank_0(host, check, lambda error: StepmarkError(f"{_field_of(args)}: {describe_error(error)}"))
 
 
 class RunMirror:
