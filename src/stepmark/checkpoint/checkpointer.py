@@ -560,21 +560,9 @@ class Checkpointer:
             raise lost from error
 
 
-def second_checkpointer(first: Checkpointer, folder: Path) -> Checkpointer:
-    """Another one of the same ranks, which keeps the newest checkpoint of a folder of its own. The two share the memory
-    that saves are copied to, and need more only while both are writing."""
-    second = Checkpointer(
-        folder,
-        keep_last=1,
-        group=first._group,
-        runtime=first._runtime,
-        save_timeout=first._timeout,
-        mesh=first._mesh,
-        max_file_size=first._max_file_size,
-        threads=first._threads,
-    )
+def share_memory(first: Checkpointer, second: Checkpointer) -> None:
+    """Two of the same ranks copy saves to the same memory, and need more only while both are writing."""
     second._memory = first._memory
-    return second
 
 
 def _checked_mesh(mesh: Mapping[str, int]) -> dict[str, int]:

@@ -166,9 +166,9 @@ class Restorer:
                 outcome = RestoreOutcome(unexpected=frozenset(plan.unexpected() if plan is not None else ()))
             self.operation.leave()  # the collective, which begins now, has its own deadline
         except Exception as problem:
-            kinds = CheckpointDamaged, FileIncomplete, CheckpointMismatch
-            outcome = RestoreOutcome(describe_error(problem), *(isinstance(problem, each) for each in kinds))
-            error = problem
+            error, incomplete = problem, isinstance(problem, FileIncomplete)
+            damaged, mismatch = isinstance(problem, CheckpointDamaged), isinstance(problem, CheckpointMismatch)
+            outcome = RestoreOutcome(describe_error(problem), damaged, incomplete, mismatch)
         finally:
             self.operation.stop()
         what, outcome = f"{name} {path.name}", replace(outcome, save=self._save)
