@@ -405,8 +405,7 @@ class Checkpointer:
         with self._one_call():
             if self._address is not None:
                 self._join()
-            found = self._timed_group.ask_first(self._newest, "looking for checkpoints")
-            assert found is None or isinstance(found, Path)
+            found: Path | None = self._timed_group.ask_first(self._newest, "looking for checkpoints")
             return found
 
     def _newest(self) -> Path | None:

@@ -81,8 +81,7 @@ class SupervisedRun:
         if not waiting:
             self._record(INTERRUPTED, f"{signal}: the ranks have ended; the last checkpoint stands")
             return
-        newest = next(iter(checkpoints(self._folder)), None)
-        step = (step_of(newest) or 0) if newest is not None else 0
+        step = next((step_of(path) or 0 for path in checkpoints(self._folder)), 0)
         reason = f"{signal}: before another attempt; {'the last checkpoint stands' if step else 'nothing is saved'}"
         self._log().try_status(INTERRUPTED, step, reason)
         print(f"interrupted by {reason}", file=sys.stderr, flush=True)
