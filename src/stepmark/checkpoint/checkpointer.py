@@ -208,7 +208,7 @@ class Checkpointer:
 
     def _next_name(self, ownership: RunOwnership) -> str:
         self._count += 1
-        return f"{ownership.identity}-{self._count:06d}"
+        return f"{ownership.claim.identity}-{self._count:06d}"
 
     @contextmanager
     def _attempt(
@@ -295,7 +295,7 @@ class Checkpointer:
                 extra=request.extra,
                 complete=request.complete,
                 manifest=replace(request.manifest, world_size=self._group.size, mesh=self._mesh, sections=kinds),
-                lost=ownership.lost,
+                lost=ownership.claim.lost,
                 clock=self._timestamps,
                 upload=None if self._address is None else partial(self._upload, request.manifest.step),
             ),
@@ -405,8 +405,7 @@ class Checkpointer:
         with self._one_call():
             if self._address is not None:
                 self._join()
-            found = self._timed_group.ask_first(self._newest, "looking for checkpoints")
-            assert found is None or isinstance(found, Path)
+            found: Path | None = self._timed_group.ask_first(self._newest, "looking for checkpoints")
             return found
 
     def _newest(self) -> Path | None:
@@ -560,21 +559,9 @@ class Checkpointer:
             raise lost from error
 
 
-def second_checkpointer(first: Checkpointer, folder: Path) -> Checkpointer:
-    """Another one of the same ranks, which keeps the newest checkpoint of a folder of its own. The two share the memory
-    that saves are copied to, and need more only while both are writing."""
-    second = Checkpointer(
-        folder,
-        keep_last=1,
-        group=first._group,
-        runtime=first._runtime,
-        save_timeout=first._timeout,
-        mesh=first._mesh,
-        max_file_size=first._max_file_size,
-        threads=first._threads,
-    )
+def share_memory(first: Checkpointer, second: Checkpointer) -> None:
+    """Two of the same ranks copy saves to the same memory, and need more only while both are writing."""
     second._memory = first._memory
-    return second
 
 
 def _checked_mesh(mesh: Mapping[str, int]) -> dict[str, int]:

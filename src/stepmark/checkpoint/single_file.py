@@ -18,6 +18,7 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.host_memory import GROUP_BYTES
 from stepmark.checkpoint.places import explained, file_blocks
 from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
-from stepmark.filesystem import files
+from stepmark.filesystem import error_advice, files
 from stepmark.filesystem.cache_folder import cache_root
 from stepmark.filesystem.local_paths import address_of
 from stepmark.filesystem.objects import Bucket
@@ -265,15 +266,10 @@ def _map_tensors(state: Any, function: Callable[[list[Tensor]], list[Tensor]]) -
     return Replacing(io.BytesIO(pickled.getbuffer())).load()
 
 
-@contextlib.contextmanager
-def _refused(path: Path) -> Iterator[None]:
+def _refused(path: Path) -> AbstractContextManager[None]:
     """Turns what pickle raises for a state into a UsageError."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except (AttributeError, TypeError, ValueError, pickle.PicklingError) as error:
-        raise UsageError(f"{path}: the state cannot be saved: {error}") from error
+    kinds = (AttributeError, TypeError, ValueError, pickle.PicklingError)
+    return error_advice.explained(lambda error: UsageError(f"{path}: the state cannot be saved: {error}"), kinds)
 
 
 def _write(state: Any, path: Path) -> None:

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
-from stepmark.checkpoint.format.manifest import read_manifest
+from stepmark.checkpoint.format.manifest import save_of
 from stepmark.config.recipe import Recipe
-from stepmark.errors import CheckpointError
 from stepmark.launch.rank_count import RankCount
 from stepmark.launch.step_board import GROUPED, MIXED, StepPlace
 from stepmark.liveness.console import keep_console
@@ -45,16 +44,17 @@ class SupervisedRun:
     def __init__(self, recipe: Recipe, command: Sequence[str]) -> None:
         self._args, self._command, self._began = recipe.training, list(command), time.time()
         self._folder, self._task = Path(self._args.output_dir), recipe.model.task
-        self._earlier = {_identity(path) for path in self._to_go_on_from()}
+        self._earlier = set(self._to_go_on_from().values())
 
-    def _to_go_on_from(self) -> list[Path]:
+    def _to_go_on_from(self) -> dict[Path, tuple[str, str | None]]:
+        """What identifies the save that each is of."""
         found = newest_snapshot(self._folder), *checkpoints(self._folder)
-        return [path for path in found if path is not None]
+        return {path: (path.name, save_of(path)) for path in found if path is not None}
 
     def resuming_command(self, ranks: RankCount) -> list[str]:
         """A rank's command line that resumes from what this run has saved, or else starts as the run itself did: with
         its data parallel ranks, where processes can host them."""
-        saved = [path for path in self._to_go_on_from() if _identity(path) not in self._earlier]
+        saved = [path for path, save in self._to_go_on_from().items() if save not in self._earlier]
         named = self._args.resume_from_checkpoint
         if not saved or self._args.save_only_model:
             begins = ranks.now < ranks.asked and not isinstance(named, str) and not (named and self._earlier)
@@ -81,8 +81,7 @@ class SupervisedRun:
         if not waiting:
             self._record(INTERRUPTED, f"{signal}: the ranks have ended; the last checkpoint stands")
             return
-        newest = next(iter(checkpoints(self._folder)), None)
-        step = (step_of(newest) or 0) if newest is not None else 0
+        step = next((step_of(path) or 0 for path in checkpoints(self._folder)), 0)
         reason = f"{signal}: before another attempt; {'the last checkpoint stands' if step else 'nothing is saved'}"
         self._log().try_status(INTERRUPTED, step, reason)
         print(f"interrupted by {reason}", file=sys.stderr, flush=True)
@@ -97,10 +96,3 @@ class SupervisedRun:
 
     def _log(self) -> RunLog:
         return RunLog(self._folder, writes=self._folder.is_dir())
-
-
-def _identity(path: Path) -> tuple[str, str]:
-    try:
-        return path.name, read_manifest(path).save
-    except CheckpointError:
-        return path.name, ""

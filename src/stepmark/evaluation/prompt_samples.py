@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from stepmark.data.tokenize.encoding import TextEncoder
 from stepmark.errors import UsageError
+from stepmark.filesystem.error_advice import explained
 from stepmark.runtime.base import Runtime
 from stepmark.training.micro_batches import autocast
 from stepmark.training.model_labels import evaluating
@@ -127,8 +128,6 @@ def _warpers(options: Mapping[str, Any]) -> list[Any] | None:
     if unknown or (given and options.get("do_sample") is not True):
         told = f"{unknown[0]} is unknown; it has do_sample, {', '.join(kinds)}" if unknown else "set do_sample: true"
         raise UsageError(f"sample_options: {told}")
-    try:
+    with explained(lambda error: UsageError(f"sample_options: {error}"), (ValueError, TypeError)):
         made = [getattr(warpers, f"{kinds[name]}LogitsWarper")(given[name]) for name in kinds if name in given]
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"sample_options: {error}") from error
     return made if options.get("do_sample") else None

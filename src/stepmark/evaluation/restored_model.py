@@ -25,7 +25,7 @@ from stepmark.checkpoint.restore.read_plan import ReadPlan
 from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.sections import describe
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StepmarkError, UsageError
-from stepmark.filesystem.error_advice import explained
+from stepmark.filesystem.error_advice import explained, first_line
 from stepmark.model_folder.adapted_model import ADAPTER_CONFIG, load_adapted, read_adapter_config
 from stepmark.model_folder.consolidate import consolidate
 from stepmark.model_folder.model_config import CONFIG, check_fits, load_config, model_class
@@ -127,13 +127,11 @@ class ModelReader:
             owner = model_class(config.architectures[0], folder / CONFIG)
         if not own:
             check_fits(lambda: getattr(owner, "from_config", owner)(copy.deepcopy(config)), folder)
-        try:
+        damaged = f"no model can be loaded from {folder}"
+        with explained(lambda error: CheckpointDamaged(f"{damaged}: {first_line(error)}")):  # of many kinds
             model, report = owner.from_pretrained(
                 str(folder), output_loading_info=True, dtype="auto", trust_remote_code=self.trust_remote_code
             )
-        except Exception as error:  # transformers, safetensors and parsers raise many kinds
-            line = str(error).strip().split("\n")[0]
-            raise CheckpointDamaged(f"no model can be loaded from {folder}: {line}") from error
         if report["missing_keys"]:
             raise CheckpointDamaged(f"{folder} lacks weights of its model: {sorted(report['missing_keys'])[0]}")
         place_module(model, self.runtime)
@@ -180,9 +178,9 @@ def read_config(folder: Path, trust_remote_code: bool = False, base_model: str |
     def explain(error: Exception) -> StepmarkError:
         if "trust_remote_code" in str(error):
             return UsageError(needs_code(Path(source)))
-        line = str(error).strip().split("\n")[0]
         more = "; pass the adapter's base model with --base-model" if is_adapter(folder) else ""
-        return CheckpointMismatch(f"{Path(source) / CONFIG} does not describe a transformers model: {line}{more}")
+        what = f"{Path(source) / CONFIG} does not describe a transformers model"
+        return CheckpointMismatch(f"{what}: {first_line(error)}{more}")
 
     with explained(explain):  # parsers and transformers raise many kinds
         config: PreTrainedConfig = load_config(source, trust_remote_code)

@@ -52,6 +52,12 @@ def with_advice(message: str, error: BaseException) -> str:
     return message if advice is None or advice in message else f"{message}; {advice}"
 
 
+def first_line(error: BaseException) -> str:
+    """Of its message; its kind too, or alone, where that says more."""
+    line, kind = str(error).strip().split("\n")[0], type(error).__name__
+    return (f"{kind}: {line}" if isinstance(error, LookupError) else line) if line else kind
+
+
 @contextmanager
 def explained(
     explain: Callable[[Exception], StepmarkError], kinds: tuple[type[Exception], ...] = (Exception,)

@@ -9,8 +9,9 @@ from typing import Any
 
 from stepmark.checkpoint.downloads import local_model
 from stepmark.checkpoint.format.manifest import Manifest
-from stepmark.errors import CheckpointMismatch, StepmarkError, UsageError
+from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.filesystem import files
+from stepmark.filesystem.error_advice import explained
 from stepmark.filesystem.json_files import read_json
 from stepmark.model_folder.model_config import load_config, model_class
 
@@ -77,8 +78,17 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 def _apply(folder: Path, config: Mapping[str, Any], name: str, dtype: str, trust: bool) -> Any:
     import peft
 
+    def explain(error: Exception) -> UsageError:
+        if "trust_remote_code" in str(error):  # and not asked about on the terminal
+            return UsageError(
+                f"the base model {name} comes with Python code of its own, which is not executed here; if you trust it,"
+                " evaluate with --trust_remote_code"
+            )
+        told = f"the adapter cannot be applied to the base model {name}: {' '.join(str(error).split())[:300]}"
+        return UsageError(f"{told}; pass another one with --base-model")
+
     files.check_files(folder)
-    try:
+    with explained(explain):  # peft's, and what its files make it do
         own = next(iter(load_config(name, trust).architectures or ["AutoModel"]))
         kind = model_class(class_of_task(config) or own, Path(name))  # the class that the adapter was trained with
         base = kind.from_pretrained(name, dtype=dtype, trust_remote_code=trust)
@@ -86,20 +96,7 @@ def _apply(folder: Path, config: Mapping[str, Any], name: str, dtype: str, trust
             warnings.simplefilter("ignore")
             made = peft.PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=_is_float32(folder))
         made.active_peft_config.base_model_name_or_path = name  # where peft looks, wherever it was trained
-        return made
-    except StepmarkError:
-        raise
-    except Exception as error:  # peft's, and what its files make it do
-        if "trust_remote_code" in str(error):  # and not asked about on the terminal
-            raise UsageError(
-                f"the base model {name} comes with Python code of its own, which is not executed here; if you trust it,"
-                " evaluate with --trust_remote_code"
-            ) from error
-        reason = " ".join(str(error).split())
-        raise UsageError(
-            f"the adapter cannot be applied to the base model {name}: {reason[:300]}; pass "
-            "another one with --base-model"
-        ) from error
+    return made
 
 
 def _is_float32(folder: Path) -> bool:

@@ -19,8 +19,8 @@ from stepmark.config.recipe import ModelArguments, Recipe
 from stepmark.config.yaml_file import parse_options
 from stepmark.data.prepared_data import choose_block_size
 from stepmark.data.tokenize.tokenizer import check_own_code, load_tokenizer
-from stepmark.errors import StepmarkError, UsageError
-from stepmark.filesystem.error_advice import explained
+from stepmark.errors import UsageError
+from stepmark.filesystem.error_advice import explained, first_line
 from stepmark.liveness.gc_pause import quick_imports
 from stepmark.model_folder.model_config import check_fits, load_config
 from stepmark.parallel.loading.load import ModelFactory, patched_constructors
@@ -31,6 +31,7 @@ from stepmark.trainer.run_folder.run_identity import SPECIAL
 from stepmark.training.model_options import check_attention, use_attention
 
 REWARD = "reward"  # the task whose models have one score
+_BY_PEFT = (ValueError, TypeError)  # as it rejects modules and values
 UNLIMITED = 2**62  # tokens, where no tokenizer says how many
 
 
@@ -66,16 +67,14 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
     wanted = config.config_overrides or {}
     overrides = parse_options("config_overrides", wanted) if isinstance(wanted, str) else dict(wanted)
     by_type = name in CONFIG_MAPPING and not Path(name).exists()
-    try:
-        made = CONFIG_MAPPING[name]() if by_type else load_config(name, config.trust_remote_code)
-    except StepmarkError:
-        raise
-    except (OSError, ValueError) as error:
+
+    def explain(error: Exception) -> UsageError:
         check_own_code(error, "config_name", name)
-        raise UsageError(
-            f"config_name: {name!r} is neither a folder with a config.json nor a model type such as gpt2, llama or "
-            "qwen3"
-        ) from error
+        what = "a folder with a config.json nor a model type such as gpt2, llama or qwen3"
+        return UsageError(f"config_name: {name!r} is neither {what}")
+
+    with explained(explain, (OSError, ValueError)):
+        made = CONFIG_MAPPING[name]() if by_type else load_config(name, config.trust_remote_code)
     unknown = [key for key in overrides if not hasattr(made, key)]
     if unknown:
         kind, close = type(made).__name__, difflib.get_close_matches(unknown[0], made.to_dict(), n=1)
@@ -91,11 +90,10 @@ def build_config(config: ModelArguments, tokenizer: Any) -> Any:
     inherited = {} if by_type else made.to_dict()
     if "num_hidden_layers" in overrides:
         inherited.pop("layer_types", None)  # one per layer: derived again for another number of layers
-    try:
-        return type(made)(**{**inherited, **values})
-    except Exception as error:  # every configuration class checks its values differently
-        message = " ".join(str(error).split())
-        raise UsageError(f"config_overrides: {type(made).__name__} rejects {overrides}: {message}") from error
+    rejects = f"config_overrides: {type(made).__name__} rejects {overrides}"
+    with explained(lambda error: UsageError(f"{rejects}: {' '.join(str(error).split())}")):  # each in its own way
+        made = type(made)(**{**inherited, **values})
+    return made
 
 
 def check_device_has_attention(recipe: Recipe, device: str) -> None:
@@ -163,7 +161,7 @@ def make_model(
 ) -> torch.nn.Module:
     """Raises UsageError where the fields do not describe a model."""
     invalid = "config_name and config_overrides: they do not describe a valid model"
-    with explained(lambda error: UsageError(f"{invalid}: {_first_line(error)}")):  # each class checks its sizes
+    with explained(lambda error: UsageError(f"{invalid}: {first_line(error)}")):  # each class checks its sizes
         if factory is not None:
             return factory.new(lambda: _from_config(made, config), dtype)
         model = _from_config(made, config)
@@ -233,14 +231,9 @@ def _explained(name: str, what: str) -> AbstractContextManager[None]:
 
     def explain(error: Exception) -> UsageError:
         check_own_code(error, "model_name_or_path", name)
-        return UsageError(f"model_name_or_path: no model can be {what} from {name}: {_first_line(error)}")
+        return UsageError(f"model_name_or_path: no model can be {what} from {name}: {first_line(error)}")
 
     return explained(explain)
-
-
-def _first_line(error: Exception) -> str:
-    line = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {line}" if isinstance(error, LookupError) or not line else line
 
 
 def configured(model: nn.Module, config: ModelArguments) -> nn.Module:
@@ -257,7 +250,7 @@ def configured(model: nn.Module, config: ModelArguments) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     modules = config.lora_target_modules  # one name means its modules, other text is a pattern of complete names
-    try:
+    with explained(lambda error: UsageError(f"lora_target_modules: {' '.join(str(error).split())}"), _BY_PEFT):
         lora = LoraConfig(
             task_type="SEQ_CLS" if config.task == REWARD else "CAUSAL_LM",
             r=config.lora_r,
@@ -266,6 +259,4 @@ def configured(model: nn.Module, config: ModelArguments) -> nn.Module:
             target_modules=[modules] if isinstance(modules, str) and modules.isidentifier() else modules,
         )
         adapted: Any = get_peft_model(model, lora)
-    except (ValueError, TypeError) as error:  # as peft rejects modules and values
-        raise UsageError(f"lora_target_modules: {' '.join(str(error).split())}") from error
     return adapted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,11 +94,11 @@ def retention(args: TrainingFields) -> list[Retention]:
     return keep
 
 
-def make_checkpointer(folder: Path, args: TrainingFields, mesh: Mesh) -> Checkpointer:
-    """A checkpointer with the retention that the arguments ask for."""
+def make_checkpointer(folder: Path, args: TrainingFields, mesh: Mesh, keep: Sequence[Retention]) -> Checkpointer:
+    """A checkpointer as the arguments say."""
     return Checkpointer(
         folder,
-        keep=retention(args),
+        keep=keep,
         group=mesh.context.host,
         runtime=mesh.runtime,
         async_save=args.async_save,

@@ -589,10 +589,11 @@ class Trainer:
             make_again(self.model, self.model_init, self.args.seed, self.mesh)
         self._trained = True
         align_special_tokens(self.model, self.processing_class)
+        make, keep = partial(make_checkpointer, args=self.args, mesh=self.mesh), retention(self.args)
         with (
-            make_checkpointer(folder, self.args, self.mesh) as checkpointer,
-            MemorySnapshots(self.args, checkpointer, self.context.host) as snapshots,
-            RunMirror(self.args, retention(self.args), checkpointer, self.context, run.log) as mirror,
+            make(folder, keep=keep) as checkpointer,
+            MemorySnapshots(self.args, checkpointer, self.context.host, make) as snapshots,
+            RunMirror(self.args, keep, checkpointer, self.context, run.log) as mirror,
         ):
             if mirror.url is not None:
                 checkpointer.claim()

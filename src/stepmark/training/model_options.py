@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from stepmark.config.activation_checkpointing import REENTRANT, for_device
 from stepmark.errors import DeviceError, UsageError
+from stepmark.filesystem.error_advice import explained
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.eager import computes_in
 from stepmark.training.model_labels import unwrapped
@@ -39,11 +40,9 @@ def enable_gradient_checkpointing(model: nn.Module, runtime: Runtime, options: M
             "gradient_checkpointing_enable; use torch.utils.checkpoint in the model"
         )
     chosen = for_device(options or {}, lazy=runtime.lazy)
-    try:
+    with explained(lambda error: UsageError(f"gradient_checkpointing: {error}"), (ValueError,)):
         enable: Any = getattr(model, method)
         enable(**{CHECKPOINTING[method]: chosen})
-    except ValueError as error:
-        raise UsageError(f"gradient_checkpointing: {error}") from error
     if not chosen[REENTRANT]:
         return
     for module in model.modules():

@@ -14,6 +14,7 @@ from typing import Any
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link, step_of
 from stepmark.config.quiet_libraries import leave_out_torch_xla, quiet_libraries
+from stepmark.config.recipe import Recipe
 from stepmark.errors import CheckpointNotFound
 from stepmark.evaluation.run_options import RunOptions
 from stepmark.filesystem.json_files import finite
@@ -40,7 +41,8 @@ def evaluate_command(request: Request) -> int:
         from stepmark.watcher.setup import check_functions
 
     check_functions(request)
-    cache = _compile_cache(request)
+    recipe = _recipe_of(request)
+    cache = None if recipe is None else recipe.training.compile_cache  # where its evaluations' graphs are found
     prepare_compile_cache(cache)
     context = start(request.device)
     open_compile_cache(context.runtime, cache, context.world)
@@ -50,12 +52,12 @@ def evaluate_command(request: Request) -> int:
     return _of_run(request, mesh) if request.is_run and not extracting_graphs() else _of_one(request, mesh)
 
 
-def _compile_cache(request: Request) -> bool | str | None:
-    """Where the run keeps compiled graphs, so that its evaluations' are found there; None before it has begun."""
+def _recipe_of(request: Request) -> Recipe | None:
+    """That of the run: in its folder, or as a copy in its newest checkpoint, as where those were copied. None before it
+    has begun."""
     path = request.path
-    folders = _run_and_newest(path) if request.is_run else (path.absolute().parent, path)
-    recipe, _ = find_recipe(*folders, trusts_code=request.trust_remote_code)
-    return None if recipe is None else recipe.training.compile_cache
+    folders = (path, next(iter(checkpoints(path)), path)) if request.is_run else (path.absolute().parent, path)
+    return find_recipe(*folders, trusts_code=request.trust_remote_code)[0]
 
 
 def _newest(request: Request) -> Path:
@@ -87,11 +89,6 @@ def _of_one(request: Request, mesh: Any) -> int:
         content = {"path": str(path), "step": step_of(path), "samples": samples, **finite(metrics)}
         print(json.dumps(content) if request.json else _table_of_model(path, samples, metrics))
     return 0
-
-
-def _run_and_newest(run: Path) -> tuple[Path, Path]:
-    """Where a run's recipe may be: in its folder, or as a copy in its newest checkpoint, as where those were copied."""
-    return run, next(iter(checkpoints(run)), run)
 
 
 def _origin(request: Request, recipe: Path | None, path: Path, options: RunOptions | None) -> str:
@@ -154,7 +151,7 @@ def _of_run(request: Request, mesh: Any) -> int:
 
 def _with_metric(request: Request) -> Request:
     """With the metric for the best checkpoint of the run's recipe, unless one is given."""
-    recipe, _ = find_recipe(*_run_and_newest(request.path), trusts_code=request.trust_remote_code)
+    recipe = _recipe_of(request)
     if request.metric is not None or recipe is None or recipe.training.metric_for_best_model is None:
         return request
     own, greater = recipe.training, request.greater_is_better

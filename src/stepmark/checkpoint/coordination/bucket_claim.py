@@ -117,18 +117,13 @@ def _take(bucket: Bucket, identity: dict[str, Any], clock: Clock) -> str:
                 return bucket.replace(OWNER, own, tag)
         except (FileExistsError, FileNotFoundError):  # another one was faster
             continue
+        where = f"on {other.get('host')}"
         if OWNER in silence.changed or is_near(process):
             raise CheckpointBusy(
-                f"{bucket.url} belongs to another run that is alive, on {other.get('host')}; stop that run, or "
-                "name another place"
+                f"{bucket.url} belongs to another run that is alive, {where}; stop that run, or name another place"
             )
         if not waits:
-            logger.warning(
-                "waiting %.0f s to see whether the run on %s that owns %s is alive",
-                STALE,
-                other.get("host"),
-                bucket.url,
-            )
+            logger.warning("waiting %.0f s to see whether the run %s that owns %s is alive", STALE, where, bucket.url)
         waits = True
         clock.sleep(_POLL)
 

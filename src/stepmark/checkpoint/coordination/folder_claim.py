@@ -27,6 +27,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.checkpoint.format.checkpoint_folders import COORDINATION, recover
@@ -47,16 +48,14 @@ _CLAIM = re.compile(r"\.?[0-9a-f]{8}(\.term)?\Z")
 logger = logging.getLogger("stepmark")
 
 
+@dataclass(eq=False)
 class FolderClaim:
     """This run's claim on a folder. `folder` contains the files through which its ranks coordinate."""
 
-    def __init__(
-        self, identity: str, folder: Path, heartbeat: Heartbeat | None = None, term: int | None = None
-    ) -> None:
-        self.identity = identity
-        self.folder = folder
-        self._heartbeat = heartbeat
-        self._term = term  # known to the rank that claimed the folder
+    identity: str
+    folder: Path
+    _heartbeat: Heartbeat | None = None
+    _term: int | None = None  # known to the rank that claimed the folder
 
     @classmethod
     def claim(cls, folder: Path) -> FolderClaim:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.folder_claim import FolderClaim
@@ -17,16 +18,13 @@ logger = logging.getLogger("stepmark")
 CLAIMING = 3 * STALE  # seconds for rank 0 to find out whether another run is alive
 
 
+@dataclass(frozen=True)
 class RunOwnership:
-    """One rank's view of the claim. `nodes[rank]` is the node that a rank is on, `identity` the run's random name, and
-    `lost` says whether another run has taken the folder over."""
+    """One rank's view of the claim. `nodes[rank]` is the node that a rank is on."""
 
-    def __init__(self, owner: FolderClaim, meeting: TimedGroup, nodes: list[int]) -> None:
-        self.identity = owner.identity
-        self.lost = owner.lost
-        self.nodes = nodes
-        self._owner = owner
-        self._meeting = meeting
+    claim: FolderClaim
+    meeting: TimedGroup
+    nodes: list[int]
 
     @classmethod
     def join(cls, folder: Path, meeting: TimedGroup, timeout: float) -> RunOwnership:
@@ -51,11 +49,11 @@ class RunOwnership:
 
     def board(self, name: str) -> StatusBoard:
         """A new status store for these ranks; open it."""
-        return StatusBoard(self._owner.folder / name, self._meeting.rank, self._meeting.group)
+        return StatusBoard(self.claim.folder / name, self.meeting.rank, self.meeting.group)
 
     def release(self) -> None:
         """Releases this rank's share of the claim, on rank 0 the whole claim. The next owner removes any remains."""
         try:
-            self._owner.release(entire=self._meeting.rank == 0)
+            self.claim.release(entire=self.meeting.rank == 0)
         except OSError as error:  # all that was saved is safe
-            logger.warning("cannot release %s: %s", self._owner.folder, describe_error(error))
+            logger.warning("cannot release %s: %s", self.claim.folder, describe_error(error))

@@ -47,7 +47,8 @@ def make_memory(run: Path) -> Path:
     owner of the run's folder. Raises OSError."""
     for path in sorted(SHARED_MEMORY.glob(_place("*").name)):
         owner = _owner_of(path)
-        if owner is not None and memory_of(owner) != path and not any(map(_may_live, heartbeat_files(path))):
+        dead = all(lock_verdict(each) is False for each in heartbeat_files(path))
+        if dead and owner is not None and memory_of(owner) != path:
             files.remove_tree(path)
             logger.info("removed %s, which a dead run had left", path)
     if (found := memory_of(run)) is not None:
@@ -81,7 +82,3 @@ def _owner_of(path: Path) -> Path | None:
     own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     folder = read_object(path / "owner.json").get("folder") if own else None
     return Path(folder) if isinstance(folder, str) else None
-
-
-def _may_live(heartbeat: Path) -> bool:
-    return lock_verdict(heartbeat) is not False

@@ -11,12 +11,12 @@ first. In the header's `__metadata__`:
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 from stepmark.checkpoint.format.checksums import BLOCK_CHECKSUM_LENGTH, CHECKSUM_BLOCK, checksum_blocks
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
 from stepmark.errors import CheckpointDamaged, CheckpointError
+from stepmark.filesystem.error_advice import explained
 from stepmark.filesystem.json_files import parse_json
 from stepmark.liveness.gc_pause import without_collection
 from stepmark.sharding.layout import Shape, TensorSlice
@@ -156,13 +157,10 @@ def parse_header(data: bytes, file_size: int) -> Header:
         return Header(size, int(own["step"]), str(own["save"]), tensors, digests)
 
 
-@contextlib.contextmanager
-def _well_formed() -> Iterator[None]:
+def _well_formed() -> AbstractContextManager[None]:
     """Raises CheckpointDamaged where values are not those of a header."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, struct.error) as error:
-        raise CheckpointDamaged(f"its header is malformed: {str(error)[:200]}") from error
+    kinds = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, struct.error)
+    return explained(lambda error: CheckpointDamaged(f"its header is malformed: {str(error)[:200]}"), kinds)
 
 
 def header_length(prefix: bytes, file_size: int) -> int:

@@ -165,13 +165,10 @@ class Restorer:
                 plan = stage()
                 outcome = RestoreOutcome(unexpected=frozenset(plan.unexpected() if plan is not None else ()))
             self.operation.leave()  # the collective, which begins now, has its own deadline
-        except CheckpointDamaged as problem:
-            outcome = RestoreOutcome(str(problem), damaged=True, incomplete=isinstance(problem, FileIncomplete))
-            error = problem
-        except CheckpointMismatch as problem:
-            outcome, error = RestoreOutcome(str(problem), mismatch=True), problem
         except Exception as problem:
-            outcome, error = RestoreOutcome(describe_error(problem)), problem
+            error, incomplete = problem, isinstance(problem, FileIncomplete)
+            damaged, mismatch = isinstance(problem, CheckpointDamaged), isinstance(problem, CheckpointMismatch)
+            outcome = RestoreOutcome(describe_error(problem), damaged, incomplete, mismatch)
         finally:
             self.operation.stop()
         what, outcome = f"{name} {path.name}", replace(outcome, save=self._save)

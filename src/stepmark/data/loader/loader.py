@@ -25,7 +25,7 @@ from stepmark.data.loader.labels import LabelRule
 from stepmark.data.loader.mixture import MixtureOrder
 from stepmark.data.loader.order import BatchLayout, Epoch, LengthGroups, SamplePosition, sample_order
 from stepmark.errors import CheckpointMismatch, DataError, DataWorkerLost, StepmarkError, UsageError
-from stepmark.filesystem.error_advice import with_advice
+from stepmark.filesystem.error_advice import first_line, with_advice
 from stepmark.launch.signal_handlers import STOPPING
 
 # Version of the algorithm that orders samples; a position saved under another one is rejected.
@@ -357,10 +357,9 @@ def _checked(results: Iterator[Any]) -> Iterator[MicroBatch]:
         except StopIteration:
             return
         except (RuntimeError, ConnectionError, EOFError) as error:  # the last two of a worker's socket
-            reason = str(error).strip().split("\n", 1)[0]
             raise DataWorkerLost(
-                f"a data worker ended unexpectedly ({reason}), out of memory or of /dev/shm perhaps; lower the number"
-                " of workers, or set it to 0 to see its own error"
+                f"a data worker ended unexpectedly ({first_line(error)}), out of memory or of /dev/shm perhaps; lower "
+                "the number of workers, or set it to 0 to see its own error"
             ) from error
         if isinstance(result, StepmarkError):
             raise result from vars(result)[CAUSE]

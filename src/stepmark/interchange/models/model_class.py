@@ -16,6 +16,7 @@ from typing import Any
 
 import stepmark
 from stepmark.errors import CheckpointMismatch
+from stepmark.filesystem.error_advice import first_line
 from stepmark.interchange.models.model_outline import ModelOutline
 from stepmark.model_folder.adapted_model import class_of_task, read_adapter_config
 from stepmark.model_folder.model_config import CONFIG, check_counts, few_modules, model_class
@@ -41,12 +42,8 @@ def outline_of(path: Path, tensors: int, adapter: Path | None = None) -> ModelOu
         raise CheckpointMismatch(f"{path}: {error}") from error
     except Exception as error:  # the constructors of models raise anything
         raise CheckpointMismatch(
-            f"{path} does not describe a model that transformers can make: {_short(error)}"
+            f"{path} does not describe a model that transformers can make: {first_line(error)[:200]}"
         ) from error
-
-
-def _short(error: BaseException) -> str:
-    return (str(error).splitlines() or [repr(error)])[0][:200]
 
 
 def _from_process(*asked: Any) -> ModelOutline:
@@ -173,5 +170,6 @@ def main() -> None:
     try:
         print(_outline(*json.load(sys.stdin)).to_json())
     except Exception as error:
-        text = str(error) if isinstance(error, CheckpointMismatch) else f"transformers cannot make it: {_short(error)}"
+        text = f"transformers cannot make it: {first_line(error)[:200]}"
+        text = str(error) if isinstance(error, CheckpointMismatch) else text
         print(json.dumps({"error": text}))

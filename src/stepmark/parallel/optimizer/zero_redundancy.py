@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stepmark.config.training_fields import DEVICES
 from stepmark.errors import UsageError
+from stepmark.filesystem.error_advice import explained
 from stepmark.parallel.gradients.arithmetic import scale_to
 from stepmark.parallel.gradients.reducer import GradientReducer
 from stepmark.parallel.optimizer.distribute import distribute, sharding_unit
@@ -115,10 +116,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._reduce_in_fp32 = higher_cc_precision or use_grad_acc_hook
         self._live: tuple[NamedOptimizer, GradientReducer, Mesh] | None = None
         self.grad_norm: Tensor | None = None
-        try:
+        with explained(lambda error: UsageError(f"params: {error}"), (TypeError, ValueError)):
             super().__init__(_groups(params), defaults)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"params: {error}") from error
         if not lazy_init:
             self.init_zero()
 

@@ -22,11 +22,6 @@ def has_binary(graph: Path) -> bool:
         return False
 
 
-def is_compiled(graph: Path) -> bool:
-    """Whether the folder of a graph has one that was compiled without an error."""
-    return has_binary(graph) or (graph / DONE).is_file()
-
-
 class CacheLookups:
     """Counts which of this process's graphs were in Neuron's cache when they were needed.
 
@@ -54,7 +49,8 @@ class CacheLookups:
         return self._requested - self._first - self._missed, self._missed
 
     def _compiled(self, known: set[str]) -> set[str]:
-        """The compiled graphs that are not among the known ones."""
+        """The graphs that were compiled without an error, and are not among the known ones."""
         graphs = self.folder.glob(f"{VERSIONS}*/{GRAPHS}*")
         names = ((f"{graph.parent.name}/{graph.name}", graph) for graph in graphs)
-        return {name for name, graph in names if name not in known and is_compiled(graph)}
+        new = ((name, graph) for name, graph in names if name not in known)
+        return {name for name, graph in new if has_binary(graph) or (graph / DONE).is_file()}

@@ -16,7 +16,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.errors import StepmarkError, UsageError
-from stepmark.filesystem.error_advice import explained
+from stepmark.filesystem.error_advice import explained, first_line
 from stepmark.filesystem.files import make_folder, replace_file
 from stepmark.liveness.console import CONSOLE
 from stepmark.liveness.failure_report import FAILURES
@@ -70,7 +70,7 @@ class HubUploads(TrainerCallback):
             with explained(partial(_of_hub, f"hub_model_id: {name} cannot be created or written to")):
                 self.name = self._api.create_repo(name, private=is_private, exist_ok=True).repo_id
 
-        on_rank_0(self._host, create, lambda error: StepmarkError(str(error)))
+        on_rank_0(self._host, create, lambda error: StepmarkError(str(error)), StepmarkError)
 
     def exists(self) -> bool:
         """Whether rank 0 has a repository. Collective."""
@@ -135,8 +135,9 @@ class HubUploads(TrainerCallback):
 
 def _of_hub(what: str, error: Exception) -> StepmarkError:
     """An error of the hub or the network, with its first line."""
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return StepmarkError(f"{what}: {first}; check the token (`hf auth login`, or hub_token) and the network")
+    return StepmarkError(
+        f"{what}: {first_line(error)}; check the token (`hf auth login`, or hub_token) and the network"
+    )
 
 
 def _link(source: str, target: str) -> None:

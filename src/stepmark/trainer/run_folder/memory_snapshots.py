@@ -19,6 +19,7 @@ from stepmark.checkpoint.coordination.shared_memory import SHARED_MEMORY, free_m
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, delete, step_of
 from stepmark.checkpoint.format.manifest import read_manifest, save_of
 from stepmark.checkpoint.format.verify import verify
+from stepmark.checkpoint.retention_policies import KeepLast
 from stepmark.config.training_fields import TrainingFields
 from stepmark.errors import CheckpointError, StepmarkError, TrainingDiverged, UsageError
 from stepmark.filesystem import files
@@ -78,11 +79,13 @@ def check_shared_memory(args: TrainingFields, host: HostGroup) -> None:
 
 
 class MemorySnapshots:
-    """On all ranks; without `memory_every` there are none."""
+    """On all ranks; without `memory_every` there are none. `make` makes Checkpointers such as `checkpointer`."""
 
-    def __init__(self, args: TrainingFields, checkpointer: Checkpointer, host: HostGroup) -> None:
+    def __init__(
+        self, args: TrainingFields, checkpointer: Checkpointer, host: HostGroup, make: Callable[..., Checkpointer]
+    ) -> None:
         self._every = None if extracting_graphs() else args.memory_every
-        self._run, self._host, self._first = Path(args.output_dir), host, checkpointer
+        self._run, self._host, self._first, self._make = Path(args.output_dir), host, checkpointer, make
         self._checkpointer: Checkpointer | None = None
         self._handle: SaveHandle | None = None
         self._problem: str | None = None
@@ -102,16 +105,15 @@ class MemorySnapshots:
                 _check_room(make_memory(self._run), COPIES * size)
 
         def explain(error: Exception) -> StepmarkError:
-            if not isinstance(error, (OSError, StepmarkError)):
-                raise error
             return StepmarkError(f"memory_every: {describe_error(error)}; or leave it out")
 
         if not extracting_graphs():
-            on_rank_0(self._host, make, explain)
+            on_rank_0(self._host, make, explain, (OSError, StepmarkError))
         if self._every is not None:
-            from stepmark.checkpoint.checkpointer import second_checkpointer
+            from stepmark.checkpoint.checkpointer import share_memory
 
-            self._checkpointer = second_checkpointer(self._first, self._host.broadcast(memory_of(self._run)))
+            self._checkpointer = self._make(self._host.broadcast(memory_of(self._run)), keep=[KeepLast(1)])
+            share_memory(self._first, self._checkpointer)
             self._checkpointer.claim()
 
     def newest(self, identity: Mapping[str, Any] | None = None) -> Path | None:

@@ -66,7 +66,7 @@ def write_model(
         _clear(staging)  # of what a run that was killed here has left
         files.make_own_folder(staging)
 
-    on_rank_0(host, prepare, partial(_cannot_write, folder))
+    on_rank_0(host, prepare, partial(_cannot_write, folder), Exception)
     sharded = is_sharded(model, mesh)
     if state is None:
         runtime.step_boundary()
@@ -85,7 +85,7 @@ def write_model(
         _publish(complete, folder)
         _clear(staging)
 
-    on_rank_0(host, finish, partial(_cannot_write, folder))
+    on_rank_0(host, finish, partial(_cannot_write, folder), Exception)
 
 
 def is_sharded(model: nn.Module, mesh: Mesh) -> bool:

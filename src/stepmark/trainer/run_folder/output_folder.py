@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints
 from stepmark.checkpoint.format.manifest import MANIFEST
@@ -53,9 +53,11 @@ _LEFT = re.compile(r"\.stepmark-[0-9a-f]{32}\Z")
 _FINISHED: set[Path] = set()  # folders in which this process has trained a run to its end
 
 
-def on_rank_0(host: HostGroup, work: Callable[[], object], explain: Callable[[Exception], StepmarkError]) -> None:
-    """Calls `work` on rank 0. If it fails, all ranks raise what `explain` makes of the exception; where it raises
-    that, the others raise PeerFailed. Collective."""
+def on_rank_0(
+    host: HostGroup, work: Callable[[], object], explain: Callable[[Any], StepmarkError], kinds: Any = OSError
+) -> None:
+    """Calls `work` on rank 0. If it fails, all ranks raise what `explain` makes of an exception of these kinds; where
+    it is another, the others raise PeerFailed. Collective."""
     problem: StepmarkError | None = None
     cause: Exception | None = None
     if host.rank == 0:
@@ -63,10 +65,8 @@ def on_rank_0(host: HostGroup, work: Callable[[], object], explain: Callable[[Ex
             work()
         except Exception as error:
             cause = error
-            try:
-                problem = explain(error)
-            except Exception:  # the other ranks wait for the broadcast
-                problem = PeerFailed(f"rank 0 has failed: {type(error).__name__}: {error}")
+            told = PeerFailed(f"rank 0 has failed: {type(error).__name__}: {error}")
+            problem = explain(error) if isinstance(error, kinds) else told
     problem = host.broadcast(problem)
     if cause is not None and isinstance(problem, PeerFailed):
         raise cause
@@ -120,9 +120,7 @@ def prepare_output_folder(folder: Path, host: HostGroup) -> None:
         _check_records(folder)
         _remove_leftovers(folder, token)
 
-    def explain(error: Exception) -> StepmarkError:
-        if not isinstance(error, OSError):
-            raise error
+    def explain(error: OSError) -> StepmarkError:
         with contextlib.suppress(OSError):  # a full disk still has room for the name
             files.remove_file(folder / token)
         if isinstance(error, FileRefused):
@@ -265,7 +263,5 @@ def move_to_earlier_run(folder: Path, paths: Sequence[Path]) -> Path:
     return target
 
 
-def _cannot_move(what: str, folder: Path, error: Exception) -> StepmarkError:
-    if not isinstance(error, OSError):
-        raise error
+def _cannot_move(what: str, folder: Path, error: OSError) -> StepmarkError:
     return StepmarkError(f"output_dir: the {what} in {folder} cannot be moved: {error.strerror}; choose another folder")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,6 +23,7 @@ from stepmark.errors import StepmarkError, UsageError
 from stepmark.filesystem.local_paths import address_of
 from stepmark.filesystem.objects import Bucket
 from stepmark.launch.signal_listener import RunInterrupted
+from stepmark.liveness.bounded_call import BoundedCall
 from stepmark.liveness.failure_report import describe_error
 from stepmark.liveness.host_group import HostGroup
 from stepmark.liveness.process_exit import end_process, say
@@ -54,14 +53,8 @@ def check_place(args: TrainingFields, host: HostGroup) -> None:
     work."""
     if args.mirror_to is None or extracting_graphs():
         return
-    bucket = Bucket(args.mirror_to)
-
-    def explain(error: Exception) -> StepmarkError:
-        if not isinstance(error, OSError):
-            raise error
-        return StepmarkError(f"{_field_of(args)}: {describe_error(error)}")
-
-    on_rank_0(host, bucket.check, explain)
+    check = Bucket(args.mirror_to).check
+    on_rank_0(host, check, lambda error: StepmarkError(f"{_field_of(args)}: {describe_error(error)}"))
 
 
 class RunMirror:
@@ -85,26 +78,20 @@ class RunMirror:
         """What `work` returns, on all ranks; also StepmarkErrors that it raises. Collective."""
         if self.url is None:
             return None
-        done: Future[Any] = Future()
 
-        def run(mirror: Mirror) -> None:
+        def run(mirror: Mirror) -> tuple[Any, StepmarkError | None]:
             try:
-                done.set_result((work(mirror), None))
+                return work(mirror), None
             except StepmarkError as error:
-                done.set_result((None, error))
+                return None, error
             except OSError as error:
-                done.set_result((None, StepmarkError(f"{self._field}: {describe_error(error)}")))
-            except BaseException as error:
-                done.set_exception(error)
+                return None, StepmarkError(f"{self._field}: {describe_error(error)}")
 
         with in_phase(SAVE):
-            if self._mirror is not None:
-                threading.Thread(target=run, args=(self._mirror,), name="stepmark-mirroring", daemon=True).start()
+            call = None if self._mirror is None else BoundedCall(partial(run, self._mirror), raises=True)
             told = None
             while told is None:
-                if self._mirror is not None:
-                    wait([done], TOLD)
-                told = self._host.broadcast(done.result() if done.done() else None)
+                told = self._host.broadcast(call.result() if call is not None and call.ended(TOLD) else None)
         value, problem = told
         if problem is not None:
             raise problem
