@@ -73,7 +73,6 @@ def make_page(histories: Sequence[History], folders: Sequence[Path]) -> str:
     newest, earlier = sample_tables(histories)
     return render(
         "page.html",
-        title=where.name,
         where=where,
         version=stepmark.__version__,
         now=time.time(),
