@@ -91,13 +91,17 @@ def test_promises_that_are_kept(tmp_path: Path) -> None:
     assert rows["step_timeout"]["value"] == "auto"
 
 
-@pytest.mark.parametrize("name", sorted(FAULTS.keys() - {"kill", "flip", "bucket-away"}))
+LONGEST = pytest.param("stop", marks=pytest.mark.prove)  # which waits for `step_timeout`
+
+
+@pytest.mark.parametrize("name", [LONGEST, *sorted(FAULTS.keys() - {"kill", "flip", "bucket-away", "stop"})])
 def test_every_fault(tmp_path: Path, name: str) -> None:
     row = DrillProcess(tmp_path, "--only", name).rows(0)[name]
     assert row["verdict"] == "kept"
     assert row["repeated"] == 0 or name in ("kill-in-save", "stop", "full-disk")
 
 
+@pytest.mark.prove
 def test_a_slow_folder(tmp_path: Path) -> None:
     rows = DrillProcess(tmp_path, "--only", "save,sigterm", more=SLOW_SYNC).rows(0)
     assert rows["fsync"]["status"] == "warning"
