@@ -102,9 +102,9 @@ def own_schedule(model: Any, mesh: Mesh, kind: str, batch: StepBatch) -> Callabl
     stages = staged(model)
     assert stages is not None
     optimizer = build_optimizer("sgd", list(model.named_parameters()), mesh.runtime)
-    gradients = optimizer.gradients(mesh, accumulation=len(batch))
+    gradients = optimizer.gradients(mesh, accumulation=len(batch), reduce_dtype=torch.float32, on_arrival=False)
     loss, loads = MicroBatchLoss(model), ExpertLoads(stages.model, mesh)
-    schedule = PipelinedSchedule(stages, loss, gradients, mesh, kind, None, None, 42, loads)
+    schedule = PipelinedSchedule(model, loss, gradients, mesh, None, None, 42, loads, stages, kind)
     return lambda: float(schedule.forward_backward(0, batch, StepHooks())[0])
 
 
