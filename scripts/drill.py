@@ -516,6 +516,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Prints what became of each fault; returns 1 where a promise was broken, else 0."""
+    try:
+        return rehearse(parsed)
+    except StepmarkError as error:  # a command's error names a line of code that is not Stepmark's, such as this file's
+        if parsed.traceback:
+            raise
+        if World.from_environment().local_rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def rehearse(parsed: argparse.Namespace) -> int:
+    """As `run`. Raises StepmarkError for a wrong call or recipe."""
     recipe, world = recipe_of(parsed), World.from_environment()
     if not sys.platform.startswith("linux"):
         raise UsageError("drill: needs Linux, whose /proc it finds the ranks in")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from stepmark import Checkpointer
 from stepmark.checkpoint import dcp, mirror
 from stepmark.checkpoint.downloads import download
 from stepmark.checkpoint.places import BucketPlace, verify_there
-from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointNotFound
+from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointNotFound, StepmarkError
 from stepmark.filesystem.objects import Bucket
 from tests.support import dtensor_programs
 from tests.support.buckets import Proxy, failing_each_once, make_bucket
@@ -170,6 +171,27 @@ def test_any_request_may_fail(
             break
     assert all(done)
     assert len(seen) > 6
+
+
+MISSING = "s3://no-such-bucket/run"
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: Checkpointer(MISSING).save(1, state_of()),
+        lambda: Checkpointer(MISSING).restore(state_of()),
+        lambda: dcp.save({"x": torch.ones(1)}, checkpoint_id=f"{MISSING}/step-1"),
+        lambda: dcp.load({"x": torch.ones(1)}, checkpoint_id=f"{MISSING}/step-1"),
+        lambda: stepmark.save({"x": torch.ones(1)}, f"{MISSING}/x.pt"),
+        lambda: download(MISSING, Path("unused")),
+    ],
+    ids=["save", "restore", "dcp.save", "dcp.load", "one object", "download"],
+)
+def test_a_bucket_that_does_not_exist_is_named(bucket: Bucket, ask: Callable[[], object]) -> None:
+    with pytest.raises(StepmarkError, match="bucket does not exist") as caught:
+        ask()
+    assert "no-such-bucket" in str(caught.value)
 
 
 def test_ranks_share_a_place(bucket: Bucket, ranks: Ranks, tmp_path: Path) -> None:

@@ -70,7 +70,6 @@ def make_page(histories: Sequence[History], folders: Sequence[Path]) -> str:
         "best": best_of(histories),
         "fields": differ if several else {},
     }
-    newest, earlier = sample_tables(histories)
     return render(
         "page.html",
         where=where,
@@ -87,8 +86,7 @@ def make_page(histories: Sequence[History], folders: Sequence[Path]) -> str:
         differences=difference_table(histories, differ),
         figures=[(figure, "; ".join(_told(each, short) for each in figure.series)) for figure in drawn],
         keys={kind: key for kind, key in words("mark").items() if kind in {mark.kind for mark in events}},
-        newest_samples=newest,
-        earlier_samples=earlier,
+        samples=sample_tables(histories),
         # Without a "<" it cannot close the script element around it.
         data=Markup(json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")),
     )

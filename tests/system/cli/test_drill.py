@@ -186,7 +186,9 @@ def test_a_wrong_call_leaves_nothing(
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items() if launched else ():
         monkeypatch.setenv(name, value)
     assert main([str(write_recipe(tmp_path)), *arguments]) == 2
-    assert f"error: {words}" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"error: {words}" in told
+    assert "drill.py" not in told
     assert list(tmp_path.glob("out*")) == []
 
 

@@ -13,6 +13,7 @@ import logging
 import secrets
 import socket
 import threading
+from contextlib import suppress
 from typing import Any
 
 from stepmark.errors import CheckpointBusy
@@ -105,10 +106,10 @@ def _take(bucket: Bucket, identity: dict[str, Any], clock: Clock) -> str:
         try:
             data, tag = bucket.read_tagged(OWNER)
         except FileNotFoundError:
-            data = None
-        try:
-            if data is None:
+            with suppress(FileExistsError):  # another one was faster; where there is no bucket, this says so
                 return bucket.create(OWNER, own)
+            continue
+        try:
             other = _read(data)
             quiet = silence.seconds({OWNER: tag})[OWNER]
             process, gone = other.get("process"), not other.get("run") or quiet >= STALE
