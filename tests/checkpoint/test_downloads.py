@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from stepmark import Checkpointer
 from stepmark.checkpoint import dcp, mirror
 from stepmark.checkpoint.downloads import download
 from stepmark.checkpoint.places import BucketPlace, verify_there
+from stepmark.cli.main import run
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointNotFound, StepmarkError
 from stepmark.filesystem.objects import Bucket
 from tests.support import dtensor_programs
@@ -171,6 +173,19 @@ def test_any_request_may_fail(
             break
     assert all(done)
     assert len(seen) > 6
+
+
+def test_a_place_of_checkpoints_alone_is_inspected_as_a_folder_is(
+    bucket: Bucket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Checkpointer(bucket.url) as checkpointer:
+        checkpointer.save(1, state_of(1), block=True)
+    told = []
+    for place in (bucket.url, str(checkpointer.folder)):
+        assert run(["inspect", place, "--json"]) == 0
+        told.append({**json.loads(capsys.readouterr().out), "folder": None})
+    assert told[0] == told[1]
+    assert told[0]["checkpoints"] == [1]
 
 
 MISSING = "s3://no-such-bucket/run"

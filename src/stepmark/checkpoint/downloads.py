@@ -56,7 +56,7 @@ def download(
             else:
                 if step is not None or what == NEWEST:
                     return checkpoint_path(run, each)
-        if not others:
+        if what == NEWEST or not (steps or others):
             raise CheckpointNotFound(f"{address}: there is {'no complete checkpoint' if what == NEWEST else 'nothing'}")
         wanted = {name: each for name, each in others.items() if not steps or not name.endswith(_WEIGHTS)}
         copy_others(source, FolderPlace(run), wanted, begin, advance)
