@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,23 @@ def test_a_save_whose_upload_fails_has_failed(bucket: Bucket, proxy: Proxy) -> N
         proxy.fault = lambda *_: None
         checkpointer.save(3, state_of(3), block=True)
     assert BucketPlace(bucket).steps() == [3, 2, 1]
+
+
+def test_a_place_that_cannot_be_listed_is_released(bucket: Bucket, proxy: Proxy) -> None:
+    proxy.fault = lambda _, request: 403 if "list-type" in request[1] else None
+    with Checkpointer(bucket.url) as checkpointer:
+        with pytest.raises(CheckpointError, match="Fault403"):
+            checkpointer.save(1, state_of(1))
+        assert "stepmark-owner" in {thread.name for thread in threading.enumerate()}
+        proxy.fault = lambda *_: None
+        checkpointer.save(1, state_of(1), block=True)
+        proxy.fault = lambda _, request: 403 if "list-type" in request[1] else None
+    with pytest.raises(CheckpointError), Checkpointer(bucket.url) as checkpointer:
+        checkpointer.save(1, state_of(1))
+    proxy.fault = lambda *_: None
+    assert "stepmark-owner" not in {thread.name for thread in threading.enumerate()}
+    with BucketPlace(bucket).owning():
+        pass
 
 
 def test_the_checkpoint_before_a_damaged_one_is_restored(

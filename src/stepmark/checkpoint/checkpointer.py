@@ -484,10 +484,9 @@ class Checkpointer:
     def _open_place(self) -> None:
         """On rank 0, at an address: claims the place, downloads the newest checkpoint, and begins to follow."""
         if self._mirror is None:
-            mirror = Mirror(self.folder, Bucket(str(self._address)), self._policies, freed=self.delete_old)
-            mirror.open()
-            self._mirror = mirror
+            self._mirror = Mirror(self.folder, Bucket(str(self._address)), self._policies, freed=self.delete_old)
         if not self._mirror.started:
+            self._mirror.open()
             self._mirror.fetch()
             self._mirror.start()
 

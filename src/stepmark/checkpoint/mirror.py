@@ -82,15 +82,17 @@ class Mirror:
         self._idle = 0  # rounds in which nothing was left to do
         self._stop, self._wake, self._free = threading.Event(), threading.Event(), threading.Event()
         self._free.set()
-        self._owning = self._place.owning()
         self._claim: BucketClaim | None = None
         self._thread = threading.Thread(target=self._run, name="stepmark-mirror", daemon=True)
 
     # Before training
 
     def open(self) -> list[int]:
-        """Claims the place; returns the steps of its checkpoints, newest first. Raises CheckpointBusy or OSError."""
-        self._claim = self._owning.__enter__()
+        """Claims the place; returns the steps of its checkpoints, newest first. Raises CheckpointBusy or OSError, after
+        which it may be called again."""
+        if self._claim is None:
+            self._owning = self._place.owning()
+            self._claim = self._owning.__enter__()
         return self._place.steps()
 
     def fetch(self, say: Callable[[str], object] = lambda text: None) -> bool:
