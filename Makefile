@@ -73,9 +73,13 @@ test-scalar: $(INSTALLED)
 	    tests/parallel/tensor/test_architectures.py tests/system/parity/test_tensor_parallel.py
 
 # The same as test-newest on a machine with a GPU, where the tests marked `cuda` run as well; an error where there is none.
-test-cuda: $(NEWEST_INSTALLED)
-	$(NEWEST)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("torch sees no CUDA device")'
-	$(NEWEST)/python $(PYTEST) $(EAGER)
+# `make test-cuda PYTHON=python3` runs those tests alone, by an interpreter with the packages that it has, without a network.
+CUDA_TESTS := tests/system/parity/test_parity.py tests/system/distributed/test_runtime.py
+GIVEN := $(if $(filter command,$(origin PYTHON)),$(PYTHON))
+test-cuda: $(if $(GIVEN),,$(NEWEST_INSTALLED))
+	$(or $(GIVEN),$(NEWEST)/python) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("torch sees no CUDA device")'
+	$(if $(GIVEN),PYTHONPATH=src:$(PYTHONPATH) $(GIVEN) -m pytest -m cuda -p no:benchmark $(CUDA_TESTS),\
+	    $(NEWEST)/python $(PYTEST) $(EAGER))
 
 # The same with the newest release of everything, made anew each time. Its failures are news about other people's packages,
 # not about a change here; renewing the fixed versions is how they are taken over.
