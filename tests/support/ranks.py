@@ -42,8 +42,8 @@ class Outcome:
     logs: list[str]
 
     def check(self) -> list[Any]:
-        """The results; fails if a rank did."""
-        for rank, code in enumerate(self.codes):
+        """The results; fails if a rank did, first with one that has failed by itself."""
+        for rank, code in sorted(enumerate(self.codes), key=lambda each: each[1] is None):
             assert code == 0, f"rank {rank} exited with {code}:\n{self.logs[rank]}"
         return self.results
 

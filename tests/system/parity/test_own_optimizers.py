@@ -76,13 +76,14 @@ def check(ranks: Ranks, folder: Path, cells: list[Cell]) -> None:
             continue
         assert not isinstance(found[n], str), (cell, found[n])
         assert resumed[n][1] == found[n][1], cell
-        assert resumed[n][0][-1] == pytest.approx(found[n][0][-1], rel=1e-5), cell
+        near = 1e-4 if cell["made"] == "optim" else 1e-5  # Muon multiplies in bfloat16, and its AdamW scales rounding
+        assert resumed[n][0][-1] == pytest.approx(found[n][0][-1], rel=near), cell
         whole = load_file(folder / f"{n}" / "model.safetensors")
         again = load_file(folder / f"{n}-on" / "model.safetensors")
         for name, values in whole.items():
             if cell["resumed"] == "the same":
                 assert torch.equal(values, again[name]), (cell, name)
-            elif cell["made"] != "optim":  # whose AdamW scales gradients that are mere rounding
+            elif cell["made"] != "optim":
                 close(values, again[name], (cell, name))
         if cell["made"] != "optim":
             assert found[n][0] == pytest.approx(expected[cell["kind"]], rel=1e-5), cell
