@@ -135,6 +135,43 @@ def test_killed_ranks_repeat_a_step(
     record_property("steps repeated", sum(times))
 
 
+@pytest.mark.parametrize(
+    ("sharding", "wanted"),
+    [
+        ("zero_1", 2),
+        *(pytest.param(each, 33, marks=pytest.mark.prove) for each in ("data_parallel_size", "zero_1", "fsdp")),
+    ],
+)
+def test_ranks_that_are_killed_stop_go_away_and_come_back_repeat_a_step(
+    ranks: Ranks, tmp_path: Path, record_property: Callable[[str, object], None], sharding: str, wanted: int
+) -> None:
+    """Four logical ranks, in two to four processes, another number after each fault."""
+    folder, steps, chance = tmp_path / "disturbed", 8 * wanted, random.Random(wanted)
+    settings = options(folder, max_steps=steps, data_parallel_replicas=4, step_timeout=4.0)
+    settings |= {} if sharding == "data_parallel_size" else {sharding: True}
+    whole = ranks.run(PROGRAM, {**settings, "output_dir": str(tmp_path / "whole")}, nproc=4).check()
+    folder.mkdir()
+    processes, signals = 4, [signal.SIGSTOP, signal.SIGKILL]
+    while len(kills(folder)) < wanted:
+        before = len(kills(folder))
+        outcome = ranks.run(supervise_and_kill, settings, processes, chance.random(), signals[before % 2])
+        if len(kills(folder)) == before:  # it ended first
+            assert outcome.results == [{"code": 0}], outcome.logs
+            break
+        assert outcome.results[0]["code"] != 0
+        processes = chance.choice([each for each in (2, 3, 4) if each != processes])
+    again = ranks.run(PROGRAM, settings, nproc=4).check()
+    found = json.loads(json.dumps(logged(folder)))
+    assert (found["losses"], found["evaluations"]) == (whole[0]["losses"], whole[0]["evaluations"])
+    assert [each["weights"] for each in again] == [each["weights"] for each in whole]
+    times = repeated(folder)
+    assert times
+    assert max(times) <= 1, times
+    for each in signals:
+        record_property(f"ranks with {each.name}", sum(each.name in line for line in kills(folder)))
+    record_property("steps repeated", sum(times))
+
+
 def killed(ranks: Ranks, folder: Path, step: int, mesh: str = "one", **more: Any) -> list[Path]:
     """A run that is killed at the end of a step, before its snapshot; returns the snapshots."""
     given = options(folder, mesh, async_save=False, kill_at=step, **more)
@@ -447,9 +484,11 @@ class KilledRank(ForkedRank):
         leave_group()
 
 
-def supervise_and_kill(given: dict[str, Any], nproc: int, seed: int) -> dict[str, Any]:
-    """Trains, and kills one rank a few steps later, at any moment or while a snapshot is being written. Returns the
-    exit code."""
+def supervise_and_kill(
+    given: dict[str, Any], nproc: int, seed: float, sent: signal.Signals = signal.SIGKILL
+) -> dict[str, Any]:
+    """Trains, and sends a signal to one rank a few steps later, at any moment or while a snapshot is being written.
+    Returns the exit code."""
     _OPTIONS.update(given)
     started: list[KilledRank] = []
 
@@ -460,13 +499,13 @@ def supervise_and_kill(given: dict[str, Any], nproc: int, seed: int) -> dict[str
     supervisor.subprocess = types.SimpleNamespace(Popen=start)  # type: ignore[attr-defined,assignment]
     supervisor.GRACE_SECONDS = 1.0
     killing = threading.Thread(
-        target=_kill, args=(started, Path(given["output_dir"]), nproc, random.Random(seed)), daemon=True
+        target=_kill, args=(started, Path(given["output_dir"]), nproc, random.Random(seed), sent), daemon=True
     )
     killing.start()
     return {"code": supervisor.supervise(["rank"], nproc)}
 
 
-def _kill(started: list[KilledRank], folder: Path, nproc: int, chance: random.Random) -> None:
+def _kill(started: list[KilledRank], folder: Path, nproc: int, chance: random.Random, sent: signal.Signals) -> None:
     victim, in_save = chance.randrange(nproc), chance.random() < 1 / 2
     wanted = len(read_metrics(folder)) + chance.randint(2, 5)
     while len(read_metrics(folder)) < wanted:
@@ -475,8 +514,8 @@ def _kill(started: list[KilledRank], folder: Path, nproc: int, chance: random.Ra
     if in_save:
         _wait_for_snapshot(folder)
         time.sleep(chance.uniform(0, 0.02))
-    folder.with_name("kills").open("a").write(f"rank {victim}{' in a snapshot' if in_save else ''}\n")
-    os.kill(started[victim].pid, signal.SIGKILL)
+    folder.with_name("kills").open("a").write(f"{sent.name} rank {victim}{' in a snapshot' if in_save else ''}\n")
+    os.kill(started[victim].pid, sent)
 
 
 def _wait_for_snapshot(folder: Path) -> None:
