@@ -18,11 +18,13 @@ import torch
 from stepmark.checkpoint import Checkpointer, KeepLast
 from stepmark.checkpoint import mirror as module
 from stepmark.checkpoint.coordination.bucket_claim import OWNER
+from stepmark.checkpoint.format.checkpoint_folders import STOP_REQUEST
 from stepmark.checkpoint.mirror import Mirror
 from stepmark.checkpoint.places import BucketPlace, Copied, FolderPlace
 from stepmark.errors import CheckpointBusy, CheckpointError
 from stepmark.filesystem import objects
 from stepmark.filesystem.objects import Bucket
+from stepmark.trainer.interruption.run_end import reason_to_stop
 from tests.support.buckets import Proxy, failing_each_once, make_bucket
 from tests.support.run_folders import saved_steps
 
@@ -105,6 +107,31 @@ def test_what_no_policy_keeps_goes_there_too(tmp_path: Path, bucket: Bucket) -> 
         "checkpoint-3",
         "metrics.jsonl",
     }
+
+
+def test_the_best_that_was_chosen_there_stays(tmp_path: Path, bucket: Bucket) -> None:
+    save(tmp_path / "run", 1, 2, keep_last=2)
+    mirrored(tmp_path / "run", bucket, keep=2)
+    bucket.put("best", b"checkpoint-1")
+    save(tmp_path / "run", 3, 4, keep_last=2)
+    mirrored(tmp_path / "run", bucket, keep=2)
+    assert BucketPlace(bucket).steps() == [4, 3, 1]
+
+
+def test_a_request_to_stop_is_brought_to_the_run_that_it_was_made_to(
+    tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PUSH", 0.0)
+    save(tmp_path / "run", 1)
+    bucket.put(STOP_REQUEST, b'{"reason": "of an earlier run"}')
+    with mirroring(tmp_path / "run", bucket) as mirror:
+        mirror.start()
+        assert mirror.finish() is None
+        assert reason_to_stop(tmp_path / "run") is None
+        bucket.put(STOP_REQUEST, b'{"reason": "it is good enough"}')
+        assert mirror.finish() is None
+    assert reason_to_stop(tmp_path / "run") == "it is good enough"
+    assert bucket.stat(STOP_REQUEST) is None
 
 
 def test_a_fresh_machine_keeps_what_the_bucket_has(tmp_path: Path, bucket: Bucket) -> None:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stepmark.checkpoint.coordination.bucket_claim import BucketClaim
@@ -21,6 +21,7 @@ from stepmark.checkpoint.coordination.leases import Lease
 from stepmark.checkpoint.format.checkpoint_folders import (
     DAMAGED,
     LEFT,
+    STOP_REQUEST,
     best_step,
     checkpoint_path,
 )
@@ -39,6 +40,7 @@ from stepmark.checkpoint.places import (
 )
 from stepmark.checkpoint.retention_policies import Retention, Saved, steps_to_delete
 from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointNotFound
+from stepmark.filesystem import files
 from stepmark.filesystem.json_values import decode_plain
 from stepmark.filesystem.local_paths import is_address
 from stepmark.filesystem.objects import Bucket
@@ -70,6 +72,7 @@ class Mirror:
     ) -> None:
         self.address = bucket.url
         self.folder, self._source, self._place = folder, FolderPlace(folder), BucketPlace(bucket)
+        self._bucket = bucket
         self._keep, self._told, self._freed, self._needs = keep, told, freed, needs
         self._sent: dict[int, _Mark] = {}  # by step, the manifests that are known to be in the bucket
         self._saved: dict[int, Saved] = {}  # the checkpoints there
@@ -93,6 +96,7 @@ class Mirror:
         if self._claim is None:
             self._owning = self._place.owning()
             self._claim = self._owning.__enter__()
+        self._bucket.delete([STOP_REQUEST])  # made to an earlier run
         return self._place.steps()
 
     def fetch(self, say: Callable[[str], object] = lambda text: None) -> bool:
@@ -266,8 +270,11 @@ class Mirror:
 
     def _push(self) -> bool:
         """Uploads what has changed beside the checkpoints, if anything has. Times of the bucket count only at first. A
-        file that cannot be read is left out: no checkpoint waits for it."""
+        file that cannot be read is left out: no checkpoint waits for it. A request to stop comes the other way."""
         assert self._claim is not None
+        with suppress(FileNotFoundError):
+            files.replace_file(self.folder / STOP_REQUEST, self._bucket.read(STOP_REQUEST))
+            self._bucket.delete([STOP_REQUEST])
         self._pushed, others = time.monotonic(), self._source.others()
         changed = {name: each for name, each in others.items() if self._seen.get(name) != each and is_file_name(name)}
         if not self._seen:
@@ -304,7 +311,7 @@ class Mirror:
                 metrics = decode_plain(manifest.metrics)
                 self._saved[step] = Saved(step, manifest.time, metrics, resumable=not manifest.model_only)
         saved = [self._saved[step] for step in there if step in self._saved]
-        here = {*self._source.steps(), best_step(self.folder)}
+        here = {*self._source.steps(), best_step(self.folder), self._place.best()}
         for step in steps_to_delete(saved, self._keep, max(there, default=0)):
             if step not in here:
                 assert self._claim is not None

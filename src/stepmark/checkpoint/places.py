@@ -287,6 +287,12 @@ class BucketPlace:
                 found += [] if any(_is_of_run(each.name) for each in inside) else inside
         return {each.name: Other(each.size, each.time) for each in found}
 
+    def best(self) -> int | None:
+        """The step of the best checkpoint, which a watcher of the bucket may have chosen."""
+        with suppress(FileNotFoundError):
+            return step_of(Path(self._bucket.read(BEST).decode(errors="replace")))
+        return None
+
     def note(self, others: Iterable[str]) -> None:
         """Keeps which of the objects beside checkpoints are this run's."""
         self._bucket.put(_BESIDE, json.dumps(sorted(others)).encode())

@@ -9,7 +9,7 @@ from itertools import chain, pairwise, product
 from typing import Any
 
 from stepmark.checkpoint.format.dtypes import item_size
-from stepmark.errors import CheckpointDamaged
+from stepmark.checkpoint.format.read_errors import well_formed
 from stepmark.sharding.layout import Box, Shape, row_major_boxes, row_major_index, row_major_strides
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, moved
 
@@ -17,12 +17,10 @@ from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, moved
 def as_written(tensors: Mapping[str, GlobalTensor], form: Mapping[str, Any] | None) -> dict[str, GlobalTensor]:
     """The tensors of a model as transformers writes them, by a form of `stepmark.checkpoint.written_form`. Raises
     CheckpointDamaged for one that is malformed."""
-    try:
+    with well_formed("the form in which the model is written is"):
         changed = form or {}
         kept = {name: tensor for name, tensor in tensors.items() if name not in changed}
         return kept | {name: _viewed(tensors, view) for name, view in changed.items() if view is not None}
-    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
-        raise CheckpointDamaged(f"the form in which the model is written is malformed: {error!r}") from error
 
 
 def _viewed(tensors: Mapping[str, GlobalTensor], view: Any) -> GlobalTensor:

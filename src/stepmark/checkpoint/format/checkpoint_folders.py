@@ -25,6 +25,7 @@ from stepmark.errors import CheckpointError, CheckpointNotFound
 from stepmark.filesystem import files
 
 COORDINATION = ".stepmark"
+STOP_REQUEST = f"{COORDINATION}/stop.json"  # made from outside, for the run that owns the folder
 MANIFEST = "manifest.json"
 DAMAGED, LEFT = "damaged", "left"  # what the names of checkpoints begin with that are not used again
 BEST = "best"  # a link to the best of the checkpoints, which is never deleted

@@ -15,7 +15,7 @@ from typing import Any
 from stepmark.checkpoint.format.checkpoint_folders import step_of
 from stepmark.checkpoint.format.checksums import bytes_checksum, file_checksum
 from stepmark.checkpoint.format.manifest import MANIFEST, VALUES, FileEntry, Manifest, read_manifest
-from stepmark.checkpoint.format.read_errors import FileIncomplete, read_errors_of
+from stepmark.checkpoint.format.read_errors import FileIncomplete, read_errors_of, well_formed
 from stepmark.checkpoint.format.tensor_file import Header, parse_header
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.filesystem.files import LARGEST, read_file, regular_file_size
@@ -127,10 +127,8 @@ def read_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
         data = read_file(path)
     if bytes_checksum(data) != entry.digest:
         raise CheckpointDamaged(f"{path} does not match its checksum")
-    try:
+    with well_formed(f"{path} is"):
         sections = parse_json(data)["sections"]
-    except (LookupError, TypeError, ValueError) as error:
-        raise CheckpointDamaged(f"{path} is malformed: {error!r}") from error
     if not isinstance(sections, dict):
         raise CheckpointDamaged(f"{path} is malformed")
     return sections

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from stepmark.checkpoint.format.checkpoint_folders import MANIFEST as MANIFEST
 from stepmark.checkpoint.format.checksums import FILE_CHECKSUM_LENGTH, bytes_checksum
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
-from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read
+from stepmark.checkpoint.format.read_errors import FileIncomplete, cannot_read, well_formed
 from stepmark.checkpoint.format.tensor_file import LARGEST_HEADER, natural_numbers
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.filesystem.files import read_file, regular_files
@@ -209,10 +209,8 @@ def parse_manifest(data: bytes, stored: int = 0) -> Manifest:
     blank = data[: match.start(1)] + _BLANK.encode() + data[match.end(1) :]
     if bytes_checksum(blank) != match[1].decode():
         raise CheckpointDamaged("it does not match its checksum")
-    try:
+    with well_formed("it is"):
         return _from_json(parse_json(data, stored // 8))
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise CheckpointDamaged(f"it is malformed: {str(error)[:200]!r}") from error
 
 
 def _from_json(body: dict[str, Any]) -> Manifest:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import struct
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from stepmark.errors import CheckpointDamaged, CheckpointError, FileRefused
+from stepmark.filesystem.error_advice import explained, first_line
 
 
 class FileIncomplete(CheckpointDamaged):
@@ -30,6 +33,12 @@ def cannot_read(path: Path, error: OSError, what: str = "it") -> CheckpointError
         f"{path}: {what} cannot be read: {reason}; the checkpoint may be intact, and nothing in it was "
         "changed: fix the cause and try again"
     )
+
+
+def well_formed(what: str) -> AbstractContextManager[None]:
+    """Inside the block, values that are not such as a file holds raise CheckpointDamaged, which begins with `what`."""
+    kinds = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, struct.error)
+    return explained(lambda error: CheckpointDamaged(f"{what} malformed: {first_line(error)[:200]}"), kinds)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
@@ -24,8 +23,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from stepmark.checkpoint.format.checksums import BLOCK_CHECKSUM_LENGTH, CHECKSUM_BLOCK, checksum_blocks
 from stepmark.checkpoint.format.dtypes import DTYPES, item_size
+from stepmark.checkpoint.format.read_errors import well_formed
 from stepmark.errors import CheckpointDamaged, CheckpointError
-from stepmark.filesystem.error_advice import explained
 from stepmark.filesystem.json_files import parse_json
 from stepmark.liveness.gc_pause import without_collection
 from stepmark.sharding.layout import Shape, TensorSlice
@@ -143,7 +142,7 @@ def parse_header(data: bytes, file_size: int) -> Header:
     Raises CheckpointDamaged for a malformed header, or one that does not fit the file's size, and CheckpointError for
     an unknown type.
     """
-    with _well_formed():
+    with well_formed("its header is"):
         size = header_length(data[:8], file_size)
         placed, metadata = _placed(data, file_size)
         own = parse_json(metadata["stepmark"].encode())
@@ -155,12 +154,6 @@ def parse_header(data: bytes, file_size: int) -> Header:
         counts = {tensor.name: len(tensor.checksum_blocks()) for tensor in tensors}
         digests = {name: _split_digests(own["digests"][name], count) for name, count in counts.items()}
         return Header(size, int(own["step"]), str(own["save"]), tensors, digests)
-
-
-def _well_formed() -> AbstractContextManager[None]:
-    """Raises CheckpointDamaged where values are not those of a header."""
-    kinds = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, struct.error)
-    return explained(lambda error: CheckpointDamaged(f"its header is malformed: {str(error)[:200]}"), kinds)
 
 
 def header_length(prefix: bytes, file_size: int) -> int:
@@ -189,7 +182,7 @@ def read_tensors(file: BinaryIO) -> tuple[list[PlacedTensor], dict[str, Any]]:
     CheckpointError for an unknown type.
     """
     file_size = os.fstat(file.fileno()).st_size
-    with _well_formed():
+    with well_formed("its header is"):
         prefix = file.read(8)
         return _placed(prefix + file.read(header_length(prefix, file_size) - 8), file_size)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stepmark.checkpoint.format.read_errors import well_formed
 from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.neuron import lora as neuron_lora
 from stepmark.interchange.neuron import neuronx_distributed as nxd
@@ -135,10 +136,8 @@ def read_metadata(shards: Path, stages: int) -> list[StageMetadata]:
         path = files.get(number)
         if path is None:
             raise CheckpointDamaged(f"{shards}: the metadata of pipeline stage {number} is missing")
-        try:
+        with well_formed(f"{path} is"):
             found.append(_from_json(read_json(path)) if path.suffix == ".json" else _old_stage(read_dict(path) or {}))
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointDamaged(f"{path} is malformed: {error!r}") from error
     return found
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stepmark.checkpoint.format.read_errors import well_formed
 from stepmark.errors import CheckpointDamaged, CheckpointError
 from stepmark.filesystem.files import read_file
 from stepmark.interchange.sources.state_dict_files import assembled
@@ -56,10 +57,8 @@ def read_store(folder: Path, *, listed: bool = True) -> DcpStore:
     store = DcpStore(folder)
     pieces: dict[str, list[Piece]] = {}
     shapes = _shapes(path, metadata)
-    try:
+    with well_formed(f"{path}: its list of records is"):
         entries = [_entry(path, index, info) for index, info in metadata.get("storage_data").items()]
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointDamaged(f"{path}: its list of records is malformed: {error}") from error
     for entry in entries:
         _add(store, pieces, *entry)
     for name, found in pieces.items():
@@ -84,10 +83,8 @@ def _shapes(path: Path, metadata: PickledObject) -> dict[str, Shape | None]:
         if type(name) is not str or not isinstance(value, PickledObject):
             raise CheckpointDamaged(f"{path}: its description of the state is malformed")
         size = value.attributes.get("size")
-        try:
+        with well_formed(f"{path}: the shape of {name[:80]!r} is"):
             found[name] = None if size is None else natural(size)
-        except (TypeError, ValueError) as error:
-            raise CheckpointDamaged(f"{path}: the shape of {name[:80]!r} is malformed") from error
     return found
 
 

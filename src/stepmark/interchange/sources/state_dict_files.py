@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stepmark.checkpoint.format.read_errors import well_formed
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.model_folder.model_files import INDEXES, SINGLE
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
@@ -73,10 +74,8 @@ def _saved_offsets(path: Path, metadata: Any) -> dict[str, tuple[int, ...]]:
     text = metadata.get("DCP_SHARDING_INFO") if isinstance(metadata, dict) else None
     if text is None:
         return {}
-    try:
+    with well_formed(f"{path}: its DCP_SHARDING_INFO is"):
         found = {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(text).items()}
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointDamaged(f"{path}: its DCP_SHARDING_INFO is malformed: {error!r}") from error
     if any(type(offset) is not int or not 0 <= offset < 1 << 62 for at in found.values() for offset in at):
         raise CheckpointDamaged(f"{path}: its DCP_SHARDING_INFO is malformed")
     return found

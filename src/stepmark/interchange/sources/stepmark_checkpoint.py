@@ -13,7 +13,8 @@ from typing import Any
 from stepmark.checkpoint.format.checkpoint_folders import find_checkpoints
 from stepmark.checkpoint.format.integrity import check_integrity, read_values
 from stepmark.checkpoint.format.manifest import ADAPTER, MODEL, OPTIMIZER, Manifest, read_manifest
-from stepmark.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, UsageError
+from stepmark.checkpoint.format.read_errors import well_formed
+from stepmark.errors import CheckpointMismatch, CheckpointNotFound, UsageError
 from stepmark.filesystem.json_values import decode, decode_plain
 from stepmark.interchange.sources.complete_state import files_beside
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ForeignOptimizer
@@ -85,10 +86,8 @@ def _optimizer(
         )
     values = sections.get(names[0]) or {}
     stored = tensors.group(f"{OPTIMIZER}/{names[0]}")
-    try:
+    with well_formed(f"{folder}: its optimizer's values are"):
         groups, members = _groups(values, stored)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointDamaged(f"{folder}: its optimizer's values are malformed: {error!r}") from error
     states: dict[str, dict[str, Any]] = {}
     for full_name, tensor in stored.items():
         parameter, _, key = full_name.rpartition("/")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stepmark.checkpoint.format.read_errors import well_formed
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
 from stepmark.interchange.sources.foreign import ForeignOptimizer
 from stepmark.interchange.sources.optimizer_names import NAMES
@@ -34,10 +35,8 @@ def split_state_dict(value: Any, where: str) -> tuple[dict[Any, dict[str, Any]],
 
 def shapes_of(value: Any, where: str) -> dict[Any, Shape]:
     """Shapes of parameters, by number or name. Raises CheckpointDamaged where they are malformed."""
-    try:
+    with well_formed(f"{where}: its shapes of parameters are"):
         return {key: natural(shape) for key, shape in value.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointDamaged(f"{where}: its shapes of parameters are malformed") from error
 
 
 def named_shapes(value: Any, where: str) -> dict[str, Shape]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepmark.checkpoint.coordination.folder_claim import held_by_another
-from stepmark.checkpoint.format.checkpoint_folders import COORDINATION
+from stepmark.checkpoint.format.checkpoint_folders import COORDINATION, STOP_REQUEST
 from stepmark.errors import FileRefused, StepmarkError
 from stepmark.filesystem import files
 from stepmark.filesystem.json_files import read_json
@@ -149,20 +149,16 @@ def record_end(callbacks: RunCallbacks, error: BaseException, host: HostGroup) -
         keep_failure(Path(callbacks.args.output_dir), error, World.from_environment().rank)
 
 
-REQUEST = "stop.json"
-
-
 def ask_to_stop(run: Path, reason: str) -> None:
     """Asks the run in this folder to stop after its next save. Raises OSError if the folder cannot be written to."""
-    folder = run / COORDINATION
-    files.make_own_folder(folder)
-    files.replace_file(folder / REQUEST, json.dumps({"reason": reason, "time": time.time()}).encode())
+    files.make_own_folder(run / COORDINATION)
+    files.replace_file(run / STOP_REQUEST, json.dumps({"reason": reason, "time": time.time()}).encode())
 
 
 def reason_to_stop(run: Path) -> str | None:
     """The reason in the request; None without a request."""
     try:
-        return str(read_json(run / COORDINATION / REQUEST)["reason"])
+        return str(read_json(run / STOP_REQUEST)["reason"])
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (FileRefused, ValueError, KeyError, TypeError):
@@ -170,4 +166,4 @@ def reason_to_stop(run: Path) -> str | None:
 
 
 def withdraw(run: Path) -> None:
-    files.remove_file(run / COORDINATION / REQUEST)
+    files.remove_file(run / STOP_REQUEST)

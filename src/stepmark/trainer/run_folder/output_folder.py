@@ -54,24 +54,24 @@ _FINISHED: set[Path] = set()  # folders in which this process has trained a run 
 
 
 def on_rank_0(
-    host: HostGroup, work: Callable[[], object], explain: Callable[[Any], StepmarkError], kinds: Any = OSError
-) -> None:
-    """Calls `work` on rank 0. If it fails, all ranks raise what `explain` makes of an exception of these kinds; where
-    it is another, the others raise PeerFailed. Collective."""
-    problem: StepmarkError | None = None
-    cause: Exception | None = None
+    host: HostGroup, work: Callable[[], Any], explain: Callable[[Any], StepmarkError], kinds: Any = OSError
+) -> Any:
+    """Calls `work` on rank 0, and returns on all ranks what that does. If it fails, all ranks raise what `explain`
+    makes of an exception of these kinds; where it is another, the others raise PeerFailed. Collective."""
+    value, problem, cause = None, None, None
     if host.rank == 0:
         try:
-            work()
+            value = work()
         except Exception as error:
             cause = error
             told = PeerFailed(f"rank 0 has failed: {type(error).__name__}: {error}")
             problem = explain(error) if isinstance(error, kinds) else told
-    problem = host.broadcast(problem)
-    if cause is not None and isinstance(problem, PeerFailed):
+    value, problem = host.broadcast((value, problem))
+    if cause is not None and (isinstance(problem, PeerFailed) or problem is cause):
         raise cause
     if problem is not None:
         raise problem from (None if isinstance(problem, UsageError) else cause)  # as a wrong call, whatever the cause
+    return value
 
 
 # Checks that need only the file system

@@ -75,27 +75,20 @@ class RunMirror:
         self._log.describe_now(mirrored_checkpoint=f"checkpoint-{copied.step}")
 
     def _on_rank_0(self, work: Callable[[Mirror], Any]) -> Any:
-        """What `work` returns, on all ranks; also StepmarkErrors that it raises. Collective."""
+        """As `on_rank_0`; the others hear from time to time that it is still busy. Collective."""
         if self.url is None:
             return None
 
-        def run(mirror: Mirror) -> tuple[Any, StepmarkError | None]:
-            try:
-                return work(mirror), None
-            except StepmarkError as error:
-                return None, error
-            except OSError as error:
-                return None, StepmarkError(f"{self._field}: {describe_error(error)}")
+        def explain(error: Exception) -> StepmarkError:
+            return (
+                error if isinstance(error, StepmarkError) else StepmarkError(f"{self._field}: {describe_error(error)}")
+            )
 
         with in_phase(SAVE):
-            call = None if self._mirror is None else BoundedCall(partial(run, self._mirror), raises=True)
-            told = None
-            while told is None:
-                told = self._host.broadcast(call.result() if call is not None and call.ended(TOLD) else None)
-        value, problem = told
-        if problem is not None:
-            raise problem
-        return value
+            call = None if self._mirror is None else BoundedCall(partial(work, self._mirror), raises=True)
+            while not self._host.broadcast(call is not None and call.ended(TOLD)):
+                pass
+            return on_rank_0(self._host, lambda: call and call.result(), explain, (OSError, StepmarkError))
 
     def open(self, resume: bool | str | None) -> bool | str | None:
         """Claims the place, and downloads what is newer than the folder's checkpoints where the run resumes. Returns
