@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from stepmark.filesystem.printable import listed
 from stepmark.parallel.optimizer.named import NUMBERS
-from stepmark.runtime.base import Runtime
 from stepmark.trainer.components import TrainingComponents
 
 logger = logging.getLogger("stepmark")
@@ -98,7 +97,7 @@ class UserChanges:
         return {name: parameter.requires_grad for name, parameter in self._parameters.items()}
 
     def _written(self) -> dict[str, Any]:
-        return {name: _state_of(parameter, self._runtime) for name, parameter in self._parameters.items()}
+        return {name: self._runtime.version(parameter) for name, parameter in self._parameters.items()}
 
     def _beside_tensors(self) -> dict[str, Any]:
         """By name: the states of what modules and callbacks keep that is in no checkpoint. Left out are modules with
@@ -118,12 +117,7 @@ class UserChanges:
         also a number, and the length of a list. None for anything else."""
         if isinstance(value, nn.Module):
             inside = None if value is self._model else value.state_dict().values()
-            return inside and [_state_of(each, self._runtime) for each in inside if isinstance(each, Tensor)]
+            return inside and [self._runtime.version(each) for each in inside if isinstance(each, Tensor)]
         if isinstance(value, Tensor):
-            return None if value.requires_grad else (id(value), _state_of(value, self._runtime))
+            return None if value.requires_grad else (id(value), self._runtime.version(value))
         return len(value) if plain and type(value) is list else value if plain and type(value) in NUMBERS else None
-
-
-def _state_of(tensor: Tensor, runtime: Runtime) -> Any:
-    """Differs once the tensor was written to, or got another storage."""
-    return runtime.version(tensor) if runtime.lazy else (tensor.untyped_storage()._cdata, tensor._version)
