@@ -417,15 +417,28 @@ def scale(module: Any, *_: Any) -> None:
         module.weight.mul_(0.9)
 
 
+def scale_data(module: Any, *_: Any) -> None:
+    """Which torch does not count."""
+    module.weight.data.mul_(0.9)
+
+
+def replace_weight(module: Any, *_: Any) -> None:
+    module.weight = nn.Parameter(torch.ones(module.weight.shape))
+
+
 def refused_later(what: str) -> str:
-    """The error of a hook that `fully_shard` does not call, or of a layer that writes to what is gathered of it."""
+    """The error of a hook that `fully_shard` does not call, of a layer that writes to what is gathered of it or
+    replaces that, or of a parameter that is replaced between steps."""
     step, batches = training(start("cpu"), {"model": GPT2, "fsdp": True, "batch": 8}, WithBuffer())
+    within: dict[str, Any] = {"write": scale, "write data": scale_data, "replace": replace_weight}
     if what == "hook":
         next(step.model.parameters()).register_hook(lambda gradient: gradient / 2)
-    else:
-        step.model.head.register_forward_pre_hook(scale)
+    elif what in within:
+        step.model.head.register_forward_pre_hook(within[what])
     try:
         step(0, next(batches))
+        replace_weight(step.model.head)
+        step(1, next(batches))
     except UsageError as error:
         return str(error)
     return ""

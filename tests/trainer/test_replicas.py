@@ -138,7 +138,7 @@ class Halves(TrainerCallback):
     [
         ("data_parallel_replicas: the loss joins what ranks have computed, so each of the 2 data", {"kind": Gathering}),
         ("data_parallel_replicas: the sampler divides its samples among processes, so each", {"kind": Sharding}),
-        ("data_parallel_replicas: the buffer seen gets another shape, is in no", {"model": Growing}),
+        ("model: the buffer seen gets another shape or dtype in the passes", {"model": Growing}),
         (
             "on_substep_end: parameters were changed, frozen or unfrozen, when",
             {"model": Normalized, "kind": partial(Trainer, callbacks=[Halves()]), "gradient_accumulation_steps": 2},

@@ -153,6 +153,14 @@ def replace(trainer: Trainer) -> None:
     trainer.model.transformer.ln_f.weight = nn.Parameter(torch.ones(32))
 
 
+def register(trainer: Trainer) -> None:
+    trainer.model.register_buffer("late", torch.ones(2))
+
+
+def untie(trainer: Trainer) -> None:
+    trainer.model.lm_head.weight = nn.Parameter(trainer.model.lm_head.weight.detach().clone())
+
+
 def average(trainer: Trainer) -> None:
     """As a callback that keeps an average of the model."""
     (callback,) = (each for each in trainer._callbacks.handler.callbacks if isinstance(each, Changes))
@@ -182,6 +190,8 @@ def increase(trainer: Trainer) -> None:
         (move, CHANGED, "on_step_end", "transformer.h.0.moved: changed by training, and in no checkpoint"),
         (increase, CHANGED, "on_step_end", None),
         (replace, CHANGED, "on_step_end", "transformer.ln_f.weight: replaced after the optimizer was made"),
+        (register, CHANGED, "on_step_end", "^late: added, removed or reshaped in training"),
+        (untie, CHANGED, "on_step_end", "^lm_head.weight: added, removed or reshaped in training"),
         (average, CHANGED, "on_step_end", "Changes.average: changed by training, and in no checkpoint; a persistent"),
         (left_gradient, SAVED, "on_step_end", "a gradient is there between steps"),
         (left_gradient, SAVED, "on_save", "a gradient is there between steps"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,12 @@ from torch import nn
 
 from stepmark import Mesh
 from stepmark.errors import UsageError
+from stepmark.runtime.context import Context
+from stepmark.runtime.module_placement import place_module
 from stepmark.training.rank_buffers import RankBuffers
 from tests.support.native import DEVICE
 from tests.support.ranks import Ranks
+from tests.support.replica_threads import replica_environment, run_replicas
 
 
 def test_ranks_begin_with_the_same_and_the_first_ones_stay() -> None:
@@ -76,27 +81,46 @@ def replace_parameter(model: nn.Module, value: float) -> None:
         setattr(model, name, nn.Parameter(torch.full_like(parameter, value)))
 
 
+def write_data(model: nn.Module, value: float) -> None:
+    """Which torch does not count."""
+    for parameter in model.parameters():
+        parameter.data.fill_(value)
+
+
+def assign_data(model: nn.Module, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.data = torch.full_like(parameter, value)
+
+
 CHANGES: dict[str, Callable[[nn.Module, float], None]] = {
-    each.__name__: each for each in (add, replace_buffer, write, replace_parameter)
+    each.__name__: each for each in (add, replace_buffer, write, assign_data, replace_parameter, write_data)
 }
 
 
 def counting() -> nn.Module:
-    model = nn.Linear(1, 1)
+    model = nn.Linear(1, 1).requires_grad_(False)
     model.register_buffer("count", torch.zeros(2))
     return model
 
 
+@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("name", CHANGES)
-def test_whatever_a_pass_changes_is_as_on_the_first_rank(ranks: Ranks, name: str) -> None:
-    """Parameters too, of which each process may have written others; each rank then needs its own."""
-    found = ranks.run(changed, name, nproc=2, timeout=60).check()
+def test_whatever_a_pass_changes_is_as_on_the_first_rank(ranks: Ranks, name: str, first: int) -> None:
+    """Parameters too, of which each process may have written others; each rank then needs its own. Where that begins
+    later, it is told."""
+    found = ranks.run(changed, name, "cpu", first, nproc=2, timeout=60).check()
+    of_parameter = name not in ("add", "replace_buffer")
+    if first:
+        is_told = of_parameter and name != "write_data"  # of which no later step would say
+        assert [each[1] for each in found] == [["bias", "weight"] if is_told else []] * 2
+        assert (found[0][0] == found[1][0]) == (not of_parameter)
+        return
     assert found[0] == found[1]
     model, mesh = counting(), Mesh.create(device="cpu", data_parallel_replicas=2)
     buffers = RankBuffers(model, mesh)
     buffers.begin()
     CHANGES[name](model, 1.0)
-    if "parameter" in name or name == "write":
+    if of_parameter:
         with pytest.raises(UsageError, match=r"^data_parallel_replicas: the parameter weight is written to in the"):
             buffers.enter(1)
         return
@@ -112,16 +136,67 @@ def test_so_it_is_on_devices(native_ranks: Ranks) -> None:
     assert found[0] == found[1]
 
 
-def changed(name: str, device: str = "cpu") -> list[list[float]]:
-    """The tensors of a model after two steps in which each rank has added or written another number."""
+@pytest.mark.xla
+@pytest.mark.parametrize("where", ["xla", "threads"])
+def test_so_it_is_on_lazy_devices_whose_graphs_stay_the_same(ranks: Ranks, where: str) -> None:
+    if where == "xla":
+        found = ranks.run(on_lazy, nproc=2, timeout=60).check()
+    else:
+        (found,) = ranks.run(in_threads, environment=replica_environment(2), timeout=60).check()
+    assert found[0] == found[1] == [[11.0, 0.0], [1, 0], [False, True], [11.0, 0.0]]
+
+
+def on_lazy(context: Context | None = None) -> list[list[float]]:
+    """The buffers of a model after two steps, of which graphs of the last one are compiled for none."""
+    mesh = Mesh.create(device="xla", context=context)
+    model, rank, runtime = nn.Linear(1, 1), mesh.data_parallel.rank, mesh.runtime
+    for name, dtype in (("a", torch.float32), ("b", torch.int64), ("c", torch.bool), ("d", torch.bfloat16)):
+        model.register_buffer(name, torch.zeros(2, dtype=dtype))
+    place_module(model, runtime)
+    buffers, graphs = RankBuffers(model, mesh), []
+    for step in range(4):
+        drawn = [*map(runtime.numbers, ([10.0 * min(step, 1) + rank + 1, rank], [1 - rank, rank], [rank, 1 - rank]))]
+        buffers.begin()
+        for name, number in zip("abcd", [0, 1, 2, 0], strict=True):
+            buffer = model._buffers[name]
+            buffer.copy_(drawn[number].to(buffer.dtype))
+        buffers.end()
+        runtime.step_boundary()
+        counters = runtime.counters()
+        graphs.append(counters.compilations if counters is not None else 0)
+    assert graphs[-1] == graphs[1] or mesh.data_parallel.size == 1, graphs
+    return [each.tolist() for each in runtime.to_host([*model.buffers()])]
+
+
+def in_threads() -> list[Any]:
+    return run_replicas(on_lazy, 2)
+
+
+def changed(name: str, device: str = "cpu", first: int = 0) -> tuple[list[list[float]], list[str]]:
+    """The tensors of a model after two steps, in which from the one numbered `first` on each rank has added or written
+    another number; and what was told of its parameters, which are frozen."""
     mesh = Mesh.create(device=device)
     model = counting().to(device)
     buffers = RankBuffers(model, mesh)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage().partition(":")[0])  # type: ignore[method-assign]
+    logging.getLogger("stepmark").addHandler(handler)
     for step in range(2):
         buffers.begin()
-        CHANGES[name](model, 10 * step + mesh.data_parallel.rank + 1.0)
+        if step >= first:
+            CHANGES[name](model, 10 * step + mesh.data_parallel.rank + 1.0)
         buffers.end()
-    return [each.detach().flatten().tolist() for each in model.state_dict().values()]
+    return [each.detach().flatten().tolist() for each in model.state_dict().values()], sorted(told)
+
+
+def test_a_buffer_that_would_not_fit_its_checkpoint_is_refused() -> None:
+    model, mesh = counting(), Mesh.create(device="cpu", data_parallel_replicas=2)
+    buffers = RankBuffers(model, mesh)
+    buffers.begin()
+    model.count = torch.zeros(3)
+    with pytest.raises(UsageError, match=r"^model: the buffer count gets another shape or dtype"):
+        buffers.enter(1)
 
 
 def test_rows_that_depend_on_who_looks_them_up_are_refused() -> None:

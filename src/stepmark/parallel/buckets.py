@@ -162,9 +162,9 @@ class Bucket:
                 if begin < end:
                     start = tensor_slice.start - first
                     parts.append(Part(TensorSlice(tensor_slice.box, start + begin, start + end), begin - self.begin))
-            if parts:
-                layout = layout_of(member.parameter) or Layout.full(member.parameter.shape)
-                yield member, Layout(layout.shape, tuple(parts))
+            layout = layout_of(member.parameter) or Layout.full(member.parameter.shape)
+            if parts or not member.parameter.numel():  # each rank has the state of one without elements
+                yield member, Layout(layout.shape, tuple(parts)) if parts else layout
 
 
 def _place_of_run(part: Part, local_shape: Shape) -> int | None:

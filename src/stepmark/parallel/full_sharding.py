@@ -15,6 +15,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -25,8 +26,9 @@ from stepmark.liveness.progress import Progress, current
 from stepmark.runtime.collectives import GroupCollectives
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
-from stepmark.sharding.dtensor import is_dtensor, local_of
+from stepmark.sharding.dtensor import is_dtensor, local_of, shard_of
 from stepmark.sharding.logical_ranks import FIELD, ArrivingSums, LogicalRanks, Turn
+from stepmark.sharding.views import local_shard
 
 _ATTRIBUTE = "_stepmark_layer"  # of a sharded parameter: its LayerGradients
 LOSS = "fsdp: the loss uses the model's parameters, which are shards; compute it from its outputs, or use zero_1"
@@ -282,13 +284,14 @@ def shard_fully(model: nn.Module, mesh: Mesh, sharding: FullSharding) -> None:
     axis, devices = mesh.shard_axes(count)
     for parameter in before.values():
         parameter.data = parameter.data.contiguous()
-    sharded: list[FSDPModule] = []
+    sharded: list[tuple[FSDPModule, _Gathered]] = []
     calls, names = LayerCalls(), {module: name for name, module in model.named_modules()}
     for module in [*layers, model]:
         if not any(each.is_meta for each in module.parameters()):
             place_module(module, mesh.runtime)  # a layer at a time; torch cannot move Parameters to a native device
         kind, policy = type(module), MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        module.register_forward_hook(_open)
+        gathered = _Gathered()
+        module.register_forward_hook(gathered.open)
         reshard: Any = sharding.reshard_after_forward
         if module is model:  # the first that the backward pass needs
             reshard = None if reshard else False
@@ -300,18 +303,25 @@ def shard_fully(model: nn.Module, mesh: Mesh, sharding: FullSharding) -> None:
         made.set_custom_reduce_scatter(gradients)
         made.set_gradient_divide_factor(1.0)
         made.set_force_sum_reduction_for_comms(True)
+        made.register_forward_pre_hook(gathered.begin)
         made.register_forward_hook(_close)
-        for parameter in module.parameters():
-            if not hasattr(parameter, _ATTRIBUTE):
-                setattr(parameter, _ATTRIBUTE, gradients)
-        sharded.append(made)
+        gathered.places = [
+            _Place(f"{names[part]}.{key}".lstrip("."), part, key, each)
+            for part in module.modules()
+            for key, each in part._parameters.items()
+            if each is not None and not hasattr(each, _ATTRIBUTE)
+        ]
+        for place in gathered.places:
+            setattr(place.parameter, _ATTRIBUTE, gradients)
+        sharded.append((made, gathered))
     for name, parameter in model.named_parameters():
         _replaced[before[name]] = parameter
     _take_data_of(type(next(model.parameters())))
 
     def free() -> None:
-        for each in sharded:
+        for each, gathered in sharded:
             each.reshard()
+            gathered.check([place.parameter for place in gathered.places])
 
     # Without a backward pass nothing else frees them, and the next forward pass would use values of before an update.
     in_backward = torch._C._current_graph_task_id  # -1 outside of it; there it frees what it has gathered
@@ -334,15 +344,62 @@ class _Opened(NamedTuple):
     output: Callable[[], Any]
 
 
-def _open(module: nn.Module, inputs: Any, output: Any) -> _Opened | None:
-    """Before torch's own hook of a layer. Raises UsageError where the layer has written to its parameters."""
-    gathered = ((name, each) for name, each in module.named_parameters() if not is_dtensor(each))
-    written = next((name for name, each in gathered if each._version), None)
-    if written is not None:
-        raise UsageError(
-            f"fsdp: {written} of {type(module).__name__} was written to while it was gathered, which its shards do not "
-            "see; make it a buffer, or write to it in on_step_end"
-        )
+class _Place(NamedTuple):
+    name: str
+    module: nn.Module
+    key: str
+    parameter: Any  # sharded
+
+
+class _Gathered:
+    """The parameters of a layer, of which torch's shards would not see what is done to gathered ones."""
+
+    def __init__(self) -> None:
+        self.places: list[_Place] = []
+        self._live: list[Any] = []
+        self._compared: set[tuple[bool, bool]] = set()  # in which modes values were
+
+    def check(self, expected: Sequence[Any]) -> None:
+        """Raises UsageError where a parameter is not the same object as in `expected`."""
+        for place, each in zip(self.places, expected, strict=True):
+            if place.module._parameters.get(place.key) is not each:
+                raise UsageError(
+                    f"fsdp: {place.name} was replaced, and its shards are what is trained; write to it in on_step_end, "
+                    "or replace it before the model is sharded"
+                )
+
+    def begin(self, module: nn.Module, inputs: Any) -> None:
+        """After torch has gathered them for a forward pass."""
+        self._live = [place.module._parameters.get(place.key) for place in self.places]
+
+    def open(self, module: nn.Module, inputs: Any, output: Any) -> _Opened | None:
+        """Before torch's own hook of a layer. Raises UsageError where the layer has written to its parameters, or
+        replaced some. In the first pass of each mode values are compared, since torch does not count what is written to
+        `parameter.data`."""
+        self.check(self._live)
+        mode = torch.is_grad_enabled(), module.training
+        for place, live in zip(self.places, self._live, strict=True):
+            if is_dtensor(live):
+                continue
+            if live._version or not (mode in self._compared or _has_values_of(live, place.parameter)):
+                raise UsageError(
+                    f"fsdp: {place.name} of {type(module).__name__} was written to while it was gathered, which its "
+                    "shards do not see; make it a buffer, or write to it in on_step_end"
+                )
+        self._compared.add(mode)
+        return _opened(output)
+
+
+def _has_values_of(gathered: Tensor, parameter: Any) -> bool:
+    """Whether this rank's shard is what a gathered parameter has there, bit for bit."""
+    if is_fake(gathered):
+        return True
+    shard = shard_of(parameter)
+    own = local_shard(gathered.detach(), shard.layout, tuple(shard.tensor.shape))
+    return torch.equal(own.view(torch.uint8), shard.tensor.detach().contiguous().view(torch.uint8))
+
+
+def _opened(output: Any) -> _Opened | None:
     if not torch.is_grad_enabled():
         return None
     hidden: list[Tensor] = []

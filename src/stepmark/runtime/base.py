@@ -61,8 +61,8 @@ class Runtime(Protocol):
         the same, and a lazy device compiles nothing."""
 
     def version(self, tensor: Tensor) -> object:
-        """A value that changes whenever the tensor is written; not for writes through `tensor.data` on an eager
-        device."""
+        """A value that changes whenever the tensor is written, or gets other memory; not for writes in place through
+        `tensor.data` on an eager device."""
 
     def to_host(self, tensors: Sequence[Tensor], *, copy: bool = True) -> list[Tensor]:
         """Copies tensors to the host, in their own dtypes. Waits for the device; call `step_boundary` first to include

@@ -42,7 +42,7 @@ class EagerRuntime:
             target.copy_(value)
 
     def version(self, tensor: Tensor) -> object:
-        return tensor._version
+        return tensor.untyped_storage()._cdata, tensor._version
 
     def to_host(self, tensors: Sequence[Tensor], *, copy: bool = True) -> list[Tensor]:
         return [tensor.detach().to("cpu", copy=copy) for tensor in tensors]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from stepmark.filesystem.printable import listed
 from stepmark.parallel.optimizer.named import NUMBERS
-from stepmark.runtime.base import Runtime
 from stepmark.trainer.components import TrainingComponents
 
 logger = logging.getLogger("stepmark")
@@ -35,6 +34,7 @@ class UserChanges:
         self._model, self._optimizer, self._schedule = parts.model, parts.optimizer, parts.schedule
         self._parameters = dict(parts.model.named_parameters())
         self._trained = self._flags()
+        self._shapes = self._saved()
         self._rates = list(getattr(self._schedule, "base_lrs", ()))
         self._callbacks = callbacks
         self._unsaved = self._beside_tensors()
@@ -81,6 +81,10 @@ class UserChanges:
         live = dict(self._model.named_parameters())
         replaced = [name for name, each in self._parameters.items() if live.get(name, each) is not each]
         self._warn(replaced, "replaced after the optimizer was made, which has the ones before; write to these")
+        shapes = self._saved()
+        other = [name for name in {**self._shapes, **shapes} if shapes.get(name) != self._shapes.get(name)]
+        remedy = "make parameters and persistent buffers before the Trainer, with the shape that they keep"
+        self._warn(other, f"added, removed or reshaped in training, so that no new process can restore it; {remedy}")
 
     def check_arguments(self) -> None:
         """Warns, once of each, of arguments that were set too late to have an effect."""
@@ -94,11 +98,20 @@ class UserChanges:
         self._warned.add(what)
         logger.warning("%s: %s. A resumed run may train differently", listed(names, LISTED), what)
 
+    def _saved(self) -> dict[str, Any]:
+        """The shapes of what a checkpoint has of the model, by name."""
+        found: dict[str, Any] = {name: tuple(each.shape) for name, each in self._model.named_parameters()}
+        for name, module in self._model.named_modules():
+            for key in module._buffers.keys() - module._non_persistent_buffers_set:
+                if (buffer := module._buffers[key]) is not None:
+                    found[f"{name}.{key}".lstrip(".")] = tuple(buffer.shape)
+        return found
+
     def _flags(self) -> dict[str, bool]:
         return {name: parameter.requires_grad for name, parameter in self._parameters.items()}
 
     def _written(self) -> dict[str, Any]:
-        return {name: _state_of(parameter, self._runtime) for name, parameter in self._parameters.items()}
+        return {name: self._runtime.version(parameter) for name, parameter in self._parameters.items()}
 
     def _beside_tensors(self) -> dict[str, Any]:
         """By name: the states of what modules and callbacks keep that is in no checkpoint. Left out are modules with
@@ -118,12 +131,7 @@ class UserChanges:
         also a number, and the length of a list. None for anything else."""
         if isinstance(value, nn.Module):
             inside = None if value is self._model else value.state_dict().values()
-            return inside and [_state_of(each, self._runtime) for each in inside if isinstance(each, Tensor)]
+            return inside and [self._runtime.version(each) for each in inside if isinstance(each, Tensor)]
         if isinstance(value, Tensor):
-            return None if value.requires_grad else (id(value), _state_of(value, self._runtime))
+            return None if value.requires_grad else (id(value), self._runtime.version(value))
         return len(value) if plain and type(value) is list else value if plain and type(value) in NUMBERS else None
-
-
-def _state_of(tensor: Tensor, runtime: Runtime) -> Any:
-    """Differs once the tensor was written to, or got another storage."""
-    return runtime.version(tensor) if runtime.lazy else (tensor.untyped_storage()._cdata, tensor._version)

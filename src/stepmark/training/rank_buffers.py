@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +10,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.errors import UsageError
+from stepmark.parallel.model_digest import INTEGERS
 from stepmark.runtime.mesh import Mesh
 from stepmark.sharding.dtensor import is_dtensor
+
+logger = logging.getLogger("stepmark")
 
 
 class _Place(NamedTuple):
@@ -21,33 +25,28 @@ class _Place(NamedTuple):
 
     @property
     def tensor(self) -> Any:
-        return (self.module._parameters if self.parameter else self.module._buffers)[self.key]
+        return (self.module._parameters if self.parameter else self.module._buffers).get(self.key)
 
     @property
-    def persistent(self) -> bool:
-        return self.key not in self.module._non_persistent_buffers_set
-
-    @property
-    def state(self) -> tuple[int, int]:
-        """Differs once the tensor was written to, or replaced."""
-        return id(self.tensor), -1 if self.tensor is None else self.tensor._version
+    def saved(self) -> bool:
+        """Whether it is a buffer that checkpoints have."""
+        return not self.parameter and self.key not in self.module._non_persistent_buffers_set
 
 
 class RankBuffers:
     """Every logical rank begins a step with the same buffers, and those of rank 0 are kept: these are also what
-    checkpoints have. So a step does not depend on which process hosts a rank.
+    checkpoints have. So a step does not depend on which process hosts a rank. All of them are sent in every step: torch
+    does not count what BatchNorm writes, and a buffer may change in some steps only.
 
-    Which buffers change is learned in a process's first step, by their values: torch does not count what BatchNorm
-    writes. Buffers that checkpoints do not have, or that get another shape, are each process's own, such as a table for
-    the longest sequence so far; where they change, each rank needs a process. So it does where a forward pass writes to
-    parameters, as that of a teacher does, which are otherwise treated like buffers. Raises UsageError where rows of
-    embeddings would depend on which rank has looked them up.
+    Parameters to which a forward pass writes, as that of a teacher does, are treated alike where it does so in a
+    process's first step; of those that are frozen, values are compared in it. Buffers that checkpoints do not have are
+    each process's own. Where either change, each rank needs a process. Raises UsageError where rows of embeddings would
+    depend on which rank has looked them up.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._mesh = mesh
         ranks = mesh.ranks
-        self._needed = ranks.total > 1 and not mesh.runtime.lazy
         parts = list(model.named_modules()) if ranks.total > 1 else []
         renormed = next((name for name, part in parts if getattr(part, "max_norm", None) is not None), None)
         if renormed is not None:
@@ -55,24 +54,28 @@ class RankBuffers:
                 f"model: {renormed} has max_norm, by which each of the {ranks.total} data parallel ranks changes the "
                 "rows that it looks up; leave max_norm out, and scale the rows in on_step_end"
             )
-        self._places = [
+        places = [
             _Place(f"{name}.{key}".lstrip("."), module, key, of_parameters)
             for name, module in parts
             for of_parameters, tensors in ((False, module._buffers), (True, module._parameters))
             for key, tensor in tensors.items()  # of which fake ones have no values that could change
-            if self._needed and tensor is not None and not is_fake(tensor) and not is_dtensor(tensor)
+            if tensor is not None and not is_fake(tensor) and not is_dtensor(tensor)
         ]
-        self._learned = False
-        self._kept = self._places  # those that change, once it is known
+        self._buffers = [(each, _like(each.tensor)) for each in places if each.saved]
+        self._others = [place for place in places if not place.saved]
+        self._kept: list[_Place] = []  # parameters that the passes write to
+        self._learned = not parts
+        self._changed: set[str] = set()  # parameters to which the passes of this process have written
+        # A branch on the rank would make other graphs of lazy devices:
+        self._sends = mesh.runtime.numbers([float(ranks.process == 0)])
 
     def begin(self) -> None:
         """Begins a step, with this process's first rank."""
         self._rank = 0
-        self._values: dict[int, dict[str, Tensor]] = {}  # of each rank of this process whose passes were begun
-        self._changed: set[str] = set()
+        self._values: dict[int, list[Tensor]] = {}  # of each rank of this process whose passes were begun
         several = self._mesh.ranks.most > 1  # also of a process that takes part in passes of others
-        self._first = self._copies() if several or not self._learned else {}
-        self._note(self._first)
+        self._first = [place.tensor.clone() for place, _ in self._buffers] if several else []
+        self._seen = self._states()
 
     @torch.no_grad()
     def enter(self, rank: int) -> None:
@@ -80,68 +83,87 @@ class RankBuffers:
         if rank == self._rank:
             return
         self._look()
-        self._values[self._rank] = self._copies()
-        values = self._values.get(rank, self._first)
-        for place in (each for each in self._kept if not each.parameter):
-            place.tensor.copy_(values[place.name])
+        self._values[self._rank] = [place.tensor.clone() for place, _ in self._buffers]
+        for (place, _), value in zip(self._buffers, self._values.get(rank, self._first), strict=True):
+            place.tensor.copy_(value)
         self._rank = rank
-        self._note(values)
 
     def end(self) -> None:
         """Ends a step. Collective."""
-        if not self._needed:  # not: no buffers, which is a matter of one pipeline stage
-            return
         self._look()
         self.enter(0)
         if not self._learned:
             names = {name for told in self._mesh.context.host.all_gather(sorted(self._changed)) for name in told}
-            self._kept, self._learned = [place for place in self._places if place.name in names], True
-            self._places = [place for place in self._places if not place.parameter]
-        if self._mesh.ranks.processes > 1 and self._kept:
-            self._take_from_first()
+            self._kept, self._learned = [place for place in self._others if place.name in names], True
+        if self._mesh.ranks.processes > 1:
+            self._take_from_first([place.tensor for place in (*(each for each, _ in self._buffers), *self._kept)])
 
-    def _copies(self) -> dict[str, Tensor]:
-        return {place.name: place.tensor.clone() for place in self._kept if not place.parameter}
-
-    def _note(self, values: dict[str, Tensor]) -> None:
-        """Notes what a rank goes on with: `values` by name, as far as they are needed."""
-        self._before = values
-        self._seen = [place.state for place in self._places]
+    def _states(self) -> dict[_Place, object]:
+        """Of what may be written to: each differs once it was. After the first step trained parameters are left out, of
+        which new values may still arrive."""
+        runtime = self._mesh.runtime
+        found: dict[_Place, object] = {}
+        for place in self._others:
+            tensor = place.tensor
+            frozen = place.parameter and not tensor.requires_grad
+            if tensor is not None and (frozen or not place.parameter or not self._learned):
+                values = _sum_of_bits(tensor) if frozen and not self._learned and not runtime.lazy else 0
+                found[place] = id(tensor), runtime.version(tensor), values
+        return found
 
     @torch.no_grad()
-    def _take_from_first(self) -> None:
-        buffers = [place.tensor for place in self._kept]
-        zeros = self._mesh.ranks.process > 0  # a sum with zeros is the first process's bytes
-        sent = [torch.zeros_like(each) if zeros else each.clone() for each in map(_bytes, buffers)]
-        for buffer, value in zip(buffers, self._mesh.data_parallel.all_reduce(sent), strict=True):
-            buffer.copy_(value.view(buffer.dtype).view(buffer.shape))
+    def _take_from_first(self, tensors: list[Tensor]) -> None:
+        """A sum with zeros is the first process's value."""
+        lazy = self._mesh.runtime.lazy
+        sent = [_on_lazy(each) for each in tensors] if lazy or not tensors else [torch.cat([*map(_bytes, tensors)])]
+        sent = [torch.where(self._sends > 0, each, each.new_zeros(())) for each in sent]
+        found = self._mesh.data_parallel.all_reduce(sent)
+        if found and not lazy:
+            pairs = zip(found[0].split([each.nbytes for each in tensors]), tensors, strict=True)
+            found = [part.clone().view(tensor.dtype) for part, tensor in pairs]
+        for tensor, value in zip(tensors, found, strict=True):
+            tensor.copy_(value.view(tensor.shape))
 
     def _look(self) -> None:
-        """Notes what was changed since this rank's passes began. Raises UsageError where a process hosts several ranks
-        and one has changed what is not kept for each."""
-        kept = {place.name for place in self._kept}
-        for place, state in zip(self._places, self._seen, strict=True):
-            written, before = place.state != state, self._before.get(place.name)
-            changed = written if before is None else not self._learned and not _equal(place.tensor, before)
-            fits = before is None or (place.tensor is not None and _like(place.tensor, before))
-            if written and place.parameter:
-                self._mesh.keep_one_rank(f"the parameter {place.name} is written to in the passes of a step")
-            elif not fits or (changed and not place.persistent) or (written and place.name not in kept):
-                self._mesh.keep_one_rank(
-                    f"the buffer {place.name} gets another shape, is in no checkpoint, or changed in some steps only"
+        """Notes what was changed since it was looked at before. Raises UsageError where a buffer does not fit any more,
+        or a process hosts several ranks and one has changed what is not kept for each."""
+        for place, like in self._buffers:
+            if _like(place.tensor) != like:
+                raise UsageError(
+                    f"model: the buffer {place.name} gets another shape or dtype in the passes of a step, so that no "
+                    "checkpoint could be restored; keep both, or register it with persistent=False"
                 )
-            if changed and fits and place.persistent:
-                self._changed.add(place.name)
+        now = self._states()
+        written = [place for place, state in self._seen.items() if now.get(place) != state]
+        self._seen = now
+        for place in written:
+            kind = "parameter" if place.parameter else "buffer, which is in no checkpoint,"
+            self._mesh.keep_one_rank(f"the {kind} {place.name} is written to in the passes of a step")
+            if place.parameter and self._learned and place not in self._kept and place.name not in self._changed:
+                logger.warning(
+                    "%s: is written to in the passes of some steps only; each data parallel rank keeps what it has "
+                    "written, and a resumed run has rank 0's: do so in every step, or make it a buffer",
+                    place.name,
+                )
+        self._changed |= {place.name for place in written if place.parameter}
 
 
-def _equal(one: Tensor | None, other: Tensor) -> bool:
-    return one is not None and _like(one, other) and torch.equal(_bytes(one), _bytes(other))
-
-
-def _like(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype) == (other.shape, other.dtype)
+def _like(tensor: Tensor | None) -> object:
+    return tensor is not None and (tensor.shape, tensor.dtype)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Which backends send, and compare, whatever the type is."""
+    """Which backends send whatever the type is."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _on_lazy(tensor: Tensor) -> Tensor:
+    """In a dtype of which collectives of graphs add values; exact."""
+    if tensor.itemsize >= 4:
+        return tensor.detach()
+    return tensor.detach().to(torch.float32 if tensor.is_floating_point() else torch.int32)
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    """Differs where values do, but for values that have changed places."""
+    return int(tensor.detach().reshape(-1).view(INTEGERS[min(tensor.itemsize, 8)]).sum())

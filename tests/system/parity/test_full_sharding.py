@@ -138,7 +138,13 @@ def test_a_gradient_of_a_gradient_is_refused(ranks: Ranks, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("hook", "has a hook of its gradient"), ("write", "fsdp: head.weight of WithBuffer was written to while it was")],
+    [
+        ("hook", "has a hook of its gradient"),
+        ("write", "fsdp: head.weight of WithBuffer was written to while it was"),
+        ("write data", "fsdp: head.weight of WithBuffer was written to while it was"),
+        ("replace", "fsdp: head.weight was replaced"),
+        ("replace between steps", "fsdp: head.weight was replaced"),
+    ],
 )
 def test_what_would_have_no_effect_on_shards_is_refused(ranks: Ranks, what: str, words: str) -> None:
     found = ranks.run("tests.support.full_sharding_programs:refused_later", what, nproc=2).check()

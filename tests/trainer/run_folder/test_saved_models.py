@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 
@@ -84,6 +85,36 @@ def test_final_model_checkpoint_and_export_of_a_run(tmp_path: Path, capsys: pyte
     )
     read = AutoModelForCausalLM.from_pretrained(run / "checkpoint-2").state_dict()
     assert all(read[name].equal(tensor) for name, tensor in model.state_dict().items())
+
+
+class Counting(nn.Module):
+    """What `get_extra_state` returns is a tensor, which transformers writes; or not, with which it fails."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.number, self.whole = torch.ones(1), whole
+
+    def get_extra_state(self) -> Any:
+        return self.number if self.whole else {"count": 2, "number": self.number}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.number = state
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_written_of_extra_states_can_be_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: bool
+) -> None:
+    model = build("gpt2")
+    model.counting = Counting(whole)
+    trained(tmp_path, model)
+    assert command(["consolidate", str(tmp_path / "run" / "checkpoint-2"), str(tmp_path / "out")]) == 0
+    for folder in (tmp_path / "run", tmp_path / "out"):
+        missing, unexpected = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+        assert set(missing) == {"lm_head.weight"} | (set() if whole else {"counting._extra_state"})
+        assert not unexpected
+    told = [each for each in caplog.messages if each.startswith("counting._extra_state: is no tensor")]
+    assert len(told) == (not whole)
 
 
 def test_the_config_names_the_class_that_was_trained(tmp_path: Path) -> None:

@@ -101,10 +101,9 @@ class FlatShards(OptimizerSharding):
             yield _Piece(held, number, slice(None), bucket.members)
         for member in bucket.members if self.separate else ():
             begin, end = (min(max(at - bucket.begin, 0), bucket.shard_size) for at in (member.begin, member.end))
-            if begin < end:
-                layout = here[id(member)]
-                moved = tuple(part._replace(at=part.at - begin) for part in layout.parts if isinstance(part.at, int))
-                layout = layout._replace(parts=moved)
+            if layout := here.get(id(member)):
+                parts = (part._replace(at=max(part.at - begin, 0)) for part in layout.parts if isinstance(part.at, int))
+                layout = layout._replace(parts=tuple(parts))
                 held = OptimizerTensor(
                     nn.Parameter(shard[begin:end]), bucket.group, ((member.name, layout),), master, member.name
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +17,13 @@ from torch import Tensor, nn
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, WRITTEN
-from stepmark.checkpoint.sections import describe
+from stepmark.checkpoint.sections import describe, is_extra_state
 from stepmark.checkpoint.written_form import own_class
 from stepmark.data.loader.collate import PadTo
 from stepmark.errors import StepmarkError, UsageError
 from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import with_advice
+from stepmark.filesystem.printable import listed
 from stepmark.liveness.host_group import HostGroup
 from stepmark.model_folder.consolidate import UNLIMITED, consolidate, weight_files
 from stepmark.model_folder.new_folder import WritingListener
@@ -35,6 +37,8 @@ from stepmark.tensor_files.strided import as_written
 from stepmark.trainer.compat.overrides import accepts
 from stepmark.trainer.run_folder.adapters import Adapter, saved_module
 from stepmark.trainer.run_folder.output_folder import on_rank_0
+
+logger = logging.getLogger("stepmark")
 
 _STAGING = ".model"  # in the folder: files that are not complete yet
 _SILENT = WritingListener()
@@ -82,6 +86,7 @@ def write_model(
             complete.mkdir()
             _write_weights(complete, model, runtime, state)
         write_model_files(complete, model, processing_class)
+        _warn_of_extra_states(model)
         _publish(complete, folder)
         _clear(staging)
 
@@ -128,6 +133,18 @@ def _write_weights(folder: Path, model: nn.Module, runtime: Runtime, state: Mapp
     tensors = {name: in_memory(name, tensor) for name, tensor in zip(section.entries, on_host, strict=True)}
     written = as_written(tensors, section.values.get(WRITTEN))
     write_files(folder, weight_files(written, section.group, "safetensors", _largest_file(model)), (), _SILENT)
+
+
+def _warn_of_extra_states(model: nn.Module) -> None:
+    """Of modules whose extra state is no tensor, with which `save_pretrained` fails."""
+    state = type(model).state_dict(model)
+    lost = [name for name, each in state.items() if is_extra_state(name) and not isinstance(each, Tensor)]
+    if lost:
+        logger.warning(
+            "%s: is no tensor, which a model folder could hold, so that checkpoints alone have it; load the model with "
+            "strict=False, or let get_extra_state return a tensor",
+            listed(lost, 5),
+        )
 
 
 def _publish(source: Path, folder: Path) -> None:
