@@ -106,7 +106,7 @@ class TrainingLoop:
         self._changes: dict[str, str] = {}  # what the resumption has changed, in words
         self._spikes = self._monitor.spikes
         self._positions: dict[int, dict[str, Any]] = {}  # in the data, after steps that may be rolled back
-        self._user_changes = UserChanges(parts, callbacks.handler.callbacks)
+        self._user_changes = UserChanges(parts, callbacks)
         self._kept_by_functions = kept_by_functions(parts.schedule)
         callbacks.before_hearing = parts.optimizer.gathers.wait
         if self._args.on_loss_spike == ROLLBACK and not isinstance(parts.loader, DataLoader):
@@ -411,6 +411,7 @@ class TrainingLoop:
     def _train_epoch(self) -> None:
         show_step(StepPlace(self._step + 1))
         self._parts.loader.announce_epoch()
+        self._user_changes.epoch_begins()
         batches = DevicePrefetcher(self._parts.loader, self._parts.context.runtime)
         with contextlib.closing(iter(batches)) as source:
             for batch in self._monitor.timers.waiting(source):
@@ -437,7 +438,7 @@ class TrainingLoop:
     def _train_step(self, batch: StepBatch) -> None:
         callbacks, parts = self._callbacks, self._parts
         self._event("on_step_begin")
-        self._user_changes.check_arguments()
+        self._user_changes.step_begins()
         set_training(parts.model, parts.optimizer.inner)
         hooks = StepHooks(
             after_micro_step=callbacks.heard("on_substep_end"),

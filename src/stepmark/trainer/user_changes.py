@@ -4,15 +4,18 @@ set another weight decay is not called for that step again in a resumed run."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
+from stepmark.data.loader.loader import DataLoader
 from stepmark.filesystem.printable import listed
 from stepmark.parallel.optimizer.named import NUMBERS
 from stepmark.runtime.base import Runtime
+from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.components import TrainingComponents
 
 logger = logging.getLogger("stepmark")
@@ -23,23 +26,36 @@ READ_AT_BEGIN = """
     warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim label_smoothing_factor
     neftune_noise_alpha bf16 fp16 seed data_seed train_sampling_strategy dataloader_drop_last save_total_limit
 """
+STOPS = ("should_epoch_stop", "should_training_stop")  # flags of the control
+# Dicts of hooks that modules, parameters and optimizers have.
+HOOKS = """
+    _forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _post_accumulate_grad_hooks
+    _optimizer_step_pre_hooks _optimizer_step_post_hooks
+"""
 
 
 class UserChanges:
     """Compares a run with how it was when this was made: before it restores anything. Frozen parameters,
-    hyperparameters and base learning rates are saved and restored; for what cannot be, there is a warning."""
+    hyperparameters, base learning rates, and numbers and strings of datasets are saved and restored; for what cannot
+    be, there is a warning."""
 
-    def __init__(self, parts: TrainingComponents, callbacks: Sequence[Any] = ()) -> None:
+    def __init__(self, parts: TrainingComponents, run: RunCallbacks) -> None:
         self._context, self._runtime = parts.context, parts.context.runtime
         self._pipelined = parts.mesh.pipeline.size > 1
         self._model, self._optimizer, self._schedule = parts.model, parts.optimizer, parts.schedule
         self._parameters = dict(parts.model.named_parameters())
         self._trained = self._flags()
         self._rates = list(getattr(self._schedule, "base_lrs", ()))
-        self._callbacks = callbacks
+        self._run, self._callbacks = run, run.handler.callbacks
+        self._datasets = dict(_own_datasets(parts.loader.dataset))
+        self._of_datasets = self._of_epoch = self._plain_of_datasets()
+        loads_now = isinstance(parts.loader, DataLoader) and not parts.loader.num_workers
+        self._ahead = not loads_now or self._runtime.device.type != "cpu"  # samples may be fetched before their step
+        self._hooks: dict[str, int] = {}  # when this process began its first step
+        self._looks_at_hooks = True
         self._unsaved = self._beside_tensors()
-        attributes = (each for module in (*parts.model.modules(), *callbacks) for each in vars(module).values())
-        self._first = [each for each in attributes if isinstance(each, Tensor)]  # so that no other gets their identity
+        owners = (*parts.model.modules(), *self._callbacks, *self._datasets.values())
+        self._first = [each for owner in owners for each in vars(owner).values()]  # no other gets their identity
         self._warned: set[str] = set()
         self._args = parts.args
         self._read = {name: getattr(parts.args, name) for name in READ_AT_BEGIN.split()}
@@ -51,6 +67,8 @@ class UserChanges:
             trained = {name: flag for each in self._context.host.all_gather(trained) for name, flag in each.items()}
         rates = list(getattr(self._schedule, "base_lrs", ()))
         found = {"trained": trained, "groups": self._optimizer.changed_groups()}
+        first = self._of_datasets
+        found["datasets"] = {name: each for name, each in self._plain_of_datasets().items() if each != first.get(name)}
         return {**found, "base_rates": rates if rates != self._rates else []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -60,6 +78,10 @@ class UserChanges:
         self._optimizer.load_changed_groups(state["groups"])
         if self._rates:
             self._schedule.base_lrs = list(state["base_rates"] or self._rates)
+        for name, value in {**self._of_datasets, **state.get("datasets", {})}.items():
+            owner, _, attribute = name.rpartition(".")
+            if owner in self._datasets:
+                setattr(self._datasets[owner], attribute, value)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -77,13 +99,26 @@ class UserChanges:
         now = self._beside_tensors()
         before = {name: state for name, state in now.items() if type(state) is not list} | self._unsaved
         changed = [name for name, state in now.items() if before.get(name) != state]  # or a copy of the model is new
-        self._warn(changed, "changed by training, and in no checkpoint; a persistent buffer would be")
+        remedy = "a persistent buffer would be, and so would numbers and strings of a dataset"
+        self._warn(changed, f"changed by training, and in no checkpoint; {remedy}")
+        of_datasets = self._plain_of_datasets() if self._ahead else {}
+        late = [name for name, value in of_datasets.items() if value != self._of_epoch.get(name)]
+        self._warn(late, "set when samples of the epoch had been fetched ahead; set it in on_epoch_begin")
         live = dict(self._model.named_parameters())
         replaced = [name for name, each in self._parameters.items() if live.get(name, each) is not each]
         self._warn(replaced, "replaced after the optimizer was made, which has the ones before; write to these")
+        self._tell_of_hooks(more=True)
+        self._looks_at_hooks = True  # again when a step begins: callbacks may have hooks in a step alone
 
-    def check_arguments(self) -> None:
-        """Warns, once of each, of arguments that were set too late to have an effect."""
+    def epoch_begins(self) -> None:
+        """Samples of this epoch are fetched with what datasets keep now."""
+        self._of_epoch = self._plain_of_datasets()
+
+    def step_begins(self) -> None:
+        """Warns, once of each, of arguments that were set too late to have an effect, and of hooks that are gone."""
+        if self._looks_at_hooks:
+            self._tell_of_hooks(more=False)
+            self._looks_at_hooks = False
         for name, value in self._read.items():
             if getattr(self._args, name) != value:
                 self._warn([name], f"set in training, which goes on with {name}={value}; set it earlier")
@@ -94,22 +129,38 @@ class UserChanges:
         self._warned.add(what)
         logger.warning("%s: %s. A resumed run may train differently", listed(names, LISTED), what)
 
+    def _tell_of_hooks(self, *, more: bool) -> None:
+        named = (*self._model.named_modules(), *self._parameters.items(), ("optimizer", self._optimizer.inner))
+        now = {name: sum(len(getattr(each, key, None) or ()) for key in HOOKS.split()) for name, each in named}
+        self._hooks = self._hooks or now
+        pairs = [(name or "model", count, self._hooks.get(name, 0)) for name, count in now.items()]
+        changed = [name for name, count, first in pairs if (count > first if more else count < first)]
+        remedy = "do that in on_train_begin, which a resumed run calls again"
+        self._warn(changed, f"hooks were registered or removed in training, and are in no checkpoint; {remedy}")
+
+    def _plain_of_datasets(self) -> dict[str, Any]:
+        values = ((name, key, each) for name, owner in self._datasets.items() for key, each in vars(owner).items())
+        return {f"{name}.{key}": each for name, key, each in values if type(each) in (*NUMBERS, str)}
+
     def _flags(self) -> dict[str, bool]:
         return {name: parameter.requires_grad for name, parameter in self._parameters.items()}
 
     def _written(self) -> dict[str, Any]:
-        return {name: _state_of(parameter, self._runtime) for name, parameter in self._parameters.items()}
+        flags = {f"control.{name}": getattr(self._run.control, name) for name in STOPS}
+        return {name: _state_of(each, self._runtime) for name, each in self._parameters.items()} | flags
 
     def _beside_tensors(self) -> dict[str, Any]:
         """By name: the states of what modules and callbacks keep that is in no checkpoint. Left out are modules with
-        an extra state, and numbers of callbacks."""
+        an extra state, and numbers of callbacks and datasets."""
         found: dict[str, Any] = {}
-        for name, owner in (*self._model.named_modules(), *((type(each).__name__, each) for each in self._callbacks)):
+        callbacks = ((type(each).__name__, each) for each in self._callbacks)
+        for name, owner in (*self._model.named_modules(), *callbacks, *self._datasets.items()):
             is_module = isinstance(owner, nn.Module)
             buffers = {key: owner._buffers[key] for key in owner._non_persistent_buffers_set} if is_module else {}
             plain = is_module and type(owner).get_extra_state is nn.Module.get_extra_state
             for key, value in {**(vars(owner) if plain or not is_module else {}), **buffers}.items():
-                state = self._state_of_value(value, plain=plain)
+                of_dataset = name in self._datasets and isinstance(value, list | np.ndarray)
+                state = id(value) if of_dataset else self._state_of_value(value, plain=plain)
                 found |= {} if state is None or key == "training" else {f"{name}.{key}".lstrip("."): state}
         return found
 
@@ -127,3 +178,10 @@ class UserChanges:
 def _state_of(tensor: Tensor, runtime: Runtime) -> Any:
     """Differs once the tensor was written to, or got another storage."""
     return runtime.version(tensor) if runtime.lazy else (tensor.untyped_storage()._cdata, tensor._version)
+
+
+def _own_datasets(dataset: Any, name: str = "train_dataset") -> Iterator[tuple[str, Any]]:
+    """A user's dataset, and the one around which it or torch's `Subset` is, by name."""
+    if hasattr(dataset, "__dict__") and type(dataset).__module__.partition(".")[0] not in ("stepmark", "datasets"):
+        yield name, dataset
+        yield from _own_datasets(vars(dataset).get("dataset"), f"{name}.dataset")
