@@ -109,7 +109,18 @@ class StagedModel:
         for name, module in resting.items():
             homes[name][name.rpartition(".")[2]] = module
         own = {id(parameter) for parameter in model.parameters()}
-        self._elsewhere = WeakIdKeyDictionary({each: None for each in complete if id(each) not in own})
+        others = [each for each in complete if id(each) not in own]
+        outline = {id(each): nn.Parameter(each.detach().to("meta"), each.requires_grad) for each in others}
+        self._elsewhere = WeakIdKeyDictionary(dict.fromkeys((*others, *outline.values())))
+        away = {name: module for name, module in found.items() if module is not resting[name]}
+        self._away = [(homes[name], name.rpartition(".")[2], module) for name, module in away.items()]
+        for module in {each for whole in away.values() for each in whole.modules()}.difference(model.modules()):
+            for key, parameter in module._parameters.items():
+                module._parameters[key] = outline.get(id(parameter), parameter)
+            module._buffers.update(
+                {key: None if each is None else each.to("meta") for key, each in module._buffers.items()}
+            )
+        self._host = mesh.context.host
         model.register_forward_pre_hook(self._check_active, prepend=True)
 
     @property
@@ -152,6 +163,27 @@ class StagedModel:
         if self.last in self.own:
             resting |= {name: found[name] for name in self.plan.tied}
         return resting
+
+    @contextmanager
+    def complete(self) -> Iterator[None]:
+        """In the block the model has the modules of all ranks, whose parameters are on the meta device where this rank
+        has none, so that what goes by the positions of parameters is the same on all ranks. Collective."""
+        flags = [(name, each.requires_grad) for name, each in self.model.named_parameters()]
+        trained = dict(pair for pairs in self._host.all_gather(flags) for pair in pairs)
+        own = [modules[key] for modules, key, _ in self._away]
+        for modules, key, module in self._away:
+            modules[key] = module
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(trained.get(name, parameter.requires_grad))
+        try:
+            yield
+        finally:
+            for (modules, key, _), module in zip(self._away, own, strict=True):
+                modules[key] = module
+
+    def is_elsewhere(self, parameter: nn.Parameter) -> bool:
+        """Whether only other ranks have this parameter."""
+        return parameter in self._elsewhere
 
     def leave_out_elsewhere(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the parameters that only other ranks have now out of an optimizer made before the model was cut."""
