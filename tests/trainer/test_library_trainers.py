@@ -226,7 +226,7 @@ def test_a_cache_that_other_ranks_would_not_find_is_refused(tmp_path: Path, rank
     """TRL's file is beside the data, or in a folder of the process that has them in memory."""
     options = {"precompute_ref_log_probs": True, "max_steps": 1}
     for log in ranks.run(TRAINED, "DPO", str(tmp_path), options, nproc=2).logs:
-        assert "UsageError: precompute_ref_log_probs: train_dataset is in memory" in log
+        assert "UsageError: precompute_ref_log_probs: the data are in memory" in log
 
 
 def test_a_run_state_of_a_subclass_needs_no_super(tmp_path: Path) -> None:

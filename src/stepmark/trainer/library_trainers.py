@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.utils._pytree import tree_leaves
 
 from stepmark.config.fields import fields_of, refuse
 from stepmark.config.training_fields import TrainingFields
@@ -266,16 +267,13 @@ def _contradictions_of_trl(args: Any, name: str, given: Mapping[str, Any], *, ra
         yield "sync_ref_model: needs the complete weights, of which fsdp and tensor_parallel_size leave a rank a part"
     if getattr(args, "precompute_ref_log_probs", False) and sharded:
         yield "precompute_ref_log_probs: hashes the complete weights, of which fsdp leaves a rank a part"
-    for field in (
-        ("train_dataset", "eval_dataset") if ranks > 1 and getattr(args, "precompute_ref_log_probs", 0) else ()
-    ):
-        data = given.get(field)
-        for each in data.values() if isinstance(data, Mapping) else [data]:
-            if getattr(each, "cache_files", None) == []:
-                yield (
-                    f"precompute_ref_log_probs: {field} is in memory, so that other ranks would not find the cache of "
-                    "rank 0: pass one that was read from files (datasets.load_from_disk), or start one rank"
-                )
+    data = tree_leaves([given.get("train_dataset"), given.get("eval_dataset")])
+    in_memory = any(getattr(each, "cache_files", None) == [] for each in data)
+    if getattr(args, "precompute_ref_log_probs", False) and ranks > 1 and in_memory:
+        yield (
+            "precompute_ref_log_probs: the data are in memory, so that other ranks would not find the cache of rank 0: "
+            "pass a dataset that was read from files (datasets.load_from_disk), or start one rank"
+        )
 
 
 def _contradictions_of_sentence_transformers(

@@ -24,10 +24,10 @@ def step_optimizer(
     """The optimizer that a step needs: around `given`, or the one that the arguments name."""
     stages = staged(model)
     if given is None:
-        named = model.named_parameters()
+        elsewhere = () if stages is None else stages.elsewhere
         return build_optimizer(
             args.optim,
-            [(name, each) for name, each in named if stages is None or not stages.is_elsewhere(each)],
+            [(name, each) for name, each in model.named_parameters() if each not in elsewhere],
             mesh.runtime,
             decay=decays_by_default(model),
             kinds=parameter_kinds(model),

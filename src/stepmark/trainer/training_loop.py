@@ -411,7 +411,6 @@ class TrainingLoop:
     def _train_epoch(self) -> None:
         show_step(StepPlace(self._step + 1))
         self._parts.loader.announce_epoch()
-        self._user_changes.epoch_begins()
         batches = DevicePrefetcher(self._parts.loader, self._parts.context.runtime)
         with contextlib.closing(iter(batches)) as source:
             for batch in self._monitor.timers.waiting(source):
@@ -437,8 +436,8 @@ class TrainingLoop:
 
     def _train_step(self, batch: StepBatch) -> None:
         callbacks, parts = self._callbacks, self._parts
-        self._event("on_step_begin")
         self._user_changes.step_begins()
+        self._event("on_step_begin")
         set_training(parts.model, parts.optimizer.inner)
         hooks = StepHooks(
             after_micro_step=callbacks.heard("on_substep_end"),

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
-from stepmark.data.loader.loader import DataLoader
 from stepmark.filesystem.printable import listed
 from stepmark.parallel.optimizer.named import NUMBERS
 from stepmark.runtime.base import Runtime
@@ -27,7 +25,6 @@ READ_AT_BEGIN = """
     neftune_noise_alpha bf16 fp16 seed data_seed train_sampling_strategy dataloader_drop_last save_total_limit
 """
 STOPS = ("should_epoch_stop", "should_training_stop")  # flags of the control
-# Dicts of hooks that modules, parameters and optimizers have.
 HOOKS = """
     _forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _post_accumulate_grad_hooks
     _optimizer_step_pre_hooks _optimizer_step_post_hooks
@@ -41,18 +38,14 @@ class UserChanges:
 
     def __init__(self, parts: TrainingComponents, run: RunCallbacks) -> None:
         self._context, self._runtime = parts.context, parts.context.runtime
-        self._pipelined = parts.mesh.pipeline.size > 1
         self._model, self._optimizer, self._schedule = parts.model, parts.optimizer, parts.schedule
         self._parameters = dict(parts.model.named_parameters())
         self._trained = self._flags()
         self._rates = list(getattr(self._schedule, "base_lrs", ()))
         self._run, self._callbacks = run, run.handler.callbacks
         self._datasets = dict(_own_datasets(parts.loader.dataset))
-        self._of_datasets = self._of_epoch = self._plain_of_datasets()
-        loads_now = isinstance(parts.loader, DataLoader) and not parts.loader.num_workers
-        self._ahead = not loads_now or self._runtime.device.type != "cpu"  # samples may be fetched before their step
-        self._hooks: dict[str, int] = {}  # when this process began its first step
-        self._looks_at_hooks = True
+        self._in_datasets = self._of_datasets()
+        self._begun, self._hooked = 0, dict[str, int]()  # steps of this process; hooks after the first one
         self._unsaved = self._beside_tensors()
         owners = (*parts.model.modules(), *self._callbacks, *self._datasets.values())
         self._first = [each for owner in owners for each in vars(owner).values()]  # no other gets their identity
@@ -61,15 +54,17 @@ class UserChanges:
         self._read = {name: getattr(parts.args, name) for name in READ_AT_BEGIN.split()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What has changed, as plain values. Collective in a pipeline, whose ranks have parameters of their own."""
+        """What has changed, as plain values. Collective."""
         trained = {name: flag for name, flag in self._flags().items() if flag != self._trained[name]}
-        if self._pipelined:
-            trained = {name: flag for each in self._context.host.all_gather(trained) for name, flag in each.items()}
+        values = {key: each for key, each in self._of_datasets().items() if each != self._in_datasets.get(key)}
+        told = self._context.host.all_gather((trained, values))
         rates = list(getattr(self._schedule, "base_lrs", ()))
-        found = {"trained": trained, "groups": self._optimizer.changed_groups()}
-        first = self._of_datasets
-        found["datasets"] = {name: each for name, each in self._plain_of_datasets().items() if each != first.get(name)}
-        return {**found, "base_rates": rates if rates != self._rates else []}
+        return {
+            "trained": {name: flag for each, _ in told for name, flag in each.items()},  # stages have their own
+            "datasets": told[0][1],
+            "groups": self._optimizer.changed_groups(),
+            "base_rates": rates if rates != self._rates else [],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes these changes, and no others, to what there was."""
@@ -78,7 +73,7 @@ class UserChanges:
         self._optimizer.load_changed_groups(state["groups"])
         if self._rates:
             self._schedule.base_lrs = list(state["base_rates"] or self._rates)
-        for name, value in {**self._of_datasets, **state.get("datasets", {})}.items():
+        for name, value in {**self._in_datasets, **state.get("datasets", {})}.items():
             owner, _, attribute = name.rpartition(".")
             if owner in self._datasets:
                 setattr(self._datasets[owner], attribute, value)
@@ -101,24 +96,20 @@ class UserChanges:
         changed = [name for name, state in now.items() if before.get(name) != state]  # or a copy of the model is new
         remedy = "a persistent buffer would be, and so would numbers and strings of a dataset"
         self._warn(changed, f"changed by training, and in no checkpoint; {remedy}")
-        of_datasets = self._plain_of_datasets() if self._ahead else {}
-        late = [name for name, value in of_datasets.items() if value != self._of_epoch.get(name)]
-        self._warn(late, "set when samples of the epoch had been fetched ahead; set it in on_epoch_begin")
         live = dict(self._model.named_parameters())
         replaced = [name for name, each in self._parameters.items() if live.get(name, each) is not each]
         self._warn(replaced, "replaced after the optimizer was made, which has the ones before; write to these")
-        self._tell_of_hooks(more=True)
-        self._looks_at_hooks = True  # again when a step begins: callbacks may have hooks in a step alone
-
-    def epoch_begins(self) -> None:
-        """Samples of this epoch are fetched with what datasets keep now."""
-        self._of_epoch = self._plain_of_datasets()
+        hooks = self._count_hooks() if self._hooked else {}
+        hooked = [name or "model" for name, count in hooks.items() if count != self._hooked.get(name, 0)]
+        self._warn(
+            hooked, "hooks are others than after the first step, and in no checkpoint; register them in on_train_begin"
+        )
 
     def step_begins(self) -> None:
-        """Warns, once of each, of arguments that were set too late to have an effect, and of hooks that are gone."""
-        if self._looks_at_hooks:
-            self._tell_of_hooks(more=False)
-            self._looks_at_hooks = False
+        """Warns, once of each, of arguments that were set too late to have an effect."""
+        self._begun += 1
+        if self._begun == 2:  # a hook that is there in each step alone is not between two of them
+            self._hooked = self._count_hooks()
         for name, value in self._read.items():
             if getattr(self._args, name) != value:
                 self._warn([name], f"set in training, which goes on with {name}={value}; set it earlier")
@@ -129,16 +120,11 @@ class UserChanges:
         self._warned.add(what)
         logger.warning("%s: %s. A resumed run may train differently", listed(names, LISTED), what)
 
-    def _tell_of_hooks(self, *, more: bool) -> None:
+    def _count_hooks(self) -> dict[str, int]:
         named = (*self._model.named_modules(), *self._parameters.items(), ("optimizer", self._optimizer.inner))
-        now = {name: sum(len(getattr(each, key, None) or ()) for key in HOOKS.split()) for name, each in named}
-        self._hooks = self._hooks or now
-        pairs = [(name or "model", count, self._hooks.get(name, 0)) for name, count in now.items()]
-        changed = [name for name, count, first in pairs if (count > first if more else count < first)]
-        remedy = "do that in on_train_begin, which a resumed run calls again"
-        self._warn(changed, f"hooks were registered or removed in training, and are in no checkpoint; {remedy}")
+        return {name: sum(len(getattr(each, key, None) or ()) for key in HOOKS.split()) for name, each in named}
 
-    def _plain_of_datasets(self) -> dict[str, Any]:
+    def _of_datasets(self) -> dict[str, Any]:
         values = ((name, key, each) for name, owner in self._datasets.items() for key, each in vars(owner).items())
         return {f"{name}.{key}": each for name, key, each in values if type(each) in (*NUMBERS, str)}
 
@@ -159,8 +145,8 @@ class UserChanges:
             buffers = {key: owner._buffers[key] for key in owner._non_persistent_buffers_set} if is_module else {}
             plain = is_module and type(owner).get_extra_state is nn.Module.get_extra_state
             for key, value in {**(vars(owner) if plain or not is_module else {}), **buffers}.items():
-                of_dataset = name in self._datasets and isinstance(value, list | np.ndarray)
-                state = id(value) if of_dataset else self._state_of_value(value, plain=plain)
+                as_list = name in self._datasets and type(value) is list
+                state = id(value) if as_list else self._state_of_value(value, plain=plain)
                 found |= {} if state is None or key == "training" else {f"{name}.{key}".lstrip("."): state}
         return found
 

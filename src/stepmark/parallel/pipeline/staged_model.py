@@ -37,6 +37,8 @@ from stepmark.sharding.layout import layout_of
 from stepmark.sharding.replication import annotate_replication, replication_of
 
 Result = TypeVar("Result")
+# Places in the module tree, what is there for a time, and what is there else.
+Swaps = list[tuple[dict[str, nn.Module | None], str, nn.Module, nn.Module]]
 
 
 @dataclass(frozen=True)
@@ -94,15 +96,13 @@ class StagedModel:
         running = {stage: self._arrangement(stage, found) for stage in self.own}
         resting = self._resting(found, running)
         homes = {name: model.get_submodule(name.rpartition(".")[0])._modules for name in found}
-        # Places in the module tree, and what is there while a stage runs and between its runs.
-        self._swaps = {
-            stage: [
-                (homes[name], name.rpartition(".")[2], module, resting[name])
-                for name, module in running[stage].items()
-                if module is not resting[name]
-            ]
-            for stage in self.own
-        }
+
+        def swaps(modules: dict[str, nn.Module]) -> Swaps:
+            others = [(name, module) for name, module in modules.items() if module is not resting[name]]
+            return [(homes[name], name.rpartition(".")[2], module, resting[name]) for name, module in others]
+
+        self._swaps = {stage: swaps(running[stage]) for stage in self.own}  # while a stage runs
+        self._away = swaps(found)  # while the model is complete
         for parameter in self.tied_parameters():  # both ends have a part of its gradient
             annotate_replication(parameter, replace(replication_of(parameter, mesh.tensor_parallel.size), stages=2))
         complete = list(model.parameters())
@@ -111,10 +111,10 @@ class StagedModel:
         own = {id(parameter) for parameter in model.parameters()}
         others = [each for each in complete if id(each) not in own]
         outline = {id(each): nn.Parameter(each.detach().to("meta"), each.requires_grad) for each in others}
-        self._elsewhere = WeakIdKeyDictionary(dict.fromkeys((*others, *outline.values())))
-        away = {name: module for name, module in found.items() if module is not resting[name]}
-        self._away = [(homes[name], name.rpartition(".")[2], module) for name, module in away.items()]
-        for module in {each for whole in away.values() for each in whole.modules()}.difference(model.modules()):
+        # Parameters that only other ranks have.
+        self.elsewhere = WeakIdKeyDictionary(dict.fromkeys((*others, *outline.values())))
+        away = {each for _, _, module, _ in self._away for each in module.modules()}
+        for module in away.difference(model.modules()):
             for key, parameter in module._parameters.items():
                 module._parameters[key] = outline.get(id(parameter), parameter)
             module._buffers.update(
@@ -170,28 +170,18 @@ class StagedModel:
         has none, so that what goes by the positions of parameters is the same on all ranks. Collective."""
         flags = [(name, each.requires_grad) for name, each in self.model.named_parameters()]
         trained = dict(pair for pairs in self._host.all_gather(flags) for pair in pairs)
-        own = [modules[key] for modules, key, _ in self._away]
-        for modules, key, module in self._away:
-            modules[key] = module
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(trained.get(name, parameter.requires_grad))
-        try:
+        with _swapped(self._away):
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(trained.get(name, parameter.requires_grad))
             yield
-        finally:
-            for (modules, key, _), module in zip(self._away, own, strict=True):
-                modules[key] = module
-
-    def is_elsewhere(self, parameter: nn.Parameter) -> bool:
-        """Whether only other ranks have this parameter."""
-        return parameter in self._elsewhere
 
     def leave_out_elsewhere(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the parameters that only other ranks have now out of an optimizer made before the model was cut."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter in self._elsewhere:
+                if parameter in self.elsewhere:
                     optimizer.state.pop(parameter, None)
-            group["params"] = [each for each in group["params"] if each not in self._elsewhere]
+            group["params"] = [each for each in group["params"] if each not in self.elsewhere]
 
     def _check_active(self, module: nn.Module, args: Any) -> None:
         if not self._active:
@@ -214,15 +204,12 @@ class StagedModel:
         self._check_unchanged()
         if received is not None:
             self._receivers[stage].received = received
-        for modules, key, running, _ in self._swaps[stage]:
-            modules[key] = running
         self._active = True
         try:
-            yield
+            with _swapped(self._swaps[stage]):
+                yield
         finally:
             self._active = False
-            for modules, key, _, resting in self._swaps[stage]:
-                modules[key] = resting
             if received is not None:
                 self._receivers[stage].received = None
 
@@ -240,6 +227,17 @@ class StagedModel:
         """Runs the last stage: what `call`, which calls the model, returns. `received`: see `hidden_states`."""
         with self._arranged(self.last, received):
             return call()
+
+
+@contextmanager
+def _swapped(swaps: Swaps) -> Iterator[None]:
+    for modules, key, module, _ in swaps:
+        modules[key] = module
+    try:
+        yield
+    finally:
+        for modules, key, _, resting in swaps:
+            modules[key] = resting
 
 
 _staged: WeakKeyDictionary[nn.Module, StagedModel] = WeakKeyDictionary()
