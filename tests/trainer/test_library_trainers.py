@@ -222,6 +222,13 @@ def test_what_needs_complete_weights_is_refused_where_they_are_sharded(tmp_path:
             make("DPO", tmp_path, precompute_ref_log_probs=True, **sharded)
 
 
+def test_a_cache_that_other_ranks_would_not_find_is_refused(tmp_path: Path, ranks: Ranks) -> None:
+    """TRL's file is beside the data, or in a folder of the process that has them in memory."""
+    options = {"precompute_ref_log_probs": True, "max_steps": 1}
+    for log in ranks.run(TRAINED, "DPO", str(tmp_path), options, nproc=2).logs:
+        assert "UsageError: precompute_ref_log_probs: the data are in memory" in log
+
+
 def test_a_run_state_of_a_subclass_needs_no_super(tmp_path: Path) -> None:
     """TRL's running sums are saved beside it."""
     from stepmark.trl import SFTTrainer

@@ -77,6 +77,47 @@ def test_the_epochs_of_max_steps_are_not_made_up_for_either(tmp_path: Path) -> N
     assert recorder.epochs == [2, 7]  # the last one is complete
 
 
+class EvaluatesAgain(TrainerCallback):
+    """Asks for another evaluation in each; that of the last step of an epoch is followed by another one at its end."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_evaluate = True
+
+
+class FailsAt(TrainerCallback):
+    """Raises an error at an event of a step."""
+
+    def __init__(self, event: str, step: int) -> None:
+        self.step = step
+        setattr(self, event, self.fail)
+
+    def fail(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise RuntimeError("failed")
+
+
+@pytest.mark.parametrize(
+    ("callback", "event", "failed", "epochs", "evaluations"),
+    [
+        (EndsEpochs(2), "on_step_begin", 4, [2, 7], [5, 7]),
+        (EndsEpochs(2), "on_epoch_end", 2, [2, 7], [5, 7]),
+        (EvaluatesAgain(), "on_epoch_end", 5, [5, 10], [5, 5, 10, 10]),
+    ],
+)
+def test_a_resumed_run_follows_what_callbacks_have_asked_for_before(
+    tmp_path: Path, callback: TrainerCallback, event: str, failed: int, epochs: list[int], evaluations: list[int]
+) -> None:
+    """Epochs that were ended early are not made up for, and an evaluation is repeated, as in a run left alone."""
+    options: dict[str, Any] = {"max_steps": 10, **steps("save", 1), **steps("eval", 5)}
+    whole = run(tmp_path / "whole", callback, **options)
+    assert (whole.epochs, whole.evaluations) == (epochs, evaluations)
+    with pytest.raises(RuntimeError, match="failed"):
+        run(tmp_path / "cut", FailsAt(event, failed), callback, **options)
+    resumed = run(tmp_path / "cut", callback, resume_from_checkpoint=True, **options)
+    assert resumed.epochs == epochs[-len(resumed.epochs) :]
+    assert resumed.order == whole.order[-len(resumed.order) :]
+
+
 class Breaks(TrainerCallback):
     """Makes the weights nan before a step, counted from 1."""
 

@@ -49,7 +49,23 @@ def set_base_rates(trainer: Trainer) -> None:
     schedule.base_lrs = [3 * rate for rate in schedule.base_lrs]
 
 
-CHANGES: dict[str, Change] = {"freeze": freeze, "decay": set_decay, "rates": set_base_rates}
+class Curriculum(list[Any]):
+    """Samples of which a callback sets how far they are shifted."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.shift, self.order = 0, [0]
+
+    def __getitem__(self, index: Any) -> Any:
+        sample = super().__getitem__(index)
+        return {**sample, "labels": sample["labels"][self.shift :] + sample["labels"][: self.shift]}
+
+
+def set_shift(trainer: Trainer) -> None:
+    trainer.train_dataset.shift = 3  # type: ignore[union-attr]
+
+
+CHANGES: dict[str, Change] = {"freeze": freeze, "decay": set_decay, "rates": set_base_rates, "dataset": set_shift}
 
 
 def make(folder: str, stop: int | None, change: Changes, **options: Any) -> Trainer:
@@ -60,7 +76,9 @@ def make(folder: str, stop: int | None, change: Changes, **options: Any) -> Trai
     trainer = Trainer(
         model,
         arguments,
-        train_dataset=[{"input_ids": sample[index:] + sample[:index], "labels": sample} for index in range(8)],
+        train_dataset=Curriculum(
+            {"input_ids": sample[index:] + sample[:index], "labels": sample} for index in range(8)
+        ),
         callbacks=[change, StopsAt(stop)],
     )
     change.trainer = trainer
@@ -167,6 +185,30 @@ def average(trainer: Trainer) -> None:
     callback.average = torch.optim.swa_utils.AveragedModel(trainer.model)
 
 
+def reorder(trainer: Trainer) -> None:
+    trainer.train_dataset.order = [1]  # type: ignore[union-attr]
+
+
+def hook_module(trainer: Trainer) -> None:
+    trainer.model.transformer.h[0].register_forward_hook(lambda module, args, output: None)
+
+
+def hook_parameter(trainer: Trainer) -> None:
+    trainer.model.transformer.ln_f.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def hook_optimizer(trainer: Trainer) -> None:
+    trainer.optimizer.register_step_pre_hook(lambda *given: None)
+
+
+def unhook(trainer: Trainer) -> None:
+    trainer.model.transformer.drop._forward_hooks.clear()
+
+
+def stop(trainer: Trainer) -> None:
+    trainer.control.should_training_stop = True
+
+
 class Known(nn.Module):
     """Whose number is in its extra state."""
 
@@ -200,6 +242,15 @@ def increase(trainer: Trainer) -> None:
         (count, CHANGED, "on_step_end", "transformer.h.0.seen: changed by training, and in no checkpoint"),
         (write, CHANGED, "on_step_end", None),
         (freeze, CHANGED, "on_step_end", None),
+        (stop, SAVED, "on_save", "control.should_training_stop: written to in on_save, after the checkpoint was made"),
+        (set_shift, CHANGED, "on_step_end", None),
+        (reorder, CHANGED, "on_step_end", "train_dataset.order: changed by training, and in no checkpoint"),
+        (hook_module, CHANGED, "on_step_end", "transformer.h.0: hooks are others than after the first step"),
+        (hook_parameter, CHANGED, "on_step_end", "transformer.ln_f.weight: hooks are others than after"),
+        (hook_optimizer, CHANGED, "on_step_end", "optimizer: hooks are others than after the first step"),
+        (hook_module, 0, "on_train_begin", None),
+        (hook_module, 0, "on_step_begin", None),
+        (unhook, CHANGED, "on_step_end", "transformer.drop: hooks are others than after the first step"),
     ],
 )
 def test_what_no_checkpoint_has_is_told_once(
@@ -209,6 +260,7 @@ def test_what_no_checkpoint_has_is_told_once(
     block: Any = trainer.model.transformer.h[0]
     block.register_buffer("seen", torch.zeros(1), persistent=False)
     block.history, block.moved = [], torch.ones(2)
+    trainer.model.transformer.drop.register_forward_hook(lambda module, args, output: None)
     trainer.model.known = Known()
     trainer.model.known.number = 1
     with caplog.at_level(logging.WARNING, logger="stepmark"):

@@ -298,32 +298,21 @@ class StrategyCallback(DefaultFlowCallback):
 
     `epoch` fires at the end of every epoch, also of one that `max_steps` or a callback ends early. `steps` also
     evaluates and saves at the end of the run, so that no training is lost. There are no evaluations before
-    `eval_delay`. Where a callback ends epochs early, the number of epochs stays the same, also with `max_steps`.
+    `eval_delay`.
     """
-
-    _ended_early = False
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._ended_early = False
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
         super().on_step_end(args, state, control)
         if state.global_step >= state.max_steps:
-            self._end_run(args, control)
+            end_run(args, control)
         return control
 
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
-        super().on_epoch_end(args, state, control)
-        in_last_epoch = state.epoch is not None and state.epoch > state.num_train_epochs - 1
-        self._ended_early |= control.should_epoch_stop
-        if self._ended_early and in_last_epoch and not control.should_training_stop:
-            self._end_run(args, control)
-        return control
 
-    def _end_run(self, args: Any, control: TrainerControl) -> None:
-        control.should_training_stop = True
-        control.should_evaluate |= args.eval_strategy == "steps"
-        control.should_save |= args.save_strategy == "steps"
+def end_run(args: TrainingFields, control: TrainerControl) -> None:
+    """Lets the run end here, with what the strategy `steps` does at the end of a run."""
+    control.should_training_stop = True
+    control.should_evaluate |= args.eval_strategy == "steps"
+    control.should_save |= args.save_strategy == "steps"
 
 
 def is_better(args: TrainingFields, value: float, best: float | None) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.utils._pytree import tree_leaves
 
 from stepmark.config.fields import fields_of, refuse
 from stepmark.config.training_fields import TrainingFields
@@ -224,7 +225,7 @@ def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
         # accelerate's state of the ranks that have joined: libraries log, and let rank 0 go first, by it.
         Accelerator(cpu=context.runtime.device.type == "cpu")
         if library == "trl" and args is not None:
-            refuse(_contradictions_of_trl(args, kind.__name__))
+            refuse(_contradictions_of_trl(args, kind.__name__, bound.arguments, ranks=context.world.size))
         if library == "sentence_transformers":
             asked = args or TrainingArguments(), kind.__name__, bound.arguments
             refuse(_contradictions_of_sentence_transformers(*asked, lazy=context.runtime.lazy))
@@ -252,8 +253,9 @@ def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
     return made
 
 
-def _contradictions_of_trl(args: Any, name: str) -> Iterator[str]:
-    """TRL multiplies by the weight of the language model's head itself."""
+def _contradictions_of_trl(args: Any, name: str, given: Mapping[str, Any], *, ranks: int) -> Iterator[str]:
+    """TRL multiplies by the weight of the language model's head itself, and leaves what rank 0 has computed of the
+    reference model in a file beside the data."""
     if args.tensor_parallel_size > 1 and args.parallelize_embedding:
         yield (
             f"tensor_parallel_size: {name} multiplies by the head's complete weight; set parallelize_embedding: false"
@@ -265,6 +267,13 @@ def _contradictions_of_trl(args: Any, name: str) -> Iterator[str]:
         yield "sync_ref_model: needs the complete weights, of which fsdp and tensor_parallel_size leave a rank a part"
     if getattr(args, "precompute_ref_log_probs", False) and sharded:
         yield "precompute_ref_log_probs: hashes the complete weights, of which fsdp leaves a rank a part"
+    data = tree_leaves([given.get("train_dataset"), given.get("eval_dataset")])
+    in_memory = any(getattr(each, "cache_files", None) == [] for each in data)
+    if getattr(args, "precompute_ref_log_probs", False) and ranks > 1 and in_memory:
+        yield (
+            "precompute_ref_log_probs: the data are in memory, so that other ranks would not find the cache of rank 0: "
+            "pass a dataset that was read from files (datasets.load_from_disk), or start one rank"
+        )
 
 
 def _contradictions_of_sentence_transformers(

@@ -22,10 +22,12 @@ def step_optimizer(
     given: torch.optim.Optimizer | None = None,
 ) -> NamedOptimizer:
     """The optimizer that a step needs: around `given`, or the one that the arguments name."""
+    stages = staged(model)
     if given is None:
+        elsewhere = () if stages is None else stages.elsewhere
         return build_optimizer(
             args.optim,
-            list(model.named_parameters()),
+            [(name, each) for name, each in model.named_parameters() if each not in elsewhere],
             mesh.runtime,
             decay=decays_by_default(model),
             kinds=parameter_kinds(model),
@@ -44,7 +46,6 @@ def step_optimizer(
             "zero_1 and optimizers: an optimizer passed to the Trainer, or made by create_optimizer, keeps its "
             "complete state on every rank; leave one of the two out"
         )
-    stages = staged(model)
     if stages is not None:
         stages.leave_out_elsewhere(given)
     names = {parameter: name for name, parameter in model.named_parameters()}

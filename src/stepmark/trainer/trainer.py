@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from stepmark.filesystem.local_paths import local_path
 from stepmark.launch.restarts import check_restarts
 from stepmark.liveness.hang_detector import HangDetector
 from stepmark.parallel.full_sharding import has_full_sharding
+from stepmark.parallel.pipeline.staged_model import staged
 from stepmark.parallel.tensor.vocabulary import return_logits
 from stepmark.runtime.context import Context, start
 from stepmark.runtime.device import runtime_for
@@ -634,7 +636,9 @@ class Trainer:
             compile_layers(self.model, self.args, static=static)
         total_steps = count_steps(self.args, loader)
         self.optimizer, self.lr_scheduler = self._optimizers.without_made(self.optimizer, self.lr_scheduler)
-        self.create_optimizer_and_scheduler(total_steps)
+        stages = staged(self.model)
+        with nullcontext() if stages is None else stages.complete():
+            self.create_optimizer_and_scheduler(total_steps)
         optimizer = self._optimizers.of_step(self.model, self.args, self.mesh, self.optimizer, self.lr_scheduler)
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
         own_loss = self.compute_loss if self._overridden("compute_loss") else self.compute_loss_func

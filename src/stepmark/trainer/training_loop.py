@@ -31,7 +31,7 @@ from stepmark.model_folder.consolidate import EVALUATION
 from stepmark.runtime.seeds import derive_seed, seed_generators
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.sharding.logical_ranks import FIELD
-from stepmark.trainer.callbacks import RunCallbacks, is_better
+from stepmark.trainer.callbacks import RunCallbacks, end_run, is_better
 from stepmark.trainer.components import TrainingComponents
 from stepmark.trainer.evaluation import EvaluationProgress
 from stepmark.trainer.interruption.preemption import PreemptionCoordinator
@@ -63,6 +63,7 @@ from stepmark.training.pipelined_forward import EvaluationPaused
 
 MAX_STEPS_WITHOUT_TARGETS = 100  # of a run in which no label was a target yet
 ROLLBACK = "rollback"  # as on_loss_spike
+PENDING = ("should_log", "should_evaluate")  # flags of callbacks that, at the end of an epoch, count after a save too
 FLAGS_AFTER_EVALUATION = ("should_save", "should_epoch_stop", "should_training_stop")
 
 logger = logging.getLogger("stepmark")
@@ -95,6 +96,7 @@ class TrainingLoop:
         self._losses = LossMeter(parts.context.runtime, self._monitor.anomalies.look, parts.step.experts)
         self._losses.filters = parts.args.logging_nan_inf_filter
         self._epoch_open = False
+        self._cut_epochs = False  # a callback has ended at least one epoch early
         self._ends = False  # a callback has stopped the run at the step that was restored
         self._unfinished: dict[str, Any] | None = None  # what is left of an evaluation in which the run was stopped
         self._preemption: PreemptionCoordinator | None = None
@@ -104,7 +106,7 @@ class TrainingLoop:
         self._changes: dict[str, str] = {}  # what the resumption has changed, in words
         self._spikes = self._monitor.spikes
         self._positions: dict[int, dict[str, Any]] = {}  # in the data, after steps that may be rolled back
-        self._user_changes = UserChanges(parts, callbacks.handler.callbacks)
+        self._user_changes = UserChanges(parts, callbacks)
         self._kept_by_functions = kept_by_functions(parts.schedule)
         callbacks.before_hearing = parts.optimizer.gathers.wait
         if self._args.on_loss_spike == ROLLBACK and not isinstance(parts.loader, DataLoader):
@@ -134,6 +136,8 @@ class TrainingLoop:
             "step": self._step,
             "epoch": self._callbacks.state.epoch,
             "epoch_open": self._epoch_open,
+            "cut_epochs": self._cut_epochs,
+            "pending": [name for name in PENDING if getattr(self._callbacks.control, name)],
             "ends": self._callbacks.control.should_training_stop and self._step < self._parts.total_steps,
             "loader": self._parts.loader.state_dict(),
             "unfinished": self._unfinished,
@@ -154,6 +158,9 @@ class TrainingLoop:
         self._callbacks.state.global_step = state["step"]
         self._callbacks.state.epoch = state["epoch"]
         self._epoch_open = state["epoch_open"]
+        self._cut_epochs = state.get("cut_epochs", False)
+        for name in state.get("pending", ()):
+            setattr(self._callbacks.control, name, True)
         self._ends = state.get("ends", False)
         self._unfinished = state.get("unfinished")
         loader, rates = state["loader"], list(state["rates"])
@@ -334,12 +341,13 @@ class TrainingLoop:
                 "lower learning_rate, look at the samples of these steps with stepmark rows, or raise max_rollbacks"
             )
         self._snapshots.wait()
+        callbacks.control = TrainerControl()
         self._restore(path)
         self._snapshots.goes_on(path)
         spikes.rollbacks = count + 1
         self._monitor.anomalies.rolled_back()
         self._positions.clear()
-        callbacks.control, self._saved_step, self._ends = TrainerControl(), self._step, False
+        self._saved_step, self._ends = self._step, False
         message = (
             f"steps {self._step + 1} to {last} are undone, and their samples left out: `stepmark rows "
             f"{self._args.output_dir} --step {self._step + 1}-{last} --attempt {attempt}` shows them"
@@ -419,13 +427,17 @@ class TrainingLoop:
         enter_phase(BETWEEN)
         self._check_targets()
         self._skip_rest_of_epoch()
+        state, control = self._callbacks.state, self._callbacks.control
+        in_last_epoch = state.epoch is not None and state.epoch > state.num_train_epochs - 1
+        if self._cut_epochs and in_last_epoch and not control.should_training_stop:
+            end_run(self._args, control)
         self._event("on_epoch_end")
         self._follow_control()
 
     def _train_step(self, batch: StepBatch) -> None:
         callbacks, parts = self._callbacks, self._parts
+        self._user_changes.step_begins()
         self._event("on_step_begin")
-        self._user_changes.check_arguments()
         set_training(parts.model, parts.optimizer.inner)
         hooks = StepHooks(
             after_micro_step=callbacks.heard("on_substep_end"),
@@ -470,17 +482,19 @@ class TrainingLoop:
         if self._callbacks.control.should_log:
             self._log()
         if self._callbacks.control.should_evaluate:
-            self._evaluate()
             self._callbacks.control.should_evaluate = False  # also where an earlier process has announced it
+            self._evaluate()
             self._skip_rest_of_epoch()
         if self._callbacks.control.should_save:  # an evaluation may have set it
             self._save()
             self._stop_if_requested()
 
     def _skip_rest_of_epoch(self) -> None:
-        """Where a callback has ended the epoch early: the next step, here or in a resumed run, is in the next epoch."""
+        """Where a callback has ended the epoch early: the next step, here or in a resumed run, is in the next epoch.
+        The number of epochs stays the same, also with `max_steps`."""
         position = self._parts.loader.state_dict()
         if self._callbacks.control.should_epoch_stop and position["samples"]:
+            self._cut_epochs = True
             self._parts.loader.load_state_dict({**position, "epoch": position["epoch"] + 1, "samples": 0})
             self._record_position()
 

@@ -4,7 +4,7 @@ set another weight decay is not called for that step again in a resumed run."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from stepmark.filesystem.printable import listed
 from stepmark.parallel.optimizer.named import NUMBERS
+from stepmark.trainer.callbacks import RunCallbacks
 from stepmark.trainer.components import TrainingComponents
 
 logger = logging.getLogger("stepmark")
@@ -22,36 +23,48 @@ READ_AT_BEGIN = """
     warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim label_smoothing_factor
     neftune_noise_alpha bf16 fp16 seed data_seed train_sampling_strategy dataloader_drop_last save_total_limit
 """
+STOPS = ("should_epoch_stop", "should_training_stop")  # flags of the control
+HOOKS = """
+    _forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _post_accumulate_grad_hooks
+    _optimizer_step_pre_hooks _optimizer_step_post_hooks
+"""
 
 
 class UserChanges:
     """Compares a run with how it was when this was made: before it restores anything. Frozen parameters,
-    hyperparameters and base learning rates are saved and restored; for what cannot be, there is a warning."""
+    hyperparameters, base learning rates, and numbers and strings of datasets are saved and restored; for what cannot
+    be, there is a warning."""
 
-    def __init__(self, parts: TrainingComponents, callbacks: Sequence[Any] = ()) -> None:
+    def __init__(self, parts: TrainingComponents, run: RunCallbacks) -> None:
         self._context, self._runtime = parts.context, parts.context.runtime
-        self._pipelined = parts.mesh.pipeline.size > 1
         self._model, self._optimizer, self._schedule = parts.model, parts.optimizer, parts.schedule
         self._parameters = dict(parts.model.named_parameters())
         self._trained = self._flags()
         self._shapes = self._saved()
         self._rates = list(getattr(self._schedule, "base_lrs", ()))
-        self._callbacks = callbacks
+        self._run, self._callbacks = run, run.handler.callbacks
+        self._datasets = dict(_own_datasets(parts.loader.dataset))
+        self._in_datasets = self._of_datasets()
+        self._begun, self._hooked = 0, dict[str, int]()  # steps of this process; hooks after the first one
         self._unsaved = self._beside_tensors()
-        attributes = (each for module in (*parts.model.modules(), *callbacks) for each in vars(module).values())
-        self._first = [each for each in attributes if isinstance(each, Tensor)]  # so that no other gets their identity
+        owners = (*parts.model.modules(), *self._callbacks, *self._datasets.values())
+        self._first = [each for owner in owners for each in vars(owner).values()]  # no other gets their identity
         self._warned: set[str] = set()
         self._args = parts.args
         self._read = {name: getattr(parts.args, name) for name in READ_AT_BEGIN.split()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What has changed, as plain values. Collective in a pipeline, whose ranks have parameters of their own."""
+        """What has changed, as plain values. Collective."""
         trained = {name: flag for name, flag in self._flags().items() if flag != self._trained[name]}
-        if self._pipelined:
-            trained = {name: flag for each in self._context.host.all_gather(trained) for name, flag in each.items()}
+        values = {key: each for key, each in self._of_datasets().items() if each != self._in_datasets.get(key)}
+        told = self._context.host.all_gather((trained, values))
         rates = list(getattr(self._schedule, "base_lrs", ()))
-        found = {"trained": trained, "groups": self._optimizer.changed_groups()}
-        return {**found, "base_rates": rates if rates != self._rates else []}
+        return {
+            "trained": {name: flag for each, _ in told for name, flag in each.items()},  # stages have their own
+            "datasets": told[0][1],
+            "groups": self._optimizer.changed_groups(),
+            "base_rates": rates if rates != self._rates else [],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes these changes, and no others, to what there was."""
@@ -60,6 +73,10 @@ class UserChanges:
         self._optimizer.load_changed_groups(state["groups"])
         if self._rates:
             self._schedule.base_lrs = list(state["base_rates"] or self._rates)
+        for name, value in {**self._in_datasets, **state.get("datasets", {})}.items():
+            owner, _, attribute = name.rpartition(".")
+            if owner in self._datasets:
+                setattr(self._datasets[owner], attribute, value)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -77,7 +94,8 @@ class UserChanges:
         now = self._beside_tensors()
         before = {name: state for name, state in now.items() if type(state) is not list} | self._unsaved
         changed = [name for name, state in now.items() if before.get(name) != state]  # or a copy of the model is new
-        self._warn(changed, "changed by training, and in no checkpoint; a persistent buffer would be")
+        remedy = "a persistent buffer would be, and so would numbers and strings of a dataset"
+        self._warn(changed, f"changed by training, and in no checkpoint; {remedy}")
         live = dict(self._model.named_parameters())
         replaced = [name for name, each in self._parameters.items() if live.get(name, each) is not each]
         self._warn(replaced, "replaced after the optimizer was made, which has the ones before; write to these")
@@ -85,9 +103,17 @@ class UserChanges:
         other = [name for name in {**self._shapes, **shapes} if shapes.get(name) != self._shapes.get(name)]
         remedy = "make parameters and persistent buffers before the Trainer, with the shape that they keep"
         self._warn(other, f"added, removed or reshaped in training, so that no new process can restore it; {remedy}")
+        hooks = self._count_hooks() if self._hooked else {}
+        hooked = [name or "model" for name, count in hooks.items() if count != self._hooked.get(name, 0)]
+        self._warn(
+            hooked, "hooks are others than after the first step, and in no checkpoint; register them in on_train_begin"
+        )
 
-    def check_arguments(self) -> None:
+    def step_begins(self) -> None:
         """Warns, once of each, of arguments that were set too late to have an effect."""
+        self._begun += 1
+        if self._begun == 2:  # a hook that is there in each step alone is not between two of them
+            self._hooked = self._count_hooks()
         for name, value in self._read.items():
             if getattr(self._args, name) != value:
                 self._warn([name], f"set in training, which goes on with {name}={value}; set it earlier")
@@ -107,22 +133,33 @@ class UserChanges:
                     found[f"{name}.{key}".lstrip(".")] = tuple(buffer.shape)
         return found
 
+    def _count_hooks(self) -> dict[str, int]:
+        named = (*self._model.named_modules(), *self._parameters.items(), ("optimizer", self._optimizer.inner))
+        return {name: sum(len(getattr(each, key, None) or ()) for key in HOOKS.split()) for name, each in named}
+
+    def _of_datasets(self) -> dict[str, Any]:
+        values = ((name, key, each) for name, owner in self._datasets.items() for key, each in vars(owner).items())
+        return {f"{name}.{key}": each for name, key, each in values if type(each) in (*NUMBERS, str)}
+
     def _flags(self) -> dict[str, bool]:
         return {name: parameter.requires_grad for name, parameter in self._parameters.items()}
 
     def _written(self) -> dict[str, Any]:
-        return {name: self._runtime.version(parameter) for name, parameter in self._parameters.items()}
+        flags = {f"control.{name}": getattr(self._run.control, name) for name in STOPS}
+        return {name: self._runtime.version(each) for name, each in self._parameters.items()} | flags
 
     def _beside_tensors(self) -> dict[str, Any]:
         """By name: the states of what modules and callbacks keep that is in no checkpoint. Left out are modules with
-        an extra state, and numbers of callbacks."""
+        an extra state, and numbers of callbacks and datasets."""
         found: dict[str, Any] = {}
-        for name, owner in (*self._model.named_modules(), *((type(each).__name__, each) for each in self._callbacks)):
+        callbacks = ((type(each).__name__, each) for each in self._callbacks)
+        for name, owner in (*self._model.named_modules(), *callbacks, *self._datasets.items()):
             is_module = isinstance(owner, nn.Module)
             buffers = {key: owner._buffers[key] for key in owner._non_persistent_buffers_set} if is_module else {}
             plain = is_module and type(owner).get_extra_state is nn.Module.get_extra_state
             for key, value in {**(vars(owner) if plain or not is_module else {}), **buffers}.items():
-                state = self._state_of_value(value, plain=plain)
+                as_list = name in self._datasets and type(value) is list
+                state = id(value) if as_list else self._state_of_value(value, plain=plain)
                 found |= {} if state is None or key == "training" else {f"{name}.{key}".lstrip("."): state}
         return found
 
@@ -135,3 +172,15 @@ class UserChanges:
         if isinstance(value, Tensor):
             return None if value.requires_grad else (id(value), self._runtime.version(value))
         return len(value) if plain and type(value) is list else value if plain and type(value) in NUMBERS else None
+
+
+def _state_of(tensor: Tensor, runtime: Runtime) -> Any:
+    """Differs once the tensor was written to, or got another storage."""
+    return runtime.version(tensor) if runtime.lazy else (tensor.untyped_storage()._cdata, tensor._version)
+
+
+def _own_datasets(dataset: Any, name: str = "train_dataset") -> Iterator[tuple[str, Any]]:
+    """A user's dataset, and the one around which it or torch's `Subset` is, by name."""
+    if hasattr(dataset, "__dict__") and type(dataset).__module__.partition(".")[0] not in ("stepmark", "datasets"):
+        yield name, dataset
+        yield from _own_datasets(vars(dataset).get("dataset"), f"{name}.dataset")

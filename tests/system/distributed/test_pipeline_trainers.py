@@ -45,6 +45,7 @@ CASES: dict[str, Case] = {
         {"model": model("gpt2", dropout=0.1), "gradient_checkpointing": True, "learning_rate": 0.05, **BEST},
         GPIPE,
     ),
+    "an optimizer made by a subclass": ({"model": model("gpt2"), "optimizer": "created"}, INTERLEAVED),
 }
 MORE: dict[str, Case] = {
     "a first stage that is frozen": ({"model": model("llama"), "frozen": FROZEN_START}, {**HALVES, "zero_1": True}),
@@ -75,7 +76,6 @@ MORE: dict[str, Case] = {
         {"model": model("llama"), "frozen": FROZEN_START, "gradient_checkpointing": True},
         TWO,
     ),
-    "an optimizer made by a subclass": ({"model": model("llama"), "optimizer": "created"}, INTERLEAVED),
     "SGD": ({"model": model("gpt2"), "optim": "sgd", "optim_args": "momentum=0.9"}, TWO),
     "metrics by batch": ({"model": model("llama"), "prediction_loss_only": True, **EVALUATING}, INTERLEAVED),
     "losses and inputs for metrics": (
@@ -241,10 +241,11 @@ def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Te
 
 
 class OwnOptimizer(Trainer):
-    """Makes the optimizer once the model is on its mesh."""
+    """Makes the optimizer once the model is on its mesh, with a rate for each parameter by its position."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        self.optimizer = torch.optim.NAdam(self.model.parameters(), lr=1e-3)
+        groups = [{"params": [each], "lr": 1e-3 * 0.9**index} for index, each in enumerate(self.model.parameters())]
+        self.optimizer = torch.optim.NAdam(groups)
         return self.optimizer
 
 

@@ -37,6 +37,8 @@ from stepmark.sharding.layout import layout_of
 from stepmark.sharding.replication import annotate_replication, replication_of
 
 Result = TypeVar("Result")
+# Places in the module tree, what is there for a time, and what is there else.
+Swaps = list[tuple[dict[str, nn.Module | None], str, nn.Module, nn.Module]]
 
 
 @dataclass(frozen=True)
@@ -94,22 +96,31 @@ class StagedModel:
         running = {stage: self._arrangement(stage, found) for stage in self.own}
         resting = self._resting(found, running)
         homes = {name: model.get_submodule(name.rpartition(".")[0])._modules for name in found}
-        # Places in the module tree, and what is there while a stage runs and between its runs.
-        self._swaps = {
-            stage: [
-                (homes[name], name.rpartition(".")[2], module, resting[name])
-                for name, module in running[stage].items()
-                if module is not resting[name]
-            ]
-            for stage in self.own
-        }
+
+        def swaps(modules: dict[str, nn.Module]) -> Swaps:
+            others = [(name, module) for name, module in modules.items() if module is not resting[name]]
+            return [(homes[name], name.rpartition(".")[2], module, resting[name]) for name, module in others]
+
+        self._swaps = {stage: swaps(running[stage]) for stage in self.own}  # while a stage runs
+        self._away = swaps(found)  # while the model is complete
         for parameter in self.tied_parameters():  # both ends have a part of its gradient
             annotate_replication(parameter, replace(replication_of(parameter, mesh.tensor_parallel.size), stages=2))
         complete = list(model.parameters())
         for name, module in resting.items():
             homes[name][name.rpartition(".")[2]] = module
         own = {id(parameter) for parameter in model.parameters()}
-        self._elsewhere = WeakIdKeyDictionary({each: None for each in complete if id(each) not in own})
+        others = [each for each in complete if id(each) not in own]
+        outline = {id(each): nn.Parameter(each.detach().to("meta"), each.requires_grad) for each in others}
+        # Parameters that only other ranks have.
+        self.elsewhere = WeakIdKeyDictionary(dict.fromkeys((*others, *outline.values())))
+        away = {each for _, _, module, _ in self._away for each in module.modules()}
+        for module in away.difference(model.modules()):
+            for key, parameter in module._parameters.items():
+                module._parameters[key] = outline.get(id(parameter), parameter)
+            module._buffers.update(
+                {key: None if each is None else each.to("meta") for key, each in module._buffers.items()}
+            )
+        self._host = mesh.context.host
         model.register_forward_pre_hook(self._check_active, prepend=True)
 
     @property
@@ -153,13 +164,24 @@ class StagedModel:
             resting |= {name: found[name] for name in self.plan.tied}
         return resting
 
+    @contextmanager
+    def complete(self) -> Iterator[None]:
+        """In the block the model has the modules of all ranks, whose parameters are on the meta device where this rank
+        has none, so that what goes by the positions of parameters is the same on all ranks. Collective."""
+        flags = [(name, each.requires_grad) for name, each in self.model.named_parameters()]
+        trained = dict(pair for pairs in self._host.all_gather(flags) for pair in pairs)
+        with _swapped(self._away):
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(trained.get(name, parameter.requires_grad))
+            yield
+
     def leave_out_elsewhere(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the parameters that only other ranks have now out of an optimizer made before the model was cut."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter in self._elsewhere:
+                if parameter in self.elsewhere:
                     optimizer.state.pop(parameter, None)
-            group["params"] = [each for each in group["params"] if each not in self._elsewhere]
+            group["params"] = [each for each in group["params"] if each not in self.elsewhere]
 
     def _check_active(self, module: nn.Module, args: Any) -> None:
         if not self._active:
@@ -182,15 +204,12 @@ class StagedModel:
         self._check_unchanged()
         if received is not None:
             self._receivers[stage].received = received
-        for modules, key, running, _ in self._swaps[stage]:
-            modules[key] = running
         self._active = True
         try:
-            yield
+            with _swapped(self._swaps[stage]):
+                yield
         finally:
             self._active = False
-            for modules, key, _, resting in self._swaps[stage]:
-                modules[key] = resting
             if received is not None:
                 self._receivers[stage].received = None
 
@@ -208,6 +227,17 @@ class StagedModel:
         """Runs the last stage: what `call`, which calls the model, returns. `received`: see `hidden_states`."""
         with self._arranged(self.last, received):
             return call()
+
+
+@contextmanager
+def _swapped(swaps: Swaps) -> Iterator[None]:
+    for modules, key, module, _ in swaps:
+        modules[key] = module
+    try:
+        yield
+    finally:
+        for modules, key, _, resting in swaps:
+            modules[key] = resting
 
 
 _staged: WeakKeyDictionary[nn.Module, StagedModel] = WeakKeyDictionary()
