@@ -174,11 +174,6 @@ class UserChanges:
         return len(value) if plain and type(value) is list else value if plain and type(value) in NUMBERS else None
 
 
-def _state_of(tensor: Tensor, runtime: Runtime) -> Any:
-    """Differs once the tensor was written to, or got another storage."""
-    return runtime.version(tensor) if runtime.lazy else (tensor.untyped_storage()._cdata, tensor._version)
-
-
 def _own_datasets(dataset: Any, name: str = "train_dataset") -> Iterator[tuple[str, Any]]:
     """A user's dataset, and the one around which it or torch's `Subset` is, by name."""
     if hasattr(dataset, "__dict__") and type(dataset).__module__.partition(".")[0] not in ("stepmark", "datasets"):

@@ -115,8 +115,8 @@ class StagedModel:
         self.elsewhere = WeakIdKeyDictionary(dict.fromkeys((*others, *outline.values())))
         away = {each for _, _, module, _ in self._away for each in module.modules()}
         for module in away.difference(model.modules()):
-            for key, parameter in module._parameters.items():
-                module._parameters[key] = outline.get(id(parameter), parameter)
+            for key, weight in module._parameters.items():
+                module._parameters[key] = outline.get(id(weight), weight)
             module._buffers.update(
                 {key: None if each is None else each.to("meta") for key, each in module._buffers.items()}
             )
