@@ -9,9 +9,11 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from stepmark.__main__ import main
 from stepmark.launch import supervisor
@@ -97,6 +99,31 @@ def call_supervisor(script: list[str], folder: str, read: bool) -> None:
     enter(folder, read)
     fork_ranks(Rank)
     sys.exit(supervisor.supervise(script, 2))
+
+
+def train_disturbed(
+    options: dict[str, Any], nproc: int, disturb: Callable[[list[ForkedRank]], object]
+) -> dict[str, Any]:
+    """Supervised ranks of `programs.train`, in a child of the zygote. `disturb`, in a thread, gets them as they start.
+    Returns the exit code."""
+    from tests.support import programs
+    from tests.support.zygote import leave_group
+
+    started: list[ForkedRank] = []
+
+    class Rank(ForkedRank):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            started.append(self)
+
+        def be(self, command: Sequence[str]) -> None:
+            programs.train(options)
+            leave_group()
+
+    fork_ranks(Rank)
+    supervisor.GRACE_SECONDS = 1.0  # the surviving ranks would wait for the other one
+    threading.Thread(target=disturb, args=(started,), daemon=True).start()
+    return {"code": supervisor.supervise(["rank"], nproc)}
 
 
 def enter(folder: str, read: bool) -> None:

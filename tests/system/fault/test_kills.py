@@ -8,19 +8,16 @@ import os
 import random
 import shutil
 import signal
-import threading
 import time
-import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stepmark.launch import supervisor
 from tests.support.buckets import make_bucket, object_store
-from tests.support.commands import ForkedRank
+from tests.support.commands import ForkedRank, train_disturbed
 from tests.support.programs import logged
 from tests.support.ranks import Ranks
 from tests.support.run_folders import read_status
@@ -123,39 +120,15 @@ def test_runs_whose_machine_is_lost_lose_nothing(
 # What ranks run
 
 
-_OPTIONS: dict[str, Any] = {}
-
-
-class KilledRank(ForkedRank):
-    def be(self, command: Sequence[str]) -> None:
-        from tests.support import programs
-        from tests.support.zygote import leave_group
-
-        programs.train(_OPTIONS)
-        leave_group()
-
-
 def supervise_and_kill(options: dict[str, Any], seed: int, longest: float) -> dict[str, Any]:
     """Trains, and kills rank 0, rank 1, both, or the supervisor: within `longest` seconds of the first new step, or in
     one of three cases while a save is being written. Returns the exit code if the supervisor survives. Every kill adds
     a line to a file beside the output folder."""
-    _OPTIONS.update(options)
-    started: list[KilledRank] = []
-
-    def start(*arguments: Any, **named: Any) -> KilledRank:
-        started.append(KilledRank(*arguments, **named))
-        return started[-1]
-
-    # Of the supervisor alone: ranks start processes of their own.
-    supervisor.subprocess = types.SimpleNamespace(Popen=start)  # type: ignore[attr-defined,assignment]
-    supervisor.GRACE_SECONDS = 1.0  # the surviving rank would wait for the other one
-    chance = random.Random(seed)
-    killer = threading.Thread(target=_kill, args=(started, Path(options["output_dir"]), chance, longest), daemon=True)
-    killer.start()
-    return {"code": supervisor.supervise(["rank"], 2)}
+    folder, chance = Path(options["output_dir"]), random.Random(seed)
+    return train_disturbed(options, 2, lambda started: _kill(started, folder, chance, longest))
 
 
-def _kill(started: list[KilledRank], folder: Path, chance: random.Random, longest: float) -> None:
+def _kill(started: list[ForkedRank], folder: Path, chance: random.Random, longest: float) -> None:
     victim, in_save = chance.choice(["rank 0", "rank 1", "ranks", "supervisor"]), chance.random() < 1 / 3
     _wait_for_progress(folder)
     if in_save:

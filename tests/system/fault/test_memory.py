@@ -7,10 +7,9 @@ import os
 import random
 import shutil
 import signal
-import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +20,22 @@ from stepmark.checkpoint.coordination.shared_memory import SHARED_MEMORY, free_m
 from stepmark.checkpoint.format.checkpoint_folders import COORDINATION, checkpoints, step_of
 from stepmark.errors import StepmarkError
 from stepmark.filesystem.json_files import read_lines, read_object
-from stepmark.launch import supervisor
 from stepmark.trainer.run_folder import memory_snapshots
 from stepmark.trainer.run_folder.run_log import EVENTS, read_metrics
 from tests.support import commands
-from tests.support.commands import ForkedRank
+from tests.support.commands import ForkedRank, train_disturbed
 from tests.support.corruption import flip_bit
 from tests.support.interference import install
 from tests.support.programs import logged
 from tests.support.ranks import Ranks
 from tests.support.recipes import write_recipe
 from tests.support.run_folders import read_losses, read_status
+from tests.system.fault import test_resume
 
 PROGRAM = "tests.support.programs:train"
 LONGEST = 0.1  # seconds, about a step
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "dp": (2, {}),
-    "zero_1": (2, {"zero_1": True}),
-    "fsdp": (2, {"fsdp": True}),
-    "tp": (2, {"tensor_parallel_size": 2}),
+    **test_resume.MESHES,
     "pp": (2, {"pipeline_parallel_size": 2, "layers": 2, "gradient_accumulation_steps": 2}),
     "zero_1 of 3": (3, {"zero_1": True}),
     "dp and tp": (4, {"tensor_parallel_size": 2}),
@@ -472,40 +467,16 @@ def kills(folder: Path) -> list[str]:
 # What ranks run
 
 
-_OPTIONS: dict[str, Any] = {}
-
-
-class KilledRank(ForkedRank):
-    def be(self, command: Sequence[str]) -> None:
-        from tests.support import programs
-        from tests.support.zygote import leave_group
-
-        programs.train(_OPTIONS)
-        leave_group()
-
-
 def supervise_and_kill(
     given: dict[str, Any], nproc: int, seed: float, sent: signal.Signals = signal.SIGKILL
 ) -> dict[str, Any]:
     """Trains, and sends a signal to one rank a few steps later, at any moment or while a snapshot is being written.
     Returns the exit code."""
-    _OPTIONS.update(given)
-    started: list[KilledRank] = []
-
-    def start(*arguments: Any, **named: Any) -> KilledRank:
-        started.append(KilledRank(*arguments, **named))
-        return started[-1]
-
-    supervisor.subprocess = types.SimpleNamespace(Popen=start)  # type: ignore[attr-defined,assignment]
-    supervisor.GRACE_SECONDS = 1.0
-    killing = threading.Thread(
-        target=_kill, args=(started, Path(given["output_dir"]), nproc, random.Random(seed), sent), daemon=True
-    )
-    killing.start()
-    return {"code": supervisor.supervise(["rank"], nproc)}
+    folder, chance = Path(given["output_dir"]), random.Random(seed)
+    return train_disturbed(given, nproc, lambda started: _kill(started, folder, nproc, chance, sent))
 
 
-def _kill(started: list[KilledRank], folder: Path, nproc: int, chance: random.Random, sent: signal.Signals) -> None:
+def _kill(started: list[ForkedRank], folder: Path, nproc: int, chance: random.Random, sent: signal.Signals) -> None:
     victim, in_save = chance.randrange(nproc), chance.random() < 1 / 2
     wanted = len(read_metrics(folder)) + chance.randint(2, 5)
     while len(read_metrics(folder)) < wanted:
