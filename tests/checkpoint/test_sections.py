@@ -25,6 +25,7 @@ from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.runtime.eager import EagerRuntime
 from stepmark.sharding.layout import Box, Layout, Shard, annotate, layout_of
 from stepmark.training.optimizer import build_optimizer
+from tests.support.checkpoint_states import range_layout
 from tests.support.independent_reader import read_checkpoint
 
 schedulers = torch.optim.lr_scheduler
@@ -163,8 +164,8 @@ class Keeps:
 
     def named_state(self) -> dict[str, dict[str, Any]]:
         halves = {
-            "a": Shard(self.flat, Layout.range((2,), 0, 2)),
-            "b": Shard(self.flat, Layout.range((2,), 0, 2, at=2)),
+            "a": Shard(self.flat, range_layout((2,), 0, 2)),
+            "b": Shard(self.flat, range_layout((2,), 0, 2, at=2)),
         }
         return {name: {"step": self.step, "m": halves[name]} if name in self.names else {} for name in halves}
 

@@ -34,7 +34,7 @@ from stepmark.sharding.layout import Box, Layout, annotate
 from stepmark.tensor_files import streaming
 from stepmark.tensor_files.array_reader import ArrayReader
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
-from tests.support.checkpoint_states import bits, net
+from tests.support.checkpoint_states import bits, net, range_layout
 from tests.support.corruption import flip_bit
 from tests.system.distributed.checkpoint_world import run_ranks
 
@@ -71,7 +71,7 @@ def layouts(rank: int) -> dict[str, Layout]:
         "fused": Layout.boxes((24, 20), fused),
         "fused_columns": Layout.boxes((6, 24), columns),
         "middle": box((3, 8, 5), (0, rank * 2, 0), (3, 2, 5)),
-        "eight": Layout.range((16, 8), rank * 32, rank * 32 + 32),
+        "eight": range_layout((16, 8), rank * 32, rank * 32 + 32),
         "uneven": box((10, 3), (rank * 3, 0), (min(3, 10 - rank * 3), 3)),
     }
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from stepmark.sharding.layout import Layout, Part, TensorSlice
 
 
 class Net(nn.Module):
@@ -114,3 +116,8 @@ def identities(module: nn.Module, optimizer: torch.optim.Optimizer | None = None
     if optimizer is not None:
         found += [id(v) for items in optimizer.state.values() for v in items.values() if isinstance(v, Tensor)]
     return found
+
+
+def range_layout(shape: Sequence[int], start: int, stop: int, at: int = 0) -> Layout:
+    """Elements [start, stop) of the flattened global tensor, from element `at` of the flattened local one on."""
+    return Layout(tuple(shape), (Part(TensorSlice.of_range(shape, start, stop), at),))

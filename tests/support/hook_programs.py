@@ -36,6 +36,7 @@ ACTIONS = (
     "new gradient",
     "no gradient",
     "no gradients",
+    "gradients of zeros",
     "gradient in place",
     "new data",
     "data in place",
@@ -88,8 +89,8 @@ class Acting(TrainerCallback):
         if state.global_step != self._step or self.acted:
             return
         self.acted = True
-        if self._action == "no gradients":
-            optimizer.zero_grad()
+        if self._action in ("no gradients", "gradients of zeros"):
+            optimizer.zero_grad(set_to_none=self._action == "no gradients")
             return
         if self._action == "added to the optimizer":
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})

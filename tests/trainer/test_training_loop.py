@@ -116,6 +116,8 @@ def test_a_resumed_run_follows_what_callbacks_have_asked_for_before(
     resumed = run(tmp_path / "cut", callback, resume_from_checkpoint=True, **options)
     assert resumed.epochs == epochs[-len(resumed.epochs) :]
     assert resumed.order == whole.order[-len(resumed.order) :]
+    finished, _ = trainer(tmp_path / "cut", callback, resume_from_checkpoint=True, **options)
+    assert finished.train().global_step == epochs[-1]
 
 
 class Breaks(TrainerCallback):

@@ -245,12 +245,17 @@ def increase(trainer: Trainer) -> None:
         (stop, SAVED, "on_save", "control.should_training_stop: written to in on_save, after the checkpoint was made"),
         (set_shift, CHANGED, "on_step_end", None),
         (reorder, CHANGED, "on_step_end", "train_dataset.order: changed by training, and in no checkpoint"),
-        (hook_module, CHANGED, "on_step_end", "transformer.h.0: hooks are others than after the first step"),
-        (hook_parameter, CHANGED, "on_step_end", "transformer.ln_f.weight: hooks are others than after"),
-        (hook_optimizer, CHANGED, "on_step_end", "optimizer: hooks are others than after the first step"),
+        (hook_module, CHANGED, "on_step_end", "hooks of transformer.h.0: changed by training, and in no checkpoint"),
+        (
+            hook_parameter,
+            CHANGED,
+            "on_step_end",
+            "hooks of transformer.ln_f.weight: changed by training, and in no checkpoint",
+        ),
+        (hook_optimizer, CHANGED, "on_step_end", "hooks of optimizer: changed by training, and in no checkpoint"),
         (hook_module, 0, "on_train_begin", None),
         (hook_module, 0, "on_step_begin", None),
-        (unhook, CHANGED, "on_step_end", "transformer.drop: hooks are others than after the first step"),
+        (unhook, CHANGED, "on_step_end", "hooks of transformer.drop: changed by training, and in no checkpoint"),
     ],
 )
 def test_what_no_checkpoint_has_is_told_once(

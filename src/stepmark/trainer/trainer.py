@@ -335,14 +335,6 @@ class Trainer:
         """Whether this is the first rank of its machine."""
         return self.context.world.local_rank == 0
 
-    def train_loader(self) -> DataLoader:
-        """Returns a new loader of the training data, at its beginning.
-
-        Raises:
-            UsageError: There is no training data.
-        """
-        return self._loaders.train_loader(self.train_dataset)
-
     def get_train_dataloader(self) -> Any:
         """Returns the batches of the training data. A subclass may return any iterable of batches.
 

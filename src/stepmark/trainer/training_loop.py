@@ -395,10 +395,11 @@ class TrainingLoop:
             self._callbacks.control.should_evaluate = True  # the callbacks of the first of several sets have unset it
             self._follow_control()
             self._unfinished = None
-        control = self._callbacks.control
-        control.should_training_stop |= self._ends
+        control, position = self._callbacks.control, self._parts.loader.state_dict()
+        over = position["epoch"] >= self._callbacks.state.num_train_epochs and self._cut_epochs and not self._epoch_open
+        control.should_training_stop |= self._ends or over
         self._ends = False
-        at_end = self._parts.loader.state_dict()["samples"] == 0
+        at_end = position["samples"] == 0
         if self._epoch_open and (at_end or control.should_training_stop or control.should_epoch_stop):
             self._end_epoch()
 

@@ -45,7 +45,7 @@ class UserChanges:
         self._run, self._callbacks = run, run.handler.callbacks
         self._datasets = dict(_own_datasets(parts.loader.dataset))
         self._in_datasets = self._of_datasets()
-        self._begun, self._hooked = 0, dict[str, int]()  # steps of this process; hooks after the first one
+        self._begun = 0  # steps of this process
         self._unsaved = self._beside_tensors()
         owners = (*parts.model.modules(), *self._callbacks, *self._datasets.values())
         self._first = [each for owner in owners for each in vars(owner).values()]  # no other gets their identity
@@ -91,10 +91,10 @@ class UserChanges:
         left = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
         remedy = "change gradients in on_substep_end or on_pre_optimizer_step"
         self._warn(left, f"a gradient is there between steps, and in no checkpoint; {remedy}")
-        now = self._beside_tensors()
+        now = self._beside_tensors() | self._hooks()
         before = {name: state for name, state in now.items() if type(state) is not list} | self._unsaved
         changed = [name for name, state in now.items() if before.get(name) != state]  # or a copy of the model is new
-        remedy = "a persistent buffer would be, and so would numbers and strings of a dataset"
+        remedy = "a persistent buffer, and a number or a string of a dataset, would be; hooks belong in on_train_begin"
         self._warn(changed, f"changed by training, and in no checkpoint; {remedy}")
         live = dict(self._model.named_parameters())
         replaced = [name for name, each in self._parameters.items() if live.get(name, each) is not each]
@@ -103,17 +103,12 @@ class UserChanges:
         other = [name for name in {**self._shapes, **shapes} if shapes.get(name) != self._shapes.get(name)]
         remedy = "make parameters and persistent buffers before the Trainer, with the shape that they keep"
         self._warn(other, f"added, removed or reshaped in training, so that no new process can restore it; {remedy}")
-        hooks = self._count_hooks() if self._hooked else {}
-        hooked = [name or "model" for name, count in hooks.items() if count != self._hooked.get(name, 0)]
-        self._warn(
-            hooked, "hooks are others than after the first step, and in no checkpoint; register them in on_train_begin"
-        )
 
     def step_begins(self) -> None:
         """Warns, once of each, of arguments that were set too late to have an effect."""
         self._begun += 1
-        if self._begun == 2:  # a hook that is there in each step alone is not between two of them
-            self._hooked = self._count_hooks()
+        if self._begun == 2:  # callbacks have registered what a resumed run registers in its first step again
+            self._unsaved |= self._hooks()
         for name, value in self._read.items():
             if getattr(self._args, name) != value:
                 self._warn([name], f"set in training, which goes on with {name}={value}; set it earlier")
@@ -133,9 +128,11 @@ class UserChanges:
                     found[f"{name}.{key}".lstrip(".")] = tuple(buffer.shape)
         return found
 
-    def _count_hooks(self) -> dict[str, int]:
+    def _hooks(self) -> dict[str, int]:
+        """By name: how many hooks there are of modules, parameters and the optimizer."""
         named = (*self._model.named_modules(), *self._parameters.items(), ("optimizer", self._optimizer.inner))
-        return {name: sum(len(getattr(each, key, None) or ()) for key in HOOKS.split()) for name, each in named}
+        found = ((name, sum(len(getattr(each, key, None) or ()) for key in HOOKS.split())) for name, each in named)
+        return {f"hooks of {name or 'the model'}": count for name, count in found}
 
     def _of_datasets(self) -> dict[str, Any]:
         values = ((name, key, each) for name, owner in self._datasets.items() for key, each in vars(owner).items())

@@ -29,6 +29,7 @@ from stepmark.errors import CheckpointError, StepmarkError
 from stepmark.filesystem import files
 from stepmark.liveness import status_board
 from stepmark.sharding.layout import Box, Layout, Part, Shard, TensorSlice
+from tests.support.checkpoint_states import range_layout
 from tests.system.distributed.checkpoint_world import RankError, join_ranks, run_ranks, start_ranks
 
 
@@ -102,7 +103,7 @@ def shards(rank: int, size: int, seed: int) -> dict[str, Any]:
         "rows": Shard(rows, Layout.box((12, 24), (rank * n, 0), (n, 24))),
         "columns": Shard(columns, Layout.box((12, 24), (0, rank * m), (12, m))),
         "fused": Shard(fused, Layout.boxes((12, 24), fused_boxes)),
-        "flat": Shard(buffer, Layout.range((12, 24), cuts[rank], cuts[rank + 1], at=7)),
+        "flat": Shard(buffer, range_layout((12, 24), cuts[rank], cuts[rank + 1], at=7)),
         "whole": full["whole"],
     }
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.operation import Operation
-from stepmark.sharding.layout import Layout, Shard
+from stepmark.sharding.layout import Shard
+from tests.support.checkpoint_states import range_layout
 
 TIMEOUT = 6.0  # seconds, three times what 14 processes on two busy cores need for a phase
 PHASES = ["before", "joining", "planning", "copying", "writing", "finalizing", "committing"]
@@ -34,7 +35,7 @@ def train_and_save(rank: int, folder: Path, stopped: int, where: str) -> None:
         checkpointer.claim()
         if rank == stopped and where == "before":
             signal.raise_signal(signal.SIGSTOP)
-        own = Shard(torch.ones(4), Layout.range((8,), 4 * rank, 4 * rank + 4))  # each rank has a file to seal
+        own = Shard(torch.ones(4), range_layout((8,), 4 * rank, 4 * rank + 4))  # each rank has a file to seal
         checkpointer.save(1, {"nest": {"t": torch.randn(3 << 20), "u": own}})
         dist.barrier()
 

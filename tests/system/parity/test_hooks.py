@@ -34,6 +34,7 @@ CHANGES = (  # every event and every action
     ("on_substep_end", "gradient in place"),
     ("on_pre_optimizer_step", "new gradient"),
     ("on_pre_optimizer_step", "no gradients"),
+    ("on_pre_optimizer_step", "gradients of zeros"),
     ("on_pre_optimizer_step", "frozen"),
     ("on_optimizer_step", "new data"),
     ("on_optimizer_step", "added to the model"),

@@ -169,7 +169,7 @@ class NamedOptimizer:
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in self.parameters:
-            parameter.grad = None
+            parameter.grad = None if set_to_none or parameter.grad is None else torch.zeros_like(parameter.grad)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
