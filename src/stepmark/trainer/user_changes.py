@@ -34,7 +34,7 @@ class UserChanges:
         self._model, self._optimizer, self._schedule = parts.model, parts.optimizer, parts.schedule
         self._parameters = dict(parts.model.named_parameters())
         self._trained = self._flags()
-        self._shapes = self._saved()
+        self._first_saved = self._saved()
         self._rates = list(getattr(self._schedule, "base_lrs", ()))
         self._callbacks = callbacks
         self._unsaved = self._beside_tensors()
@@ -78,13 +78,10 @@ class UserChanges:
         before = {name: state for name, state in now.items() if type(state) is not list} | self._unsaved
         changed = [name for name, state in now.items() if before.get(name) != state]  # or a copy of the model is new
         self._warn(changed, "changed by training, and in no checkpoint; a persistent buffer would be")
-        live = dict(self._model.named_parameters())
-        replaced = [name for name, each in self._parameters.items() if live.get(name, each) is not each]
-        self._warn(replaced, "replaced after the optimizer was made, which has the ones before; write to these")
-        shapes = self._saved()
-        other = [name for name in {**self._shapes, **shapes} if shapes.get(name) != self._shapes.get(name)]
-        remedy = "make parameters and persistent buffers before the Trainer, with the shape that they keep"
-        self._warn(other, f"added, removed or reshaped in training, so that no new process can restore it; {remedy}")
+        saved = self._saved()
+        other = [name for name in {**self._first_saved, **saved} if saved.get(name) != self._first_saved.get(name)]
+        remedy = "so that the optimizer lacks it, or a new process cannot restore it; write to what was there instead"
+        self._warn(other, f"added, removed, replaced or reshaped in training, {remedy}")
 
     def check_arguments(self) -> None:
         """Warns, once of each, of arguments that were set too late to have an effect."""
@@ -99,13 +96,10 @@ class UserChanges:
         logger.warning("%s: %s. A resumed run may train differently", listed(names, LISTED), what)
 
     def _saved(self) -> dict[str, Any]:
-        """The shapes of what a checkpoint has of the model, by name."""
-        found: dict[str, Any] = {name: tuple(each.shape) for name, each in self._model.named_parameters()}
-        for name, module in self._model.named_modules():
-            for key in module._buffers.keys() - module._non_persistent_buffers_set:
-                if (buffer := module._buffers[key]) is not None:
-                    found[f"{name}.{key}".lstrip(".")] = tuple(buffer.shape)
-        return found
+        """By name, which parameters and what shapes of buffers a checkpoint has."""
+        state, parameters = self._model.state_dict(), self._model.named_parameters()
+        buffers = {name: tuple(each.shape) for name, each in self._model.named_buffers() if name in state}
+        return {**{name: id(each) for name, each in parameters}, **buffers}
 
     def _flags(self) -> dict[str, bool]:
         return {name: parameter.requires_grad for name, parameter in self._parameters.items()}
