@@ -139,12 +139,16 @@ class TrainStep:
             The step's statistics; reading them waits for the device.
         """
         on_host = torch.random.fork_rng(devices=[]) if self._runtime.lazy else nullcontext()
-        vars(clip_grad)["_get_total_norm"] = _refuse_norm if self._has_part else _total_norm
+        before = nn.utils.clip_grad_norm_  # torch_xla has its own
+        if self._has_part:
+            vars(clip_grad)["_get_total_norm"] = vars(nn.utils)["clip_grad_norm_"] = _refuse_norm
         try:
             with kept_host_generators(), on_host:
                 return self._trained(step, batch, hooks or StepHooks())
         finally:
             vars(clip_grad)["_get_total_norm"] = _total_norm
+            if before is not _refuse_norm:  # of another replica thread
+                vars(nn.utils)["clip_grad_norm_"] = before
 
     def _trained(self, step: int, batch: StepBatch, hooks: StepHooks) -> StepStatistics:
         self.optimizer.switch("train")
