@@ -103,6 +103,7 @@ def differing(folder: str, whose: str) -> dict[str, Any]:
     rank = dist.get_rank()
     large = torch.full((3 << 18,), float(rank))
     mine = {"seed": rank, "generator": torch.full((9,), rank), "large": large, f"rank-{rank}": {"at": rank}}
+    mine |= {"equal": torch.ones(3), "as equal": 1}
     dcp = functions(whose)
     dcp.save({**mine, "by rank": {rank: torch.full((2,), rank)}}, checkpoint_id=f"{folder}/c")
     state: dict[str, Any] = {name: value * 0 - 1 if isinstance(value, Tensor) else None for name, value in mine.items()}

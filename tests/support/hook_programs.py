@@ -42,6 +42,7 @@ ACTIONS = (
     "data in place",
     "frozen",
     "thawed",
+    "clipped",
     "added to the optimizer",
     "added to the model",
 )
@@ -91,6 +92,9 @@ class Acting(TrainerCallback):
         self.acted = True
         if self._action in ("no gradients", "gradients of zeros"):
             optimizer.zero_grad(set_to_none=self._action == "no gradients")
+            return
+        if self._action == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             return
         if self._action == "added to the optimizer":
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})

@@ -503,3 +503,17 @@ def test_resuming_never_calls_the_step_of_a_users_optimizer(tmp_path: Path) -> N
 
     assert run(StopsAt(2)) == ["step"] * 2
     assert run() == ["step"] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zero_1_has_the_states_of_parameters_without_elements(dtype: torch.dtype) -> None:
+    """As without it, so that a run goes on with either."""
+    mesh, states = Mesh.create(device="cpu"), []
+    for over in (None, mesh):
+        parameters = [
+            (name, nn.Parameter(torch.ones(shape, dtype=dtype))) for name, shape in {"a": 3, "b": (0, 5)}.items()
+        ]
+        optimizer = build_optimizer("adamw_torch", parameters, mesh.runtime, sharded_over=over)
+        optimizer.ensure_state()
+        states.append({name: sorted(state) for name, state in optimizer.named_state().items()})
+    assert states[0] == states[1]

@@ -112,7 +112,9 @@ def test_whatever_a_pass_changes_is_as_on_the_first_rank(ranks: Ranks, name: str
     of_parameter = name not in ("add", "replace_buffer")
     if first:
         is_told = of_parameter and name != "write_data"  # of which no later step would say
-        assert [each[1] for each in found] == [["bias", "weight"] if is_told else []] * 2
+        assert [each[1] for each in found] == [
+            [f"the parameter {name} is written to" for name in ("bias", "weight")] if is_told else []
+        ] * 2
         assert (found[0][0] == found[1][0]) == (not of_parameter)
         return
     assert found[0] == found[1]
@@ -180,7 +182,7 @@ def changed(name: str, device: str = "cpu", first: int = 0) -> tuple[list[list[f
     buffers = RankBuffers(model, mesh)
     told: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage().partition(":")[0])  # type: ignore[method-assign]
+    handler.emit = lambda record: told.append(record.getMessage().partition(" in the passes")[0])  # type: ignore[method-assign]
     logging.getLogger("stepmark").addHandler(handler)
     for step in range(2):
         buffers.begin()

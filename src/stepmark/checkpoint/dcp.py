@@ -62,7 +62,8 @@ def save(
 ) -> Path:
     """Saves a state dict as the folder `checkpoint_id`; collective. Returns once it is durable.
 
-    Where ranks have different values under one name, one rank's is saved; give them names of their own.
+    Where ranks have different values under one name, one rank's is saved, and a warning names them; give them names of
+    their own.
 
     Args:
         state_dict: Nested dicts and lists of tensors, DTensors and plain values. What has `state_dict` and

@@ -185,7 +185,8 @@ def _describe_module(name: str, module: nn.Module) -> Section:
     section.values = {"class": own_class(module).__name__, "tied": tied, "extra": extra}
     if group == MODEL:
         form = written_form(module, {key: entry.layout.shape for key, entry in section.entries.items()})
-        section.values |= {WRITTEN: form} if form else {}
+        inside = dict.fromkeys(sorted(section.extra - state.keys()))  # of values that a model's file cannot hold
+        section.values |= {WRITTEN: {**form, **inside}} if form or inside else {}
     return section
 
 

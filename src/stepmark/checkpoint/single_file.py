@@ -41,6 +41,7 @@ from stepmark.liveness.watchdog import Deadline, exit_unless_handled
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import runtime_for
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
+from stepmark.sharding.views import flat_bytes
 
 _DIRECTORY = 0x10  # the bit of a record's external attributes by which readers of archives know a folder
 
@@ -213,12 +214,8 @@ def _tie(tensors: list[Tensor], copies: dict[int, Tensor]) -> None:
             continue  # a view of part of a storage: a lazy device does not report which part
         copy = copies[id(tensor)]
         same = found.setdefault((storage._cdata, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())), copy)
-        if _bytes(same).equal(_bytes(copy)):  # not where one is a transposed view
+        if flat_bytes(same).equal(flat_bytes(copy)):  # not where one is a transposed view
             copies[id(tensor)] = same.detach()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _placed(tensors: list[Tensor], runtime: Runtime) -> list[Tensor]:

@@ -16,20 +16,24 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK
+from stepmark.checkpoint.format.checksums import CHECKSUM_BLOCK, block_checksum
 from stepmark.checkpoint.format.manifest import KINDS, MODEL, OPTIMIZER, STATE
 from stepmark.checkpoint.restore.compare import errors_of, tensors_by_parameter
 from stepmark.checkpoint.restore.read_plan import Load, ReadPlan, tensor_names
 from stepmark.checkpoint.restore.tensor_reader import ReadTarget
 from stepmark.checkpoint.save.plan import ANY_ONE
+from stepmark.checkpoint.save.table_exchange import SAMPLES
 from stepmark.checkpoint.sections import SECTION_NAME, Entry, Section, add_optimizer, overlaps_itself
 from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.filesystem.json_values import decode
 from stepmark.filesystem.printable import listed
 from stepmark.sharding.dtensor import is_dtensor, local_of
 from stepmark.sharding.layout import Shard
+from stepmark.sharding.views import flat_bytes, host_array
 
 logger = logging.getLogger("stepmark")
+
+SAMPLED = 2**13  # elements of a tensor that ranks compare
 
 _REST = "state_dict"  # the section of what is in neither a model nor an optimizer
 
@@ -156,10 +160,22 @@ class SavedStateDict(StateDict):
         encoded = sections[name].encode(values, (_REST,))
         sections[name].values = {"prefix": "", "value": encoded, KINDS: kinds}
         for section in sections.values():  # replicas of DTensors are the same; of others, buffers may differ
-            for key in section.entries.keys() - section.dtensors.keys():
+            section.values[SAMPLES] = samples = {}
+            for key in sorted(section.entries.keys() - section.dtensors.keys()):
                 entry = section.entries[key]
                 section.entries[key] = entry._replace(first=entry.tensor.nbytes <= CHECKSUM_BLOCK or ANY_ONE)
+                samples[key] = _sample(entry.tensor)
         return list(sections.values())
+
+
+def _sample(tensor: Tensor) -> str:
+    """The checksum of a small tensor, and of one element in every so many of a larger one. On lazy devices, which would
+    compile a graph for each shape, there is none."""
+    if tensor.device.type == "xla":
+        return ""
+    flat = tensor.detach().flatten()
+    sample: Any = host_array(flat_bytes(flat[:: max(1, flat.numel() // SAMPLED)].cpu()))
+    return block_checksum(sample)
 
 
 def _model(found: Mapping[str, Leaf], prefix: str) -> Section:

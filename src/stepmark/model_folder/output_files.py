@@ -23,6 +23,7 @@ from stepmark.filesystem import files
 from stepmark.model_folder.model_files import index_of, split_into_files
 from stepmark.model_folder.new_folder import WritingListener, check_room, writing
 from stepmark.sharding.layout import TensorSlice, row_major_strides
+from stepmark.sharding.views import flat_bytes
 from stepmark.tensor_files.array_reader import ArrayReader
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 from stepmark.tensor_files.records import Record, RecordChecks
@@ -127,12 +128,10 @@ def torch_file(name: str, value: Any) -> ArchivesFile:
 
 def in_memory(name: str, tensor: Tensor) -> GlobalTensor:
     """A tensor on the host."""
-    import torch
-
     dtype = dtype_name(tensor.dtype)
     if dtype is None:
         raise CheckpointMismatch(f"tensor {name!r} is {tensor.dtype}, which safetensors cannot hold")
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    data = flat_bytes(tensor).numpy().data
     shape = tuple(tensor.shape)
     return GlobalTensor.whole(name, StoredArray(Path(), 0, dtype, shape, row_major_strides(shape), data))
 

@@ -28,7 +28,7 @@ from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.module_placement import place_module
 from stepmark.sharding.dtensor import is_dtensor, local_of, shard_of
 from stepmark.sharding.logical_ranks import FIELD, ArrivingSums, LogicalRanks, Turn
-from stepmark.sharding.views import local_shard
+from stepmark.sharding.views import flat_bytes, local_shard
 
 _ATTRIBUTE = "_stepmark_layer"  # of a sharded parameter: its LayerGradients
 LOSS = "fsdp: the loss uses the model's parameters, which are shards; compute it from its outputs, or use zero_1"
@@ -306,13 +306,13 @@ def shard_fully(model: nn.Module, mesh: Mesh, sharding: FullSharding) -> None:
         made.register_forward_pre_hook(gathered.begin)
         made.register_forward_hook(_close)
         gathered.places = [
-            _Place(f"{names[part]}.{key}".lstrip("."), part, key, each)
+            (f"{names[part]}.{key}".lstrip("."), part._parameters, key, each)
             for part in module.modules()
             for key, each in part._parameters.items()
             if each is not None and not hasattr(each, _ATTRIBUTE)
         ]
-        for place in gathered.places:
-            setattr(place.parameter, _ATTRIBUTE, gradients)
+        for *_, parameter in gathered.places:
+            setattr(parameter, _ATTRIBUTE, gradients)
         sharded.append((made, gathered))
     for name, parameter in model.named_parameters():
         _replaced[before[name]] = parameter
@@ -321,7 +321,7 @@ def shard_fully(model: nn.Module, mesh: Mesh, sharding: FullSharding) -> None:
     def free() -> None:
         for each, gathered in sharded:
             each.reshard()
-            gathered.check([place.parameter for place in gathered.places])
+            gathered.check()
 
     # Without a backward pass nothing else frees them, and the next forward pass would use values of before an update.
     in_backward = torch._C._current_graph_task_id  # -1 outside of it; there it frees what it has gathered
@@ -344,70 +344,55 @@ class _Opened(NamedTuple):
     output: Callable[[], Any]
 
 
-class _Place(NamedTuple):
-    name: str
-    module: nn.Module
-    key: str
-    parameter: Any  # sharded
-
-
 class _Gathered:
-    """The parameters of a layer, of which torch's shards would not see what is done to gathered ones."""
+    """The parameters of a layer, whose shards do not see what is done to gathered ones."""
 
     def __init__(self) -> None:
-        self.places: list[_Place] = []
+        self.places: list[tuple[str, dict[str, Any], str, Any]] = []  # name, where it is, and as what, sharded
         self._live: list[Any] = []
         self._compared: set[tuple[bool, bool]] = set()  # in which modes values were
 
-    def check(self, expected: Sequence[Any]) -> None:
-        """Raises UsageError where a parameter is not the same object as in `expected`."""
-        for place, each in zip(self.places, expected, strict=True):
-            if place.module._parameters.get(place.key) is not each:
-                raise UsageError(
-                    f"fsdp: {place.name} was replaced, and its shards are what is trained; write to it in on_step_end, "
-                    "or replace it before the model is sharded"
-                )
-
-    def begin(self, module: nn.Module, inputs: Any) -> None:
+    def begin(self, *_: Any) -> None:
         """After torch has gathered them for a forward pass."""
-        self._live = [place.module._parameters.get(place.key) for place in self.places]
+        self._live = [held.get(key) for _, held, key, _ in self.places]
+
+    def check(self) -> None:
+        """Raises UsageError where a parameter is not the sharded one any more."""
+        for name, held, key, parameter in self.places:
+            if held.get(key) is not parameter:
+                raise _unseen(name)
 
     def open(self, module: nn.Module, inputs: Any, output: Any) -> _Opened | None:
         """Before torch's own hook of a layer. Raises UsageError where the layer has written to its parameters, or
         replaced some. In the first pass of each mode values are compared, since torch does not count what is written to
         `parameter.data`."""
-        self.check(self._live)
         mode = torch.is_grad_enabled(), module.training
-        for place, live in zip(self.places, self._live, strict=True):
-            if is_dtensor(live):
-                continue
-            if live._version or not (mode in self._compared or _has_values_of(live, place.parameter)):
-                raise UsageError(
-                    f"fsdp: {place.name} of {type(module).__name__} was written to while it was gathered, which its "
-                    "shards do not see; make it a buffer, or write to it in on_step_end"
-                )
+        for (name, held, key, parameter), live in zip(self.places, self._live, strict=True):
+            known = mode in self._compared or is_dtensor(live) or is_fake(live)
+            written = (not is_dtensor(live) and live._version) or not (known or _is_of(live, parameter))
+            if written or held.get(key) is not live:
+                raise _unseen(name)
         self._compared.add(mode)
-        return _opened(output)
+        hidden: list[Tensor] = []
+        for tensor, inside in _tensors_of(output, inside=False, seen=set()) if torch.is_grad_enabled() else ():
+            if tensor.requires_grad:
+                tensor.register_hook(_refuse_double)
+                hidden += [tensor] if inside else []
+        return _Opened(hidden, lambda: output) if hidden else None
 
 
-def _has_values_of(gathered: Tensor, parameter: Any) -> bool:
+def _unseen(name: str) -> UsageError:
+    return UsageError(
+        f"fsdp: {name} was replaced, or written to while it was gathered, which its shards do not see; write to it in "
+        "on_step_end, or make it a buffer"
+    )
+
+
+def _is_of(gathered: Tensor, parameter: Any) -> bool:
     """Whether this rank's shard is what a gathered parameter has there, bit for bit."""
-    if is_fake(gathered):
-        return True
     shard = shard_of(parameter)
     own = local_shard(gathered.detach(), shard.layout, tuple(shard.tensor.shape))
-    return torch.equal(own.view(torch.uint8), shard.tensor.detach().contiguous().view(torch.uint8))
-
-
-def _opened(output: Any) -> _Opened | None:
-    if not torch.is_grad_enabled():
-        return None
-    hidden: list[Tensor] = []
-    for tensor, inside in _tensors_of(output, inside=False, seen=set()):
-        if tensor.requires_grad:
-            tensor.register_hook(_refuse_double)
-            hidden += [tensor] if inside else []
-    return _Opened(hidden, lambda: output) if hidden else None
+    return flat_bytes(own).equal(flat_bytes(shard.tensor))
 
 
 def _close(module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -23,7 +23,7 @@ from stepmark.sharding.views import block_views
 
 WORD = 8  # bytes
 ROWS_AT_ONCE = 1 << 22  # words that are read at once, to bound memory
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def mesh_digest(tensors: Iterable[tuple[str, Tensor]], mesh: Mesh) -> str:
@@ -67,7 +67,7 @@ def tensor_sum(tensor: Tensor, layout: Layout | None) -> int:
     """The sum of the elements that a local tensor on the host holds of a global one; of the slices of all, once each,
     it is that of the complete tensor, modulo 2^64."""
     layout = layout or Layout.full(tuple(tensor.shape))
-    integers = tensor.contiguous().view(INTEGERS[tensor.element_size()])
+    integers = tensor.contiguous().view(_INTEGERS[tensor.element_size()])
     total = 0
     for part in layout.parts:
         for block, view in block_views(integers, part, 0, part.slice.numel):

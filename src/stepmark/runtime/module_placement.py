@@ -13,7 +13,7 @@ from stepmark.errors import UsageError
 from stepmark.liveness.host_group import HostGroup
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.device import runtime_for
-from stepmark.sharding.views import host_array
+from stepmark.sharding.views import flat_bytes, host_array
 
 
 def place_module(module: nn.Module, runtime: Runtime) -> None:
@@ -89,7 +89,7 @@ def agree_on_tensors(
         return False
     # One at a time, so that the host never holds a complete model.
     on_host = (each.detach() if each.device.type == "cpu" else runtime.to_host([each])[0] for each in tensors)
-    checksums, differ = host.all_gather([_checksum(each) for each in on_host]), False
+    checksums, differ = host.all_gather([checksum(each) for each in on_host]), False
     for group in groups:
         held = [checksums[rank] for rank in group]
         if any(len(each) != len(held[0]) for each in held):
@@ -97,7 +97,7 @@ def agree_on_tensors(
         for index in (index for index, found in enumerate(zip(*held, strict=True)) if len(set(found)) > 1):
             differ = True
             own = runtime.to_host([tensors[index]])[0] if host.rank == group[0] else None
-            data = None if own is None else own.contiguous().reshape(-1).view(torch.uint8).numpy()
+            data = None if own is None else flat_bytes(own).numpy()
             value = torch.from_numpy(host.broadcast(data, source=group[0])).view(tensors[index].dtype)
             if host.rank in group:
                 _assign(tensors[index], value.view(tensors[index].shape), runtime)
@@ -117,6 +117,6 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def _checksum(tensor: Tensor) -> str:
-    flat: Any = host_array(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+def checksum(tensor: Tensor) -> str:
+    flat: Any = host_array(flat_bytes(tensor))
     return f"{tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(flat)}"

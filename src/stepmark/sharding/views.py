@@ -44,6 +44,13 @@ class _HostMemory:
         }
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of its values in row-major order, of which every backend can send and compare some."""
+    import torch
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def is_row_major(tensor: Tensor) -> bool:
     """Whether its memory holds its values in row-major order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -15,13 +15,11 @@ from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, moved
 
 
 def as_written(tensors: Mapping[str, GlobalTensor], form: Mapping[str, Any] | None) -> dict[str, GlobalTensor]:
-    """The tensors of a model as transformers writes them, by a form of `stepmark.checkpoint.written_form`. Those inside
-    an extra state are left out, since only a checkpoint has the rest of it. Raises CheckpointDamaged for a form that is
-    malformed."""
+    """The tensors of a model as transformers writes them, by a form of `stepmark.checkpoint.written_form`. Raises
+    CheckpointDamaged for one that is malformed."""
     with well_formed("the form in which the model is written is"):
         changed = form or {}
-        whole = {name: tensor for name, tensor in tensors.items() if "._extra_state/" not in f".{name}"}
-        kept = {name: tensor for name, tensor in whole.items() if name not in changed}
+        kept = {name: tensor for name, tensor in tensors.items() if name not in changed}
         return kept | {name: _viewed(tensors, view) for name, view in changed.items() if view is not None}
 
 

@@ -40,7 +40,7 @@ class UserChanges:
         self._model, self._optimizer, self._schedule = parts.model, parts.optimizer, parts.schedule
         self._parameters = dict(parts.model.named_parameters())
         self._trained = self._flags()
-        self._shapes = self._saved()
+        self._first_saved = self._saved()
         self._rates = list(getattr(self._schedule, "base_lrs", ()))
         self._run, self._callbacks = run, run.handler.callbacks
         self._datasets = dict(_own_datasets(parts.loader.dataset))
@@ -96,13 +96,10 @@ class UserChanges:
         changed = [name for name, state in now.items() if before.get(name) != state]  # or a copy of the model is new
         remedy = "a persistent buffer, and a number or a string of a dataset, would be; hooks belong in on_train_begin"
         self._warn(changed, f"changed by training, and in no checkpoint; {remedy}")
-        live = dict(self._model.named_parameters())
-        replaced = [name for name, each in self._parameters.items() if live.get(name, each) is not each]
-        self._warn(replaced, "replaced after the optimizer was made, which has the ones before; write to these")
-        shapes = self._saved()
-        other = [name for name in {**self._shapes, **shapes} if shapes.get(name) != self._shapes.get(name)]
-        remedy = "make parameters and persistent buffers before the Trainer, with the shape that they keep"
-        self._warn(other, f"added, removed or reshaped in training, so that no new process can restore it; {remedy}")
+        saved = self._saved()
+        other = [name for name in {**self._first_saved, **saved} if saved.get(name) != self._first_saved.get(name)]
+        remedy = "so that the optimizer lacks it, or a new process cannot restore it; write to what was there instead"
+        self._warn(other, f"added, removed, replaced or reshaped in training, {remedy}")
 
     def step_begins(self) -> None:
         """Warns, once of each, of arguments that were set too late to have an effect."""
@@ -120,13 +117,10 @@ class UserChanges:
         logger.warning("%s: %s. A resumed run may train differently", listed(names, LISTED), what)
 
     def _saved(self) -> dict[str, Any]:
-        """The shapes of what a checkpoint has of the model, by name."""
-        found: dict[str, Any] = {name: tuple(each.shape) for name, each in self._model.named_parameters()}
-        for name, module in self._model.named_modules():
-            for key in module._buffers.keys() - module._non_persistent_buffers_set:
-                if (buffer := module._buffers[key]) is not None:
-                    found[f"{name}.{key}".lstrip(".")] = tuple(buffer.shape)
-        return found
+        """By name, which parameters and what shapes of buffers a checkpoint has."""
+        state, parameters = self._model.state_dict(), self._model.named_parameters()
+        buffers = {name: tuple(each.shape) for name, each in self._model.named_buffers() if name in state}
+        return {**{name: id(each) for name, each in parameters}, **buffers}
 
     def _hooks(self) -> dict[str, int]:
         """By name: how many hooks there are of modules, parameters and the optimizer."""

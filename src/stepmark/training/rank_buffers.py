@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.errors import UsageError
-from stepmark.parallel.model_digest import INTEGERS
 from stepmark.runtime.mesh import Mesh
+from stepmark.runtime.module_placement import checksum
 from stepmark.sharding.dtensor import is_dtensor
+from stepmark.sharding.views import flat_bytes
 
 logger = logging.getLogger("stepmark")
 
@@ -54,27 +55,24 @@ class RankBuffers:
                 f"model: {renormed} has max_norm, by which each of the {ranks.total} data parallel ranks changes the "
                 "rows that it looks up; leave max_norm out, and scale the rows in on_step_end"
             )
-        places = [
+        self._places = [
             _Place(f"{name}.{key}".lstrip("."), module, key, of_parameters)
             for name, module in parts
             for of_parameters, tensors in ((False, module._buffers), (True, module._parameters))
             for key, tensor in tensors.items()  # of which fake ones have no values that could change
             if tensor is not None and not is_fake(tensor) and not is_dtensor(tensor)
         ]
-        self._buffers = [(each, _like(each.tensor)) for each in places if each.saved]
-        self._others = [place for place in places if not place.saved]
-        self._kept: list[_Place] = []  # parameters that the passes write to
+        self._kept = [place for place in self._places if place.saved]  # and parameters that the passes write to
         self._learned = not parts
         self._changed: set[str] = set()  # parameters to which the passes of this process have written
-        # A branch on the rank would make other graphs of lazy devices:
-        self._sends = mesh.runtime.numbers([float(ranks.process == 0)])
+        self._sends = mesh.runtime.numbers([float(ranks.process == 0)])  # a branch would make graphs of its own
 
     def begin(self) -> None:
         """Begins a step, with this process's first rank."""
         self._rank = 0
         self._values: dict[int, list[Tensor]] = {}  # of each rank of this process whose passes were begun
-        several = self._mesh.ranks.most > 1  # also of a process that takes part in passes of others
-        self._first = [place.tensor.clone() for place, _ in self._buffers] if several else []
+        # Also in a process that takes part in passes of others:
+        self._first = [place.tensor.clone() for place in self._kept] if self._mesh.ranks.most > 1 else []
         self._seen = self._states()
 
     @torch.no_grad()
@@ -83,10 +81,10 @@ class RankBuffers:
         if rank == self._rank:
             return
         self._look()
-        self._values[self._rank] = [place.tensor.clone() for place, _ in self._buffers]
-        for (place, _), value in zip(self._buffers, self._values.get(rank, self._first), strict=True):
+        self._values[self._rank] = [place.tensor.clone() for place in self._kept]
+        for place, value in zip(self._kept, self._values.get(rank, self._first), strict=True):
             place.tensor.copy_(value)
-        self._rank = rank
+        self._rank, self._seen = rank, self._states()
 
     def end(self) -> None:
         """Ends a step. Collective."""
@@ -94,20 +92,22 @@ class RankBuffers:
         self.enter(0)
         if not self._learned:
             names = {name for told in self._mesh.context.host.all_gather(sorted(self._changed)) for name in told}
-            self._kept, self._learned = [place for place in self._others if place.name in names], True
-        if self._mesh.ranks.processes > 1:
-            self._take_from_first([place.tensor for place in (*(each for each, _ in self._buffers), *self._kept)])
+            self._kept, self._learned = [each for each in self._places if each.saved or each.name in names], True
+        if self._mesh.ranks.processes > 1 and self._kept:
+            self._take_from_first([place.tensor for place in self._kept])
 
     def _states(self) -> dict[_Place, object]:
-        """Of what may be written to: each differs once it was. After the first step trained parameters are left out, of
-        which new values may still arrive."""
-        runtime = self._mesh.runtime
-        found: dict[_Place, object] = {}
-        for place in self._others:
+        """Of what may be written to: each differs once it was; of saved buffers, which may be, once they do not fit any
+        more. After the first step trained parameters are left out, of which new values may still arrive."""
+        runtime, found = self._mesh.runtime, dict[_Place, object]()
+        for place in self._places:
             tensor = place.tensor
-            frozen = place.parameter and not tensor.requires_grad
-            if tensor is not None and (frozen or not place.parameter or not self._learned):
-                values = _sum_of_bits(tensor) if frozen and not self._learned and not runtime.lazy else 0
+            frozen = place.parameter and tensor is not None and not tensor.requires_grad
+            if tensor is None or place.saved:
+                found[place] = tensor is not None and (tensor.shape, tensor.dtype)
+            elif frozen or not place.parameter or not self._learned:
+                compared = frozen and not self._learned and not runtime.lazy
+                values = checksum(runtime.to_host([tensor], copy=False)[0]) if compared else ""
                 found[place] = id(tensor), runtime.version(tensor), values
         return found
 
@@ -115,46 +115,31 @@ class RankBuffers:
     def _take_from_first(self, tensors: list[Tensor]) -> None:
         """A sum with zeros is the first process's value."""
         lazy = self._mesh.runtime.lazy
-        sent = [_on_lazy(each) for each in tensors] if lazy or not tensors else [torch.cat([*map(_bytes, tensors)])]
-        sent = [torch.where(self._sends > 0, each, each.new_zeros(())) for each in sent]
-        found = self._mesh.data_parallel.all_reduce(sent)
-        if found and not lazy:
+        sent = [_on_lazy(each) for each in tensors] if lazy else [torch.cat([*map(flat_bytes, tensors)])]
+        found = self._mesh.data_parallel.all_reduce([torch.where(self._sends > 0, s, s.new_zeros(())) for s in sent])
+        if not lazy:
             pairs = zip(found[0].split([each.nbytes for each in tensors]), tensors, strict=True)
             found = [part.clone().view(tensor.dtype) for part, tensor in pairs]
         for tensor, value in zip(tensors, found, strict=True):
             tensor.copy_(value.view(tensor.shape))
 
     def _look(self) -> None:
-        """Notes what was changed since it was looked at before. Raises UsageError where a buffer does not fit any more,
-        or a process hosts several ranks and one has changed what is not kept for each."""
-        for place, like in self._buffers:
-            if _like(place.tensor) != like:
+        """Notes what was changed since this rank's passes began. Raises UsageError where a buffer does not fit any
+        more, or a process hosts several ranks and one has changed what is not kept for each."""
+        now = self._states()
+        for place in [place for place, state in self._seen.items() if now.get(place) != state]:
+            if place.saved:
                 raise UsageError(
                     f"model: the buffer {place.name} gets another shape or dtype in the passes of a step, so that no "
                     "checkpoint could be restored; keep both, or register it with persistent=False"
                 )
-        now = self._states()
-        written = [place for place, state in self._seen.items() if now.get(place) != state]
-        self._seen = now
-        for place in written:
             kind = "parameter" if place.parameter else "buffer, which is in no checkpoint,"
-            self._mesh.keep_one_rank(f"the {kind} {place.name} is written to in the passes of a step")
+            reason = f"the {kind} {place.name} is written to in the passes of a step"
+            self._mesh.keep_one_rank(reason)
             if place.parameter and self._learned and place not in self._kept and place.name not in self._changed:
-                logger.warning(
-                    "%s: is written to in the passes of some steps only; each data parallel rank keeps what it has "
-                    "written, and a resumed run has rank 0's: do so in every step, or make it a buffer",
-                    place.name,
-                )
-        self._changed |= {place.name for place in written if place.parameter}
-
-
-def _like(tensor: Tensor | None) -> object:
-    return tensor is not None and (tensor.shape, tensor.dtype)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Which backends send whatever the type is."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+                own = "each data parallel rank keeps its own, and a resumed run has rank 0's"
+                logger.warning("%s, but not of the first: %s; do so in every step, or make it a buffer", reason, own)
+            self._changed |= {place.name} if place.parameter else set()
 
 
 def _on_lazy(tensor: Tensor) -> Tensor:
@@ -162,8 +147,3 @@ def _on_lazy(tensor: Tensor) -> Tensor:
     if tensor.itemsize >= 4:
         return tensor.detach()
     return tensor.detach().to(torch.float32 if tensor.is_floating_point() else torch.int32)
-
-
-def _sum_of_bits(tensor: Tensor) -> int:
-    """Differs where values do, but for values that have changed places."""
-    return int(tensor.detach().reshape(-1).view(INTEGERS[min(tensor.itemsize, 8)]).sum())

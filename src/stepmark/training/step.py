@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 
 from stepmark.config.contradictions import reduction_contradictions, schedule_contradictions
 from stepmark.config.fields import fields_of, refuse
 from stepmark.config.training_fields import TrainingFields
 from stepmark.data.loader.batch import StepBatch
+from stepmark.errors import UsageError
 from stepmark.liveness.progress import PASSES, REDUCE, UPDATE, enter_phase
 from stepmark.parallel.gradients.arithmetic import scale_to
 from stepmark.parallel.gradients.reduced import ReducedGradients
@@ -115,6 +118,7 @@ class TrainStep:
         self._schedule: MicroBatchSchedule
         stages = staged(model)
         self._mesh, self._seed = mesh, seed
+        self._has_part = mesh.tensor_parallel.size * mesh.pipeline.size * mesh.expert_parallel_size > 1
         common = model, loss, self._gradients, mesh, autocast, scaler, seed, self._loads
         if stages is None:
             self._schedule = SequentialSchedule(*common, optimizer.gathers, around)
@@ -135,8 +139,16 @@ class TrainStep:
             The step's statistics; reading them waits for the device.
         """
         on_host = torch.random.fork_rng(devices=[]) if self._runtime.lazy else nullcontext()
-        with kept_host_generators(), on_host:
-            return self._trained(step, batch, hooks or StepHooks())
+        before = nn.utils.clip_grad_norm_  # torch_xla has its own
+        if self._has_part:
+            vars(clip_grad)["_get_total_norm"] = vars(nn.utils)["clip_grad_norm_"] = _refuse_norm
+        try:
+            with kept_host_generators(), on_host:
+                return self._trained(step, batch, hooks or StepHooks())
+        finally:
+            vars(clip_grad)["_get_total_norm"] = _total_norm
+            if before is not _refuse_norm:  # of another replica thread
+                vars(nn.utils)["clip_grad_norm_"] = before
 
     def _trained(self, step: int, batch: StepBatch, hooks: StepHooks) -> StepStatistics:
         self.optimizer.switch("train")
@@ -196,6 +208,13 @@ class TrainStep:
         self.optimizer.switch("eval")  # after every step, so that its bits do not depend on evaluations and saves
         self.optimizer.set_gradients([None] * len(reduced.gradients))
         self._gradients.reset()
+
+
+_total_norm: Any = clip_grad._get_total_norm
+
+
+def _refuse_norm(*_: Any, **__: Any) -> Tensor:
+    raise UsageError("clip_grad_norm_: would clip by the norm of this rank's part of the model; set max_grad_norm")
 
 
 def _is_compiled(model: nn.Module) -> bool:

@@ -60,6 +60,8 @@ def test_values_that_differ_are_one_ranks(ranks: Ranks, tmp_path: Path) -> None:
         assert one["seed"] in (0, 1), whose
         assert (one["rank-0"], one["rank-1"]) == ({"at": 0}, {"at": 1}), whose
         assert one["by rank"] == [[0, 0], [1, 1]], whose
+    told = "generator, large, seed: ranks have different values, of which one is saved"
+    assert [told in log for log in ours.logs] == [True, False]
 
 
 def test_every_rank_is_told(ranks: Ranks, tmp_path: Path) -> None:

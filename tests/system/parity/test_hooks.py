@@ -18,7 +18,9 @@ TOLERANCE = {"float32": 2e-4, "bfloat16": 1e-2}  # of an update of 0.05 to each 
 
 ADDED = "^optimizer: a parameter was added to its groups"  # refused everywhere
 IN_FLIGHT = "on_substep_end: parameters were changed, frozen or unfrozen"
-REFUSED = {("pp", "on_substep_end", each) for each in ("new data", "data in place", "frozen", "thawed")}
+REFUSED = {("pp", "on_substep_end", each): IN_FLIGHT for each in ("new data", "data in place", "frozen", "thawed")}
+OF_PART = "clip_grad_norm_: would clip by the norm of this rank's part"
+REFUSED |= {(form, event, "clipped"): OF_PART for form in ("tp", "pp") for event in EVENTS[1:4]}
 
 
 def possible(cell: dict[str, Any]) -> bool:
@@ -36,6 +38,7 @@ CHANGES = (  # every event and every action
     ("on_pre_optimizer_step", "no gradients"),
     ("on_pre_optimizer_step", "gradients of zeros"),
     ("on_pre_optimizer_step", "frozen"),
+    ("on_pre_optimizer_step", "clipped"),
     ("on_optimizer_step", "new data"),
     ("on_optimizer_step", "added to the model"),
     ("on_step_end", "thawed"),
@@ -104,12 +107,12 @@ def test_a_sample_of_changes(ranks: Ranks, tmp_path: Path, form: str, expected: 
 
 
 @pytest.mark.parametrize(("form", "event", "action"), sorted(REFUSED))
-def test_what_other_micro_batches_have_used_cannot_be_changed(
+def test_what_would_be_of_a_part_of_the_step_or_the_model_is_refused(
     ranks: Ranks, tmp_path: Path, form: str, event: str, action: str
 ) -> None:
     found = ranks.run(f"{PROGRAMS}:cell", str(tmp_path), form, event, action, nproc=FORMS[form][0])
     assert 0 not in found.codes
-    assert any(IN_FLIGHT in each for each in found.logs)
+    assert any(REFUSED[form, event, action] in each for each in found.logs)
 
 
 def test_a_parameter_may_be_added_while_a_stage_has_passes_to_come(ranks: Ranks, tmp_path: Path) -> None:

@@ -15,12 +15,16 @@ from stepmark.checkpoint.save.plan import Holding, SliceRecord
 from stepmark.checkpoint.sections import Section
 from stepmark.errors import UsageError
 from stepmark.filesystem.json_values import TAG
+from stepmark.filesystem.printable import listed
 from stepmark.liveness.gc_pause import without_collection
 from stepmark.liveness.status_board import StatusBoard
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.sharding.layout import Box, TensorSlice
 
 logger = logging.getLogger("stepmark")
+
+SAMPLES = "samples"  # of a state dict's unsharded tensors, by name, which ranks compare and nobody saves
+_told: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -96,14 +100,21 @@ def gather_values(
 ) -> dict[str, Any]:
     """The values of all ranks in one; collective where they differ.
 
-    Raises UsageError, on every rank, where ranks hold different plain values under one name, unless the first counts.
+    Raises UsageError, on every rank, where ranks hold different plain values under one name, unless the first counts:
+    then it is told, once, and so are tensors of which `SAMPLES` differ.
     """
     holders = {key: ranks for key, ranks in _holders(checksums_of_all).items() if not key[0]}
-    if len(holders) == 1:
-        return dict(json.loads(tables.values))
-    values: dict[str, Any] = {}
-    for key, data in _exchange({"": tables.values}, holders, meeting, board, "merging plain values").items():
-        values = _merge(values, json.loads(data), (), holders[key][0], tables.first)
+    values: dict[str, Any] = json.loads(tables.values) if len(holders) == 1 else {}
+    differing: list[str] | None = [] if tables.first else None
+    if len(holders) > 1:
+        for key, data in _exchange({"": tables.values}, holders, meeting, board, "merging plain values").items():
+            values = _merge(values, json.loads(data), (), holders[key][0], differing)
+    for section in values.values():
+        section.pop(SAMPLES, None)
+    if differing and meeting.rank == 0 and not _told.issuperset(differing):
+        _told.update(differing)
+        names = listed(differing, 5)
+        logger.warning("%s: ranks have different values, of which one is saved; give each a name of its own", names)
     return values
 
 
@@ -131,22 +142,22 @@ def _exchange(
     return {key: zlib.decompress(sent[key]) for key in holders}
 
 
-def _merge(one: Any, other: Any, path: tuple[str, ...], rank: int, first: bool) -> Any:
+def _merge(one: Any, other: Any, path: tuple[str, ...], rank: int, differing: list[str] | None) -> Any:
     """The union of two nests of dicts that agree where both have something. A value with a tag is one, not a nest."""
     if isinstance(one, dict) and isinstance(other, dict) and not (_is_tagged(one) or _is_tagged(other)):
         merged = dict(one)
         for key, value in other.items():
-            merged[key] = _merge(one[key], value, (*path, key), rank, first) if key in one else value
+            merged[key] = _merge(one[key], value, (*path, key), rank, differing) if key in one else value
         return merged
     if one != other:
         where = " / ".join(key for key in path if key != "value")
         differ = f"{where} is {str(other)[:60]} on rank {rank} and {str(one)[:60]} on one before it"
-        if not first or path[1:2] in (("kind",), (KINDS,)):
+        if differing is None or path[1:2] in (("kind",), (KINDS,)):
             raise UsageError(
                 f"ranks save different values: {differ}; plain values have to be the same on all ranks: gather what "
                 "differs into one value, or leave it out"
             )
-        logger.debug("the first rank's value is saved: %s", differ)
+        differing.append(".".join(path[2:]))
     return one
 
 

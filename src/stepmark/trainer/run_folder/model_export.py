@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stepmark.checkpoint import Checkpointer
 from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path
 from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, WRITTEN
-from stepmark.checkpoint.sections import describe, is_extra_state
+from stepmark.checkpoint.sections import describe
 from stepmark.checkpoint.written_form import own_class
 from stepmark.data.loader.collate import PadTo
 from stepmark.errors import StepmarkError, UsageError
@@ -32,7 +32,7 @@ from stepmark.runtime.base import Runtime
 from stepmark.runtime.mesh import Mesh
 from stepmark.runtime.xla_environment import extracting_graphs, warn_not_saved
 from stepmark.sharding.dtensor import is_dtensor, reshard
-from stepmark.sharding.layout import Layout
+from stepmark.sharding.layout import Layout, Shard
 from stepmark.tensor_files.strided import as_written
 from stepmark.trainer.compat.overrides import accepts
 from stepmark.trainer.run_folder.adapters import Adapter, saved_module
@@ -71,6 +71,10 @@ def write_model(
         files.make_own_folder(staging)
 
     on_rank_0(host, prepare, partial(_cannot_write, folder), Exception)
+    lost = [name for name, each in type(model).state_dict(model).items() if not isinstance(each, Tensor | Shard)]
+    if lost and host.rank == 0:
+        what = "is no tensor, which the model's file could hold, so that checkpoints alone have it"
+        logger.warning("%s: %s; load the model with strict=False", listed(lost, 5), what)
     sharded = is_sharded(model, mesh)
     if state is None:
         runtime.step_boundary()
@@ -86,7 +90,6 @@ def write_model(
             complete.mkdir()
             _write_weights(complete, model, runtime, state)
         write_model_files(complete, model, processing_class)
-        _warn_of_extra_states(model)
         _publish(complete, folder)
         _clear(staging)
 
@@ -133,18 +136,6 @@ def _write_weights(folder: Path, model: nn.Module, runtime: Runtime, state: Mapp
     tensors = {name: in_memory(name, tensor) for name, tensor in zip(section.entries, on_host, strict=True)}
     written = as_written(tensors, section.values.get(WRITTEN))
     write_files(folder, weight_files(written, section.group, "safetensors", _largest_file(model)), (), _SILENT)
-
-
-def _warn_of_extra_states(model: nn.Module) -> None:
-    """Of modules whose extra state is no tensor, with which `save_pretrained` fails."""
-    state = type(model).state_dict(model)
-    lost = [name for name, each in state.items() if is_extra_state(name) and not isinstance(each, Tensor)]
-    if lost:
-        logger.warning(
-            "%s: is no tensor, which a model folder could hold, so that checkpoints alone have it; load the model with "
-            "strict=False, or let get_extra_state return a tensor",
-            listed(lost, 5),
-        )
 
 
 def _publish(source: Path, folder: Path) -> None:
