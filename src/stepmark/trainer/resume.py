@@ -11,6 +11,7 @@ import torch
 from transformers.trainer_callback import TrainerState
 
 from stepmark.checkpoint import Checkpointer, Manifest
+from stepmark.checkpoint.coordination.shared_memory import is_in_memory
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.checkpoint.restore.restore import Restored
@@ -96,9 +97,8 @@ def restore_run(
     path, step = restored.path, restored.step
     callbacks.restore_state(read_state(path / TRAINER_STATE))
     if parts.args.load_best_model_at_end:
-        locate_best(
-            callbacks.state, path.absolute().parent, host, "the best model will be chosen from later evaluations"
-        )
+        beside = folder if is_in_memory(path) else path.absolute().parent
+        locate_best(callbacks.state, beside, host, "the best model will be chosen from later evaluations")
     saved = checkpointer.metadata(path)
     _keep_arithmetic(saved.get(ARITHMETIC) or {}, parts.mesh)
     if host.rank == 0:
@@ -114,7 +114,7 @@ def keep_logical_ranks(
     processes than these are as many ranks, as in a new run. `hosts`: whether the training lets them. Collective."""
     ranks: int | None = None
     if resume and mesh.context.host.rank == 0:
-        newest = next(iter(checkpoints(checkpointer.folder)), snapshot)
+        newest = snapshot or next(iter(checkpoints(checkpointer.folder)), None)
         named = Path(resume) if isinstance(resume, str) else newest
         ranks = _saved_ranks(checkpointer, named)
     ranks = mesh.context.host.broadcast(ranks)

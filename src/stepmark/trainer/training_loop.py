@@ -690,7 +690,8 @@ class TrainingLoop:
             self._parts.step.settle()
             self._check_finite()
             with self._monitor.within("save", self._step):
-                self._snapshots.take(self._step, self.sections(), self._hooks.write_state, self._metadata())
+                best, write_files = self._callbacks.state.best_global_step, self._hooks.write_state
+                self._snapshots.take(self._step, self.sections(), write_files, self._metadata(), best)
 
     # Signals, and requests to stop
 
