@@ -109,8 +109,14 @@ class RunCallbacks:
         state.num_train_epochs = count_epochs(self.args, parts.loader)
         state.train_batch_size = self.args.per_device_train_batch_size
         state.compute_steps(self.args, parts.total_steps)
+        self.intervals = {f"{kind}_steps": vars(state)[f"{kind}_steps"] for kind in ("logging", "eval", "save")}
         handler.model, handler.optimizer, handler.lr_scheduler = parts.model, parts.optimizer.inner, parts.schedule
         handler.train_dataloader = train_dataloader
+
+    def changed_intervals(self) -> dict[str, Any]:
+        """The intervals that callbacks have set."""
+        now = vars(self.state)
+        return {name: now[name] for name, given in self.intervals.items() if now[name] != given}
 
     def begin(self, total_steps: int) -> None:
         """Training begins, at the step of `state`."""
