@@ -113,11 +113,6 @@ class RunCallbacks:
         handler.model, handler.optimizer, handler.lr_scheduler = parts.model, parts.optimizer.inner, parts.schedule
         handler.train_dataloader = train_dataloader
 
-    def changed_intervals(self) -> dict[str, Any]:
-        """The intervals that callbacks have set."""
-        now = vars(self.state)
-        return {name: now[name] for name, given in self.intervals.items() if now[name] != given}
-
     def begin(self, total_steps: int) -> None:
         """Training begins, at the step of `state`."""
         console.install(self.args.log_format)

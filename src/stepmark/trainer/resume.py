@@ -112,12 +112,8 @@ def keep_logical_ranks(
 ) -> None:
     """Lets the processes host the data parallel ranks of the run that they go on with, so that its batches stay; more
     processes than these are as many ranks, as in a new run. `hosts`: whether the training lets them. Collective."""
-    ranks: int | None = None
-    if resume and mesh.context.host.rank == 0:
-        newest = snapshot or next(iter(checkpoints(checkpointer.folder)), None)
-        named = Path(resume) if isinstance(resume, str) else newest
-        ranks = _saved_ranks(checkpointer, named)
-    ranks = mesh.context.host.broadcast(ranks)
+    host = mesh.context.host
+    ranks = host.broadcast(_saved_ranks(checkpointer, resume, snapshot) if resume and host.rank == 0 else None)
     hosts = hosts and mesh.hosts_ranks
     mesh.host_ranks(ranks if ranks is not None and hosts and ranks > mesh.data_parallel.size else None)
     if not hosts and mesh.ranks.total > mesh.ranks.processes:
@@ -150,9 +146,11 @@ def _keep_arithmetic(saved: Mapping[str, Any], mesh: Mesh) -> None:
         logger.warning("%s: losses differ by rounding from here on", ", ".join(changed))
 
 
-def _saved_ranks(checkpointer: Checkpointer, checkpoint: Path | None) -> int | None:
-    """The number of logical ranks of a checkpoint; None where each needs a process, or it cannot be read, which
+def _saved_ranks(checkpointer: Checkpointer, resume: bool | str, snapshot: Path | None) -> int | None:
+    """The number of logical ranks of what is gone on from; None where each needs a process, or it cannot be read, which
     restoring it will say."""
+    newest = snapshot or next(iter(checkpoints(checkpointer.folder)), None)
+    checkpoint = Path(resume) if isinstance(resume, str) else newest
     if checkpoint is None:
         return None
     try:

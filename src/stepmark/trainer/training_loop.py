@@ -127,7 +127,7 @@ class TrainingLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but tensors, as plain values."""
-        scaler, own = self._parts.step.scaler, self._hooks.state()
+        scaler, own, now = self._parts.step.scaler, self._hooks.state(), vars(self._callbacks.state)
         numbers = self._parts.optimizer.changed_numbers() if self._parts.context.host.rank == 0 else {}
         return {
             **({"own": own} if own else {}),
@@ -140,7 +140,7 @@ class TrainingLoop:
             "unfinished": self._unfinished,
             "means": self._losses.state_dict(),
             "user_changes": self._user_changes.state_dict(),
-            "intervals": self._callbacks.changed_intervals(),
+            "intervals": {name: now[name] for name, given in self._callbacks.intervals.items() if now[name] != given},
             "learning_rate": self._learning_rate,
             "schedule": schedule_state(self._parts.schedule, self._kept_by_functions),
             "rates": [float(group["lr"]) for group in self._parts.optimizer.inner.param_groups],
