@@ -149,13 +149,12 @@ def _keep_arithmetic(saved: Mapping[str, Any], mesh: Mesh) -> None:
 def _saved_ranks(checkpointer: Checkpointer, resume: bool | str, snapshot: Path | None) -> int | None:
     """The number of logical ranks of what is gone on from; None where each needs a process, or it cannot be read, which
     restoring it will say."""
-    newest = snapshot or next(iter(checkpoints(checkpointer.folder)), None)
-    checkpoint = Path(resume) if isinstance(resume, str) else newest
-    if checkpoint is None:
+    path = Path(resume) if isinstance(resume, str) else snapshot or next(iter(checkpoints(checkpointer.folder)), None)
+    if path is None:
         return None
     try:
-        checkpoint = resolve_link(checkpoint)
-        return checkpointer.metadata(checkpoint).get(FIELD, checkpointer.manifest(checkpoint).mesh.get(DATA))
+        path = resolve_link(path)
+        return checkpointer.metadata(path).get(FIELD, checkpointer.manifest(path).mesh.get(DATA))
     except StepmarkError:
         return None
 
