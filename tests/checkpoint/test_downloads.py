@@ -20,7 +20,14 @@ from stepmark.checkpoint import dcp, mirror
 from stepmark.checkpoint.downloads import download
 from stepmark.checkpoint.places import BucketPlace, verify_there
 from stepmark.cli.main import run
-from stepmark.errors import CheckpointBusy, CheckpointDamaged, CheckpointError, CheckpointNotFound, StepmarkError
+from stepmark.errors import (
+    CheckpointBusy,
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    StepmarkError,
+    UsageError,
+)
 from stepmark.filesystem.objects import Bucket
 from tests.support import dtensor_programs
 from tests.support.buckets import Proxy, failing_each_once, make_bucket
@@ -246,8 +253,13 @@ def test_a_file_in_a_bucket(bucket: Bucket, proxy: Proxy, tmp_path: Path) -> Non
             assert loaded["step"] == 5
     assert [each.name for each in bucket.objects()] == ["model.pt"]
     bucket.put("model.pt", bucket.read("model.pt")[:-30])
-    with pytest.raises(CheckpointDamaged):
+    with pytest.raises(CheckpointDamaged, match=f"^{place} cannot be read"):
         stepmark.load(place)
+    with pytest.raises(UsageError, match=f"^{place}: "):
+        stepmark.save({"w": object()}, place)
+    for none in (bucket.url.partition("/team")[0], "s3://"):
+        with pytest.raises(UsageError, match=f"^path: {none.removesuffix('//')} names no file in a bucket"):
+            stepmark.save({}, none)
     with pytest.raises(CheckpointNotFound, match=f"file not found: {bucket.url}/none.pt"):
         stepmark.load(f"{bucket.url}/none.pt")
     proxy.fault = lambda *_: 403

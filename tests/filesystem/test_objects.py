@@ -108,10 +108,16 @@ def test_a_missing_bucket_is_named(proxy: Proxy, bucket: Bucket) -> None:
             ask()
 
 
-@pytest.mark.parametrize("url", ["ftp://a/b", "s3://", "s3:", "/a/b"])
+@pytest.mark.parametrize("url", ["ftp://a/b", "s3://", "s3:", "/a/b", "s3:///a", "s3://a b/c", "s3://me:pw@a/b"])
 def test_other_addresses_are_refused(url: str) -> None:
     with pytest.raises(UsageError, match=r"no address of object storage: s3://BUCKET, gs://BUCKET, az:"):
         Bucket(url)
+
+
+def test_a_setting_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(UsageError, match="^az://container/run: .*Account must be specified$"):
+        Bucket("az://container/run")
 
 
 @pytest.mark.parametrize("path", ["run#1", "a?b", "a%20b", "a//b", "a/../b", "./a", "a\\b", "a\nb"])

@@ -65,7 +65,40 @@ def set_shift(trainer: Trainer) -> None:
     trainer.train_dataset.shift = 3  # type: ignore[union-attr]
 
 
-CHANGES: dict[str, Change] = {"freeze": freeze, "decay": set_decay, "rates": set_base_rates, "dataset": set_shift}
+def set_rates(trainer: Trainer) -> None:
+    """For a step alone, since the schedule sets others after it."""
+    for group in trainer.optimizer.param_groups:
+        group["lr"] *= 0.1
+
+
+def set_intervals(trainer: Trainer) -> None:
+    trainer.state.logging_steps = trainer.state.save_steps = 2
+
+
+def free(trainer: Trainer) -> None:
+    trainer.model.requires_grad_(True)
+    for group in trainer.optimizer.param_groups:
+        group.update(weight_decay=0.0)
+
+
+class Thaws(Changes):
+    """What was frozen when training began is trained from a step on, and other hyperparameters count."""
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        for change in (freeze, set_decay, set_base_rates):
+            change(self.trainer)
+
+
+CHANGES: dict[str, Change] = {
+    "freeze": freeze,
+    "decay": set_decay,
+    "rates": set_base_rates,
+    "base rates at the save": set_base_rates,
+    "rates at the save": set_rates,
+    "intervals": set_intervals,
+    "free": free,
+    "dataset": set_shift,
+}
 
 
 def make(folder: str, stop: int | None, change: Changes, **options: Any) -> Trainer:
@@ -86,7 +119,8 @@ def make(folder: str, stop: int | None, change: Changes, **options: Any) -> Trai
 
 
 def train(folder: str, name: str, stop: int | None, options: dict[str, Any], resume: bool) -> list[Any]:
-    trainer = make(folder, stop, Changes(CHANGES[name]), **options)
+    kind, step = Thaws if name == "free" else Changes, SAVED if name.endswith("save") else CHANGED
+    trainer = make(folder, stop, kind(CHANGES[name], step), **options)
     trainer.train(resume_from_checkpoint=resume)
     return [checksum(trainer), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][SAVED:]]
 
@@ -241,6 +275,7 @@ def increase(trainer: Trainer) -> None:
         (set_dropout, CHANGED, "on_step_end", "transformer.drop.p, .*changed by training, and in no checkpoint"),
         (count, CHANGED, "on_step_end", "transformer.h.0.seen: changed by training, and in no checkpoint"),
         (write, CHANGED, "on_step_end", None),
+        (write, 0, "on_train_begin", None),
         (freeze, CHANGED, "on_step_end", None),
         (stop, SAVED, "on_save", "control.should_training_stop: written to in on_save, after the checkpoint was made"),
         (set_shift, CHANGED, "on_step_end", None),
@@ -273,6 +308,13 @@ def test_what_no_checkpoint_has_is_told_once(
     found = [each for each in caplog.messages if "A resumed run may train differently" in each]
     assert len(found) == (told is not None)
     assert told is None or re.search(told, found[0])
+
+
+def test_a_resumed_run_tells_what_it_writes_when_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make(str(tmp_path), STOPPED, Changes(write, 0, "on_train_begin")).train()
+    make(str(tmp_path), None, Changes(write, SAVED, "on_train_begin")).train(resume_from_checkpoint=True)
+    told = [each for each in caplog.messages if "written to in on_train_begin, which a resumed run calls again" in each]
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_grad_norm", 0.1), ("learning_rate", 0.5), ("eval_steps", 2)])

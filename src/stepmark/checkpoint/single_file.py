@@ -30,7 +30,7 @@ from stepmark.checkpoint.format.checkpoint_folders import resolve_link
 from stepmark.checkpoint.format.read_errors import cannot_read
 from stepmark.checkpoint.host_memory import GROUP_BYTES
 from stepmark.checkpoint.places import explained, file_blocks
-from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UsageError
+from stepmark.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StepmarkError, UsageError
 from stepmark.filesystem import error_advice, files
 from stepmark.filesystem.cache_folder import cache_root
 from stepmark.filesystem.local_paths import address_of
@@ -149,12 +149,19 @@ def _path(path: Any, function: str) -> Path:
 
 @contextlib.contextmanager
 def _in_cache(address: str) -> Iterator[tuple[Bucket, Path]]:
-    """Where the object at an address is, and a path for it in the cache. Raises CheckpointError for an OSError."""
+    """Where the object at an address is, and a path for it in the cache, which errors of the block do not name. Raises
+    CheckpointError for an OSError."""
     place, _, name = address.rpartition("/")
+    if place.count("/") < 2:
+        raise UsageError(f"path: {address} names no file in a bucket")
     bucket = Bucket(place)
     files.make_folder(cache_root())
     with tempfile.TemporaryDirectory(dir=cache_root()) as folder, explained(address):
-        yield bucket, Path(folder) / name
+        try:
+            yield bucket, Path(folder) / name
+        except StepmarkError as error:
+            error.args = (str(error).replace(f"{folder}/{name}", address),)
+            raise
 
 
 def _known_device(storage: Any, location: str) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from stepmark.errors import UsageError
 
 SCHEMES = ("s3", "gs", "az")  # of object storage
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # of which a Path keeps one slash
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|(s3|gs|az):\Z")  # a Path keeps one slash, or of s3:// none
 # What is needed of a run at an address; of a checkpoint's, that is the checkpoint, or with OBJECTS all that is there.
 NEWEST, ALL, RECORDS = "its newest checkpoint", "all of its checkpoints", "what is beside its checkpoints"
 OBJECTS = "what another tool has left"

@@ -20,6 +20,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from stepmark.errors import UsageError
+from stepmark.filesystem.error_advice import explained, first_line
 from stepmark.filesystem.local_paths import SCHEMES
 
 REQUEST = 60.0  # seconds that a request may take, of at most PART bytes
@@ -57,10 +58,10 @@ class Bucket:
     """
 
     def __init__(self, url: str) -> None:
-        """Sends nothing. Raises UsageError for another scheme, and where obstore is missing."""
+        """Sends nothing. Raises UsageError for what is no address or lacks a setting, and where obstore is missing."""
         self.url = url.rstrip("/")
         scheme, _, rest = url.partition("://")
-        if scheme not in SCHEMES or not rest.strip("/"):
+        if scheme not in SCHEMES or not re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*(/|$)", rest):
             raise UsageError(f"{url}: is no address of object storage: {'://BUCKET, '.join(SCHEMES)}://BUCKET")
         if not rest.isprintable() or re.search(r"[#?%\\]|//|(^|/)\.{1,2}(/|$)", rest):
             raise UsageError(f"{url}: has a part that addresses do not mean literally: #, ?, %, \\, //, . or ..")
@@ -71,19 +72,20 @@ class Bucket:
             raise UsageError(f"{url}: object storage needs the package obstore; pip install 'stepmark[s3]'") from None
         pause, most = timedelta(seconds=0.1), timedelta(seconds=10)
         self._client = obstore
-        self._store: Any = from_url(
-            self.url,
-            client_options={
-                "timeout": timedelta(seconds=REQUEST),
-                "connect_timeout": timedelta(seconds=10),
-                "allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"),
-            },
-            retry_config={
-                "backoff": {"init_backoff": pause, "max_backoff": most, "base": 2},
-                "max_retries": 10,
-                "retry_timeout": timedelta(seconds=REPEATED),
-            },
-        )
+        with explained(lambda error: UsageError(f"{url}: {first_line(error)}")):  # such as an account that is missing
+            self._store: Any = from_url(
+                self.url,
+                client_options={
+                    "timeout": timedelta(seconds=REQUEST),
+                    "connect_timeout": timedelta(seconds=10),
+                    "allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"),
+                },
+                retry_config={
+                    "backoff": {"init_backoff": pause, "max_backoff": most, "base": 2},
+                    "max_retries": 10,
+                    "retry_timeout": timedelta(seconds=REPEATED),
+                },
+            )
 
     def address(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url

@@ -109,6 +109,7 @@ class RunCallbacks:
         state.num_train_epochs = count_epochs(self.args, parts.loader)
         state.train_batch_size = self.args.per_device_train_batch_size
         state.compute_steps(self.args, parts.total_steps)
+        self.intervals = {f"{kind}_steps": vars(state)[f"{kind}_steps"] for kind in ("logging", "eval", "save")}
         handler.model, handler.optimizer, handler.lr_scheduler = parts.model, parts.optimizer.inner, parts.schedule
         handler.train_dataloader = train_dataloader
 

@@ -11,6 +11,7 @@ import torch
 from transformers.trainer_callback import TrainerState
 
 from stepmark.checkpoint import Checkpointer, Manifest
+from stepmark.checkpoint.coordination.shared_memory import is_in_memory
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, resolve_link
 from stepmark.checkpoint.format.manifest import MANIFEST
 from stepmark.checkpoint.restore.restore import Restored
@@ -96,9 +97,8 @@ def restore_run(
     path, step = restored.path, restored.step
     callbacks.restore_state(read_state(path / TRAINER_STATE))
     if parts.args.load_best_model_at_end:
-        locate_best(
-            callbacks.state, path.absolute().parent, host, "the best model will be chosen from later evaluations"
-        )
+        beside = folder if is_in_memory(path) else path.absolute().parent
+        locate_best(callbacks.state, beside, host, "the best model will be chosen from later evaluations")
     saved = checkpointer.metadata(path)
     _keep_arithmetic(saved.get(ARITHMETIC) or {}, parts.mesh)
     if host.rank == 0:
@@ -112,12 +112,8 @@ def keep_logical_ranks(
 ) -> None:
     """Lets the processes host the data parallel ranks of the run that they go on with, so that its batches stay; more
     processes than these are as many ranks, as in a new run. `hosts`: whether the training lets them. Collective."""
-    ranks: int | None = None
-    if resume and mesh.context.host.rank == 0:
-        newest = next(iter(checkpoints(checkpointer.folder)), snapshot)
-        named = Path(resume) if isinstance(resume, str) else newest
-        ranks = _saved_ranks(checkpointer, named)
-    ranks = mesh.context.host.broadcast(ranks)
+    host = mesh.context.host
+    ranks = host.broadcast(_saved_ranks(checkpointer, resume, snapshot) if resume and host.rank == 0 else None)
     hosts = hosts and mesh.hosts_ranks
     mesh.host_ranks(ranks if ranks is not None and hosts and ranks > mesh.data_parallel.size else None)
     if not hosts and mesh.ranks.total > mesh.ranks.processes:
@@ -150,14 +146,15 @@ def _keep_arithmetic(saved: Mapping[str, Any], mesh: Mesh) -> None:
         logger.warning("%s: losses differ by rounding from here on", ", ".join(changed))
 
 
-def _saved_ranks(checkpointer: Checkpointer, checkpoint: Path | None) -> int | None:
-    """The number of logical ranks of a checkpoint; None where each needs a process, or it cannot be read, which
+def _saved_ranks(checkpointer: Checkpointer, resume: bool | str, snapshot: Path | None) -> int | None:
+    """The number of logical ranks of what is gone on from; None where each needs a process, or it cannot be read, which
     restoring it will say."""
-    if checkpoint is None:
+    path = Path(resume) if isinstance(resume, str) else snapshot or next(iter(checkpoints(checkpointer.folder)), None)
+    if path is None:
         return None
     try:
-        checkpoint = resolve_link(checkpoint)
-        return checkpointer.metadata(checkpoint).get(FIELD, checkpointer.manifest(checkpoint).mesh.get(DATA))
+        path = resolve_link(path)
+        return checkpointer.metadata(path).get(FIELD, checkpointer.manifest(path).mesh.get(DATA))
     except StepmarkError:
         return None
 

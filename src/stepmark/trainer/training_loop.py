@@ -64,6 +64,7 @@ from stepmark.training.pipelined_forward import EvaluationPaused
 MAX_STEPS_WITHOUT_TARGETS = 100  # of a run in which no label was a target yet
 ROLLBACK = "rollback"  # as on_loss_spike
 PENDING = ("should_log", "should_evaluate")  # flags of callbacks that, at the end of an epoch, count after a save too
+WRITTEN = "written to in on_save, after the checkpoint was made; do that in on_step_end"
 FLAGS_AFTER_EVALUATION = ("should_save", "should_epoch_stop", "should_training_stop")
 
 logger = logging.getLogger("stepmark")
@@ -128,7 +129,7 @@ class TrainingLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but tensors, as plain values."""
-        scaler, own = self._parts.step.scaler, self._hooks.state()
+        scaler, own, now = self._parts.step.scaler, self._hooks.state(), vars(self._callbacks.state)
         numbers = self._parts.optimizer.changed_numbers() if self._parts.context.host.rank == 0 else {}
         return {
             **({"own": own} if own else {}),
@@ -143,6 +144,7 @@ class TrainingLoop:
             "unfinished": self._unfinished,
             "means": self._losses.state_dict(),
             "user_changes": self._user_changes.state_dict(),
+            "intervals": {name: now[name] for name, given in self._callbacks.intervals.items() if now[name] != given},
             "learning_rate": self._learning_rate,
             "schedule": schedule_state(self._parts.schedule, self._kept_by_functions),
             "rates": [float(group["lr"]) for group in self._parts.optimizer.inner.param_groups],
@@ -174,6 +176,7 @@ class TrainingLoop:
         self._losses.load_state_dict(state["means"])
         if "user_changes" in state:  # not in that of another tool
             self._user_changes.load_state_dict(state["user_changes"])
+        vars(self._callbacks.state).update(self._callbacks.intervals | state.get("intervals", {}))
         restore_schedule(self._parts.schedule, state["schedule"], rates)
         self._learning_rate = state.get("learning_rate", rates[0])  # older checkpoints have no rate of the last step
         vars(self._parts.optimizer.inner).update(state.get("optimizer", {}))
@@ -258,7 +261,8 @@ class TrainingLoop:
         parts, callbacks, first, evaluating = self._parts, self._callbacks, self._step, self._unfinished is not None
         self._begin(restored)
         began = time.perf_counter()
-        callbacks.train_begins()
+        with self._user_changes.beginning():
+            callbacks.train_begins()
         with noisy_embeddings(parts.model, self._args.neftune_noise_alpha):
             self._run(restored)
         seconds, steps = time.perf_counter() - began, self._step - first
@@ -657,7 +661,7 @@ class TrainingLoop:
             self._callbacks.progress.line(f"{'saving' if self._args.async_save else 'saved'} checkpoint-{self._step}")
             if self._callbacks.hears("on_save"):
                 self._checkpointer.wait()  # a callback may read the checkpoint, or add files to it
-                with self._user_changes.watching():
+                with self._user_changes.watching(WRITTEN):
                     self._callbacks.event("on_save")
             else:
                 self._callbacks.event("on_save")
@@ -705,7 +709,8 @@ class TrainingLoop:
             self._parts.step.settle()
             self._check_finite()
             with self._monitor.within("save", self._step):
-                self._snapshots.take(self._step, self.sections(), self._hooks.write_state, self._metadata())
+                best, write_files = self._callbacks.state.best_global_step, self._hooks.write_state
+                self._snapshots.take(self._step, self.sections(), write_files, self._metadata(), best)
 
     # Signals, and requests to stop
 

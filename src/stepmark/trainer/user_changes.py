@@ -50,6 +50,7 @@ class UserChanges:
         owners = (*parts.model.modules(), *self._callbacks, *self._datasets.values())
         self._first = [each for owner in owners for each in vars(owner).values()]  # no other gets their identity
         self._warned: set[str] = set()
+        self._restored = False
         self._args = parts.args
         self._read = {name: getattr(parts.args, name) for name in READ_AT_BEGIN.split()}
 
@@ -68,6 +69,7 @@ class UserChanges:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes these changes, and no others, to what there was."""
+        self._restored = True
         for name, flag in self._trained.items():
             self._parameters[name].requires_grad_(state["trained"].get(name, flag))
         self._optimizer.load_changed_groups(state["groups"])
@@ -79,12 +81,23 @@ class UserChanges:
                 setattr(self._datasets[owner], attribute, value)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """In the block, callbacks are told of a checkpoint, which has nothing of what they change."""
+    def beginning(self) -> Iterator[None]:
+        """In the block, callbacks are told that training begins. What they change then was changed long ago where the
+        run is a resumed one, and maybe changed again since: it stays as it was restored. Collective."""
+        if not self._restored:
+            yield
+            return
+        restored = self.state_dict()
+        with self.watching("written to in on_train_begin, which a resumed run calls again; do that at global_step 0"):
+            yield
+        self.load_state_dict(restored)
+
+    @contextmanager
+    def watching(self, what: str) -> Iterator[None]:
+        """Warns, with these words, of parameters that callbacks write to in the block."""
         before = self._written()
         yield
-        changed = [name for name, state in self._written().items() if state != before[name]]
-        self._warn(changed, "written to in on_save, after the checkpoint was made; do that in on_step_end")
+        self._warn([name for name, state in self._written().items() if state != before[name]], what)
 
     def check(self) -> None:
         """Warns, once of each kind, of what a checkpoint of this moment does not have."""

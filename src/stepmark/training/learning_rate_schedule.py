@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -72,10 +73,14 @@ def kept_by_functions(schedule: LRScheduler) -> str:
 
 def schedule_state(schedule: LRScheduler, kept: str | None = None) -> dict[str, Any]:
     """What to save: the step for a function of the step, otherwise the schedule's complete state but for functions.
+    Where a callback has set the groups' rates or the base rates since the last step, also the rates of that step.
     `kept`: `kept_by_functions` of the new schedule; changes since are state. Default: there are none."""
     changed = kept not in (None, kept_by_functions(schedule)) or _has_own_rates(schedule)
     if isinstance(schedule, LambdaLR) and not changed:
-        return {"step": schedule.last_epoch}
+        step, rates = schedule.last_epoch, [float(group["lr"]) for group in schedule.optimizer.param_groups]
+        asked = all(isinstance(each, FunctionType | partial) for each in schedule.lr_lambdas)  # others may count calls
+        follows = not asked or all(map(partial(math.isclose, rel_tol=1e-6), rates, _at(schedule, step)))
+        return {"step": step} if follows else {"step": step, "last_rates": [*map(float, schedule.get_last_lr())]}
     return without_functions(schedule.state_dict())
 
 
@@ -96,8 +101,11 @@ def restore_schedule(schedule: LRScheduler, state: Mapping[str, Any], rates: lis
         if type(step) is not int:
             raise UsageError("lr_scheduler_type: the checkpoint's schedule is not one that follows from the step")
         place_at(schedule, step)
+        if "last_rates" in state:  # else they are those of the step
+            _set_rates(schedule, rates)
+            schedule._last_lr = list(state["last_rates"])
         return
-    if set(state) == {"step"}:
+    if "step" in state:
         raise UsageError(
             f"lr_scheduler_type: the checkpoint's schedule follows from the step, and has no state for a "
             f"{type(schedule).__name__}; resume with the lr_scheduler_type that saved it"
@@ -108,10 +116,12 @@ def restore_schedule(schedule: LRScheduler, state: Mapping[str, Any], rates: lis
 
 def place_at(schedule: LambdaLR, step: int) -> None:
     """Sets the learning rates as `step` calls of `schedule.step()` would."""
-    schedule.last_epoch = step
-    rates = [base * function(step) for base, function in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-    _set_rates(schedule, rates)
-    schedule._last_lr = rates
+    schedule.last_epoch, schedule._last_lr = step, _at(schedule, step)
+    _set_rates(schedule, schedule._last_lr)
+
+
+def _at(schedule: LambdaLR, step: int) -> list[float]:
+    return [base * function(step) for base, function in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
 
 
 def _set_rates(schedule: LRScheduler, rates: Sequence[float | Tensor]) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -18,8 +19,10 @@ import pytest
 from stepmark.checkpoint.coordination.folder_claim import FolderClaim
 from stepmark.checkpoint.coordination.shared_memory import SHARED_MEMORY, free_memory, make_memory, memory_of
 from stepmark.checkpoint.format.checkpoint_folders import COORDINATION, checkpoints, step_of
+from stepmark.checkpoint.format.manifest import read_manifest
 from stepmark.errors import StepmarkError
 from stepmark.filesystem.json_files import read_lines, read_object
+from stepmark.filesystem.json_values import decode_plain
 from stepmark.trainer.run_folder import memory_snapshots
 from stepmark.trainer.run_folder.run_log import EVENTS, read_metrics
 from tests.support import commands
@@ -263,6 +266,30 @@ def test_a_history_that_was_left_is_not_gone_on_from(ranks: Ranks, tmp_path: Pat
     assert resumed_from(tmp_path / "run") == [(3, "checkpoint-3"), (3, "checkpoint-3")]
 
 
+def test_the_number_of_ranks_is_that_of_the_snapshot(ranks: Ranks, tmp_path: Path) -> None:
+    """The checkpoint before it is of fewer: the run went on on more processes since."""
+    folder = tmp_path / "run"
+    killed(ranks, folder, 6, "dp", save_steps=3)
+    more = options(folder, save_steps=20, kill_at=7, async_save=False)
+    assert -9 in ranks.run(PROGRAM, more, nproc=4).codes
+    finished(ranks, folder, "dp", save_steps=20)
+    assert resumed_from(folder) == [(5, "memory"), (6, "memory")]
+    assert decode_plain(read_manifest(folder / "checkpoint-10").metadata)["samples_per_step"] == 2 * 4
+
+
+def test_the_best_checkpoint_is_found_in_the_folder_as_it_is_called_now(ranks: Ranks, tmp_path: Path) -> None:
+    """Beside the snapshot there is none; and the path that it was saved by leads nowhere."""
+    best = {"save_steps": 2, "eval_steps": 2, "load_best_model_at_end": True, "learning_rate": 0.05}
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    killed(ranks, tmp_path / "link", 8, **best)
+    (tmp_path / "link").unlink()
+    (found,) = finished(ranks, tmp_path / "run", **best)
+    assert resumed_from(tmp_path / "run") == [(7, "memory")]
+    assert found["weights"] == finished(ranks, tmp_path / "whole", **best)[0]["weights"]
+    assert Path(read_object(tmp_path / "run" / "trainer_state.json")["best_model_checkpoint"]).name == "checkpoint-2"
+
+
 @pytest.mark.parametrize("mesh", ["dp", "zero_1", "fsdp"])
 def test_fewer_processes_go_on_from_the_snapshot_of_more(ranks: Ranks, tmp_path: Path, mesh: str) -> None:
     killed(ranks, tmp_path / "run", 6, mesh)
@@ -335,6 +362,34 @@ def train_and_die(given: dict[str, Any], place: str, step: int) -> None:
     programs.train(given)
 
 
+def test_the_best_checkpoint_is_there_after_a_kill_while_it_was_written(ranks: Ranks, tmp_path: Path) -> None:
+    """No snapshot leads past it; that of the step before stays."""
+    best = {"save_steps": 2, "eval_steps": 2, "load_best_model_at_end": True, "learning_rate": 0.05}
+    given = options(tmp_path / "run", kill_at=4, **best)
+    assert ranks.run(train_beside_a_save, given, 2).codes == [-9]
+    (found,) = finished(ranks, tmp_path / "run", **best)
+    assert resumed_from(tmp_path / "run") == [(1, "memory")]
+    assert found["weights"] == finished(ranks, tmp_path / "whole", **best)[0]["weights"]
+    assert Path(read_object(tmp_path / "run" / "trainer_state.json")["best_model_checkpoint"]).name == "checkpoint-2"
+
+
+def train_beside_a_save(given: dict[str, Any], step: int) -> None:
+    """The checkpoint of this step is complete but for its name, for as long as the process lives."""
+    from stepmark.checkpoint.save import commit
+    from tests.support import programs
+
+    module: Any = commit
+    original = module.publish
+
+    def publish(path: Path, *arguments: Any) -> Any:
+        if not path.is_relative_to(SHARED_MEMORY) and path.name.startswith(f".checkpoint-{step}."):
+            threading.Event().wait()
+        return original(path, *arguments)
+
+    module.publish = publish
+    programs.train(given)
+
+
 @pytest.mark.parametrize("trouble", ["cleaned", "full"])
 def test_training_goes_on_without_shared_memory(ranks: Ranks, tmp_path: Path, trouble: str) -> None:
     """One warning, no more snapshots, and after a kill the checkpoint."""
@@ -372,7 +427,7 @@ def train_in_trouble(given: dict[str, Any], trouble: str) -> None:
 @pytest.mark.parametrize(
     ("limit", "error"),
     [
-        ("disk", "memory_every: 2 snapshots need 370 kB, and /dev/shm has 10. kB free; make it larger"),
+        ("disk", "memory_every: 2 snapshots need 17.1 MB, and /dev/shm has 1 MB free; make it larger"),
         ("memory", "memory_every: the run needs .* of host memory for 2 snapshots, and .* are free"),
     ],
 )
@@ -383,7 +438,7 @@ def test_too_little_shared_memory_is_said_at_the_start(
     from tests.support import programs
 
     if limit == "disk":
-        usage = types.SimpleNamespace(free=100_000)
+        usage = types.SimpleNamespace(free=1_000_000)  # for both, but not for what a save wants beside them
         monkeypatch.setattr(memory_snapshots, "shutil", types.SimpleNamespace(disk_usage=lambda path: usage))
     else:
         monkeypatch.setattr(host_memory, "free_host_memory", lambda: {"machine": 1 << 20})

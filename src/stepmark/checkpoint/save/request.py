@@ -24,7 +24,7 @@ from stepmark.liveness.status_board import StatusBoard
 from stepmark.liveness.timed_collectives import TimedGroup
 from stepmark.runtime.versions import software_versions
 
-_SLACK = 16 << 20  # bytes of free disk beyond the tensors: values, manifest, the file system's own
+SLACK = 16 << 20  # bytes of free disk beyond the tensors: values, manifest, the file system's own
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class SavePlanner:
 
 def disk_need(plan: SavePlan) -> int:
     """The bytes that have to be free before a save begins."""
-    return plan.size + _SLACK
+    return plan.size + SLACK
 
 
 def check_disk(folder: Path, plan: SavePlan) -> None:
@@ -168,6 +168,6 @@ def check_disk(folder: Path, plan: SavePlan) -> None:
     if disk_need(plan) > free:
         needed, there = distinct_sizes(disk_need(plan), free)
         raise CheckpointError(
-            f"the checkpoint needs {needed} in {folder} ({size(plan.size)}, and {size(_SLACK)} to spare), "
+            f"the checkpoint needs {needed} in {folder} ({size(plan.size)}, and {size(SLACK)} to spare), "
             f"and {there} are free; make room, or keep fewer checkpoints"
         )

@@ -154,9 +154,12 @@ class MemorySnapshots:
             with in_phase(SAVE):
                 self._handle.wait()
 
-    def take(self, step: int, state: Any, write_files: Callable[[Path], object], metadata: dict[str, Any]) -> None:
-        """Begins a snapshot; see `Checkpointer.save`. None of a step that is saved already. Where one has failed, there
-        are no more. Collective."""
+    def take(
+        self, step: int, state: Any, write_files: Callable[[Path], object], metadata: dict[str, Any], best: int | None
+    ) -> None:
+        """Begins a snapshot; see `Checkpointer.save`. None of a step that is saved already, or while the checkpoint of
+        the `best` step is being written, which a run that goes on from the snapshot would lack. Where one has failed,
+        there are no more. Collective."""
         assert self._checkpointer is not None
         self.wait()
         try:
@@ -176,7 +179,7 @@ class MemorySnapshots:
             return
         saving = any(each for _, each in told)
         self._follows = self._follows[-2 if saving else -1 :]
-        if self._saving is not None and self._saving.step == step and not saving:
+        if self._saving is not None and self._saving.step == (best if saving else step):
             return
         try:
             metadata = {**metadata, FOLLOWS: self._follows}
@@ -212,11 +215,12 @@ def _check_room(memory: Path, needed: int) -> None:
     """Raises StepmarkError where shared memory, or what this machine or container may use, is too small for a run that
     has this folder there."""
     from stepmark.checkpoint.host_memory import free_host_memory, shortage
+    from stepmark.checkpoint.save.request import SLACK
 
     held = sum(os.lstat(memory / name).st_blocks * 512 for name in files.regular_files(memory))
     free = shutil.disk_usage(SHARED_MEMORY).free + held
-    if free < needed:
-        wanted, there = distinct_sizes(needed, free)
+    if free < needed + SLACK:
+        wanted, there = distinct_sizes(needed + SLACK, free)
         make_larger = "make it larger (of a container: --shm-size)"
         raise StepmarkError(f"{COPIES} snapshots need {wanted}, and {SHARED_MEMORY} has {there} free; {make_larger}")
     if (short := shortage([needed - held], [free_host_memory()], f"{COPIES} snapshots", "snapshots of")) is not None:

@@ -179,7 +179,8 @@ def _appears(path: Path) -> bool:
 def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: Context, *, resumes: bool) -> int:
     """The bytes of a checkpoint; 0 where none is saved. Raises StepmarkError where the folder has another run's
     checkpoints, or, on all ranks, where its disk has no room for one. Collective."""
-    from stepmark.parallel.pipeline.staged_model import complete_size  # imports torch
+    from stepmark.checkpoint.save.request import SLACK  # imports torch
+    from stepmark.parallel.pipeline.staged_model import complete_size
 
     if args.save_strategy == "no":
         return 0
@@ -187,8 +188,8 @@ def check_start(folder: Path, model: nn.Module, args: TrainingFields, context: C
     size, states = complete_size(model), 0 if args.save_only_model else OPTIMIZER_STATES
     needed = size.nbytes + 4 * states * size.elements
     free = context.host.broadcast(shutil.disk_usage(folder).free if context.host.rank == 0 else None)
-    if free < needed:
-        wanted, there = distinct_sizes(needed, free)
+    if free < needed + SLACK:
+        wanted, there = distinct_sizes(needed + SLACK, free)
         raise StepmarkError(
             f"output_dir: {folder} has {there} free and one checkpoint needs {wanted}; free some space or choose "
             "another folder"
