@@ -18,13 +18,7 @@ from pathlib import Path
 
 from stepmark.checkpoint.coordination.bucket_claim import BucketClaim
 from stepmark.checkpoint.coordination.leases import Lease
-from stepmark.checkpoint.format.checkpoint_folders import (
-    DAMAGED,
-    LEFT,
-    STOP_REQUEST,
-    best_step,
-    checkpoint_path,
-)
+from stepmark.checkpoint.format.checkpoint_folders import DAMAGED, LEFT, STOP_REQUEST, best_step, checkpoint_path
 from stepmark.checkpoint.format.manifest import MANIFEST, is_file_name
 from stepmark.checkpoint.places import (
     BucketPlace,

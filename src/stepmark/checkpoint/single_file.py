@@ -277,7 +277,8 @@ def _refused(path: Path) -> AbstractContextManager[None]:
 
 
 def _write(state: Any, path: Path) -> None:
-    try:
+    kinds = (OSError, RuntimeError)  # torch's writer raises RuntimeError for some errors of the file system
+    with error_advice.explained(lambda error: CheckpointError(f"{path} was not saved: {describe_error(error)}"), kinds):
         if path.is_dir():
             raise UsageError(f"{path} is a folder; give the path of a file in it")
         if path.exists() and not path.is_file():  # which the rename would replace
@@ -285,8 +286,6 @@ def _write(state: Any, path: Path) -> None:
                 f"{path} is not a regular file, and stepmark.save replaces the file; use torch.save to write to it"
             )
         _replace(resolve_link(path), state, path)
-    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError for some errors of the file system
-        raise CheckpointError(f"{path} was not saved: {describe_error(error)}") from error
 
 
 def _replace(target: Path, state: Any, path: Path) -> None:

@@ -66,10 +66,9 @@ def load_adapted(
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The adapter's configuration. Raises CheckpointMismatch where it has none."""
-    try:
+    missing = CheckpointMismatch(f"{folder} has no readable {ADAPTER_CONFIG}, which says how it is applied")
+    with explained(lambda error: missing, (OSError, ValueError)):
         found = read_json(folder / ADAPTER_CONFIG, follow=True)
-    except (OSError, ValueError) as error:
-        raise CheckpointMismatch(f"{folder} has no readable {ADAPTER_CONFIG}, which says how it is applied") from error
     if not isinstance(found, dict) or found.get("megatron_config") is not None:  # it names a module, which is imported
         raise CheckpointMismatch(f"{folder / ADAPTER_CONFIG} is no configuration, or Megatron's, which is not read")
     return found

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from stepmark.checkpoint.sections import without_functions
 from stepmark.config.fields import described_at
 from stepmark.errors import UsageError
+from stepmark.filesystem.error_advice import explained
 from stepmark.parallel.optimizer.named import NamedOptimizer
 
 _signature = functools.cache(inspect.signature)  # asked in every step
@@ -34,7 +35,8 @@ def build_schedule(
     check_schedule(name)
     if options and name in ("constant", "constant_with_warmup"):  # get_scheduler ignores them silently
         raise UsageError(f"lr_scheduler_kwargs: the schedule {name} takes no arguments; remove them")
-    try:
+    refused = f"lr_scheduler_kwargs: the schedule {name} does not accept {dict(options)}"
+    with explained(lambda error: UsageError(f"{refused}: {error}"), (TypeError, ValueError)):
         return get_scheduler(
             name,
             optimizer,
@@ -42,10 +44,6 @@ def build_schedule(
             num_training_steps=total_steps,
             scheduler_specific_kwargs=dict(options),
         )
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"lr_scheduler_kwargs: the schedule {name} does not accept {dict(options)}: {error}"
-        ) from error
 
 
 def check_schedule(name: str) -> None:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 import stepmark
-from stepmark.checkpoint import downloads
+from stepmark.checkpoint import downloads, mirror
+from stepmark.checkpoint.format.checkpoint_folders import STOP_REQUEST
 from stepmark.cli.main import run
 from stepmark.filesystem.objects import Bucket
 from stepmark.preflight.doctor import shared_folder
 from stepmark.trainer.run_folder import run_mirror
 from tests.support.buckets import SECRET, Proxy, make_bucket
 from tests.support.recipes import write_recipe
-from tests.support.run_folders import model_digest, read_losses
+from tests.support.run_folders import model_digest, read_losses, read_status
 
 OUT = "OUT"
 COMMANDS = (
@@ -146,6 +148,57 @@ def test_what_is_not_there_is_named(
 def test_a_run_in_a_bucket_is_not_watched(trained: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["evaluate", trained[1], "--watch"]) == 2
     assert "--watch: follows a run's folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["address", "folder"])
+def test_a_run_is_asked_to_stop(
+    trained: tuple[Path, str], proxy: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str], there: bool
+) -> None:
+    """By its folder or its address, while it is running."""
+    bucket, folder = Bucket(f"{make_bucket(proxy)}/run"), tmp_path / "run"
+    folder.mkdir()
+    place = bucket.url if there else str(folder)
+
+    def status(content: bytes) -> None:
+        bucket.put("status.json", content)
+        (folder / "status.json").write_bytes(content)
+
+    assert run(["stop", place]) == 2
+    assert f"{place}: no run has begun there" in capsys.readouterr().err
+    assert run(["stop", str(trained[there])]) == 2
+    assert f"{trained[there]}: the run has ended (done)" in capsys.readouterr().err
+    for content in (b'{"state": "running"}', b"half of"):
+        status(content)
+        assert run(["stop", place, "--reason", "good enough"]) == 0
+        assert capsys.readouterr().out == f"{place}: the run will stop after its next save\n"
+        found = bucket.read(STOP_REQUEST) if there else (folder / STOP_REQUEST).read_bytes()
+        assert json.loads(found)["reason"] == "good enough"
+    assert run(["stop", f"{place}/checkpoint-1"]) == 2
+    assert "name its folder, or its address" in capsys.readouterr().err
+
+
+def test_a_run_sees_in_its_bucket_that_it_is_asked_to_stop(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "PUSH", 0.0)
+    monkeypatch.setattr(run_mirror, "_push_late", lambda mirror: None)  # at the end of this process
+    bucket, steps = Bucket(f"{make_bucket(proxy)}/run"), 2000
+
+    def ask() -> None:
+        while bucket.stat("status.json") is None:
+            time.sleep(0.05)
+        bucket.put(STOP_REQUEST, b'{"reason": "good enough"}')
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    fields = {"mirror_to": bucket.url, "max_steps": steps, "save_steps": 1, "save_total_limit": 100}
+    assert run(["train", str(write_recipe(tmp_path, **fields))]) == 0
+    asking.join()
+    status = read_status(tmp_path / "out")
+    assert (status["state"], status["reason"]) == ("done", f"stopped after step {status['step']}: good enough")
+    assert status["step"] < steps
+    assert json.loads(bucket.read("status.json"))["reason"] == status["reason"]
+    assert bucket.stat(STOP_REQUEST) is None
 
 
 def test_the_doctor_and_the_plan_know_the_place(

@@ -25,8 +25,14 @@ from stepmark.runtime.hardware import host_memory
 from stepmark.sharding.layout import Layout, annotate
 from stepmark.trainer.telemetry import throughput as peaks
 from stepmark.trainer.telemetry import throughput as speed_module
-from stepmark.trainer.telemetry.throughput import Throughput, TotalFlos, memory_fields, peak_flops, sequence_length
-from stepmark.training.flops import flops_per_token
+from stepmark.trainer.telemetry.throughput import (
+    Throughput,
+    TotalFlos,
+    flops_per_token,
+    memory_fields,
+    peak_flops,
+    sequence_length,
+)
 
 CPU = EagerRuntime(torch.device("cpu"))
 

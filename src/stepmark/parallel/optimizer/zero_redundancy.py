@@ -148,10 +148,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         arguments = _fused_unless_chosen(kind, mesh.runtime.device, self._arguments)
 
         def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-            try:
+            name = self._optimizer_class.__name__
+            with explained(lambda error: UsageError(f"{name}: {error}"), (TypeError, ValueError)):
                 return kind(groups, **arguments)
-            except (TypeError, ValueError) as error:
-                raise UsageError(f"{self._optimizer_class.__name__}: {error}") from error
 
         divided = distribute(
             groups, self._optimizer_class, mesh.runtime, mesh, zero_1=True, bucket_elements=self._bucket_elements

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from stepmark.data.loader.batch import StepBatch
 from stepmark.liveness.progress import BETWEEN, DATA, METRICS, in_phase
+from stepmark.parallel.pipeline.balance import active_experts
 from stepmark.parallel.pipeline.staged_model import complete_size
 from stepmark.runtime.base import Runtime
 from stepmark.runtime.hardware import host_memory, neuron_device_present
-from stepmark.training.flops import flops_per_token
 from stepmark.training.model_labels import unwrapped
 
 
@@ -57,6 +57,30 @@ class Throughput:
             if self._peak is not None:
                 found["model_flops_utilization"] = self._flops / seconds / (self._peak * self._ranks)
         return found
+
+
+def flops_per_token(model: nn.Module, length: int) -> float | None:
+    """Floating-point operations of forward and backward pass for one token of a sequence of `length` tokens. None where
+    the config does not determine it: for models that are not from transformers, for example.
+
+    After Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B: training takes 6 N + 12
+    L H Q T operations per token, with N parameters, L layers, H heads of size Q, and T tokens in a sequence. What is
+    computed a second time (activation checkpointing) does not count, and causal attention counts in full. N are the
+    parameters that are multiplied: an embedding used only for lookup is excluded, one tied to the head is included, and
+    of experts those that a token goes through.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return None
+    if config.get_text_config() is not config or active_experts(config) is None:
+        return None
+    names = "num_hidden_layers", "num_attention_heads", "hidden_size"
+    sizes: list[Any] = [getattr(config, name, None) for name in names]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return None
+    layers, heads, hidden = sizes
+    size = getattr(config, "head_dim", None) or hidden // heads
+    return 6.0 * complete_size(model).multiplied + 12.0 * layers * heads * size * length
 
 
 def sequence_length(batch: StepBatch) -> int | None:
