@@ -14,6 +14,7 @@ from stepmark import Mesh
 from stepmark.errors import UsageError
 from stepmark.runtime.context import Context
 from stepmark.runtime.module_placement import place_module
+from stepmark.training import rank_buffers
 from stepmark.training.rank_buffers import RankBuffers
 from tests.support.native import DEVICE
 from tests.support.ranks import Ranks
@@ -133,6 +134,13 @@ def test_whatever_a_pass_changes_is_as_on_the_first_rank(ranks: Ranks, name: str
     assert model.count.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_large_buffers_of_many_are_sent_where_the_first_step_changes_them(ranks: Ranks, first: int) -> None:
+    found = ranks.run(changed, "add", "cpu", first, 0, nproc=2, timeout=60).check()
+    assert [each[1] for each in found] == [["the large buffer count is written to"] if first else []] * 2
+    assert (found[0][0] == found[1][0]) == (not first)
+
+
 def test_so_it_is_on_devices(native_ranks: Ranks) -> None:
     found = native_ranks.run(changed, "replace_buffer", DEVICE, nproc=2, timeout=60).check()
     assert found[0] == found[1]
@@ -174,9 +182,12 @@ def in_threads() -> list[Any]:
     return run_replicas(on_lazy, 2)
 
 
-def changed(name: str, device: str = "cpu", first: int = 0) -> tuple[list[list[float]], list[str]]:
+def changed(
+    name: str, device: str = "cpu", first: int = 0, many: int = rank_buffers.MANY
+) -> tuple[list[list[float]], list[str]]:
     """The tensors of a model after two steps, in which from the one numbered `first` on each rank has added or written
-    another number; and what was told of its parameters, which are frozen."""
+    another number; and what was told of its parameters, which are frozen, or of buffers that are `many`."""
+    rank_buffers.MANY, rank_buffers.MUCH = many, min(many, rank_buffers.MUCH)
     mesh = Mesh.create(device=device)
     model = counting().to(device)
     buffers = RankBuffers(model, mesh)

@@ -15,6 +15,9 @@ from stepmark.runtime.module_placement import checksum
 from stepmark.sharding.dtensor import is_dtensor
 from stepmark.sharding.views import flat_bytes
 
+PARAMETER, BUFFER, LARGE, OWN = "parameter", "buffer", "large buffer", "buffer, which is in no checkpoint,"
+MANY, MUCH = 256 << 20, 1 << 20  # bytes of all buffers, and of one, that are more than statistics: quantized weights
+
 logger = logging.getLogger("stepmark")
 
 
@@ -22,16 +25,17 @@ class _Place(NamedTuple):
     name: str
     module: nn.Module
     key: str
-    parameter: bool
+    kind: str
 
     @property
     def tensor(self) -> Any:
-        return (self.module._parameters if self.parameter else self.module._buffers).get(self.key)
+        return (self.module._parameters if self.kind == PARAMETER else self.module._buffers).get(self.key)
 
-    @property
-    def saved(self) -> bool:
-        """Whether it is a buffer that checkpoints have."""
-        return not self.parameter and self.key not in self.module._non_persistent_buffers_set
+
+def _kind_of(module: nn.Module, key: str, nbytes: int) -> str:
+    """Of a buffer."""
+    large = LARGE if nbytes > MUCH else BUFFER
+    return OWN if key in module._non_persistent_buffers_set else large
 
 
 class RankBuffers:
@@ -39,10 +43,10 @@ class RankBuffers:
     checkpoints have. So a step does not depend on which process hosts a rank. All of them are sent in every step: torch
     does not count what BatchNorm writes, and a buffer may change in some steps only.
 
-    Parameters to which a forward pass writes, as that of a teacher does, are treated alike where it does so in a
-    process's first step; of those that are frozen, values are compared in it. Buffers that checkpoints do not have are
-    each process's own. Where either change, each rank needs a process. Raises UsageError where rows of embeddings would
-    depend on which rank has looked them up.
+    Parameters to which a forward pass writes, as that of a teacher does, and large buffers where there are many, are
+    treated alike where it does so in a process's first step; of frozen parameters, values are compared in it. Buffers
+    that checkpoints do not have are each process's own. Where one of these changes, each rank needs a process. Raises
+    UsageError where rows of embeddings would depend on which rank has looked them up.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
@@ -55,16 +59,25 @@ class RankBuffers:
                 f"model: {renormed} has max_norm, by which each of the {ranks.total} data parallel ranks changes the "
                 "rows that it looks up; leave max_norm out, and scale the rows in on_step_end"
             )
-        self._places = [
-            _Place(f"{name}.{key}".lstrip("."), module, key, of_parameters)
+        many = sum(buffer.nbytes for buffer in model.buffers()) > MANY
+        found = (
+            (name, module, key, tensor)
             for name, module in parts
-            for of_parameters, tensors in ((False, module._buffers), (True, module._parameters))
-            for key, tensor in tensors.items()  # of which fake ones have no values that could change
-            if tensor is not None and not is_fake(tensor) and not is_dtensor(tensor)
+            for key, tensor in (*module._buffers.items(), *module._parameters.items())
+            if tensor is not None and not is_fake(tensor) and not is_dtensor(tensor)  # fake ones have no values
+        )
+        self._places = [
+            _Place(
+                f"{name}.{key}".lstrip("."),
+                module,
+                key,
+                PARAMETER if key in module._parameters else _kind_of(module, key, tensor.nbytes if many else 0),
+            )
+            for name, module, key, tensor in found
         ]
-        self._kept = [place for place in self._places if place.saved]  # and parameters that the passes write to
+        self._kept = [place for place in self._places if place.kind == BUFFER]  # and others that the passes write to
         self._learned = not parts
-        self._changed: set[str] = set()  # parameters to which the passes of this process have written
+        self._changed: set[str] = set()  # others to which the passes of this process have written
         self._sends = mesh.runtime.numbers([float(ranks.process == 0)])  # a branch would make graphs of its own
 
     def begin(self) -> None:
@@ -92,7 +105,8 @@ class RankBuffers:
         self.enter(0)
         if not self._learned:
             names = {name for told in self._mesh.context.host.all_gather(sorted(self._changed)) for name in told}
-            self._kept, self._learned = [each for each in self._places if each.saved or each.name in names], True
+            self._kept = [place for place in self._places if place.kind == BUFFER or place.name in names]
+            self._learned = True
         if self._mesh.ranks.processes > 1 and self._kept:
             self._take_from_first([place.tensor for place in self._kept])
 
@@ -102,10 +116,10 @@ class RankBuffers:
         runtime, found = self._mesh.runtime, dict[_Place, object]()
         for place in self._places:
             tensor = place.tensor
-            frozen = place.parameter and tensor is not None and not tensor.requires_grad
-            if tensor is None or place.saved:
+            frozen = place.kind == PARAMETER and tensor is not None and not tensor.requires_grad
+            if tensor is None or place.kind == BUFFER:
                 found[place] = tensor is not None and (tensor.shape, tensor.dtype)
-            elif frozen or not place.parameter or not self._learned:
+            elif frozen or place.kind != PARAMETER or not self._learned:
                 compared = frozen and not self._learned and not runtime.lazy
                 values = checksum(runtime.to_host([tensor], copy=False)[0]) if compared else ""
                 found[place] = id(tensor), runtime.version(tensor), values
@@ -128,18 +142,19 @@ class RankBuffers:
         more, or a process hosts several ranks and one has changed what is not kept for each."""
         now = self._states()
         for place in [place for place, state in self._seen.items() if now.get(place) != state]:
-            if place.saved:
+            if place.kind == BUFFER:
                 raise UsageError(
                     f"model: the buffer {place.name} gets another shape or dtype in the passes of a step, so that no "
                     "checkpoint could be restored; keep both, or register it with persistent=False"
                 )
-            kind = "parameter" if place.parameter else "buffer, which is in no checkpoint,"
-            reason = f"the {kind} {place.name} is written to in the passes of a step"
+            reason = f"the {place.kind} {place.name} is written to in the passes of a step"
             self._mesh.keep_one_rank(reason)
-            if place.parameter and self._learned and place not in self._kept and place.name not in self._changed:
+            if place.kind == OWN:
+                continue
+            if self._learned and place not in self._kept and place.name not in self._changed:
                 own = "each data parallel rank keeps its own, and a resumed run has rank 0's"
-                logger.warning("%s, but not of the first: %s; do so in every step, or make it a buffer", reason, own)
-            self._changed |= {place.name} if place.parameter else set()
+                logger.warning("%s, but not of the first: %s; do so in every step, or in a buffer", reason, own)
+            self._changed.add(place.name)
 
 
 def _on_lazy(tensor: Tensor) -> Tensor:
