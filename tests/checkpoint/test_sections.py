@@ -23,7 +23,7 @@ from stepmark.checkpoint.restore.tensor_reader import TensorReader
 from stepmark.checkpoint.sections import describe
 from stepmark.errors import CheckpointMismatch, UsageError
 from stepmark.runtime.eager import EagerRuntime
-from stepmark.sharding.layout import Box, Layout, Shard, annotate, layout_of
+from stepmark.sharding.layout import Box, Layout, Part, Shard, TensorSlice, annotate, layout_of
 from stepmark.training.optimizer import build_optimizer
 from tests.support.independent_reader import read_checkpoint
 
@@ -163,8 +163,8 @@ class Keeps:
 
     def named_state(self) -> dict[str, dict[str, Any]]:
         halves = {
-            "a": Shard(self.flat, Layout.range((2,), 0, 2)),
-            "b": Shard(self.flat, Layout.range((2,), 0, 2, at=2)),
+            "a": Shard(self.flat, Layout.box((2,), (0,), (2,))),
+            "b": Shard(self.flat, Layout((2,), (Part(TensorSlice.full((2,)), 2),))),
         }
         return {name: {"step": self.step, "m": halves[name]} if name in self.names else {} for name in halves}
 

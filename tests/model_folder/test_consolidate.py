@@ -30,7 +30,7 @@ from stepmark.model_folder import new_folder
 from stepmark.model_folder.consolidate import Consolidated, consolidate
 from stepmark.model_folder.model_files import parse_size, split_into_files
 from stepmark.model_folder.new_folder import WritingListener
-from stepmark.sharding.layout import Box, Layout, annotate
+from stepmark.sharding.layout import Box, Layout, Part, TensorSlice, annotate
 from stepmark.tensor_files import streaming
 from stepmark.tensor_files.array_reader import ArrayReader
 from stepmark.tensor_files.global_tensor import GlobalTensor, Piece, StoredArray
@@ -71,7 +71,7 @@ def layouts(rank: int) -> dict[str, Layout]:
         "fused": Layout.boxes((24, 20), fused),
         "fused_columns": Layout.boxes((6, 24), columns),
         "middle": box((3, 8, 5), (0, rank * 2, 0), (3, 2, 5)),
-        "eight": Layout.range((16, 8), rank * 32, rank * 32 + 32),
+        "eight": Layout((16, 8), (Part(TensorSlice.of_range((16, 8), rank * 32, rank * 32 + 32), 0),)),
         "uneven": box((10, 3), (rank * 3, 0), (min(3, 10 - rank * 3), 3)),
     }
 

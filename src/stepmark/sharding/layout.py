@@ -204,11 +204,6 @@ class Layout(NamedTuple):
         """The local tensor consists of several boxes, each at its offsets in it: fused projections, for example."""
         return cls(tuple(shape), tuple(Part(TensorSlice(box, 0, box.numel), at) for box, at in boxes))
 
-    @classmethod
-    def range(cls, shape: Sequence[int], start: int, stop: int, at: int = 0) -> Layout:
-        """Elements [start, stop) of the flattened global tensor, from element `at` of the flattened local one on."""
-        return cls(tuple(shape), (Part(TensorSlice.of_range(shape, start, stop), at),))
-
 
 @lru_cache(1024)  # even very many tensors have few shapes
 def _full_slice(shape: Shape) -> TensorSlice:

@@ -102,7 +102,7 @@ def shards(rank: int, size: int, seed: int) -> dict[str, Any]:
         "rows": Shard(rows, Layout.box((12, 24), (rank * n, 0), (n, 24))),
         "columns": Shard(columns, Layout.box((12, 24), (0, rank * m), (12, m))),
         "fused": Shard(fused, Layout.boxes((12, 24), fused_boxes)),
-        "flat": Shard(buffer, Layout.range((12, 24), cuts[rank], cuts[rank + 1], at=7)),
+        "flat": Shard(buffer, Layout((12, 24), (Part(TensorSlice.of_range((12, 24), cuts[rank], cuts[rank + 1]), 7),))),
         "whole": full["whole"],
     }
 

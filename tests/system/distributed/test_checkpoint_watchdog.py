@@ -34,7 +34,7 @@ def train_and_save(rank: int, folder: Path, stopped: int, where: str) -> None:
         checkpointer.claim()
         if rank == stopped and where == "before":
             signal.raise_signal(signal.SIGSTOP)
-        own = Shard(torch.ones(4), Layout.range((8,), 4 * rank, 4 * rank + 4))  # each rank has a file to seal
+        own = Shard(torch.ones(4), Layout.box((8,), (4 * rank,), (4,)))  # each rank has a file to seal
         checkpointer.save(1, {"nest": {"t": torch.randn(3 << 20), "u": own}})
         dist.barrier()
 
