@@ -112,19 +112,19 @@ def test_a_tokenizers_own_special_tokens_are_kept() -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|pad|> $A", special_tokens=[("<|pad|>", pad)]
     )
-    encoder = TextEncoder.of(tokenizer)
+    encoder = TextEncoder(tokenizer)
     assert encoder.stream(documents_of("a", "b")).tolist() == [pad, 97, end, pad, 98, end]
     assert encoder.stream([Segment("a", False, False), Segment("b", False, False)]).tolist() == [97, 98]
     assert encoder.stream([Segment("a", True, False), Segment("b", False, True)]).tolist() == [pad, 97, 98, end]
-    assert encoder.content != TextEncoder.of(TOKENIZER).content
+    assert encoder.content != TextEncoder(TOKENIZER).content
 
 
 def test_truncation_set_in_a_tokenizer_is_ignored() -> None:
     tokenizer = byte_tokenizer()
-    plain = TextEncoder.of(tokenizer).content
+    plain = TextEncoder(tokenizer).content
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=9)
-    encoder = TextEncoder.of(tokenizer)
+    encoder = TextEncoder(tokenizer)
     assert encoder.stream(documents_of("abcd")).tolist() == [*b"abcd", END]
     assert encoder.content == plain
 
@@ -257,7 +257,7 @@ def test_blocks_can_be_pickled(make: Callable[..., Prepared]) -> None:
 def test_large_vocabularies_need_four_bytes(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([f"<{i}>" for i in range(70_000)])
-    encoder = TextEncoder.of(tokenizer)
+    encoder = TextEncoder(tokenizer)
     assert encoder.dtype == np.uint32
     assert encoder.stream(documents_of("<69999>")).tolist() == [70_000 + 257, encoder.suffix[0]]
 

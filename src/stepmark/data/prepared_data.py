@@ -110,7 +110,7 @@ def _prepare_source(
     for name, texts in zip(SPLITS, (splits.train, splits.validation), strict=True):
         if texts is not None:
             say(f"{name} data: {texts.reads}")
-    encoder = TextEncoder.of(tokenizer)
+    encoder = TextEncoder(tokenizer)
     key = f"format={FORMAT} {splits.content} tokenizer={encoder.content}"
     entry = root / xxhash.xxh3_128_hexdigest(key.encode())
     write = partial(_tokenize, splits=splits, encoder=encoder, processes=config.preprocessing_num_workers or 1, say=say)
@@ -147,7 +147,7 @@ def _prepare_conversations(
     for name, rows in sets.items():
         say(f"{name} data: conversations of {rows.where}")
     parts = [f"conversations={FORMAT}", *(f"{name}={rows.content}" for name, rows in sets.items())]
-    parts += [f"tokenizer={TextEncoder.of(tokenizer).content}", f"template={tokenizer.chat_template}"]
+    parts += [f"tokenizer={TextEncoder(tokenizer).content}", f"template={tokenizer.chat_template}"]
     parts += [f"column={config.messages_column}", f"answers={config.assistant_only_loss}"]
     entry = root / xxhash.xxh3_128_hexdigest("\0".join(parts).encode())
 
@@ -159,8 +159,7 @@ def _prepare_conversations(
 
     def samples(name: str, limit: int | None) -> Conversations:
         rows = TokenizedRows(entry, prefix=f"{name}-")
-        packing = config.packing
-        made = Conversations(rows, tokenizer, max_length=block_size, packing=packing, max_samples=limit)
+        made = Conversations(rows, tokenizer, max_length=block_size, packing=config.packing, max_samples=limit)
         say(_describe_conversations(name, made, block_size, cached=cached))
         return made
 

@@ -47,7 +47,7 @@ class PromptSampler:
         if tokenizer is None:
             raise UsageError("sample_prompts: the Trainer needs the tokenizer for them; pass processing_class")
         self.prompts, self._tokenizer, self._new = prompts, tokenizer, tokens
-        encoder = TextEncoder.of(tokenizer)
+        encoder = TextEncoder(tokenizer)
         self._ids = [[*encoder.prefix, *ids] for ids in encoder.encode(list(prompts))]
         for prompt, ids in zip(prompts, self._ids, strict=True):
             if not ids:

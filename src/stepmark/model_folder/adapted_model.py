@@ -14,6 +14,7 @@ from stepmark.filesystem import files
 from stepmark.filesystem.error_advice import explained
 from stepmark.filesystem.json_files import read_json
 from stepmark.model_folder.model_config import load_config, model_class
+from stepmark.tensor_files.source_files import read_safetensors
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_DIGEST = "weights of the frozen base model"  # a key of a run's identity
@@ -100,12 +101,8 @@ def _apply(folder: Path, config: Mapping[str, Any], name: str, dtype: str, trust
 
 def _is_float32(folder: Path) -> bool:
     """Whether the adapter was trained in float32, as peft makes it over any base; else it has the base's dtype."""
-    from safetensors import safe_open
-
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        return True
-    with safe_open(str(folder / ADAPTER_WEIGHTS), framework="pt") as file:
-        return all(file.get_slice(name).get_dtype() == "F32" for name in [*file.keys()])  # a file is no dict
+    weights = folder / ADAPTER_WEIGHTS
+    return not weights.is_file() or all(each.dtype == "F32" for each in read_safetensors(weights)[0].values())
 
 
 def class_of_task(config: Mapping[str, Any]) -> str | None:

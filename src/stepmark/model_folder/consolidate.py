@@ -145,12 +145,12 @@ def weight_files(tensors: Mapping[str, GlobalTensor], group: str, form: str, max
 
     Raises UsageError where an adapter is larger than `max_size`.
     """
+    if group != ADAPTER:
+        return model_files(tensors, max_size, form)
     size = sum(tensor.nbytes for tensor in tensors.values())
-    if group == ADAPTER and size > max_size:
+    if size > max_size:
         raise UsageError(
             f"--max-shard-size: the adapter has {size / 1e6:,.1f} MB of tensors, and peft reads it from one file; give "
             "a larger size"
         )
-    if group == ADAPTER:
-        return [tensor_file(f"{ADAPTER}.{FORMATS[form][1]}", tensors)]
-    return model_files(tensors, max_size, form)
+    return [tensor_file(f"{ADAPTER}.{FORMATS[form][1]}", tensors)]

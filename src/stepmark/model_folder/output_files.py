@@ -5,7 +5,6 @@ Memory is bounded by the number of threads, not by the model.
 
 from __future__ import annotations
 
-import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -114,8 +113,13 @@ class SafetensorsFile:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write(self, path: Path, write_tensors: WriteTensors) -> None:
-        places = [WrittenTensor(self.tensors[name], at) for name, at in make_header(path, self.tensors).items()]
-        with FileOutput(path, path.stat().st_size) as output:
+        whole = [(name, each.dtype, each.shape, TensorSlice.full(each.shape)) for name, each in self.tensors.items()]
+        placed = order(whole)
+        text = header_text(placed)
+        begin = (8 + len(text) + PAGE - 1) // PAGE * PAGE  # a page, so that every tensor is aligned to its elements
+        files.write_file(path, struct.pack("<Q", begin - 8) + text.ljust(begin - 8), durable=False)
+        places = [WrittenTensor(self.tensors[each.name], begin + each.begin) for each in placed]
+        with FileOutput(path, begin + self.size) as output:
             write_tensors(places, output, 0)
 
 
@@ -193,20 +197,6 @@ def write_files(
             files.make_folder(path.parent)
             file.write(path, write_tensors)
         run_jobs(pool, reader.checks.rest(), listener.advance)
-
-
-def make_header(path: Path, tensors: Mapping[str, GlobalTensor]) -> dict[str, int]:
-    """Makes a safetensors file whose tensors are holes; returns the byte of the file at which each begins.
-
-    The data begin at a page, so that every tensor is aligned to its elements.
-    """
-    whole = [(name, each.dtype, each.shape, TensorSlice.full(each.shape)) for name, each in tensors.items()]
-    placed = order(whole)
-    text = header_text(placed)
-    size = (8 + len(text) + PAGE - 1) // PAGE * PAGE
-    files.write_file(path, struct.pack("<Q", size - 8) + text.ljust(size - 8), durable=False)
-    os.truncate(path, size + sum(tensor.nbytes for tensor in tensors.values()))
-    return {each.name: size + each.begin for each in placed}
 
 
 def run_jobs(pool: ThreadPoolExecutor, work: Iterable[Job], advance: Callable[[int], None]) -> None:

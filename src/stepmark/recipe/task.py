@@ -49,6 +49,8 @@ def build_task_trainer(recipe: Recipe, run: Run, callbacks: Sequence[Any] = ()) 
         UsageError: Fields of the recipe do not fit together, or TRL rejects them.
         DataError: There is no data, or it does not fit the task.
     """
+    from datasets import Dataset
+
     import stepmark.trl
 
     args, task = recipe.training, str(recipe.model.task)
@@ -74,9 +76,10 @@ def build_task_trainer(recipe: Recipe, run: Run, callbacks: Sequence[Any] = ()) 
         return UsageError(f"task: {task} with columns {columns}: {what}; see TRL's {_KINDS[task]}Trainer")
 
     with explained(explain, (KeyError, ValueError)):  # as TRL rejects values, and rows without its columns
+        held_out = Dataset.from_list(validation) if validation else None
         made = dataclasses.replace(made, max_length=length, **options)
         trainer = getattr(stepmark.trl, f"{_KINDS[task]}Trainer")(
-            model=model, args=made, train_dataset=_dataset(train), eval_dataset=_dataset(validation), run=run, **more
+            model=model, args=made, train_dataset=Dataset.from_list(train), eval_dataset=held_out, run=run, **more
         )
     kept = len(trainer.train_dataset)
     if not kept:
@@ -135,9 +138,3 @@ def _built_in(task: str, texts: Corpus) -> Iterator[dict[str, Any]]:
         if task == "kto":
             answers = {"completion": answers["rejected" if number % 2 else "chosen"], "label": number % 2 == 0}
         yield {"prompt": prompt, **({"completion": chosen} if task == "sft" else answers)}
-
-
-def _dataset(rows: list[dict[str, Any]]) -> Any:
-    from datasets import Dataset
-
-    return Dataset.from_list(rows) if rows else None

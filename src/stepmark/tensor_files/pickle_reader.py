@@ -323,7 +323,12 @@ def _rebuilt(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> S
     (begin,), shape, strides = natural((offset,)), natural(size), natural(stride)
     if len(shape) != len(strides):
         raise ValueError("a tensor's strides do not fit its shape")
-    return _view(storage, storage.dtype, begin, shape, strides)
+    element, span, total = _sizes(storage.dtype, shape, strides)
+    if begin * element + span > storage.size:
+        raise CheckpointDamaged(f"a tensor of shape {list(shape)} exceeds its storage of {storage.size} bytes")
+    if total > storage.size:
+        raise CheckpointDamaged(f"a tensor of shape {list(shape)} repeats elements; save it contiguous")
+    return StoredArray(storage.path, storage.begin + begin * element, storage.dtype, shape, strides)
 
 
 def _rebuilt_with_dtype(
@@ -335,16 +340,6 @@ def _rebuilt_with_dtype(
     if name is None:
         raise CheckpointError(f"a tensor has the dtype {dtype.name}, which checkpoints cannot hold")
     return _rebuilt(storage._replace(dtype=name), offset, size, stride, grad, hooks, *rest)
-
-
-def _view(storage: StorageBytes, dtype: str, begin: int, shape: Shape, strides: Shape) -> StoredArray:
-    path, start, size, _ = storage
-    element, span, total = _sizes(dtype, shape, strides)
-    if begin * element + span > size:
-        raise CheckpointDamaged(f"a tensor of shape {list(shape)} exceeds its storage of {size} bytes")
-    if total > size:
-        raise CheckpointDamaged(f"a tensor of shape {list(shape)} repeats elements; save it contiguous")
-    return StoredArray(path, start + begin * element, dtype, shape, strides)
 
 
 @cache

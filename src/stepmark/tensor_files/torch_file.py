@@ -207,6 +207,11 @@ class Missing:
     dtype: str | None
     shape: Shape | None
 
+    @property
+    def where(self) -> str:
+        """For messages, as a tensor that is there has it."""
+        return str(self.path)
+
 
 def read_rank_file(path: Path, records: list[Record], other: Path | None = None) -> Any:
     """The contents of a rank's file, with StoredArrays, or Missing, in place of references.

@@ -216,7 +216,7 @@ class LoaderFactory:
 
     def _collation(self, dataset: Any) -> Collation:
         collator, free = self._collator(dataset), not self.mesh.runtime.lazy
-        return Collation.of(
+        return Collation(
             dataset, collator, self.processing_class, free=free, labels=self.loss.labels, prepare=self._prepare
         )
 

@@ -12,7 +12,7 @@ from stepmark.data.tokenize.encoding import Segment, TextEncoder
 from stepmark.data.tokenize.tokenizer import END_OF_TEXT, PAD, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
-ENCODER = TextEncoder.of(TOKENIZER)
+ENCODER = TextEncoder(TOKENIZER)
 PIECES = st.lists(st.one_of(st.text(), st.sampled_from([END_OF_TEXT, PAD, "<|", "|>"])), min_size=1)
 
 
@@ -41,4 +41,4 @@ def test_another_tokenizer_of_bytes_is_left_to_the_library() -> None:
     """One token more, and text is no longer its bytes."""
     other = byte_tokenizer()
     other.add_tokens(["ab"])
-    assert [list(ids) for ids in TextEncoder.of(other).encode(["abc"])] == [[258, 99]]
+    assert [list(ids) for ids in TextEncoder(other).encode(["abc"])] == [[258, 99]]

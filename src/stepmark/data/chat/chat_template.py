@@ -40,7 +40,7 @@ class ChatTokenizer:
         self._column = messages_column
         self._answers_alone = assistant_only_loss
         self.unread = Counter[str]()  # keys that nothing has read, with the number of their rows
-        self._template = lru_cache(MarkedTemplate.of)
+        self._template = lru_cache(MarkedTemplate)
         try:
             self._template(tokenizer.get_chat_template())
         except Exception as error:  # of Jinja, and of the tokenizer where it has several without a default

@@ -7,7 +7,6 @@ has, and the number of a message is a key of it, so that a template may reorder,
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import nodes
@@ -19,14 +18,22 @@ PROBE = "\ufdd5"
 _MARKS = re.compile(f"([{_OPEN}{_CLOSE}]|[{_EACH}{_SET}]\\d*{_STOP})")
 
 
-@dataclass(frozen=True)
 class MarkedTemplate:
-    """A chat template: the copy with marks, what it reads besides messages, and the strings in it."""
+    """A chat template: the copy with marks (`tree`), the `variables` that it reads besides messages, and the `strings`
+    in it. Raises jinja2.TemplateError for invalid syntax."""
 
-    tree: nodes.Template
-    variables: frozenset[str]
-    strings: frozenset[str]
-    source: str
+    def __init__(self, source: str) -> None:
+        from transformers.utils import chat_template_utils
+
+        compiler: Any = chat_template_utils
+        environment = compiler._compile_jinja_template(source).environment  # the tags that the library knows
+        self.source = source
+        self.tree = environment.parse(source)
+        given = {*environment.globals, "messages", "add_generation_prompt"}
+        self.variables = find_undeclared_variables(self.tree) - given
+        self.strings = {each.value for each in self.tree.find_all(nodes.Const) if isinstance(each.value, str)}
+        _mark(self.tree)
+        self.tree.set_environment(environment)
 
     @property
     def marks_answers(self) -> bool:
@@ -39,20 +46,6 @@ class MarkedTemplate:
 
         same = getattr(chat_template_utils, "_REASONING_FIELDS", ())
         return any(each in self.source for each in (same if key in same else (key,)))
-
-    @classmethod
-    def of(cls, source: str) -> MarkedTemplate:
-        """Raises jinja2.TemplateError for invalid syntax."""
-        from transformers.utils import chat_template_utils
-
-        compiler: Any = chat_template_utils
-        environment = compiler._compile_jinja_template(source).environment  # the tags that the library knows
-        tree = environment.parse(source)
-        variables = find_undeclared_variables(tree) - {*environment.globals, "messages", "add_generation_prompt"}
-        strings = {each.value for each in tree.find_all(nodes.Const) if isinstance(each.value, str)}
-        _mark(tree)
-        tree.set_environment(environment)
-        return cls(tree, frozenset(variables), frozenset(strings), source)
 
 
 def unmarked(marked: str) -> tuple[str, list[tuple[int, int, int | None]]]:

@@ -64,39 +64,28 @@ class PadTo:
         return lengths
 
 
-@dataclass(frozen=True)
 class Collation:
-    """How samples become a batch: by `collate_fn`; without one padded, if `pads`; by transformers'
-    DataCollatorWithPadding, where shapes are free and the processing class can pad; else stacked.
+    """How samples become a batch: by the user's function; without one padded, where a `PadTo` asks for that; by
+    transformers' DataCollatorWithPadding, where shapes are free and the processing class can pad; else stacked.
 
     `label` and `label_ids` become `labels`, strings and None are left out, as in transformers' collators. Samples that
     are not mappings are stacked by PyTorch's.
 
     Args:
-        collate_fn: the user's.
-        pads: sequences are padded as `PadTo` says.
-        lengths: the stated ones, ascending; none: the longest of a batch, which only a `free` shape allows.
-        side: where padding goes, `right` or `left`.
-        pad_token_id: pads `input_ids`.
+        dataset: one of Stepmark's own says how it is padded, where there is no `collator`.
+        collator: the user's function, or `PadTo`.
         processing_class: a tokenizer or feature extractor.
-        free: batches may differ in shape.
-        own_labels: labels are a sequence of their own; see `LabelRule.own_sequence`.
+        free: batches may differ in shape, so that sequences without a stated length are as long as the longest.
+        labels: says whether labels are a sequence of their own; see `LabelRule.own_sequence`.
+        pad_token_id: pads `input_ids`, where there is no tokenizer.
         prepare: applied to each sample before.
+
+    Raises:
+        UsageError: The `PadTo` is invalid.
     """
 
-    collate_fn: CollateFn | None = None
-    pads: bool = False
-    lengths: tuple[int, ...] = ()
-    side: str = "right"
-    pad_token_id: int = 0
-    processing_class: Any = None
-    free: bool = True
-    own_labels: bool = False
-    prepare: Callable[[Any], Any] | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         dataset: Any,
         collator: CollateFn | PadTo | None,
         processing_class: Any = None,
@@ -105,23 +94,18 @@ class Collation:
         labels: LabelRule,
         pad_token_id: int = 0,
         prepare: Callable[[Any], Any] | None = None,
-    ) -> Collation:
-        """`collator`: None for what a dataset of Stepmark's declares, else as described. Raises UsageError for an
-        invalid `PadTo`."""
+    ) -> None:
         chosen = own_padding(dataset, fixed=not free) if collator is None else collator
-        pads = isinstance(chosen, PadTo)
+        self.pads = isinstance(chosen, PadTo)
         stated = chosen if isinstance(chosen, PadTo) else PadTo(collate_fn=chosen)
-        return cls(
-            collate_fn=stated.collate_fn,
-            pads=pads,
-            lengths=stated.checked_lengths(),
-            side=stated.side or str(getattr(processing_class, "padding_side", "right")),
-            pad_token_id=getattr(processing_class, "pad_token_id", None) or pad_token_id,
-            processing_class=processing_class,
-            free=free,
-            own_labels=labels.own_sequence,
-            prepare=prepare,
-        )
+        self.collate_fn = stated.collate_fn
+        self.lengths = stated.checked_lengths()
+        self.side = stated.side or str(getattr(processing_class, "padding_side", "right"))
+        self.pad_token_id = getattr(processing_class, "pad_token_id", None) or pad_token_id
+        self.processing_class = processing_class
+        self.free = free
+        self.own_labels = labels.own_sequence
+        self.prepare = prepare
 
     @property
     def varies(self) -> bool:

@@ -104,7 +104,7 @@ class DataLoader:
         rule = labels or LabelRule()
         collator = collate_fn if pad_to is None else PadTo(pad_to, collate_fn)  # type: ignore[arg-type]
         given: dict[str, Any] = {"labels": rule, "pad_token_id": pad_token_id, "prepare": prepare}
-        self._collation = Collation.of(dataset, collator, processing_class, free=not fixed_shape, **given)
+        self._collation = Collation(dataset, collator, processing_class, free=not fixed_shape, **given)
         self._epoch = Epoch(_checked_size(dataset), self.layout.global_batch, drop_last)
         self._groups = None if lengths is None else LengthGroups.of(lengths, self.layout.global_batch)
         self._check()
@@ -195,16 +195,8 @@ class DataLoader:
     def of_record(cls, record: Mapping[str, Any], dataset: Any, lengths: np.ndarray | None = None) -> DataLoader:
         """A loader of the same samples in the same order, at the position of what `recorded` has returned. `lengths`:
         int64 [samples], where samples were grouped by them. Raises CheckpointMismatch for other data."""
-        loader = cls(
-            dataset,
-            record["batch_size"],
-            world_size=record["world_size"],
-            accumulation=record["accumulation"],
-            seed=record["seed"],
-            shuffle="sequential" not in record["order"],
-            drop_last=record["drop_last"],
-            lengths=lengths,
-        )
+        given = {name: record[name] for name in ("batch_size", "world_size", "accumulation", "seed", "drop_last")}
+        loader = cls(dataset, **given, shuffle="sequential" not in record["order"], lengths=lengths)
         loader.load_state_dict(record)
         return loader
 

@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from multiprocessing import get_all_start_methods, get_context
@@ -41,29 +40,22 @@ class Segment(NamedTuple):
     ends: bool
 
 
-@dataclass(frozen=True)
 class TextEncoder:
-    """Converts texts to ids: `encode` for one batch, the ids before and after a document, and `content`, a checksum
-    that identifies the tokenizer."""
+    """Converts texts to ids by a tokenizer, with none of the truncation or padding that may be set in it.
 
-    encode: Callable[[list[str]], Sequence[Sequence[int]]]
-    prefix: tuple[int, ...]
-    suffix: tuple[int, ...]
-    dtype: np.dtype[Any]
-    content: str
+    `encode` is for one batch; `prefix` and `suffix` are the ids before and after a document; `content` is a checksum
+    that identifies the tokenizer.
+    """
 
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
-        """The encoder of a tokenizer, with none of the truncation or padding that may be set in it."""
-        encode, serialised = _plain_encoder(tokenizer)
-        prefix, suffix = _special_tokens_around(tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.encode, serialised = _plain_encoder(tokenizer)
+        self.prefix, self.suffix = _special_tokens_around(tokenizer)
         end = tokenizer.eos_token_id
-        if end is not None and suffix[-1:] != (end,):
-            suffix = (*suffix, end)
-        largest = max([*tokenizer.get_vocab().values(), *prefix, *suffix], default=0)
-        dtype = np.dtype("<u2" if largest < 1 << 16 else "<u4")
-        content = xxhash.xxh3_128_hexdigest(f"{serialised}\0{prefix}\0{suffix}".encode())
-        return cls(encode, prefix, suffix, dtype, content)
+        if end is not None and self.suffix[-1:] != (end,):
+            self.suffix = (*self.suffix, end)
+        largest = max([*tokenizer.get_vocab().values(), *self.prefix, *self.suffix], default=0)
+        self.dtype = np.dtype("<u2" if largest < 1 << 16 else "<u4")
+        self.content = xxhash.xxh3_128_hexdigest(f"{serialised}\0{self.prefix}\0{self.suffix}".encode())
 
     def stream(self, batch: Sequence[Segment]) -> np.ndarray:
         """The ids of a batch, with the special tokens where documents begin and end."""

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import stepmark
 from stepmark.errors import CheckpointMismatch
 from stepmark.filesystem.error_advice import first_line
+from stepmark.filesystem.json_values import decode_plain, encode_plain
 from stepmark.interchange.models.model_outline import ModelOutline
 from stepmark.model_folder.adapted_model import class_of_task, read_adapter_config
 from stepmark.model_folder.model_config import CONFIG, check_counts, few_modules, model_class
@@ -60,7 +62,7 @@ def _from_process(*asked: Any) -> ModelOutline:
     found = json.loads(lines[-1])
     if "error" in found:
         raise CheckpointMismatch(found["error"])
-    return ModelOutline.from_json(lines[-1])
+    return ModelOutline(**decode_plain(found))
 
 
 def _outline(config: dict[str, Any], tensors: int, adapter: str | None = None) -> ModelOutline:
@@ -168,7 +170,7 @@ def main() -> None:
     leave_out_torch_xla()
     quiet_libraries()
     try:
-        print(_outline(*json.load(sys.stdin)).to_json())
+        print(json.dumps(encode_plain(asdict(_outline(*json.load(sys.stdin))), "outline")))
     except Exception as error:
         text = f"transformers cannot make it: {first_line(error)[:200]}"
         text = str(error) if isinstance(error, CheckpointMismatch) else text

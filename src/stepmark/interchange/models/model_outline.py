@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from stepmark.filesystem.json_values import decode_plain, encode_plain
 from stepmark.sharding.layout import Shape, row_major_strides
 
 CONFIG = "config.json"
@@ -61,11 +59,3 @@ class ModelOutline:
                 found[name] = own, tuple(start // step % n for step, n in zip(steps, self.state[own], strict=True))
                 sizes[own] += math.prod(lengths)
         return {name: part for name, part in found.items() if sizes[part[0]] == math.prod(self.state[part[0]])}
-
-    def to_json(self) -> str:
-        """As text, for another process."""
-        return json.dumps(encode_plain(asdict(self), "outline"))
-
-    @classmethod
-    def from_json(cls, text: str) -> ModelOutline:
-        return cls(**decode_plain(json.loads(text)))

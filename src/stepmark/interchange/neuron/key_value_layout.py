@@ -87,13 +87,12 @@ def moves_of(
         raise CheckpointMismatch(f"tensor {name!r} is {list(shapes[0])}; of fused experts, only weights are known")
     members = _members(module, part, len(shapes[0]))
     names = [f"{prefix}{member}.{tail}" for member in members]
-    row = module in _ROW
-    if match["lora"] == "lora_A":
-        return _rows(names[0], shapes, heads, 1, module) if row else _replicated(names, shapes)
-    if row:
-        whole = match["lora"] == "lora_B" or match["kind"] == "bias"
-        return _replicated(names, shapes) if whole else _rows(names[0], shapes, heads, 1, module)
-    if module not in _COLUMN and not isinstance(dim, int):
+    if module in _ROW:  # cut along the dim of its inputs; those of o_proj are query heads
+        if match["lora"] == "lora_B" or match["kind"] == "bias":
+            return _replicated(names, shapes)
+        in_heads = module == "o_proj" and len(shapes[0]) != 3
+        return _heads_of(names[0], shapes, heads if in_heads else None, "q_proj", 1)
+    if match["lora"] == "lora_A" or (module not in _COLUMN and not isinstance(dim, int)):
         return _replicated(names, shapes)
     if len(shapes[0]) == 3:
         return _halves(names * 2, shapes, 2) if module == "gate_up_proj" else joined(names[0], shapes, 2)
@@ -145,20 +144,11 @@ def _halves(names: Sequence[str], shapes: Sequence[Shape], dim: int) -> list[Mov
     ]
 
 
-def _rows(name: str, shapes: Sequence[Shape], heads: HeadLayout | None, dim: int, module: str) -> list[Move]:
-    """A row parallel tensor: cut along the dim of its inputs; those of o_proj are query heads."""
-    if len(shapes[0]) == 3:
-        return joined(name, shapes, dim)
-    if module != "o_proj" or heads is None or heads.copies == 1:
-        return joined(name, shapes, dim)
-    return _by_head(name, shapes, dim, heads.size, heads.query_order())
-
-
-def _heads_of(name: str, shapes: Sequence[Shape], heads: HeadLayout | None, member: str) -> list[Move]:
+def _heads_of(name: str, shapes: Sequence[Shape], heads: HeadLayout | None, member: str, dim: int = 0) -> list[Move]:
     if heads is None or heads.copies == 1:
-        return joined(name, shapes, 0)
+        return joined(name, shapes, dim)
     order = heads.query_order() if member == "q_proj" else heads.key_order()
-    return _by_head(name, shapes, 0, heads.size, order)
+    return _by_head(name, shapes, dim, heads.size, order)
 
 
 def _fused(names: Sequence[str], shapes: Sequence[Shape], heads: HeadLayout | None, part: str | None) -> list[Move]:

@@ -19,7 +19,7 @@ from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.source_files import read_json
 
 PREFIX = "base_model.model."
-_IN_STATE = "lora_config"
+IN_STATE = "lora_config"
 _ROWS = ("o_proj", "down_proj")
 _ADAPTER = re.compile(r"(?P<module>[^.]+)\.lora_(?P<side>[AB])\.weight(?:_(?:qkv|[qkv]))?\Z")
 _MEMBERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -29,7 +29,7 @@ def config_of(tag: Path, state: Mapping[str, Any]) -> dict[str, Any] | None:
     """The adapter's config, in the state dict or beside the tag; None where the checkpoint has no adapter."""
     if not any(".lora_A." in str(name) for name in state):
         return None
-    inside = state.get(_IN_STATE)
+    inside = state.get(IN_STATE)
     if isinstance(inside, dict):
         return dict(inside)
     path = next((folder / ADAPTER_CONFIG for folder in (tag, tag.parent) if (folder / ADAPTER_CONFIG).is_file()), None)
@@ -77,37 +77,36 @@ def _reshard(
     sizes = _whole_sizes(config)
     for stage in stages:
         shapes = stage.shapes()
-        cut = {name: dim for name in shapes if len(stage.tensors[name]) > 1 and (dim := _cut_dim(name)) is not None}
-        unknown = next((name for name in cut if _module(name) not in sizes), None)
-        if unknown is not None and not any(_module(name) in sizes for name in cut):
+        cut = {name: place for name in shapes if len(stage.tensors[name]) > 1 and (place := _cut(name)) is not None}
+        unknown = next((name for name, (module, _) in cut.items() if module not in sizes), None)
+        if unknown is not None and not any(module in sizes for module, _ in cut.values()):
             raise CheckpointMismatch(
-                f"{found_path(stage, unknown)}: whether the adapter was gathered when it was saved "
+                f"{stage.tensors[unknown][0].where}: whether the adapter was gathered when it was saved "
                 "(merge_sharded_lora), the sizes in the model's config tell; give it with --config"
             )
-        sample = next((name for name, dim in cut.items() if shapes[name][dim] == sizes.get(_module(name))), None)
+        sample = next((name for name, (module, dim) in cut.items() if shapes[name][dim] == sizes.get(module)), None)
         if sample is None:
             continue
         if heads is not None and heads.copies > 1:
             raise CheckpointMismatch(
-                f"{found_path(stage, sample)}: the adapter was gathered when it was saved (merge_sharded_lora), and "
-                f"with {heads.copies} replicas of key/value heads a part of lora_B of q_proj is in no file; save it "
-                "again with merge_sharded_lora=False"
+                f"{stage.tensors[sample][0].where}: the adapter was gathered when it was saved (merge_sharded_lora), "
+                f"and with {heads.copies} replicas of key/value heads a part of lora_B of q_proj is in no file; save "
+                "it again with merge_sharded_lora=False"
             )
-        for name, dim in cut.items():
+        for name, (_, dim) in cut.items():
             stage.tensors[name] = [_part(stage, name, dim, rank) for rank in range(len(stage.tensors[name]))]
         found.assumed.append(
             "the adapter was gathered when it was saved (merge_sharded_lora): every file has all of it"
         )
 
 
-def _cut_dim(name: str) -> int | None:
-    """Along which dim a tensor of an adapter is cut over ranks; None where each has all of it."""
+def _cut(name: str) -> tuple[str, int] | None:
+    """The module of an adapter's tensor that is cut over ranks, and along which dim; None where each has all of it."""
     match = _ADAPTER.search(name)
-    if match is None:
+    if match is None or match["side"] != ("A" if match["module"] in _ROWS else "B"):
         return None
-    if match["module"] in _ROWS:
-        return 1 if match["side"] == "A" else None
-    return 0 if match["side"] == "B" else None
+    # weight_q of a fused module is that of q_proj
+    return "q_proj" if name.endswith("weight_q") else match["module"], 1 if match["side"] == "A" else 0
 
 
 def _whole_sizes(config: Mapping[str, Any] | None) -> dict[str, int]:
@@ -124,30 +123,17 @@ def _whole_sizes(config: Mapping[str, Any] | None) -> dict[str, int]:
     return {module: size for module, size in found.items() if type(size) is int}
 
 
-def _module(name: str) -> str:
-    """The module of an adapter's tensor; weight_q of a fused module is that of q_proj."""
-    match = _ADAPTER.search(name)
-    assert match is not None
-    return "q_proj" if name.endswith("weight_q") else match["module"]
-
-
 def _part(stage: Stage, name: str, dim: int, rank: int) -> GlobalTensor:
     """A rank's part of a whole tensor; those of fused modules are in the order of the ranks. The first rank's file,
     which should have the same, is compared."""
     own, first, count = stage.tensors[name][rank], stage.tensors[name][0], len(stage.tensors[name])
     if not isinstance(own, GlobalTensor) or not isinstance(first, GlobalTensor):
-        raise CheckpointDamaged(f"{found_path(stage, name)}: not every rank has its file")
+        raise CheckpointDamaged(f"{first.where}: not every rank has its file")
     size, remainder = divmod(own.shape[dim], count)
     if remainder:
         raise CheckpointMismatch(f"{own.where} is {list(own.shape)}, which {count} ranks do not divide")
     part, again = (tensor.narrow(dim, rank * size, size) for tensor in (own, first))
     return replace(part, replicas=again.pieces if rank else ())
-
-
-def found_path(stage: Stage, name: str) -> str:
-    """File and tensor, for messages."""
-    first = stage.tensors[name][0]
-    return first.where if isinstance(first, GlobalTensor) else str(first.path)
 
 
 def _peft_config(config: Mapping[str, Any]) -> dict[str, Any]:

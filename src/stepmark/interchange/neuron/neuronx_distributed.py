@@ -31,7 +31,6 @@ from stepmark.tensor_files.torch_file import Missing, read_dict, read_rank_file
 
 _NUMBER = re.compile(r"(\d+)\D*\Z")
 _STEPS = ("global_step", "total_steps", "step")
-LORA_CONFIG = "lora_config"
 
 
 def recognize(folder: Path) -> bool:
@@ -49,11 +48,8 @@ def _tags(folder: Path) -> list[Path]:
     numbers = {path: match for path in found if (match := _NUMBER.search(path.name))}
     if len(numbers) == len(found):
         return sorted(found, key=lambda path: int(numbers[path][1]), reverse=True)
-    return sorted(found, key=lambda path: _time(path / "done"), reverse=True)
-
-
-def _time(path: Path) -> float:
-    return path.stat().st_mtime if path.exists() else 0.0
+    done = {path: path / "done" for path in found}
+    return sorted(found, key=lambda path: done[path].stat().st_mtime if done[path].exists() else 0.0, reverse=True)
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
@@ -142,7 +138,7 @@ def _rank_tensors(
     """A rank's tensors, those of all expert parallel ranks together."""
     found: dict[str, GlobalTensor | Missing] = {}
     for name, value in contents[RankCoordinates(pp, tp)].items():
-        if name == LORA_CONFIG:
+        if name == neuron_lora.IN_STATE:
             continue
         paths = [files[RankCoordinates(pp, tp, 0, ep)] for ep in range(experts)]
         values = [contents[RankCoordinates(pp, tp, 0, ep)].get(name) for ep in range(experts)]

@@ -27,6 +27,7 @@ from stepmark.tensor_files.source_files import matching, read_json
 from stepmark.tensor_files.torch_file import read_dict
 
 SHARDS, OLD_SHARDS = "shards", "tensor_parallel_shards"
+_HEADS = ("num_attention_heads", "num_key_value_heads")
 _METADATA = re.compile(r"mp_metadata_pp_rank_(\d+)\.(json|pt)\Z")
 _PART = (
     "optimizer: optimum-neuron saves the ZeRO-1 states of one data parallel rank only; those of the others are in no "
@@ -115,13 +116,10 @@ def _own_parameters(
     found = {}
     for place, value in contents.items():
         names = metadata[place.pp].parameters
-        if names is None:
-            found[place] = value
-            continue
-        missing = next((name for name in names if name not in value), None)
+        missing = next((name for name in names or () if name not in value), None)
         if missing is not None:
             raise CheckpointDamaged(f"{files[place]} has no tensor {missing!r}, which the metadata names")
-        found[place] = {name: value[name] for name in names}
+        found[place] = value if names is None else {name: value[name] for name in names}
     return found
 
 
@@ -151,20 +149,15 @@ def _from_json(body: Mapping[str, Any]) -> StageMetadata:
         for kind, spec in entry["specs"]:
             if kind == "GQAQKVColumnParallelLinearSpec":
                 size = spec["q_output_size_per_partition"] * spec["tp_size"] // spec["num_attention_heads"]
-                heads = {name: spec[name] for name in ("num_attention_heads", "num_key_value_heads")}
-                heads["head_dim"] = size
+                heads = {**{name: spec[name] for name in _HEADS}, "head_dim": size}
     return StageMetadata(parameters, heads)
 
 
 def _old_stage(value: Mapping[str, Any]) -> StageMetadata:
     """What `sharded_metadata` and `gqa_qkv_metadata` say: a name that is missing there is on every rank."""
-    heads = value.get("gqa_qkv_metadata") or {}
-    known = {
-        name: heads[name]
-        for name in ("num_attention_heads", "num_key_value_heads")
-        if isinstance(heads, dict) and heads.get(name)
-    }
-    return StageMetadata(None, known)
+    heads = value.get("gqa_qkv_metadata")
+    known = heads if isinstance(heads, dict) else {}
+    return StageMetadata(None, {name: known[name] for name in _HEADS if known.get(name)})
 
 
 # The optimizer

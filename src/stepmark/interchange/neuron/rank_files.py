@@ -11,7 +11,7 @@ from stepmark.errors import CheckpointDamaged
 from stepmark.tensor_files.source_files import matching
 
 _FILE = re.compile(
-    r"(?:dp_rank_(?P<dp>\d+)|(?P<full>full))(?:_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt\Z"
+    r"(?:dp_rank_(?P<dp>\d+)|full)(?:_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt\Z"
 )
 _FOLDER = re.compile(r"tp_rank_(?P<tp>\d+)(?:_pp_rank_?(?P<pp>\d+))?(?:_dp_rank_\d+)?\Z")
 _FIRST_OPTIMIZER = re.compile(r"optim\.dp_rank_(?P<dp>\d+)\.tp_rank_(?P<tp>\d+)\Z")
@@ -22,37 +22,36 @@ _LARGEST_RANK = 1 << 20
 class RankCoordinates:
     """A rank's coordinates. `dp` is -1 for a file that holds what all data parallel ranks have."""
 
-    pp: int
-    tp: int
+    pp: int = 0
+    tp: int = 0
     dp: int = 0
     ep: int = 0
 
 
 def rank_files(folder: Path) -> dict[RankCoordinates, Path]:
     """The files of a folder `model` or `optim`, by place."""
-    return {
-        RankCoordinates(int(match["pp"]), int(match["tp"]), int(match["dp"] or -1), int(match["ep"] or 0)): path
-        for match, path in matching(folder, _FILE)
-        if path.is_file()
-    }
+    return _by_place(folder, _FILE, dp=-1)
 
 
 def first_layout_files(folder: Path) -> dict[RankCoordinates, Path]:
     """The model files of the first layout: `tp_rank_00_pp_rank_00/checkpoint.pt`, or xser without a folder."""
-    return {
-        RankCoordinates(int(match["pp"] or 0), int(match["tp"])): file
-        for match, path in matching(folder, _FOLDER)
-        if (file := path / "checkpoint.pt" if path.is_dir() else path).is_file()
-    }
+    return _by_place(folder, _FOLDER)
 
 
 def first_layout_optimizers(folder: Path) -> dict[RankCoordinates, Path]:
     """The optimizer files `optim.dp_rank_00.tp_rank_00` of the first layout."""
-    return {
-        RankCoordinates(0, int(match["tp"]), int(match["dp"])): path
-        for match, path in matching(folder, _FIRST_OPTIMIZER)
-        if path.is_file()
-    }
+    return _by_place(folder, _FIRST_OPTIMIZER)
+
+
+def _by_place(folder: Path, pattern: re.Pattern[str], **unnamed: int) -> dict[RankCoordinates, Path]:
+    """The files whose names match, or that lie in such a folder; `unnamed` are coordinates that no number gives."""
+    found = {}
+    for match, path in matching(folder, pattern):
+        file = path / "checkpoint.pt" if path.is_dir() else path
+        numbers = {axis: int(number) for axis, number in match.groupdict().items() if number}
+        if file.is_file():
+            found[RankCoordinates(**(unnamed | numbers))] = file
+    return found
 
 
 def check_grid(files: dict[RankCoordinates, Path], where: Path) -> dict[str, int]:

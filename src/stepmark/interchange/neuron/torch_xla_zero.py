@@ -8,12 +8,10 @@ rank a file is of is the last number in its name.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stepmark.errors import CheckpointDamaged, CheckpointMismatch
-from stepmark.interchange.models.model_outline import ModelOutline
 from stepmark.interchange.neuron.optimizer import zero_states
 from stepmark.interchange.sources import plain
 from stepmark.interchange.sources.complete_state import files_beside, finish, fit_model, outline_for
@@ -22,7 +20,6 @@ from stepmark.interchange.sources.optimizer_names import agreed_names
 from stepmark.interchange.sources.state_dict_files import read_weights, without_prefix
 from stepmark.interchange.sources.torch_optimizer import name_groups, shapes_of, split_state_dict
 from stepmark.model_folder.model_files import has_weights
-from stepmark.sharding.layout import Shape
 from stepmark.tensor_files.global_tensor import GlobalTensor
 from stepmark.tensor_files.source_files import matching
 from stepmark.tensor_files.torch_file import read_saved
@@ -75,7 +72,12 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
                 f"{files[0]} numbers the parameters in the model's order, in which safetensors files are not; give the "
                 "model's config with --config, or import the model alone with --model-only"
             )
-        found.optimizer = _assembled(optimizers, outline, files[0], found, saved if in_order else None)
+        _, groups = split_state_dict(optimizers[0], str(files[0]))
+        shapes = shapes_of(optimizers[0].get("shape_info"), str(files[0]))
+        names = agreed_names(found, groups, shapes, files[0], outline, saved if in_order else None)
+        states = zero_states(optimizers, names, files[0], False, False, found.lost)
+        name_groups(groups, names)
+        found.optimizer = ForeignOptimizer(groups, states)
     found.step = next((contents[0][key] for key in plain.STEPS if type(contents[0].get(key)) is int), None)
     return finish(found, options, outline)
 
@@ -102,18 +104,3 @@ def _model(folder: Path, value: dict[str, Any], others: set[Path], found: Foreig
             "the model's; put the one of this step beside them, with a name such as model.pt"
         )
     return plain.model_in(plain.value_of(models[0], found), models[0], found.lost)
-
-
-def _assembled(
-    contents: list[dict[str, Any]],
-    outline: ModelOutline | None,
-    path: Path,
-    found: ForeignCheckpoint,
-    saved: Mapping[str, Shape] | None,
-) -> ForeignOptimizer:
-    _, groups = split_state_dict(contents[0], str(path))
-    shapes = shapes_of(contents[0].get("shape_info"), str(path))
-    names = agreed_names(found, groups, shapes, path, outline, saved)
-    states = zero_states(contents, names, path, False, False, found.lost)
-    name_groups(groups, names)
-    return ForeignOptimizer(groups, states)

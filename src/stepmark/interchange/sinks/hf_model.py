@@ -11,11 +11,13 @@ from stepmark.model_folder.new_folder import WritingListener, check_out
 from stepmark.model_folder.output_files import MAX_SHARD, DataFile, copied_files, model_files, tensor_file, write_folder
 from stepmark.tensor_files.strided import as_written
 
-SAFE = "safetensors"
-
 
 def write_model_folder(
-    source: ForeignCheckpoint, out: Path, listener: WritingListener, max_shard: int = MAX_SHARD, form: str = SAFE
+    source: ForeignCheckpoint,
+    out: Path,
+    listener: WritingListener,
+    max_shard: int = MAX_SHARD,
+    form: str = "safetensors",
 ) -> int:
     """Writes the folder, its model in files of this form, of at most `max_shard` bytes; returns the tensors' bytes.
 

@@ -5,25 +5,23 @@ from __future__ import annotations
 import json
 import random
 import struct
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from stepmark.checkpoint.format.manifest import MASTER
+from stepmark.errors import CheckpointMismatch
+from stepmark.interchange.models.model_class import outline_of
 from stepmark.interchange.models.model_outline import CONFIG, ModelOutline
-from stepmark.interchange.sinks.export_plan import (
-    ExportOptions,
-    ExportPlan,
-    in_order,
-    optimizer_of,
-    outline_for,
-    weights_in_full_precision,
-)
+from stepmark.interchange.sinks.export_plan import ExportOptions, ExportPlan, optimizer_of
 from stepmark.interchange.sinks.imported_state import trainer_state_bytes
 from stepmark.interchange.sources.foreign import ForeignCheckpoint
 from stepmark.interchange.sources.optimizer_names import NAMES
-from stepmark.model_folder.adapted_model import ADAPTER_WEIGHTS
+from stepmark.interchange.sources.peft_adapter import adapter_outline
+from stepmark.model_folder.adapted_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from stepmark.model_folder.output_files import MAX_SHARD, DataFile, copied_files, model_files, tensor_file, torch_file
 from stepmark.tensor_files.global_tensor import GlobalTensor, StoredArray
 from stepmark.tensor_files.source_files import read_json
@@ -38,9 +36,9 @@ _CONTROL = ("should_epoch_stop", "should_evaluate", "should_log", "should_save",
 
 def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
     """The files of a `checkpoint-N` folder."""
-    optimizer_of(source)
-    outline = outline_for(source, options)
-    weights, masters = weights_in_full_precision(source)
+    groups = len(optimizer_of(source).groups)
+    outline = _outline(source, options)
+    weights, masters = _weights_in_full_precision(source)
     files = [tensor_file(ADAPTER_WEIGHTS, weights)] if source.adapter else model_files(weights, MAX_SHARD)
     found = ExportPlan(files, notes=[_MASTERS] if masters else [])
     found.files += copied_files(source.files, without=(CONFIG,))
@@ -57,13 +55,62 @@ def plan(source: ForeignCheckpoint, options: ExportOptions) -> ExportPlan:
     state["stateful_callbacks"]["TrainerControl"] = {"args": dict.fromkeys(_CONTROL, False), "attributes": {}}
     found.files.append(torch_file("rng_state.pth", _random_states(source)))
     found.files.append(DataFile("trainer_state.json", (json.dumps(state, indent=2, sort_keys=True) + "\n").encode()))
-    groups = len(optimizer_of(source).groups)
     if groups != 2:
         found.notes.append(
             f"the optimizer has {groups} group{'s' if groups > 1 else ''} of parameters, and Trainer makes two; give "
             "it your optimizer (optimizers=)"
         )
     return found
+
+
+def _outline(source: ForeignCheckpoint, options: ExportOptions) -> ModelOutline:
+    """The model of the checkpoint's config, compared with its tensors.
+
+    Raises CheckpointMismatch where there is no config, or it is of another model.
+    """
+    if source.adapter:
+        outline = adapter_outline(source.folder, options.config, len(source.model))
+        _compare(source, outline, source.folder / ADAPTER_CONFIG)
+        optimizer_of(source).rename({live: name for name, live in outline.live.items()})  # to those of the tensors
+        return outline
+    path = options.config or source.files.get(CONFIG)
+    if path is None:
+        raise CheckpointMismatch(
+            f"{source.folder} has no {CONFIG}, from which the order of the parameters follows, which this format "
+            "numbers; give the model's with --config"
+        )
+    outline = outline_of(path, len(source.model))
+    _compare(source, outline, path)
+    source.files[CONFIG] = path
+    return outline
+
+
+def _compare(source: ForeignCheckpoint, outline: ModelOutline, path: Path) -> None:
+    for name, shape in outline.parameters.items():
+        tensor = source.model.get(name)
+        if tensor is None or tensor.shape != shape:
+            found = "missing" if tensor is None else list(tensor.shape)
+            raise CheckpointMismatch(
+                f"{source.folder}: tensor {name!r} is {found}, and {list(shape)} in the {outline.architecture} of "
+                f"{path}"
+            )
+
+
+def _in_order(names: Sequence[str], order: dict[str, Any], source: ForeignCheckpoint) -> list[str]:
+    """Parameters in the model's order. Raises CheckpointMismatch for one that the model does not have."""
+    other = next((name for name in names if name not in order), None)
+    if other is not None:
+        raise CheckpointMismatch(f"{source.folder}: the optimizer has {other!r}, which is no parameter of the model")
+    positions = {name: number for number, name in enumerate(order)}
+    return sorted(names, key=lambda name: positions[name])
+
+
+def _weights_in_full_precision(source: ForeignCheckpoint) -> tuple[dict[str, GlobalTensor], bool]:
+    """The model, with fp32 master weights in place of what they were rounded to; and whether there are any."""
+    states = source.optimizer.states if source.optimizer is not None else {}
+    found = {name: states.get(name, {}).get(MASTER, tensor) for name, tensor in source.model.items()}
+    replaced = any(found[name] is not tensor for name, tensor in source.model.items())
+    return {name: replace(tensor, name=name) for name, tensor in found.items()}, replaced
 
 
 def numbered(source: ForeignCheckpoint, outline: ModelOutline) -> dict[str, Any]:
@@ -73,7 +120,7 @@ def numbered(source: ForeignCheckpoint, outline: ModelOutline) -> dict[str, Any]
     state: dict[int, dict[str, Any]] = {}
     number = 0
     for group in optimizer.groups:
-        names = in_order(group["params"], outline.parameters, source)
+        names = _in_order(group["params"], outline.parameters, source)
         named = {NAMES: names} if len(optimizer.groups) == 1 else {}  # Trainer's own order is that of two groups
         groups.append({**group, **named, "params": list(range(number, number + len(names)))})
         for name in names:

@@ -36,10 +36,7 @@ _LAST = re.compile(r"(?:^|\.)last_epoch\Z")
 _FUNCTION_OF_STEP = frozenset(
     {"base_lrs", "last_epoch", "verbose", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial"}
 )
-
-
-def recognize(folder: Path) -> bool:
-    return is_store(folder)
+recognize = is_store
 
 
 def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:

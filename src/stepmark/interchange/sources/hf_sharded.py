@@ -10,11 +10,11 @@ from stepmark.errors import CheckpointDamaged
 from stepmark.interchange.sources.complete_state import files_beside, finish, outline_for
 from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
 from stepmark.interchange.sources.name_map import renamed
-from stepmark.interchange.sources.state_dict_files import check_parts, read_files, read_weights, without_prefix
+from stepmark.interchange.sources.state_dict_files import read_files, read_weights, without_prefix
 from stepmark.model_folder.model_files import has_weights
 from stepmark.tensor_files.source_files import matching
 
-_SHARD = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors\Z")
+_SHARD = re.compile(r"(shard-(\d+)-model)-(\d+)-of-(\d+)\.safetensors\Z")
 
 
 def recognize(folder: Path) -> bool:
@@ -28,14 +28,14 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         found.model = without_prefix(read_weights(folder, found.records))
     else:
         shards = _shards(folder) or _shards(folder / "sharded")
-        check_parts(shards)
-        numbers = set(shards.values())
+        where = shards[0][1].parent
+        _check_parts(shards, where)
+        numbers = {int(match[2]) for match, _ in shards}
         missing = next((number for number in range(1, max(numbers) + 1) if number not in numbers), None)
         if missing is not None:
-            where = next(iter(shards)).parent
             raise CheckpointDamaged(f"{where}: the files of rank {missing} (shard-{missing:05d}-…) are missing")
         found.kind = "torch.distributed.checkpoint, Hugging Face shards"
-        found.model = without_prefix(read_files(shards, found.records))
+        found.model = without_prefix(read_files((path for _, path in shards), found.records))
         found.mesh = {"ranks": len(numbers)}
     found.lost.append("optimizer: the folder has none")
     found.model = renamed(found.model, options.names)
@@ -45,6 +45,15 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
     return finish(found, options, outline)
 
 
-def _shards(folder: Path) -> dict[Path, int]:
-    """The files, and the number of the rank that has written each."""
-    return {path: int(match[1]) for match, path in matching(folder, _SHARD)}
+def _shards(folder: Path) -> list[tuple[re.Match[str], Path]]:
+    """The files, with the number of the rank that has written each, of the file, and of the rank's files."""
+    return matching(folder, _SHARD)
+
+
+def _check_parts(shards: list[tuple[re.Match[str], Path]], where: Path) -> None:
+    """Raises CheckpointDamaged where a rank's file is missing."""
+    there = {(match[1], int(match[4]), int(match[3])) for match, _ in shards}
+    for stem, count in sorted({each[:2] for each in there}):
+        for number in range(1, min(count, 100_000) + 1):
+            if (stem, count, number) not in there:
+                raise CheckpointDamaged(f"{where}: {stem}-{number:05d}-of-{count:05d} is missing")

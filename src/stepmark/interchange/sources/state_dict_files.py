@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from stepmark.tensor_files.source_files import inside, read_json, read_safetenso
 from stepmark.tensor_files.torch_file import read_saved
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-_PART = re.compile(r"-(\d+)-of-(\d+)\.")
 
 
 def read_weights(folder: Path, records: list[Record]) -> dict[str, GlobalTensor]:
@@ -51,7 +50,12 @@ def read_files(paths: Iterable[Path], records: list[Record]) -> dict[str, Global
     """The tensors of several files; those of a DCP writer are shards, all others are complete."""
     pieces: dict[str, list[Piece]] = {}
     for path in paths:
-        arrays, offsets = _arrays_of(path, records)
+        offsets: dict[str, tuple[int, ...]] = {}
+        if path.suffix == ".safetensors":
+            arrays, metadata = read_safetensors(path)
+            offsets = _saved_offsets(path, metadata)
+        else:
+            arrays = _state_dict_of(path, records)
         for name, array in arrays.items():
             at = offsets.get(name, (0,) * len(array.shape))
             if len(at) != len(array.shape):
@@ -60,13 +64,6 @@ def read_files(paths: Iterable[Path], records: list[Record]) -> dict[str, Global
                 raise CheckpointDamaged(f"{path}: tensor {name!r} is in {pieces[name][0].array.path.name} as well")
             pieces.setdefault(name, []).append(Piece(array, at))
     return {clean_name(name): assembled(name, found) for name, found in pieces.items()}
-
-
-def _arrays_of(path: Path, records: list[Record]) -> tuple[Mapping[str, StoredArray], dict[str, tuple[int, ...]]]:
-    if path.suffix == ".safetensors":
-        arrays, metadata = read_safetensors(path)
-        return arrays, _saved_offsets(path, metadata)
-    return state_dict_of(path, records), {}
 
 
 def _saved_offsets(path: Path, metadata: Any) -> dict[str, tuple[int, ...]]:
@@ -81,7 +78,7 @@ def _saved_offsets(path: Path, metadata: Any) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def state_dict_of(path: Path, records: list[Record]) -> dict[str, StoredArray]:
+def _state_dict_of(path: Path, records: list[Record]) -> dict[str, StoredArray]:
     """The tensors of a torch.save file of a flat state dict. Raises CheckpointMismatch where it is something else."""
     value = read_saved(path, records)
     if not isinstance(value, dict) or not value:
@@ -113,19 +110,3 @@ def without_prefix(tensors: dict[str, GlobalTensor]) -> dict[str, GlobalTensor]:
     while tensors and all(name.startswith("module.") for name in tensors):
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     return tensors
-
-
-def check_parts(paths: Iterable[Path]) -> None:
-    """Raises CheckpointDamaged where a file of `…-00001-of-00003` is missing."""
-    counts: dict[tuple[str, int], set[int]] = {}
-    some: dict[tuple[str, int], Path] = {}
-    for path in paths:
-        match = _PART.search(path.name)
-        if match:
-            key = (path.name[: match.start()], int(match[2]))
-            counts.setdefault(key, set()).add(int(match[1]))
-            some[key] = path
-    for (stem, count), numbers in counts.items():
-        missing = next((number for number in range(1, min(count, 100_000) + 1) if number not in numbers), None)
-        if missing is not None:
-            raise CheckpointDamaged(f"{some[stem, count].parent}: {stem}-{missing:05d}-of-{count:05d} is missing")

@@ -125,19 +125,8 @@ def _optimizer(folder: Path, found: ForeignCheckpoint, outline: ModelOutline | N
         found.lost.append("optimizer: the folder has no optimizer.pt")
         return None
     state, groups = split_state_dict(read_saved(path, found.records), str(path))
-    return whole_optimizer(state, groups, _names(state, groups, found, outline, path), path)
-
-
-def _names(
-    state: dict[Any, dict[str, Any]],
-    groups: list[dict[str, Any]],
-    found: ForeignCheckpoint,
-    outline: ModelOutline | None,
-    path: Path,
-) -> dict[Any, str]:
-    """Each key of a parameter in the groups to its name."""
     if (named := own_names(groups)) is not None:
-        return named
+        return whole_optimizer(state, groups, named, path)
     if outline is None:
         raise CheckpointMismatch(
             f"{path} numbers the parameters, and their order follows from the model's {CONFIG}, which is not in the "
@@ -146,7 +135,8 @@ def _names(
     shapes = {key: shape for key, one in state.items() if (shape := state_shape(one))}
     _check_version(found, outline, path)
     tool = TRAINER if found.kind.startswith(TRAINER) else None
-    return dict(agreed_names(found, groups, shapes, path, outline, None, tool=tool))
+    names = agreed_names(found, groups, shapes, path, outline, None, tool=tool)
+    return whole_optimizer(state, groups, names, path)
 
 
 def _check_version(found: ForeignCheckpoint, outline: ModelOutline, path: Path) -> None:
