@@ -28,8 +28,10 @@ print(json.dumps({name: value for name, value in os.environ.items() if name.star
         ({"ACCELERATE_USE_CPU": "true"}, Asked(cpu=True)),
     ],
 )
-def test_what_the_variables_ask_for(variables: dict[str, str], asked: Asked) -> None:
-    assert asked_by_accelerate(variables) == asked
+def test_what_the_variables_ask_for(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], asked: Asked) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert asked_by_accelerate() == asked
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stepmark.cli.supervised_run import describe_samples
+from stepmark.cli.supervised_run import SupervisedRun
 from stepmark.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -120,7 +120,7 @@ def test_where_a_steps_samples_are(samples: int, after: dict[str, Any], first: t
 
 def test_samples_of_a_mixture_are_named_by_their_place() -> None:
     after = {"dataset_size": 16, "seed": 42, "order": "mixture-1-shuffled-abc", "epoch": 1, "samples": 12}
-    assert describe_samples(StepPlace.of(5, 4, after)) == "samples 9 to 12 of the mixture's epoch 1"
+    assert SupervisedRun.describe(StepPlace.of(5, 4, after)) == "samples 9 to 12 of the mixture's epoch 1"
 
 
 def test_a_loader_of_the_users_gives_the_step_alone() -> None:

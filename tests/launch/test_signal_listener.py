@@ -158,8 +158,6 @@ def test_a_signal_that_is_forwarded_as_well_is_one_ctrl_c() -> None:
     assert not interrupts.again()
     time.sleep(2 * SAME_PRESS)
     assert interrupts.again()
-    interrupts.forget()
-    assert not interrupts.again()
 
 
 def run_signalled(program: str, *numbers: int, pause: float = 0.5) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.launch.supervisor import _Ranks
+from stepmark.launch.supervisor import ForwardedSignals, _Ranks
 from stepmark.liveness.failure_report import SECRET
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -24,9 +24,11 @@ def test_a_signal_before_the_ranks_are_started_reaches_them(tmp_path: Path, numb
     command = [sys.executable, "-m", "stepmark", "--help"] if number == signal.SIGINT else SLEEP
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ranks = _Ranks(command, 2, str(tmp_path), listener, 5.0, resumable=True, unblocks_sigint=True)
-        ranks.forward(number)
+        signals = ForwardedSignals()
+        signals.forward(number, None)
         ranks.start()
-        ranks.wait()
+        with signals.to(ranks):
+            ranks.wait()
     assert {process.returncode for process in ranks._processes} == {-number}
     assert ranks.interrupted([])
 

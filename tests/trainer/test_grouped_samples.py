@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from stepmark import PadTo, Trainer, TrainingArguments
-from stepmark.cli.supervised_run import describe_samples
+from stepmark.cli.supervised_run import SupervisedRun
 from stepmark.errors import UsageError
 from stepmark.launch.step_board import GROUPED, StepPlace
 from tests.support.programs import LENGTH, checksum, tiny_model
@@ -118,4 +118,4 @@ def test_the_samples_of_a_failed_step_are_told_by_their_place() -> None:
     state = {"dataset_size": 41, "samples": 12, "epoch": 1, "seed": 42, "order": "grouped-1 shuffled-1"}
     place = StepPlace.of(14, 4, state)
     assert place.shuffled == GROUPED
-    assert describe_samples(place) == "samples 9 to 12 of epoch 1, which is grouped by length"
+    assert SupervisedRun.describe(place) == "samples 9 to 12 of epoch 1, which is grouped by length"

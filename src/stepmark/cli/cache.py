@@ -36,7 +36,7 @@ def run(parsed: argparse.Namespace) -> int:
         chosen = [entry for entry in entries if entry.state not in PROTECTED]
     elif parsed.retry_failed:  # which the compiler tries again once they have gone
         chosen = [entry for entry in entries if entry.state == FAILED]
-    gone = chosen if parsed.dry_run else delete(chosen)
+    gone = chosen if parsed.dry_run else [entry for entry in chosen if delete(entry)]
     left = [entry for entry in entries if entry not in gone]
     if parsed.json:
         shown = {"folder": str(folder), "entries": [_to_json(each) for each in left]}

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from stepmark.checkpoint.places import Copied
 
 HELP = "copy a run, or one checkpoint, between folders and object storage, and verify every checksum on the way"
 
@@ -29,12 +25,8 @@ def run(parsed: argparse.Namespace) -> int:
         raise UsageError(f"{parsed.destination}: name the run's folder, which checkpoints keep their names in")
     with BytesProgress("copying") as listener:
         for copied in copy(source, destination, step, begin=listener.begin, advance=listener.advance):
-            _show(destination.address, copied)
+            what = f"checkpoint-{copied.step}" if copied.step is not None else "beside checkpoints"
+            files = f"{copied.files} file{'s' if copied.files != 1 else ''}"
+            how = f"{copied.sent / 1e6:,.1f} MB copied" if copied.sent else "there already"
+            print(f"{destination.address}: {what}: {files}, {how}", flush=True)
     return 0
-
-
-def _show(destination: str, copied: Copied) -> None:
-    what = f"checkpoint-{copied.step}" if copied.step is not None else "beside checkpoints"
-    files = f"{copied.files} file{'s' if copied.files != 1 else ''}"
-    how = f"{copied.sent / 1e6:,.1f} MB copied" if copied.sent else "there already"
-    print(f"{destination}: {what}: {files}, {how}", flush=True)

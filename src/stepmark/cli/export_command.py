@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from stepmark.errors import UsageError
 from stepmark.filesystem.local_paths import NEWEST
 from stepmark.liveness.gc_pause import without_collection
-
-if TYPE_CHECKING:
-    from stepmark.interchange.sinks.export_plan import ExportOptions
 
 TAKES = {"source": NEWEST}
 HELP = "write a checkpoint in the format of another tool, which can continue training from it"
@@ -31,27 +28,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON")
 
 
-def options_of(parsed: argparse.Namespace) -> ExportOptions:
-    """What the user asks for. Raises UsageError for an option that the format does not have."""
-    from stepmark.cli.import_command import config_file
-    from stepmark.errors import UsageError
-    from stepmark.interchange.sinks.export_plan import ExportOptions
-
-    if parsed.titan and parsed.to != "dcp":
-        raise UsageError(f"--titan is for --to dcp, and has no meaning for {parsed.to}")
-    return ExportOptions(parsed.titan, config_file(parsed.config))
-
-
 @without_collection()
 def run(parsed: argparse.Namespace) -> int:
     """Exports and reports it; returns 0. Raises StepmarkError; then nothing was written."""
+    from stepmark.cli.import_command import config_file
     from stepmark.cli.progress import BytesProgress
     from stepmark.config.quiet_libraries import leave_out_torch_xla
     from stepmark.interchange.export_checkpoint import export_checkpoint
+    from stepmark.interchange.sinks.export_plan import ExportOptions
 
     leave_out_torch_xla()
+    if parsed.titan and parsed.to != "dcp":
+        raise UsageError(f"--titan is for --to dcp, and has no meaning for {parsed.to}")
+    options = ExportOptions(parsed.titan, config_file(parsed.config))
     with BytesProgress("exporting") as listener:
-        done = export_checkpoint(parsed.source, parsed.out, parsed.to, options_of(parsed), listener)
+        done = export_checkpoint(parsed.source, parsed.out, parsed.to, options, listener)
     if parsed.json:
         body = {"source": str(done.checkpoint), "to": parsed.to, "out": str(parsed.out), "step": done.step}
         print(json.dumps({**body, "bytes": done.size, "notes": done.notes, "lost": done.lost}, indent=2))

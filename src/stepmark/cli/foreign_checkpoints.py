@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints
+from stepmark.checkpoint.format.manifest import MANIFEST, VALUES
+from stepmark.cli.import_command import config_file, lines, summary
+from stepmark.config.quiet_libraries import leave_out_torch_xla
+from stepmark.errors import CheckpointDamaged, CheckpointMismatch, UsageError
 from stepmark.liveness.gc_pause import without_collection
 from stepmark.trainer.telemetry.progress import aligned
 
@@ -16,9 +22,6 @@ if TYPE_CHECKING:
 
 def is_foreign(path: Path) -> bool:
     """Whether the path is a checkpoint of another tool, and neither ours nor a run with checkpoints of ours."""
-    from stepmark.checkpoint.format.checkpoint_folders import checkpoints
-    from stepmark.checkpoint.format.manifest import MANIFEST, VALUES
-
     files = [folder / name for folder in (path, *checkpoints(path)) for name in (MANIFEST, VALUES)]
     if not path.exists() or any(file.is_file() for file in files):
         return False
@@ -29,11 +32,6 @@ def is_foreign(path: Path) -> bool:
 
 def _open(path: Path, config: Path | None) -> ForeignCheckpoint:
     """Opens it; without its optimizer where that needs the model's config."""
-    from dataclasses import replace
-
-    from stepmark.cli.import_command import config_file
-    from stepmark.config.quiet_libraries import leave_out_torch_xla
-    from stepmark.errors import CheckpointMismatch
     from stepmark.interchange.recognition import open_foreign
     from stepmark.interchange.sources.foreign import ImportOptions
 
@@ -51,8 +49,6 @@ def _open(path: Path, config: Path | None) -> ForeignCheckpoint:
 
 def show_foreign(path: Path, config: Path | None, as_json: bool) -> int:
     """Prints what a checkpoint of another tool holds; returns 0. Raises CheckpointError."""
-    from stepmark.cli.import_command import lines, summary
-
     found = _open(path, config)
     if as_json:
         tensors = [
@@ -75,7 +71,6 @@ def verify_foreign(path: Path, config: Path | None, as_json: bool) -> int:
 
     Raises CheckpointMismatch where the files alone do not tell.
     """
-    from stepmark.errors import CheckpointDamaged
     from stepmark.interchange.sinks.stepmark_checkpoint import verify_records
 
     problem, size, kind = None, 0, "unknown"
@@ -103,10 +98,7 @@ def consolidate_foreign(parsed: argparse.Namespace, max_shard: int) -> int:
 
     Raises UsageError for options of our own checkpoints, and as that command does.
     """
-    from stepmark.cli.import_command import lines
     from stepmark.cli.progress import BytesProgress
-    from stepmark.config.quiet_libraries import leave_out_torch_xla
-    from stepmark.errors import CheckpointMismatch, UsageError
     from stepmark.interchange.recognition import open_foreign
     from stepmark.interchange.sinks.hf_model import write_model_folder
     from stepmark.interchange.sources.foreign import ImportOptions

@@ -8,11 +8,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepmark.errors import UsageError
 from stepmark.filesystem.local_paths import OBJECTS
 from stepmark.liveness.gc_pause import without_collection
 
 if TYPE_CHECKING:
-    from stepmark.interchange.sources.foreign import ForeignCheckpoint, ImportOptions
+    from stepmark.interchange.sources.foreign import ForeignCheckpoint
 
 TAKES = {"source": OBJECTS}
 HELP = "convert a checkpoint of another tool to a Stepmark checkpoint, or to a Hugging Face model folder"
@@ -35,21 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON")
 
 
-def options_of(parsed: argparse.Namespace) -> ImportOptions:
-    """What the user says about the source. Raises UsageError."""
-    from stepmark.interchange.sources.foreign import ImportOptions
-    from stepmark.interchange.sources.name_map import read_map
-
-    config = config_file(parsed.config)
-    names = read_map(parsed.map) if parsed.map is not None else []
-    given = {"tag": parsed.tag, "model_only": parsed.model_only, "heads": parsed.heads, "frozen": parsed.frozen}
-    return ImportOptions(config=config, names=names, **given)
-
-
 def config_file(config: Path | None) -> Path | None:
     """The file that --config names. Raises UsageError where there is none."""
-    from stepmark.errors import UsageError
-
     path = config / "config.json" if config is not None and config.is_dir() else config
     if path is not None and not path.is_file():
         raise UsageError(f"--config: there is no {path}; name a model's config.json, or its folder")
@@ -64,9 +52,13 @@ def run(parsed: argparse.Namespace) -> int:
     from stepmark.interchange.recognition import open_foreign
     from stepmark.interchange.sinks.hf_model import write_model_folder
     from stepmark.interchange.sinks.stepmark_checkpoint import write_checkpoint
+    from stepmark.interchange.sources.foreign import ImportOptions
+    from stepmark.interchange.sources.name_map import read_map
 
     leave_out_torch_xla()
-    found = open_foreign(parsed.source, options_of(parsed))
+    config, names = config_file(parsed.config), read_map(parsed.map) if parsed.map is not None else []
+    given = {"tag": parsed.tag, "model_only": parsed.model_only, "heads": parsed.heads, "frozen": parsed.frozen}
+    found = open_foreign(parsed.source, ImportOptions(config=config, names=names, **given))
     as_model = parsed.model_only or (found.adapter and found.optimizer is None)
     with BytesProgress("importing") as listener:
         write = write_model_folder if as_model else write_checkpoint

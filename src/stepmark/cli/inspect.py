@@ -12,11 +12,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepmark.checkpoint.format.checkpoint_folders import checkpoints, find_checkpoints, step_of
+from stepmark.checkpoint.format.dtypes import item_size
+from stepmark.checkpoint.format.manifest import MANIFEST, MODEL, WRITTEN, Manifest, TensorEntry, read_manifest
+from stepmark.errors import CheckpointDamaged, CheckpointNotFound
 from stepmark.filesystem.local_paths import RECORDS
 from stepmark.trainer.telemetry.progress import aligned
 
 if TYPE_CHECKING:
-    from stepmark.checkpoint.format.manifest import Manifest, TensorEntry
     from stepmark.report.history import History
 
 TAKES = {"checkpoint": RECORDS}
@@ -35,10 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Prints the checkpoint or the run; returns 0. Raises CheckpointNotFound or CheckpointDamaged. Of
     another tool's checkpoint it shows what can be told without its model's config."""
-    from stepmark.checkpoint.format.checkpoint_folders import checkpoints, find_checkpoints
-    from stepmark.checkpoint.format.manifest import MANIFEST, read_manifest
     from stepmark.cli.foreign_checkpoints import is_foreign, show_foreign
-    from stepmark.errors import CheckpointNotFound
 
     if is_foreign(parsed.checkpoint):
         return show_foreign(parsed.checkpoint, parsed.config, parsed.json)
@@ -64,8 +64,6 @@ def _written(checkpoint: Path, manifest: Manifest) -> list[str]:
     """The names under which `save_pretrained` writes what it changes in the model; none where state.json is corrupted,
     which `stepmark verify` says."""
     from stepmark.checkpoint.format.integrity import read_values
-    from stepmark.checkpoint.format.manifest import MODEL, WRITTEN
-    from stepmark.errors import CheckpointDamaged
 
     with contextlib.suppress(CheckpointDamaged):
         form = read_values(checkpoint, manifest).get(MODEL, {}).get(WRITTEN, {})
@@ -74,8 +72,6 @@ def _written(checkpoint: Path, manifest: Manifest) -> list[str]:
 
 
 def _bytes(tensor: TensorEntry) -> int:
-    from stepmark.checkpoint.format.dtypes import item_size
-
     return math.prod(tensor.shape) * item_size(tensor.dtype)
 
 
@@ -198,7 +194,6 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 def summarize(history: History) -> dict[str, Any]:
     """The state, progress, newest log, best evaluation and checkpoints; None where something is unknown."""
-    from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
     from stepmark.report.summary import end_of_run, recent_median, unit_of
 
     status, started = history.status, history.started

@@ -6,7 +6,6 @@ import argparse
 import json
 from typing import Any
 
-from stepmark.config.fields import Field
 from stepmark.config.recipe import DO_TRAIN, Recipe, all_fields, is_switch, read_recipe, sections
 from stepmark.config.unknown_fields import unknown_fields
 from stepmark.launch.rank_count import int_or_auto
@@ -35,14 +34,10 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
             counted: dict[str, Any] = {"nargs": "?", "const": "true"} if is_switch(field.name) else several
             metavar = field.type_name.replace(" | None", "").replace(" | ", "|").upper()
             names = [f"--{field.name}", *(["--accept-changes"] if field.name == "accept_changes" else [])]
-            group.add_argument(*names, metavar=metavar, help=_help(field), **counted)
+            choices = f"{', '.join(field.choices)}; " if field.choices else ""
+            told = f"{field.help.text} ({choices}default: {field.default_text}; example: {field.help.example})"
+            group.add_argument(*names, metavar=metavar, help=told.replace("%", "%%"), **counted)
     parser.add_argument(f"--{DO_TRAIN}", nargs="?", const="true", help=argparse.SUPPRESS)
-
-
-def _help(field: Field) -> str:
-    choices = f"{', '.join(field.choices)}; " if field.choices else ""
-    line = f"{field.help.text} ({choices}default: {field.default_text}; example: {field.help.example})"
-    return line.replace("%", "%%")
 
 
 def _explain_unknown(argument: str) -> str:

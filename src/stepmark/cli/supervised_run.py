@@ -10,6 +10,7 @@ from pathlib import Path
 from stepmark.checkpoint.format.checkpoint_folders import checkpoints, step_of
 from stepmark.checkpoint.format.manifest import save_of
 from stepmark.config.recipe import Recipe
+from stepmark.filesystem.printable import listed
 from stepmark.launch.rank_count import RankCount
 from stepmark.launch.step_board import GROUPED, MIXED, StepPlace
 from stepmark.liveness.console import keep_console
@@ -18,28 +19,9 @@ from stepmark.trainer.run_folder.memory_snapshots import newest_snapshot
 from stepmark.trainer.run_folder.run_log import RESTARTING, RunLog
 from stepmark.trainer.run_folder.status import FAILED, INTERRUPTED, RESTART_DELAY, RUNNING, RunStatus
 
-_SHOWN = 8  # samples that an error names
-
-
-def describe_samples(place: StepPlace) -> str:
-    """The samples of a step, by their indices in the training data."""
-    from stepmark.data.loader.order import sample_order
-
-    last = place.first + place.samples
-    if place.shuffled == MIXED:
-        return f"samples {place.first + 1} to {last} of the mixture's epoch {place.epoch}"
-    if place.shuffled == GROUPED:
-        return f"samples {place.first + 1} to {last} of epoch {place.epoch}, which is grouped by length"
-    order = sample_order(place.size, place.seed, place.epoch, bool(place.shuffled))
-    indices = order[place.first : place.first + place.samples].tolist()
-    shown = ", ".join(map(str, indices[:_SHOWN])) + (f" and {len(indices) - _SHOWN} more" * (len(indices) > _SHOWN))
-    return f"samples {shown} of the training data (epoch {place.epoch})"
-
 
 class SupervisedRun:
     """See `stepmark.launch.restarts.RestartedRun`. Create it before the ranks start; `command` is that of a rank."""
-
-    describe = staticmethod(describe_samples)
 
     def __init__(self, recipe: Recipe, command: Sequence[str]) -> None:
         self._args, self._command, self._began = recipe.training, list(command), time.time()
@@ -63,6 +45,20 @@ class SupervisedRun:
         # Where the run began from a named checkpoint there may be later ones, which it was to leave behind.
         newest = str(saved[0]) if isinstance(named, str) else "true"
         return [*self._command, "--resume_from_checkpoint", newest]
+
+    @staticmethod
+    def describe(place: StepPlace) -> str:
+        """The samples of a step, by their indices in the training data."""
+        from stepmark.data.loader.order import sample_order
+
+        last = place.first + place.samples
+        if place.shuffled == MIXED:
+            return f"samples {place.first + 1} to {last} of the mixture's epoch {place.epoch}"
+        if place.shuffled == GROUPED:
+            return f"samples {place.first + 1} to {last} of epoch {place.epoch}, which is grouped by length"
+        order = sample_order(place.size, place.seed, place.epoch, bool(place.shuffled))
+        shown = listed([str(index) for index in order[place.first : last].tolist()])
+        return f"samples {shown} of the training data (epoch {place.epoch})"
 
     def waiting(self, failure: str, step: int, what: str, seconds: float) -> None:
         log = self._log()

@@ -19,6 +19,7 @@ from stepmark.launch.world import World
 from stepmark.liveness.failure_report import REPORTS, FailureReport, keep_failure
 from stepmark.liveness.gc_pause import quick_imports
 from stepmark.runtime.hardware import count_devices
+from stepmark.runtime.xla_environment import extracting_graphs
 
 HELP = "train a model from a recipe"
 ENDS_AT_SIGNALS = True  # with exit code 75, from its first instruction on
@@ -29,7 +30,6 @@ def run(parsed: argparse.Namespace) -> int:
     follow_supervisor()
     from stepmark.recipe.early_checks import check_early
     from stepmark.recipe.used_recipe import check_not_moved
-    from stepmark.runtime.xla_environment import extracting_graphs
 
     recipe = recipe_of(parsed)
     if parsed.min_nproc is not None and (parsed.nproc is None or not recipe.training.max_restarts):
@@ -56,7 +56,6 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _train(recipe: Recipe) -> int:
-    from stepmark.runtime.xla_environment import extracting_graphs
     from stepmark.trainer.interruption.run_end import ending_outside_training
 
     if extracting_graphs():  # the device returns placeholders, so there is nothing to train

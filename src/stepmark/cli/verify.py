@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stepmark.cli.fetched import AS_IT_IS
 from stepmark.cli.inspect import CONFIG_HELP
@@ -50,31 +50,16 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _end(found: Iterable[VerifyReport], as_json: bool) -> int:
+    """Prints each report as it comes, or as JSON all of them; returns the exit code."""
     reports = []
     for report in found:
-        reports.append(report)
+        count = len(report.faults)
+        told = {"path": str(report.path), "step": report.step, "bytes": report.size, "good": not count}
+        reports.append({**told, "faults": [asdict(fault) for fault in report.faults]})
+        good = f"good, {report.size / 1e6:.1f} MB read"
+        state = f"corrupted, {count} fault{'s' if count > 1 else ''}" if count else good
         if not as_json:
-            _show(report)
+            print("\n".join([f"{report.path}: {state}", *(f"  {fault}" for fault in report.faults)]))
     if as_json:
-        print(json.dumps({"checkpoints": [_to_json(report) for report in reports]}, indent=2))
-    return 1 if any(report.faults for report in reports) else 0
-
-
-def _show(report: VerifyReport) -> None:
-    if not report.faults:
-        print(f"{report.path}: good, {report.size / 1e6:.1f} MB read")
-        return
-    count = len(report.faults)
-    print(f"{report.path}: corrupted, {count} fault{'s' if count > 1 else ''}")
-    for fault in report.faults:
-        print(f"  {fault}")
-
-
-def _to_json(report: VerifyReport) -> dict[str, Any]:
-    return {
-        "path": str(report.path),
-        "step": report.step,
-        "bytes": report.size,
-        "good": not report.faults,
-        "faults": [asdict(fault) for fault in report.faults],
-    }
+        print(json.dumps({"checkpoints": reports}, indent=2))
+    return 0 if all(report["good"] for report in reports) else 1

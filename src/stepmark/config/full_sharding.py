@@ -18,7 +18,6 @@ FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = STRATEGIES = (
     "hybrid_shard",
     "hybrid_shard_zero2",
 )
-SWITCHES = {"true": True, "false": False}
 RESHARD, REPLICAS, LAYERS = "reshard_after_forward", "dp_replicate_size", "transformer_layer_cls_to_wrap"
 # Options of transformers that say what is done in any case, with their only value.
 DONE_ANYWAY: dict[str, Any] = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_offload": False}
@@ -44,7 +43,7 @@ def full_sharding(fsdp: bool | str | None, config: Mapping[str, Any] | str | Non
     """What the two fields ask for; None where parameters are not sharded. Raises UsageError where a value or an option
     is unknown, or `fsdp_config` is set without `fsdp`."""
     words = fsdp.split() if isinstance(fsdp, str) else [FULL_SHARD] if fsdp else []
-    chosen = [FULL_SHARD if SWITCHES.get(word) else word for word in words if word not in ("auto_wrap", "false")]
+    chosen = [FULL_SHARD if word == "true" else word for word in words if word not in ("auto_wrap", "false")]
     options = _options(config)
     if not chosen:
         if options:

@@ -84,8 +84,7 @@ class PromptSampler:
             index = last[:, :, None].expand(-1, -1, logits.shape[-1])
             scores = logits.gather(1, index)[:, 0].float()
             if self._warpers is not None:
-                for warper in self._warpers:
-                    scores = warper(tokens, scores)
+                scores = self._warpers(tokens, scores)
                 (noise,) = runtime.place([torch.empty(scores.shape).exponential_(generator=generator)])
                 scores = scores - noise.log()
             chosen = scores.argmax(-1)
@@ -118,7 +117,7 @@ def visible(text: str) -> str:
     return "↵\n".join(lines) or "∅"
 
 
-def _warpers(options: Mapping[str, Any]) -> list[Any] | None:
+def _warpers(options: Mapping[str, Any]) -> Any | None:
     """transformers' warpers of logits in its order; None: greedy."""
     from transformers.generation import logits_process as warpers
 
@@ -130,4 +129,4 @@ def _warpers(options: Mapping[str, Any]) -> list[Any] | None:
         raise UsageError(f"sample_options: {told}")
     with explained(lambda error: UsageError(f"sample_options: {error}"), (ValueError, TypeError)):
         made = [getattr(warpers, f"{kinds[name]}LogitsWarper")(given[name]) for name in kinds if name in given]
-    return made if options.get("do_sample") else None
+    return warpers.LogitsProcessorList(made) if options.get("do_sample") else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stepmark.errors import UsageError
@@ -28,20 +27,19 @@ class Asked:
     cpu: bool = False
 
 
-def asked_by_accelerate(environment: Mapping[str, str] | None = None) -> Asked:
+def asked_by_accelerate() -> Asked:
     """Reads the variables that transformers' Trainer follows too.
 
     Raises:
         UsageError: A variable asks for something unsupported: another precision, torch.compile, or a sharding library.
     """
-    environment = os.environ if environment is None else environment
-    on = {name for name, value in environment.items() if value.lower() in _TRUE}
+    on = {name for name, value in os.environ.items() if value.lower() in _TRUE}
     refused = {name: remedy for name, remedy in _SWITCHES.items() if name in on}
-    if environment.get(_DYNAMO, "no").lower() not in ("", "no"):
+    if os.environ.get(_DYNAMO, "no").lower() not in ("", "no"):
         refused[_DYNAMO] = "leave the option out, and set torch_compile_backend"
-    precision = environment.get(_PRECISION, "no").lower()
+    precision = os.environ.get(_PRECISION, "no").lower()
     if precision not in ("", "no", "bf16", "fp16"):
         refused[_PRECISION] = "use bf16 or fp16"
     for name, remedy in refused.items():
-        raise UsageError(f"{name}={environment[name]}, as `accelerate launch` sets it, is not supported; {remedy}")
+        raise UsageError(f"{name}={os.environ[name]}, as `accelerate launch` sets it, is not supported; {remedy}")
     return Asked(bf16=precision == "bf16", fp16=precision == "fp16", cpu=_CPU in on)

@@ -43,10 +43,7 @@ def address_towards(other: str) -> str | None:
 def interface_of(address: str) -> str | None:
     """The network interface with this address; None if no interface of this machine has it."""
     wanted = _parse(address)
-    for _, name in socket.if_nameindex():
-        if wanted in _addresses(name):
-            return name
-    return None
+    return next((name for _, name in socket.if_nameindex() if wanted in _addresses(name)), None)
 
 
 def _addresses(interface: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:

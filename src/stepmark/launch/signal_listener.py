@@ -106,7 +106,7 @@ def conclude(seconds: float) -> None:
 def send_again(number: signal.Signals) -> None:
     """Sends this process a signal again that it has received, for the code after the run; it counts as a first one."""
     if _listener is not None:
-        _listener.interrupts.forget()
+        _listener.interrupts = Interrupts()
     os.kill(os.getpid(), number)
 
 
@@ -121,10 +121,6 @@ class Interrupts:
         if self._first is None:
             self._first = time.monotonic()
         return time.monotonic() - self._first > SAME_PRESS
-
-    def forget(self) -> None:
-        """The next one is the first again."""
-        self._first = None
 
 
 def program_handler(number: int) -> Any:

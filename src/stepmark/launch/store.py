@@ -77,7 +77,6 @@ def _tcp_store(world: World, timeout: timedelta, **serving: Any) -> dist.Store:
 
 def _wait_for_port(world: World, clock: JoinClock) -> tuple[str, str]:
     """Waits until the store's port is open. Returns the addresses of both ends of the connection, the server's last."""
-    problem = "no answer"
     while True:
         try:
             place = (world.master_address, world.master_port)

@@ -167,9 +167,9 @@ def _attempt(make: Callable[..., _Ranks], command: Sequence[str], nproc: int, si
     with _reports_folder() as reports, socket.create_server(("127.0.0.1", 0)) as listener:
         board = StepBoard(reports, nproc)
         ranks = make(command, nproc, reports, listener)
+        ranks.start()
+        listener.close()
         with signals.to(ranks):
-            ranks.start()
-            listener.close()
             ranks.wait()
         if not ranks.failed:
             return _Outcome(0)
@@ -224,9 +224,7 @@ class _Ranks:
     signal_grace: float
     resumable: bool
     unblocks_sigint: bool = False
-    _started: bool = False
     _secret: str = field(default_factory=lambda: secrets.token_hex(16))
-    _waiting: list[int] = field(default_factory=list)  # signals that arrived before all ranks were started
     _interrupts: Interrupts = field(default_factory=Interrupts)
     _at_once: float | None = None  # the deadline after a second SIGINT
     _signal_deadline: float | None = None
@@ -252,9 +250,6 @@ class _Ranks:
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._started = True
-        for number in self._waiting:
-            self.send(number)
 
     def _environment(self, rank: int) -> dict[str, str]:
         # Where a rank has failed, torch would print the C++ stack of every other one before the rank's error.
@@ -298,13 +293,10 @@ class _Ranks:
                     os.killpg(process.pid, signal.SIGKILL)
 
     def forward(self, number: int) -> None:
-        """Sends a signal to all ranks, once they are started, and limits the time in which they may exit."""
+        """Sends a signal to all ranks, and limits the time in which they may exit."""
         if number == signal.SIGINT and self._interrupts.again():
             self._at_once = time.monotonic() + AT_ONCE_SECONDS
-        if self._started:
-            self.send(number)
-        else:
-            self._waiting.append(number)
+        self.send(number)
         self.expect_end()
 
     def ended_at_once(self) -> bool:
@@ -368,7 +360,7 @@ class ForwardedSignals:
     def __init__(self) -> None:
         self.received: str | None = None
         self._ranks: _Ranks | None = None
-        self._early: list[int] = []  # signals that came before the ranks were started
+        self._early: list[int] = []  # signals that came before all ranks were started
 
     @contextlib.contextmanager
     def to(self, ranks: _Ranks) -> Iterator[None]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.filesystem import files
-from stepmark.filesystem.json_files import read_json
+from stepmark.filesystem.json_files import read_object
 from stepmark.filesystem.locks import try_lock, unlock
 from stepmark.liveness.running_time import CLOCK, Clock, Silence
 
@@ -162,12 +162,12 @@ def lock_verdict(path: Path) -> bool | None:
     own = _find_own(path)
     if own is not None:  # opening and closing it here would release its lock
         return own.process == os.getpid() or None
+    data = read_object(path)
+    if data.get("boot") != boot_id():
+        return None
     try:
-        data = read_json(path)
-        if data["boot"] != boot_id():
-            return None
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except (OSError, ValueError, KeyError, TypeError):
+    except OSError:
         return None
     try:
         free = try_lock(descriptor)
@@ -180,10 +180,7 @@ def lock_verdict(path: Path) -> bool | None:
 
 def host_of(path: Path) -> str | None:
     """The host name of the process that owns the file; None where the file does not contain it."""
-    try:
-        return str(read_json(path)["host"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return read_object(path).get("host")
 
 
 def is_here(path: Path) -> bool:

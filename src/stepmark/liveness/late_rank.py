@@ -105,8 +105,6 @@ class LateRank:
 
 def find_stuck(beats: Mapping[int, Beat], describe: Callable[[int], str]) -> LateRank | None:
     """The rank that is behind, if it has been in its phase for too long; `describe` names a rank and its host."""
-    if not beats:
-        return None
     first = min((beat.step, beat.order) for beat in beats.values())
     behind = [rank for rank in sorted(beats) if (beats[rank].step, beats[rank].order) == first]
     chosen = [rank for rank in behind if not beats[rank].waits] or behind

@@ -32,8 +32,7 @@ class TimedGroup:
 
         Raises CheckpointTimeout, which names the ranks that did not join, and CheckpointError if one is gone.
         """
-        values: list[Any] = self._bounded(lambda: self.group.all_gather(value), what, board)
-        return values
+        return self._bounded(lambda: self.group.all_gather(value), what, board)
 
     def ask_first(
         self, function: Callable[[], Any], what: str, timeout: float | None = None, board: StatusBoard | None = None

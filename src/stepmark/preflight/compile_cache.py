@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,13 +120,9 @@ def _is_locked(path: Path) -> bool:
 TRASH = ".trash-"
 
 
-def delete(entries: Sequence[CacheEntry]) -> list[CacheEntry]:
-    """Deletes entries, except those that another process has begun to write; returns the deleted ones."""
-    return [entry for entry in entries if _delete(entry)]
-
-
-def _delete(entry: CacheEntry) -> bool:
-    """Renames the entry first, so that no process finds a part of it; what cannot be removed keeps that name."""
+def delete(entry: CacheEntry) -> bool:
+    """Deletes an entry, unless another process has begun to write it; returns whether it is gone. It is renamed first,
+    so that no process finds a part of it; what cannot be removed keeps that name."""
     trash = entry.path.with_name(f"{TRASH}{uuid.uuid4().hex}")
     try:
         if read_entry(entry.path, entry.kind).state in PROTECTED:

@@ -12,7 +12,7 @@ from stepmark.checkpoint.format.checkpoint_folders import best_step, step_of
 from stepmark.checkpoint.format.integrity import check_integrity
 from stepmark.checkpoint.format.manifest import Manifest, read_manifest
 from stepmark.errors import CheckpointError
-from stepmark.report.history import History, number
+from stepmark.report.history import History
 from stepmark.trainer.run_folder.status import RUNNING, STUCK
 
 SMALL = 1 << 20  # bytes of a file whose checksum is read
@@ -57,7 +57,7 @@ def _last(history: History, kind: str) -> dict[int, dict[str, Any]]:
     """The last event of this kind for each step; of saves, only if the checkpoint was not quarantined since."""
     found: dict[int, dict[str, Any]] = {}
     for event in history.events:
-        step = number(event.get("step"))
+        step = event.get("step")
         if step is None:
             continue
         if event["event"] == kind:

@@ -97,7 +97,7 @@ class History:
 
     def of_kind(self, *kinds: str) -> list[Line]:
         """The events of these kinds, in order."""
-        return [event for event in self.events if event.get("event") in kinds]
+        return [event for event in self.events if event["event"] in kinds]
 
     @property
     def started(self) -> Line:
@@ -117,27 +117,26 @@ class History:
     @property
     def stuck(self) -> Line:
         """Which rank the others wait for, and where it is; empty if the status names none."""
-        found = self.status.get(STUCK)
-        return found if isinstance(found, dict) else {}
+        return self.status.get(STUCK) or {}
 
     @property
     def last_step(self) -> int | None:
         """The newest known step: of a run that has ended that of its status, which logs need not reach."""
-        last, told = self.logs[-1]["step"] if self.logs else None, number(self.status.get("step"))
+        last, told = self.logs[-1]["step"] if self.logs else None, self.status.get("step")
         return last if told is None or (last is not None and self.state not in ENDED) else told
 
     @property
     def last_update(self) -> float | None:
         """When the run last wrote anything, in seconds since 1970."""
         times = [self.status.get("time"), *(line.get("time") for line in [*self.logs[-1:], *self.events[-1:]])]
-        return max((time for time in times if isinstance(time, (int, float))), default=None)
+        return max((time for time in times if time is not None), default=None)
 
     @property
     def overdue(self) -> tuple[float, float] | None:
         """Of a run that is "running" and has written nothing for much longer than between its logs before: for how many
         seconds, and the longest time between two of the last logs; else None."""
-        lines, began = [self.started, *self.logs[-RECENT:]], time_of(self.started) or 0.0
-        times = [at for line in lines if (at := time_of(line)) is not None and at >= began]
+        lines, began = [self.started, *self.logs[-RECENT:]], self.started.get("time") or 0.0
+        times = [at for line in lines if (at := line.get("time")) is not None and at >= began]
         usual = max((after - before for before, after in pairwise(times)), default=0.0)
         age = time.time() - (self.last_update or math.inf)
         return (age, usual) if self.state == RUNNING and len(times) > 1 and age > max(3 * usual, FLOOR) else None
@@ -145,8 +144,8 @@ class History:
     @property
     def target_tokens(self) -> int | None:
         """Target tokens of the loss so far, by the newest line that has them."""
-        counts = [number(line.get("target_tokens")) for line in [*self.logs[-1:], *self.closing[-1:]]]
-        return max((count for count in counts if count is not None), default=None)
+        counts = [line.get("target_tokens") for line in [*self.logs[-1:], *self.closing[-1:]]]
+        return max((count for count in counts if isinstance(count, int)), default=None)
 
     @property
     def of_bytes(self) -> bool:
@@ -235,17 +234,12 @@ def read_history(folder: Path, *, recent: bool = False) -> History:
     if history.status.get("state") == RUNNING:
         history.liveness = read_liveness(folder) or read_process(history.status)
     events = read_lines(folder / EVENTS, (lambda line: b'"event": "save' not in line) if recent else bool)
-    history.events = [line for line in events if isinstance(line.get("event"), str)]
+    history.events = [line for line in events if line.get("event")]
     _sort_metrics(history, read_lines(folder / METRICS, (lambda line: b'"loss": ' not in line) if recent else bool))
     if recent and len(history.logs) < RECENT:  # the last ones may be farther from the end, if they were trained again
         return read_history(folder)
     _add_concurrent_evaluations(history, read_lines(folder / EVALUATIONS))
     return history
-
-
-def number(value: Any) -> int | None:
-    """The value if it is an integer, else None."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
@@ -263,12 +257,12 @@ def _sort_metrics(history: History, lines: Sequence[Line]) -> None:
             del evaluations[step]
 
     for line in lines:
-        step = number(line.get("step"))
+        step = line.get("step")
         if "resumed" in line:
             last = max(logs, default=None)
             resumptions.append((line, last, logs[last].get("time") if last is not None else None))
-            discard(number(line["resumed"]) or 0)
-            history.own = [own for own in history.own if own["step"] <= (number(line["resumed"]) or 0)]
+            discard(line["resumed"] or 0)
+            history.own = [own for own in history.own if own["step"] <= (line["resumed"] or 0)]
         elif step is not None and "loss" in line:
             if step in logs:
                 discard(step - 1)
@@ -301,12 +295,12 @@ def _add_concurrent_evaluations(history: History, lines: Sequence[Line]) -> None
     found: dict[tuple[str, int], EvaluationPoint] = {}
     failed: dict[int, Line] = {}
     for line in lines:
-        step, values = number(line.get("step")), _metrics_of(line)
+        step, values = line.get("step"), _metrics_of(line)
         if step is None:
             continue
         setup = str(line.get("setup", ""))
         if line.get("status", "done") == "done" and values:
-            found[setup, step] = EvaluationPoint(step, time_of(line), values, concurrent=True, setup=setup)
+            found[setup, step] = EvaluationPoint(step, line.get("time"), values, concurrent=True, setup=setup)
             failed.pop(step, None)
         elif line.get("status") == "failed":
             failed[step] = line
@@ -320,13 +314,13 @@ KILLED = "ended without a status"
 def _attempts(history: History, resumptions: Sequence[tuple[Line, int | None, float | None]]) -> list[Attempt]:
     """The processes of the run, one more than there are resumptions; each ended before the next started."""
     firsts = [*history.of_kind("started")[:1], *(history.lost[0][:1] if history.lost else []), *history.logs[:1]]
-    began_at = min((time for line in firsts if (time := time_of(line)) is not None), default=None)
-    begins = [began_at, *(time_of(line) for line, _, _ in resumptions)]
+    began_at = min((time for line in firsts if (time := line.get("time")) is not None), default=None)
+    begins = [began_at, *(line.get("time") for line, _, _ in resumptions)]
     lasts = [*((last, time) for _, last, time in resumptions), (history.last_step, history.last_update)]
     ends = [*begins[1:], math.inf]
     found = []
     for index, (began, (last, last_time), until) in enumerate(zip(begins, lasts, ends, strict=True)):
-        resumed = number(resumptions[index - 1][0].get("resumed")) if index else None
+        resumed = resumptions[index - 1][0]["resumed"] if index else None
         ended = _ending(history, began or 0.0, until if until is not None else math.inf)
         if ended is None and index < len(resumptions) and history.events:
             ended = KILLED
@@ -334,16 +328,11 @@ def _attempts(history: History, resumptions: Sequence[tuple[Line, int | None, fl
     return found
 
 
-def time_of(line: Line) -> float | None:
-    time = line.get("time")
-    return time if is_number(time) else None
-
-
 def _ending(history: History, began: float, until: float) -> str | None:
     """How a process that ran between these times reported its end."""
-    ends = [event for event in history.of_kind(*ENDED) if began <= (time_of(event) or 0.0) <= until]
+    ends = [event for event in history.of_kind(*ENDED) if began <= (event.get("time") or 0.0) <= until]
     if not ends:
-        asked = [event for event in history.of_kind("stopping") if began <= (time_of(event) or 0.0) <= until]
+        asked = [event for event in history.of_kind("stopping") if began <= (event.get("time") or 0.0) <= until]
         told = history.status.get("state") == INTERRUPTED or math.isfinite(until)
         return f"interrupted: {asked[-1].get('reason')}, before it stopped by itself" if asked and told else None
     return _told(ends[-1])
@@ -402,11 +391,11 @@ def read_attempts(history: History) -> list[AttemptRow]:
     ended = True  # what follows is of another attempt, begun or not
     for event in history.of_kind("started", RESTARTING, *ENDED):
         if event["event"] == "started":
-            found.append(AttemptRow(time_of(event), number(event.get("ranks")), number(event.get("step"))))
+            found.append(AttemptRow(event.get("time"), event.get("ranks"), event.get("step")))
         else:
             found += [AttemptRow()] if ended else []
             # The step 0 stands for none in what a supervisor writes.
-            found[-1] = replace(found[-1], last=number(event.get("step")) or None, ended=_told(event))
+            found[-1] = replace(found[-1], last=event.get("step") or None, ended=_told(event))
         ended = event["event"] == RESTARTING
     runs = history.state in (RUNNING, STUCK)
     if found and found[-1].ended is None:

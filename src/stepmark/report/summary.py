@@ -137,12 +137,6 @@ def recent_median(history: History, key: str) -> float | None:
     return values[len(values) // 2] if values else None
 
 
-def speed(history: History, key: str, form: str = "{:,.0f}") -> str:
-    """The median of a logged speed over the last logs, formatted."""
-    median = recent_median(history, key)
-    return text.NOTHING if median is None else form.format(median)
-
-
 def unit_of(history: History) -> str:
     """What the targets are. Where each sample has one, it is no token: the two rates are equal, but for runs of older
     versions, which read the clock twice."""
@@ -160,8 +154,9 @@ def _speed(history: History) -> list[tuple[str, str, str]]:
         ("tokens_per_second", f"{unit_of(history).capitalize()} per second", "{:,.0f}"),
         ("model_flops_utilization", "FLOPs utilization", "{:.1%}"),
     ):
-        if count := len(_recent(history, key)):
-            found.append((name, speed(history, key, form), f"median of {text.plural(count, 'log')}"))
+        if (median := recent_median(history, key)) is not None:
+            logs = text.plural(len(_recent(history, key)), "log")
+            found.append((name, form.format(median), f"median of {logs}"))
     return found
 
 
@@ -174,18 +169,14 @@ def _size(history: History) -> list[tuple[str, str, str]]:
         found.append(("Parameters", text.count(parameters), note))
     tokens = history.target_tokens
     if tokens:
-        found.append((f"{unit_of(history).capitalize()} seen", text.count(tokens), _tokens_note(history)))
+        known = max(line["step"] for line in [*history.logs[-1:], *history.closing[-1:]] if "target_tokens" in line)
+        up_to = "" if known == history.last_step else f", to step {known:,}"
+        found.append((f"{unit_of(history).capitalize()} seen", text.count(tokens), f"targets of the loss{up_to}"))
     left, update = history.status.get("eta_seconds"), history.status.get("time")
     if history.state == "running" and history.overdue is None and isinstance(left, (int, float)):
         end = f"about {text.moment(update + left)}" if isinstance(update, (int, float)) else "at the pace so far"
         found.append(("Time left", text.seconds(left), end))
     return found
-
-
-def _tokens_note(history: History) -> str:
-    known = max(line["step"] for line in [*history.logs[-1:], *history.closing[-1:]] if "target_tokens" in line)
-    up_to = "" if known == history.last_step else f", to step {known:,}"
-    return f"targets of the loss{up_to}"
 
 
 def commands(history: History) -> list[tuple[str, str]]:

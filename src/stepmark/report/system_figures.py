@@ -9,7 +9,7 @@ from pathlib import Path
 from stepmark.filesystem.files import files_in
 from stepmark.filesystem.json_files import read_lines
 from stepmark.report.figures import POINTS, Figure, line_of
-from stepmark.report.history import History, Line, number
+from stepmark.report.history import History, Line
 from stepmark.trainer.run_folder.run_log import SYSTEM, is_number
 
 RANKS = 8  # of one run, at most
@@ -49,7 +49,7 @@ def read_samples(folder: Path) -> dict[int, list[Line]]:
     found = {}
     for path in files_in(folder / SYSTEM, "rank-*.jsonl"):
         match = re.fullmatch(r"rank-(\d+)\.jsonl", path.name)
-        lines = [line for line in read_lines(path) if number(line.get("step")) is not None]
+        lines = [line for line in read_lines(path) if line.get("step") is not None]
         if match and lines:
             found[int(match[1])] = sorted(lines, key=lambda line: (line["step"], line.get("time") or 0.0))
     return found

@@ -18,7 +18,7 @@ from stepmark.report import text
 from stepmark.report.checkpoints import Checkpoint
 from stepmark.report.figures import total_seconds
 from stepmark.report.history import KILLED, History, best_of, names, read_attempts, short_names
-from stepmark.report.summary import STATES, recent_median, speed
+from stepmark.report.summary import STATES, recent_median
 from stepmark.report.templates import asset, color, words
 
 SHOWN_FIELDS = 8  # in which runs differ, as columns of their table
@@ -54,6 +54,7 @@ def run_table(histories: Sequence[History], colors: Sequence[int]) -> Table:
         best, last = history.best(), history.logs[-1] if history.logs else {}
         seconds = sum(total_seconds(history).values()) or None
         loss, parameters = last.get("loss"), history.started.get("parameters")
+        speed = recent_median(history, "tokens_per_second")
         best_cell = text.NOTHING if best is None else f"{text.value(best.value)} at step {best.step:,}"
         if best is not None and len(metrics) > 1:  # which cannot be compared
             best_cell = f"{best.metric.removeprefix('eval_')} {best_cell}"
@@ -68,7 +69,7 @@ def run_table(histories: Sequence[History], colors: Sequence[int]) -> Table:
                 *((_as_number(values[index]), values[index]) for values in fields.values()),
                 (history.last_step, _count(history.last_step)),
                 (history.target_tokens, text.count(history.target_tokens)),
-                (recent_median(history, "tokens_per_second"), speed(history, "tokens_per_second")),
+                (speed, text.NOTHING if speed is None else f"{speed:,.0f}"),
                 (parameters, text.count(parameters)),
                 (seconds, text.seconds(seconds)),
             ]
@@ -182,7 +183,7 @@ def _samples(history: History) -> list[tuple[int, str, str]]:
 
 
 OF_THE_FOLDER = ("output_dir", "run_name", "resume_from_checkpoint")  # differ between runs and say nothing about them
-FACTS = ("ranks", "mesh", "device", "device_model", "software")  # of the event "started"
+FACTS = ("ranks", "mesh", "device", "device_model")  # of the event "started"
 
 
 def read_configuration(history: History) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -228,10 +229,9 @@ def configuration_table(history: History) -> Table:
 def _facts(history: History) -> dict[str, Any]:
     """Where the run trained; names of software as `software torch`."""
     started = history.started
-    found = {name: started[name] for name in FACTS if name in started}
-    software = found.pop("software", None)
-    versions = software if isinstance(software, dict) else {}
-    return {**found, **{f"software {name}": version for name, version in versions.items()}}
+    versions = (started.get("software") or {}).items()
+    facts = {name: started[name] for name in FACTS if name in started}
+    return {**facts, **{f"software {name}": version for name, version in versions}}
 
 
 def _shown(value: Any) -> str:

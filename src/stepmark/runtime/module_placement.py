@@ -100,16 +100,9 @@ def agree_on_tensors(
             data = None if own is None else flat_bytes(own).numpy()
             value = torch.from_numpy(host.broadcast(data, source=group[0])).view(tensors[index].dtype)
             if host.rank in group:
-                _assign(tensors[index], value.view(tensors[index].shape), runtime)
+                where = runtime_for(tensors[index].device) if tensors[index].device.type == "cpu" else runtime
+                where.write(tensors[index], value.view(tensors[index].shape))
     return differ
-
-
-def _assign(tensor: Tensor, value: Tensor, runtime: Runtime) -> None:
-    if tensor.device.type == "cpu":
-        with torch.no_grad():
-            tensor.copy_(value)
-    else:
-        runtime.write(tensor, value)
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 
 from stepmark.errors import DeviceError
 from stepmark.runtime.hardware import neuron_device_present, tpu_present
@@ -68,6 +67,6 @@ def warn_not_saved(what: str) -> None:
     _warned = True
 
 
-def is_on(name: str, environment: Mapping[str, str] | None = None) -> bool:
+def is_on(name: str) -> bool:
     """Whether a variable is set to anything but 0, false or nothing."""
-    return (os.environ if environment is None else environment).get(name, "").lower() not in _OFF
+    return os.environ.get(name, "").lower() not in _OFF

@@ -30,16 +30,14 @@ STARTING = 600.0  # seconds that ranks which are started again may take until th
 class RunState:
     """The state of a run, as its folder shows it; polled."""
 
-    def __init__(self, run: Path, *, patience: float = STALE) -> None:
-        """`patience`: seconds without a heartbeat, while this process is running, after which a run whose status is
-        running counts as ended."""
+    def __init__(self, run: Path) -> None:
         self._run = run
         self._heartbeats = Leases(run)
-        self._patience = patience
         self._silent_since: float | None = None
 
     def ended(self) -> str | None:
-        """How the run has ended, in words; None while it is in progress or has not begun."""
+        """How the run has ended, in words; None while it is in progress or has not begun. One whose status is running
+        counts as ended after STALE seconds without a heartbeat, in which this process was running."""
         if any(map(self._heartbeats.alive, heartbeat_files(self._run))):  # of a process that owns the folder
             self._silent_since = None
             return None
@@ -49,7 +47,7 @@ class RunState:
         if status.state in ENDED:
             return status.state
         delay = status.restart_delay
-        patience = self._patience + (0.0 if delay is None else delay + STARTING)
+        patience = STALE + (0.0 if delay is None else delay + STARTING)
         self._silent_since = self._silent_since or running_time()
         if running_time() - self._silent_since < patience:
             return None

@@ -113,9 +113,18 @@ class Watcher:
         if any(outcome.again for outcome in outcomes) and outcomes[0].there:
             time.sleep(RETRY_AFTER)
             outcomes = self._host.all_gather(self._try(checkpoint))
-        if self.recorder is not None and found is not None:
-            self._record(self.recorder, found, outcomes)
-            self._scheduler.release()
+        if self.recorder is None or found is None:
+            return
+        problem = next((outcome.problem for outcome in outcomes if outcome.problem is not None), None)
+        metrics = outcomes[0].metrics
+        if problem is None and metrics is not None:
+            where = {"device": self.mesh.runtime.name, "world_size": self._host.size}
+            self.recorder.record(found, EVALUATED, {**metrics, **where})
+        elif not outcomes[0].there:
+            self.recorder.record(found, SKIPPED, {"reason": "it was deleted while it was being read"})
+        else:
+            self.recorder.record(found, FAILED, {"reason": problem})
+        self._scheduler.release()
 
     def _try(self, checkpoint: Path) -> _EvaluationOutcome:
         assert self._setup is not None
@@ -125,16 +134,3 @@ class Watcher:
             logger.debug("%s", checkpoint, exc_info=True)
             again = isinstance(error, CheckpointError) and not isinstance(error, CheckpointMismatch)
             return _EvaluationOutcome(None, str(error), again, checkpoint.is_dir())
-
-    def _record(
-        self, recorder: EvaluationRecorder, found: EvaluationRecord, outcomes: list[_EvaluationOutcome]
-    ) -> None:
-        problem = next((outcome.problem for outcome in outcomes if outcome.problem is not None), None)
-        metrics = outcomes[0].metrics
-        if problem is None and metrics is not None:
-            where = {"device": self.mesh.runtime.name, "world_size": self._host.size}
-            recorder.record(found, EVALUATED, {**metrics, **where})
-        elif not outcomes[0].there:
-            recorder.record(found, SKIPPED, {"reason": "it was deleted while it was being read"})
-        else:
-            recorder.record(found, FAILED, {"reason": problem})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
 import socket
 import subprocess
@@ -64,15 +65,16 @@ def test_a_wrong_recipe_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "cannot be read" in capsys.readouterr().err
 
 
-def test_variables_that_narrow_tensors_fail_on_xla_only() -> None:
+def test_variables_that_narrow_tensors_fail_on_xla_only(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"XLA_USE_BF16": "1", "PJRT_DEVICE": "CPU", "CUDA_LAUNCH_BLOCKING": "1", "XLA_DOWNCAST_BF16": "0"}
-    on_xla = statuses(list(look_at_variables("xla", found)))
+    monkeypatch.setattr(os, "environ", found)
+    on_xla = statuses(list(look_at_variables("xla")))
     assert on_xla == {
         "PJRT_DEVICE": Status.OK,
         "XLA_USE_BF16": Status.FAILURE,
         "CUDA_LAUNCH_BLOCKING": Status.WARNING,
     }
-    assert statuses(list(look_at_variables("cpu", found)))["XLA_USE_BF16"] == Status.WARNING
+    assert statuses(list(look_at_variables("cpu")))["XLA_USE_BF16"] == Status.WARNING
 
 
 def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

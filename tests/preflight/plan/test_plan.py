@@ -39,6 +39,7 @@ HUGE = {
     "vocab_size": 128256,
 }
 PARAMETERS = 70.55e9
+UNUSED: Any = None  # the size and the setup of a plan whose settings alone matter
 
 
 def recipe_in(folder: Path, **fields: Any) -> Recipe:
@@ -122,7 +123,7 @@ def test_the_cheapest_settings_that_fit_are_chosen(tmp_path: Path) -> None:
     order: list[tuple[bool, bool, int, int]] = []
     while near:
         options = [RankMemory(own, impossible="too large"), *(RankMemory(each, fitting) for each in near[1:])]
-        chosen = Plan("", 0, 0, 4, DEVICES["cuda"], 10, 32, 2, 1, options, 0, 0, []).chosen
+        chosen = Plan("", UNUSED, UNUSED, 10, 2, 1, options, 0, 0, []).chosen
         if chosen is None:
             break
         args = chosen.args
@@ -209,7 +210,7 @@ def test_steps_of_epochs_need_the_data(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_model_is_planned_without_its_tokenizer(tmp_path: Path) -> None:
     plan = plan_own(recipe_in(tmp_path, tokenizer_name=str(tmp_path / "nothing")), 1)
     assert "configuration's own vocabulary" in plan.notes[0]
-    assert plan.parameters > 50257 * 16
+    assert plan.size.elements > 50257 * 16
 
 
 def test_planned_checkpoint_is_the_one_that_is_written(ranks: Ranks, tmp_path: Path) -> None:
@@ -233,7 +234,7 @@ def test_planned_checkpoints_are_those_of_the_run(
     """A run saves at its last step, too."""
     recipe = recipe_in(tmp_path, max_steps=steps, save_steps=interval, save_strategy=strategy)
     own = RankMemory(recipe.training)
-    assert Plan("", 0, 0, 1, DEVICES["cpu"], None, 32, 2, steps, [own], 0, 0, []).saves == expected
+    assert Plan("", UNUSED, UNUSED, None, 2, steps, [own], 0, 0, []).saves == expected
 
 
 def test_a_setting_fits_with_room_for_what_is_not_counted() -> None:
@@ -326,8 +327,8 @@ def test_an_adapter_alone_has_gradients_and_is_saved(tmp_path: Path) -> None:
     adapted = plan_own(recipe_in(tmp_path, **base, peft="lora", lora_r=4), 1)
     assert adapted.model_class == complete.model_class
     added = 2 * 4 * (4 * (32 + 32) + 3 * (32 + 64))  # layers, rank, inputs and outputs of all linear layers
-    assert adapted.parameters == complete.parameters + added
-    assert (adapted.model_bytes, complete.model_bytes) == (4 * added, 4 * complete.parameters)
+    assert adapted.size.elements == complete.size.elements + added
+    assert (adapted.model_bytes, complete.model_bytes) == (4 * added, 4 * complete.size.elements)
     assert adapted.optimizer_bytes == pytest.approx(8 * added, rel=0.05)
     assert adapted.own.trace.usage is not None
     assert adapted.own.trace.usage["optimizer"] == pytest.approx(8 * added, rel=0.05)
@@ -345,5 +346,5 @@ def test_of_experts_the_active_parameters_are_told(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path, config_name="mixtral", config_overrides={**sizes, **experts})
     with mock.patch.object(planning, "neighbours", lambda args, ranks: [args]):
         found = plan_recipe(recipe, 2)
-    assert found.parameters - found.active == 3 * 3 * 8 * 16
-    assert f"({found.active / found.parameters:.1%} active for a token)" in to_text(found)
+    assert found.size.elements - found.size.active == 3 * 3 * 8 * 16
+    assert f"({found.size.active / found.size.elements:.1%} active for a token)" in to_text(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from stepmark.preflight.doctor.machine import (
 )
 from stepmark.preflight.doctor.shared_folder import look_at_folder, look_at_place
 from stepmark.runtime.compile_cache import NEURON_FLAGS, without_cache_folder
+from stepmark.runtime.mesh import spread_of_experts
 from stepmark.runtime.versions import PACKAGES, refused_peft, software_versions
 
 MARKS = {Status.OK: " ", Status.WARNING: "?", Status.FAILURE: "!"}
@@ -123,7 +123,7 @@ def look_at_graphs(path: str, recipe: Recipe) -> Iterator[Finding]:
 def fewest_ranks(recipe: Recipe) -> int:
     """The smallest number of ranks that the recipe's mesh allows."""
     training = recipe.training
-    spread = training.expert_parallel_size // math.gcd(training.expert_parallel_size, training.tensor_parallel_size)
+    spread = spread_of_experts(training.expert_parallel_size, training.tensor_parallel_size)
     replicas = max(2 if training.zero_1 else 1, spread)
     return training.tensor_parallel_size * training.pipeline_parallel_size * replicas
 

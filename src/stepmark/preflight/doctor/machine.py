@@ -11,7 +11,7 @@ import resource
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -170,20 +170,20 @@ ENVIRONMENT = "environment"
 VARIABLES = Path(__file__).with_name("variables.csv")
 
 
-def look_at_variables(device: str, environment: Mapping[str, str] | None = None) -> Iterator[Finding]:
+def look_at_variables(device: str) -> Iterator[Finding]:
     """`device`: the device type of the run."""
-    found = os.environ if environment is None else environment
+    found = os.environ
     with VARIABLES.open(encoding="utf-8", newline="") as table:
         harms = {row["name"]: row["harm"] for row in csv.DictReader(table)}
     for name, harm in harms.items():
         if name in found and not harm:
             yield Finding(ENVIRONMENT, name, found[name], values={"value": found[name]})
     for name, remedy in TYPE_OVERRIDES.items():
-        if is_on(name, found):
+        if is_on(name):
             text = f"{found[name]}: torch_xla stores tensors in a narrower type than their dtype; {remedy}"
             yield Finding(ENVIRONMENT, name, text, Status.FAILURE if device == "xla" else Status.WARNING)
     for name, harm in harms.items():
-        if harm and is_on(name, found):
+        if harm and is_on(name):
             yield Finding(ENVIRONMENT, name, f"{found[name]}: {harm}; unset it", Status.WARNING)
     if found.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
         text = "DETAIL: every collective is checked with another one; unset it"

@@ -70,12 +70,9 @@ class Plan:
 
     Attributes:
         model_class: The model's class.
-        parameters: Of the complete model.
-        active: Those that one token goes through: of a mixture not all experts.
-        ranks: All ranks.
-        device: What is planned for.
+        size: Of the complete model.
+        setup: The ranks and their device, the tokens in a sample, and the recipe's own settings.
         device_memory: Bytes of each device; None: nothing is said about what fits.
-        block_size: Tokens in a sample.
         samples_per_step: Over all ranks.
         steps: Of the complete run; None if that depends on data that was not counted.
         options: The recipe's own settings, then others.
@@ -84,12 +81,9 @@ class Plan:
     """
 
     model_class: str
-    parameters: int
-    active: int
-    ranks: int
-    device: PlannedDevice
+    size: ModelSize
+    setup: StepSetup
     device_memory: int | None
-    block_size: int
     samples_per_step: int
     steps: int | None
     options: Sequence[RankMemory]
@@ -99,7 +93,7 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.samples_per_step * self.block_size
+        return self.samples_per_step * self.setup.length
 
     @property
     def tokens(self) -> int | None:
@@ -114,7 +108,7 @@ class Plan:
     def staging_bytes(self) -> int:
         """Bytes of host memory that each rank copies a checkpoint to, on average. A lazy device passes complete
         tensors, one at a time, beside that."""
-        return -(-self.checkpoint_bytes // self.ranks)
+        return -(-self.checkpoint_bytes // self.setup.ranks)
 
     @property
     def saves(self) -> int | None:
@@ -191,12 +185,9 @@ def plan_recipe(recipe: Recipe, ranks: int, device_memory: int | None = None, *,
     optimizer = 0 if args.save_only_model else round(counted.trained * options[0].trace.saved_per_element)
     return Plan(
         model_class,
-        counted.elements,
-        counted.active,
-        ranks,
-        device,
+        counted,
+        setup,
         device_memory,
-        block_size,
         batch,
         steps,
         options,

@@ -82,10 +82,8 @@ def period_of(config: Any) -> int | None:
         return None
     lists = [value for value in config.to_dict().values() if _is_by_layer(value, depth)]
     kinds = [str(kind) for kind in zip(*lists, strict=True)] if lists else [""] * depth
-    for period in range(1, depth // 2 + 1):
-        if all(kinds[layer] == kinds[layer % period] for layer in range(depth)):
-            return period
-    return None
+    periods = range(1, depth // 2 + 1)
+    return next((each for each in periods if all(kinds[at] == kinds[at % each] for at in range(depth))), None)
 
 
 FEW, MORE = 3, 4  # micro-batches that are traced of gpipe, which keeps the activations of all

@@ -27,11 +27,11 @@ def to_text(plan: Plan) -> str:
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    billions = plan.parameters / 1e9
-    count = f"{billions:.3f} billion" if billions >= 0.1 else f"{plan.parameters:,}"
-    active = f" ({plan.active / plan.parameters:.1%} active for a token)" if plan.active < plan.parameters else ""
+    size, billions = plan.size, plan.size.elements / 1e9
+    count = f"{billions:.3f} billion" if billions >= 0.1 else f"{size.elements:,}"
+    active = f" ({size.active / size.elements:.1%} active for a token)" if size.active < size.elements else ""
     yield f"model       {plan.model_class}, {count} parameters{active}, {plan.own.args.dtype}"
-    yield f"ranks       {plan.ranks}: {_mesh(plan, plan.own)}; device {plan.device.name}"
+    yield f"ranks       {plan.setup.ranks}: {_mesh(plan, plan.own)}; device {plan.setup.device.name}"
     if plan.own.stages:
         yield f"pipeline    {_pipeline(plan.own)}"
     steps = "unknown (max_steps, or --count-data, tells)" if plan.steps is None else f"{plan.steps:,}"
@@ -134,9 +134,9 @@ def _conclusion(plan: Plan) -> Iterator[str]:
     yield "`rows x micro`: rows of a micro-batch and micro-batches of a step, so that a step has the same samples."
     if any(option.stages for option in plan.options):
         yield "`largest`, `bubble`: the pipeline rank that needs this memory; the share of a step in which ranks wait."
-    if plan.device.lazy:
+    if plan.setup.device.lazy:
         yield "On xla the compiler decides: it is planned as if operations ran one by one, without fused attention."
-    if plan.device.name == "cpu":
+    if plan.setup.device.name == "cpu":
         yield "On the CPU these are the tensors. glibc's heap can keep several times that (see MALLOC_MMAP_THRESHOLD_)."
     yield from plan.notes
     if plan.device_memory is None:
@@ -166,7 +166,7 @@ def _mesh(plan: Plan, option: RankMemory) -> str:
 
 def _axes(plan: Plan, option: RankMemory) -> dict[str, int]:
     tensor, stages = option.args.tensor_parallel_size, option.args.pipeline_parallel_size
-    axes = {"pp": stages, "dp": plan.ranks // (tensor * stages), "tp": tensor}
+    axes = {"pp": stages, "dp": plan.setup.ranks // (tensor * stages), "tp": tensor}
     experts = option.args.expert_parallel_size
     return {**axes, "ep": experts} if experts > 1 else axes
 
@@ -179,12 +179,12 @@ def to_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values, sizes in bytes."""
     return {
         "model": plan.model_class,
-        "parameters": plan.parameters,
-        "active_parameters": plan.active,
-        "ranks": plan.ranks,
-        "device": plan.device.name,
+        "parameters": plan.size.elements,
+        "active_parameters": plan.size.active,
+        "ranks": plan.setup.ranks,
+        "device": plan.setup.device.name,
         "device_memory": plan.device_memory,
-        "block_size": plan.block_size,
+        "block_size": plan.setup.length,
         "steps": plan.steps,
         "tokens_per_step": plan.tokens_per_step,
         "tokens": plan.tokens,
