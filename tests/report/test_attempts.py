@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stepmark.report.history import KILLED, AttemptRow, read_attempts, read_history
+from stepmark.report.history import KILLED, Attempt, read_attempts, read_history
 from stepmark.report.page import write_report
 from stepmark.report.tables import attempt_table, event_table
 from tests.report.test_history import log, write
@@ -40,11 +40,11 @@ def test_every_attempt_has_a_row(tmp_path: Path) -> None:
     ]
     history = read_history(written(tmp_path, events, "done"))
     assert read_attempts(history) == [
-        AttemptRow(10.0, 2, 0, 4, "failed: rank 1: <killed>"),
-        AttemptRow(None, None, None, None, "failed: rank 0: no device"),
-        AttemptRow(20.0, 2, 2, None, KILLED),
-        AttemptRow(30.0, 3, 4, 7, "interrupted: SIGTERM"),
-        AttemptRow(40.0, 2, 7, 9, "done"),
+        Attempt(10.0, 2, 0, 4, "failed: rank 1: <killed>"),
+        Attempt(None, None, None, None, "failed: rank 0: no device"),
+        Attempt(20.0, 2, 2, None, KILLED),
+        Attempt(30.0, 3, 4, 7, "interrupted: SIGTERM"),
+        Attempt(40.0, 2, 7, 9, "done"),
     ]
     assert next(row[-1] for row in attempt_table(history).rows) == "failed: rank 1: <killed>"
     assert "failed: rank 1: &lt;killed&gt;" in write_report(tmp_path).read_text()

@@ -55,7 +55,7 @@ def test_steps_that_appear_again_count_once(run: Path) -> None:
     assert [line["loss"] for line in history.logs[5:]] == [0.5] * 4
     assert [[line["step"] for line in lost] for lost in history.lost] == [[6, 7]]
     assert [(each.step, dict(each.values)) for each in history.evaluations] == [(5, {"eval_loss": 3.0})]
-    assert [(one.resumed, one.last, one.ended) for one in history.attempts] == [(None, 7, None), (5, 9, None)]
+    assert [(one.first, one.last, one.ended) for one in history.attempts] == [(None, 7, None), (5, 9, None)]
     found = [(mark.kind, mark.step, mark.until) for mark in marks([history])]
     assert found == [("lost", 5, 7), ("resumed", 5, None)]
 

@@ -103,7 +103,7 @@ def marks(histories: Sequence[History]) -> list[Mark]:
 
 
 def _of_resumption(history: History, run: int, before: Attempt, after: Attempt) -> list[Mark]:
-    resumed, origin = after.resumed or 0, origin_of(history)
+    resumed, origin = after.first or 0, origin_of(history)
     found = []
     if before.last is not None and before.last > resumed:
         label = f"steps {resumed + 1} to {before.last} were trained again"

@@ -45,20 +45,22 @@ class EvaluationPoint:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One process of the run: the step it resumed from (None: the first process; 0: from the beginning), when it
-    started, its last log, and how it ended (None: still running, or unknown)."""
+    """One attempt to train; None: unknown. `began` is in seconds since 1970, `ranks` their number, `first` the step
+    from which it trained, `last` the one where it ended, with its last log at `last_time`; `ended` says how, None while
+    it is running."""
 
-    resumed: int | None
-    began: float | None
-    last: int | None
-    last_time: float | None
-    ended: str | None
+    began: float | None = None
+    ranks: int | None = None
+    first: int | None = None
+    last: int | None = None
+    ended: str | None = None
+    last_time: float | None = None
 
     @property
     def origin(self) -> str:
-        """What the run did when this process, not its first, began."""
-        if self.resumed:
-            return f"resumed from checkpoint-{self.resumed}"
+        """What the run did when this attempt, not its first, began."""
+        if self.first:
+            return f"resumed from checkpoint-{self.first}"
         return "restarted from scratch, without a checkpoint"
 
 
@@ -324,7 +326,7 @@ def _attempts(history: History, resumptions: Sequence[tuple[Line, int | None, fl
         ended = _ending(history, began or 0.0, until if until is not None else math.inf)
         if ended is None and index < len(resumptions) and history.events:
             ended = KILLED
-        found.append(Attempt(resumed, began, last, last_time, ended))
+        found.append(Attempt(began, first=resumed, last=last, ended=ended, last_time=last_time))
     return found
 
 
@@ -373,27 +375,15 @@ def best_of(histories: Sequence[History]) -> int | None:
     return min(found)[1] if comparable else None
 
 
-@dataclass(frozen=True)
-class AttemptRow:
-    """One attempt; None: unknown. `began` is in seconds since 1970, `ranks` their number, `first` the step from which
-    it trained and `last` the one where it ended."""
-
-    began: float | None = None
-    ranks: int | None = None
-    first: int | None = None
-    last: int | None = None
-    ended: str | None = None
-
-
-def read_attempts(history: History) -> list[AttemptRow]:
+def read_attempts(history: History) -> list[Attempt]:
     """The attempts in order. One that did not get as far as training is known if it was the supervisor's."""
-    found: list[AttemptRow] = []
+    found: list[Attempt] = []
     ended = True  # what follows is of another attempt, begun or not
     for event in history.of_kind("started", RESTARTING, *ENDED):
         if event["event"] == "started":
-            found.append(AttemptRow(event.get("time"), event.get("ranks"), event.get("step")))
+            found.append(Attempt(event.get("time"), event.get("ranks"), event.get("step")))
         else:
-            found += [AttemptRow()] if ended else []
+            found += [Attempt()] if ended else []
             # The step 0 stands for none in what a supervisor writes.
             found[-1] = replace(found[-1], last=event.get("step") or None, ended=_told(event))
         ended = event["event"] == RESTARTING

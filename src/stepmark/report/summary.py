@@ -114,7 +114,7 @@ def tiles(history: History, checkpoints: Sequence[Checkpoint]) -> list[tuple[str
         found.append(("Checkpoints", f"{len(complete)}", newest))
     resumed = len(history.attempts) - 1
     if resumed > 0:
-        again = sum(max((before.last or 0) - (after.resumed or 0), 0) for before, after in history.resumptions())
+        again = sum(max((before.last or 0) - (after.first or 0), 0) for before, after in history.resumptions())
         times = "once" if resumed == 1 else f"{resumed} times"
         found.append(("Resumed", times, f"{text.plural(again, 'step')} trained again"))
     return found + _goodput(history)

@@ -356,27 +356,24 @@ class GraphCollectives(LazyAxis):
     device data, never a constant of the graph."""
 
     def __init__(self, runtime: Runtime, rank: int, size: int, groups: list[list[int]] | None = None) -> None:
+        from stepmark.runtime import xla
+
         super().__init__(runtime, rank, size)
-        self._groups = groups
+        self._groups, self._xla = groups, xla
 
     def _recorded(self, operations: Iterator[Tensor]) -> list[Tensor]:
         """Records operations, which are recorded as they are asked for."""
         return list(operations)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Reduction = "sum") -> list[Tensor]:
-        from stepmark.runtime.xla import all_reduce_in_graph
-
-        return self._recorded(all_reduce_in_graph(tensor, op, self._groups) for tensor in tensors)
+        return self._recorded(self._xla.all_reduce_in_graph(tensor, op, self._groups) for tensor in tensors)
 
     def all_gather(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
-        from stepmark.runtime.xla import all_gather_in_graph
-
-        return self._recorded(all_gather_in_graph(tensor, dim, self._groups) for tensor in tensors)
+        return self._recorded(self._xla.all_gather_in_graph(tensor, dim, self._groups) for tensor in tensors)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], dim: int = 0) -> list[Tensor]:
-        from stepmark.runtime.xla import reduce_scatter_in_graph
-
-        return self._recorded(reduce_scatter_in_graph(tensor, dim, self.size, self._groups) for tensor in tensors)
+        scatter = self._xla.reduce_scatter_in_graph
+        return self._recorded(scatter(tensor, dim, self.size, self._groups) for tensor in tensors)
 
 
 class BridgeCollectives(LazyAxis):

@@ -62,9 +62,6 @@ class SimulatedRuntime(EagerRuntime):
     def seed(self, value: int) -> None:
         """Draws nothing, so there is nothing to seed."""
 
-    def current_seed(self) -> int:
-        return 0
-
     def generator_state(self) -> Tensor:
         return torch.zeros(GENERATOR_STATE, dtype=torch.uint8)
 
