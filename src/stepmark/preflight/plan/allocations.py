@@ -61,7 +61,7 @@ class AllocationTracker(TorchDispatchMode):
         result = function(*arguments, **(keywords or {}))
         self._summed = None
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not is_dtensor(leaf):
+            if isinstance(leaf, Tensor) and not is_dtensor(leaf) and not leaf.is_meta:
                 self._see(leaf.untyped_storage())
         # Autograd accumulates gradients, of several uses of a tensor, or of its parts, in place if it holds the only
         # reference to the sum, but never with fake tensors. Checkpointed forward passes, which run within a backward
