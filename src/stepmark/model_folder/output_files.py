@@ -94,7 +94,7 @@ class ArchivesFile:
 
     @property
     def size(self) -> int:
-        return sum(archive.tensor_bytes for archive, _ in self.archives)
+        return sum(place.tensor.nbytes for archive, at in self.archives for place in archive.places(at))
 
     def write(self, path: Path, write_tensors: WriteTensors) -> None:
         with FileOutput(path, self.length) as output:

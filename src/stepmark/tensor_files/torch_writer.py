@@ -207,10 +207,6 @@ class TorchArchive:
             self.size = self._records[-1].start + self._records[-1].size
         self.size += len(self._directory())
 
-    @property
-    def tensor_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor, _, _ in self.places())
-
     def places(self, base: int = 0) -> list[WrittenTensor]:
         """Where its tensors go in a file in which the archive begins at byte `base`."""
         return [

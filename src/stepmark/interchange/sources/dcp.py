@@ -58,7 +58,7 @@ def open_checkpoint(folder: Path, options: ImportOptions) -> ForeignCheckpoint:
         if found.optimizer is None:
             found.lost.append("optimizer: the store has none")
     found.lost += _others(store)
-    if torchtitan.recognize(found) and not options.names:
+    if torchtitan.EMBEDDING in found.model and not options.names:
         found = torchtitan.converted(found, outline)
     found.schedule = _schedule(store)
     return finish(found, options, outline)

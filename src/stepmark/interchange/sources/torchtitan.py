@@ -40,10 +40,6 @@ _IN_LAYER = {
 }
 
 
-def recognize(found: ForeignCheckpoint) -> bool:
-    return EMBEDDING in found.model
-
-
 def converted(found: ForeignCheckpoint, outline: ModelOutline | None) -> ForeignCheckpoint:
     """The checkpoint with Hugging Face's names and rotary rows.
 
