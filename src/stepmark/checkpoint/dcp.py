@@ -165,6 +165,7 @@ class _Saver(Checkpointer):
             if other != str(path):
                 raise UsageError(f"checkpoint_id: {path} on this rank is {other} on rank {rank}; save to one folder")
         self.folder, self._address = saving_folder(path), address
+        state.compared = self._group.size > 1
         step = int((_NUMBER.search(path.name) or "0")[0])
         try:
             handle = self.save(step, state, files=lambda _: _check_replaceable(path), block=False)

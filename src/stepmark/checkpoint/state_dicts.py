@@ -135,6 +135,8 @@ class SavedStateDict(StateDict):
     with names of parameters, as torch's get_optimizer_state_dict() gives them.
     """
 
+    compared = False  # with those of other ranks
+
     def sections(self) -> list[Section]:
         """The sections; the values of each hold the prefix that its names have in the state dict."""
         rest = self.leaves()
@@ -160,22 +162,29 @@ class SavedStateDict(StateDict):
         encoded = sections[name].encode(values, (_REST,))
         sections[name].values = {"prefix": "", "value": encoded, KINDS: kinds}
         for section in sections.values():  # replicas of DTensors are the same; of others, buffers may differ
-            section.values[SAMPLES] = samples = {}
-            for key in sorted(section.entries.keys() - section.dtensors.keys()):
+            for key in section.entries.keys() - section.dtensors.keys():
                 entry = section.entries[key]
                 section.entries[key] = entry._replace(first=entry.tensor.nbytes <= CHECKSUM_BLOCK or ANY_ONE)
-                samples[key] = _sample(entry.tensor)
+        if self.compared:
+            _add_samples(sections.values())
         return list(sections.values())
 
 
-def _sample(tensor: Tensor) -> str:
-    """The checksum of a small tensor, and of one element in every so many of a larger one. On lazy devices, which would
-    compile a graph for each shape, there is none."""
-    if tensor.device.type == "xla":
-        return ""
-    flat = tensor.detach().flatten()
-    sample: Any = host_array(flat_bytes(flat[:: max(1, flat.numel() // SAMPLED)].cpu()))
-    return block_checksum(sample)
+def _add_samples(sections: Iterable[Section]) -> None:
+    """Checksums of small tensors that no mesh divides, and of one element in every so many of larger ones. There is one
+    copy from each device, which waits for it, and none from lazy ones, which would compile a graph for each shape."""
+    found: dict[torch.device, list[tuple[dict[str, str], str, Tensor]]] = {}
+    for section in sections:
+        section.values[SAMPLES] = samples = dict[str, str]()
+        for key in sorted(section.entries.keys() - section.dtensors.keys()):
+            flat = section.entries[key].tensor.detach().flatten()
+            sample = flat_bytes(flat[:: max(1, flat.numel() // SAMPLED)])
+            found.setdefault(flat.device, []).append((samples, key, sample))
+    for device, each in found.items():
+        if device.type != "xla":
+            whole = torch.cat([sample for *_, sample in each]).cpu().split([len(sample) for *_, sample in each])
+            for (samples, key, _), sample in zip(each, whole, strict=True):
+                samples[key] = block_checksum(host_array(sample).data)
 
 
 def _model(found: Mapping[str, Leaf], prefix: str) -> Section:
