@@ -52,7 +52,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """`seconds`: what it takes at most, with two rounds of three contestants on an H200."""
+    """`rows` of `length` tokens are a batch. `seconds`: what two rounds of the three take at most on an H200."""
 
     model: str
     sizes: dict[str, int]
@@ -69,22 +69,15 @@ def _sizes(width: int, inner: int, layers: int, heads: int, groups: int, **more:
     return {**own, "num_key_value_heads": groups, "max_position_embeddings": 2048, **more}
 
 
+MIXTRAL = _sizes(512, 1024, 8, 8, 4, num_local_experts=16, num_experts_per_tok=2)
+QWEN = _sizes(512, 1024, 8, 8, 4, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=256, head_dim=64)
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 2}
 CASES = {
-    "GPT-2 small, fp32": Case("GPT2LMHeadModel", {}, False, 8, 128, 40, 20, {"n_embd": 64, "n_layer": 2, "n_head": 2}),
+    "GPT-2 small, fp32": Case("GPT2LMHeadModel", {}, False, 8, 128, 40, 20, GPT2),
     "Llama 134 M, bf16": Case("LlamaForCausalLM", _sizes(768, 2048, 12, 12, 12), True, 8, 1024, 36, 25),
-    "Mixtral 240 M, bf16": Case(
-        "MixtralForCausalLM",
-        _sizes(512, 1024, 8, 8, 4, num_local_experts=16, num_experts_per_tok=2),
-        *(True, 8, 512, 26, 30),
-    ),
-    "BERT base, fp32": Case(
-        "BertForSequenceClassification", {"vocab_size": VOCABULARY}, False, 8, 128, 40, 20, _sizes(64, 128, 2, 4, 4)
-    ),
-    "Qwen3-MoE 240 M, bf16": Case(
-        "Qwen3MoeForCausalLM",
-        _sizes(512, 1024, 8, 8, 4, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=256, head_dim=64),
-        *(True, 8, 512, 26, 40),
-    ),
+    "Mixtral 240 M, bf16": Case("MixtralForCausalLM", MIXTRAL, True, 8, 512, 26, 30),
+    "BERT base, fp32": Case("BertForSequenceClassification", {}, False, 8, 128, 40, 20),
+    "Qwen3-MoE 240 M, bf16": Case("Qwen3MoeForCausalLM", QWEN, True, 8, 512, 26, 40),
     "Llama 1.1 B, bf16": Case("LlamaForCausalLM", _sizes(2048, 5632, 22, 32, 4), True, 4, 2048, 20, 45),
 }
 COMPILED = "Llama 134 M, bf16"
@@ -159,7 +152,7 @@ class Run:
 
     def train(self, name: str, contestant: str, steps: int, *, compiled: bool) -> Clock:
         case, self.steps = CASES[name], WARM_UP + 4 if self.small else steps
-        clock, torch_device = Clock(self), self.device
+        clock = Clock(self)
         kind = getattr(transformers, case.model)
         sizes = {**case.sizes, **case.small} if self.small else case.sizes
         if self.small and "head_dim" in sizes:
@@ -167,7 +160,7 @@ class Run:
         torch.manual_seed(0)
         if "GPT2" not in case.model:
             sizes = {"vocab_size": VOCABULARY, **sizes}
-        with torch_device:
+        with self.device:
             model = kind(kind.config_class(**sizes))
         length = min(case.length, 64) if self.small else case.length
         data = Tokens(case.rows * self.steps, length, classes=case.model.startswith("Bert"))
