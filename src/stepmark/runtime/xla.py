@@ -81,6 +81,8 @@ class XlaRuntime:
         target.data = self._send(value.to(dtype=target.dtype))
 
     def version(self, tensor: Tensor) -> object:
+        if tensor.device.type != "xla":  # on the host, such as a dataset's
+            return tensor.untyped_storage()._cdata, tensor._version
         return torch_xla._XLAC._xla_get_tensor_id(tensor), torch._functionalize_mutation_counter(tensor)
 
     def to_host(self, tensors: Sequence[Tensor], *, copy: bool = True) -> list[Tensor]:
