@@ -120,14 +120,19 @@ def supervise(
 
 
 def start_ranks(parsed: argparse.Namespace, ranks: RankCount, **options: Any) -> int:
-    """Starts these ranks of the command line `parsed.arguments`, and returns the job's exit code; see `supervise`, also
-    for the options. Raises UsageError if they are fewer than 1, or this process already is one of several ranks."""
-    if ranks.asked < 1:
-        raise UsageError(f"--nproc: must be at least 1, but is {ranks.asked}")
-    if World.from_environment().size > 1:
-        raise UsageError("--nproc: this process is already one of several ranks; omit --nproc under torchrun or srun")
+    """Starts these ranks of the command line `parsed.arguments`, and returns the job's exit code; see
+    `supervise`, also for the options, and `check_nproc` for errors."""
+    check_nproc(ranks.asked)
     command, show_traceback = rank_command(parsed.arguments), parsed.traceback
     return supervise(command, ranks, show_traceback=show_traceback, unblocks_sigint=True, **options)
+
+
+def check_nproc(ranks: int) -> None:
+    """Raises UsageError if they are fewer than 1, or this process already is one of several ranks."""
+    if ranks < 1:
+        raise UsageError(f"--nproc: must be at least 1, but is {ranks}")
+    if World.from_environment().size > 1:
+        raise UsageError("--nproc: this process is already one of several ranks; omit --nproc under torchrun or srun")
 
 
 def rank_command(arguments: Sequence[str], *others: str) -> list[str]:
