@@ -183,11 +183,12 @@ def in_threads() -> list[Any]:
 
 
 def changed(
-    name: str, device: str = "cpu", first: int = 0, many: int = rank_buffers.MANY
+    name: str, device: str = "cpu", first: int = 0, total: int = rank_buffers.LARGE_TOTAL
 ) -> tuple[list[list[float]], list[str]]:
     """The tensors of a model after two steps, in which from the one numbered `first` on each rank has added or written
-    another number; and what was told of its parameters, which are frozen, or of buffers that are `many`."""
-    rank_buffers.MANY, rank_buffers.MUCH = many, min(many, rank_buffers.MUCH)
+    another number; and what was told of its parameters, which are frozen, or of large buffers, where all have
+    more bytes than `total`."""
+    rank_buffers.LARGE_TOTAL, rank_buffers.LARGE_SIZE = total, min(total, rank_buffers.LARGE_SIZE)
     mesh = Mesh.create(device=device)
     model = counting().to(device)
     buffers = RankBuffers(model, mesh)

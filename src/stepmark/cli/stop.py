@@ -39,5 +39,5 @@ def run(parsed: argparse.Namespace) -> int:
             ask_to_stop(Path(parsed.path), parsed.reason)
         else:
             place.write_other(STOP_REQUEST, iter([json.dumps({"reason": parsed.reason}).encode()]))
-    print(f"{place.address}: the run will stop after its next save")
+    print(f"{place.address}: a live run will stop after its next save; one that is started again forgets this")
     return 0

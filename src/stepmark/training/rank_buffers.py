@@ -16,7 +16,8 @@ from stepmark.sharding.dtensor import is_dtensor
 from stepmark.sharding.views import flat_bytes
 
 PARAMETER, BUFFER, LARGE, OWN = "parameter", "buffer", "large buffer", "buffer, which is in no checkpoint,"
-MANY, MUCH = 256 << 20, 1 << 20  # bytes of all buffers, and of one, that are more than statistics: quantized weights
+LARGE_TOTAL = 256 << 20  # bytes of all buffers above which they are more than statistics, such as quantized weights
+LARGE_SIZE = 1 << 20  # bytes above which one of these is large
 
 logger = logging.getLogger("stepmark")
 
@@ -32,10 +33,13 @@ class _Place(NamedTuple):
         return (self.module._parameters if self.kind == PARAMETER else self.module._buffers).get(self.key)
 
 
-def _kind_of(module: nn.Module, key: str, nbytes: int) -> str:
-    """Of a buffer."""
-    large = LARGE if nbytes > MUCH else BUFFER
-    return OWN if key in module._non_persistent_buffers_set else large
+def _kind_of(module: nn.Module, key: str, tensor: Tensor, total: int) -> str:
+    """`total`: bytes of all buffers of the model."""
+    if key in module._parameters:
+        return PARAMETER
+    if key in module._non_persistent_buffers_set:
+        return OWN
+    return LARGE if total > LARGE_TOTAL and tensor.nbytes > LARGE_SIZE else BUFFER
 
 
 class RankBuffers:
@@ -59,21 +63,12 @@ class RankBuffers:
                 f"model: {renormed} has max_norm, by which each of the {ranks.total} data parallel ranks changes the "
                 "rows that it looks up; leave max_norm out, and scale the rows in on_step_end"
             )
-        many = sum(buffer.nbytes for buffer in model.buffers()) > MANY
-        found = (
-            (name, module, key, tensor)
+        total = sum(buffer.nbytes for buffer in model.buffers())
+        self._places = [
+            _Place(f"{name}.{key}".lstrip("."), module, key, _kind_of(module, key, tensor, total))
             for name, module in parts
             for key, tensor in (*module._buffers.items(), *module._parameters.items())
             if tensor is not None and not is_fake(tensor) and not is_dtensor(tensor)  # fake ones have no values
-        )
-        self._places = [
-            _Place(
-                f"{name}.{key}".lstrip("."),
-                module,
-                key,
-                PARAMETER if key in module._parameters else _kind_of(module, key, tensor.nbytes if many else 0),
-            )
-            for name, module, key, tensor in found
         ]
         self._kept = [place for place in self._places if place.kind == BUFFER]  # and others that the passes write to
         self._learned = not parts

@@ -170,7 +170,7 @@ def test_a_run_is_asked_to_stop(
     for content in (b'{"state": "running"}', b"half of"):
         status(content)
         assert run(["stop", place, "--reason", "good enough"]) == 0
-        assert capsys.readouterr().out == f"{place}: the run will stop after its next save\n"
+        assert capsys.readouterr().out.startswith(f"{place}: a live run will stop after its next save; ")
         found = bucket.read(STOP_REQUEST) if there else (folder / STOP_REQUEST).read_bytes()
         assert json.loads(found)["reason"] == "good enough"
     assert run(["stop", f"{place}/checkpoint-1"]) == 2
