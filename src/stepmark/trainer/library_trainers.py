@@ -214,6 +214,7 @@ def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
     @functools.wraps(kind.__init__)
     def construct(self: Any, *given: Any, run: Run | None = None, **options: Any) -> None:
         from accelerate import Accelerator
+        from accelerate.state import is_initialized
 
         bound = signature.bind(self, *given, **options)
         args = bound.arguments.get("args")
@@ -223,7 +224,8 @@ def trainer_on_stepmark(kind: Any, arguments: type, module: str) -> type:
         context = start(device, None if args is None else args.join_timeout) if run is None else run.context
         vars(self)["_run"] = run
         # accelerate's state of the ranks that have joined: libraries log, and let rank 0 go first, by it.
-        Accelerator(cpu=context.runtime.device.type == "cpu")
+        if not is_initialized():  # where torch_xla is installed, it refuses `cpu` the second time
+            Accelerator(cpu=context.runtime.device.type == "cpu")
         if library == "trl" and args is not None:
             refuse(_contradictions_of_trl(args, kind.__name__, bound.arguments, ranks=context.world.size))
         if library == "sentence_transformers":
