@@ -98,7 +98,7 @@ def test_saves_and_resumes_on_other_meshes(
     and losses are those of one rank."""
     count = options.pop("nproc", 2)
     common = {"base": base(tmp_path / "base", kind), "lora": lora, **steps("save", 3)}
-    single = {**common, "per_device_train_batch_size": 4}
+    single = {**common, "per_device_train_batch_size": 4, "data_parallel_replicas": 1}
     sharded = {**common, **SHARDED, **options, "per_device_train_batch_size": 8 // count}
     first = [
         {**sharded, "output_dir": str(tmp_path / "sharded")},
