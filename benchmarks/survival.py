@@ -4,16 +4,18 @@
     .venv-newest/bin/python benchmarks/survival.py --ranks 2 --runs 4 --contestants transformers accelerate Stepmark
     .venv-newest/bin/python benchmarks/survival.py --runs 2 --kinds kill --contestants Stepmark --records mine.jsonl
 
-Every run is appended to benchmarks/results/survival.jsonl (--records), and those that are there are not run again.
+Every run is appended to benchmarks/results/survival.jsonl (--records), and those that are there are not run again; the
+file is begun anew when a contestant or a disturbance changes.
 --save appends the table of all to benchmarks/results/survival.csv, --table only prints it. lightning, torchdata and
 torchtitan are further packages; a contestant that cannot be imported is named and left out.
 
 The trainings are in survival_contestants.py. Of each kind of run, a contestant gets the same number, with the same
 random fractions:
 
-- kill: 5 SIGKILLs, each within a third of an undisturbed training from the first step on; every third one waits until a
-  file of a save is open for writing, which is seen in /proc/PID/fd, and comes up to 30 ms later. Of two ranks, one of
-  them or all with torchrun's agent are killed.
+- kill: 5 SIGKILLs, each after up to a third of the steps of a training from the first new one on, and within one. With
+  a chance of one in three it then waits until a file of a save is open for writing, which is seen in /proc/PID/fd, and
+  comes within 1.2 times as long as such files are open in a save of the contestant's undisturbed training. Of two
+  ranks, one of them or all with torchrun's agent are killed.
 - sigterm: one SIGTERM in the first third, and SIGKILL after 30 s.
 - disk: in the first half, the file system (a tmpfs of its own) fills up, but for less than a checkpoint. When the
   training has ended there is room again. Needs the right to mount.
@@ -43,7 +45,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keeping import RESULTS, keep, machine
+from keeping import RESULTS, keep, machine, revision
 
 PROGRAM = Path(__file__).with_name("survival_contestants.py")
 NAMES = (
@@ -69,8 +71,10 @@ ATTEMPTS = 3  # starts in a row without a step, until a person is needed
 SILENCE = 120.0  # seconds without a step or an end
 GRACE = 30.0
 DISK = 512 << 20
-OF_A_SAVE = re.compile(r"checkpoint|step[-_]|\.ckpt|/temporary/")
+OF_A_SAVE = re.compile(r"^(?!.*/\.stepmark/).*(?:checkpoint|step[-_]|\.ckpt|/temporary/)")  # no heartbeat of a save
+APART = 0.3  # seconds without an open file, at least, between two saves
 SAVED_BYTES = 20 << 20
+STEPS = 40  # of a training; see survival_contestants.py
 
 Record = dict[str, Any]
 
@@ -152,33 +156,48 @@ def saving(ranks: list[int], base: Path) -> bool:
 class Moment(NamedTuple):
     """When a training is disturbed."""
 
-    seconds: float  # after its first new step
+    steps: int  # after its first new one
+    part: float  # of a step, from its beginning
     in_save: bool
-    late: float  # seconds after a file of a save was seen
+    late: float  # after a file of a save was seen, as a share of 1.2 times the seconds for which some are open
     victim: int | None  # a rank; None: all
 
 
-def moments(kind: str, chance: random.Random, seconds: float, ranks: int) -> list[Moment]:
-    """`seconds`: an undisturbed training's, from its first step on."""
-    within = seconds / 2 if kind == "disk" else seconds / 3
+def moments(kind: str, chance: random.Random, ranks: int) -> list[Moment]:
+    within = STEPS // 2 if kind == "disk" else STEPS // 3
     found = []
     for _ in range(DISTURBANCES[kind]):
-        after, in_save, late = chance.uniform(0, within), chance.random() < 1 / 3, chance.uniform(0, 0.03)
-        victim = chance.choice([*range(ranks), None])
-        found.append(Moment(after, in_save and kind == "kill", late, victim))
+        steps, part, in_save = chance.randrange(within), chance.random(), chance.random() < 1 / 3
+        late, victim = chance.random(), chance.choice([*range(ranks), None])
+        found.append(Moment(steps, part, in_save and kind == "kill", late, victim))
     return found
+
+
+class Usual(NamedTuple):
+    """What is known of a contestant's training that nothing disturbs."""
+
+    steps: int = 0
+    step: float = 0.0  # seconds of one
+    save: float = 0.0  # seconds for which files of a save are open
+
+    @classmethod
+    def of(cls, records: list[Record]) -> Usual:
+        if not records:
+            return cls()
+        return cls(records[0]["steps"], *(min(each[name] for each in records) for name in ("step", "save")))
 
 
 class Run:
     """One training of a contestant: started, disturbed, started again, until it ends or a person is needed."""
 
-    def __init__(self, contestant: Contestant, base: Path, ranks: int, steps: int) -> None:
-        """`steps`: an undisturbed training's."""
-        self.contestant, self.base, self.ranks, self.steps = contestant, base, ranks, steps
+    def __init__(self, contestant: Contestant, base: Path, ranks: int, usual: Usual) -> None:
+        self.contestant, self.base, self.ranks, self.usual = contestant, base, ranks, usual
         self.folder, self.notes, self.output = base / "run", base / "notes", base / "output"
         self.done: list[str] = []  # disturbances
         self.errors: list[str] = []
-        self.went_on = 0
+        self.went_on: list[str] = []  # the disturbances after which it did
+        self.stepping = 0.0  # seconds from the first step to the end, of the last attempt that nothing disturbed
+        self.opened: list[float] = []  # seconds for which files of its saves were open
         self.starts = 0
 
     def go(self, planned: list[Moment], kind: str) -> Record:
@@ -189,11 +208,11 @@ class Run:
             self.output.unlink(missing_ok=True)
             code = self.attempt(planned[said] if said < len(planned) else None, kind, before)
             worked = code == 0 or steps_of(self.notes) > before
-            self.went_on += waiting and worked
+            self.went_on += self.done[said - 1 : said] if waiting and worked else []
             disturbed = len(self.done) > said
             waiting = disturbed or (waiting and not worked)
             failures = 0 if disturbed or worked else failures + 1
-            if disturbed and kind == "sigterm" and steps_of(self.notes) < self.steps:
+            if disturbed and kind == "sigterm" and steps_of(self.notes) < self.usual.steps:
                 code = None  # whoever stopped it starts it again, whatever its exit code
             elif code not in (0, 75) and (kind == "disk" or not disturbed):
                 self.errors.append(last_line(self.output.read_text(errors="replace")))
@@ -206,6 +225,8 @@ class Run:
             "weights": next((line.split()[1] for line in reversed(lines) if line.startswith("end ")), None),
             "steps": lines.count("step"),
             "seconds": round(time.monotonic() - begun, 2),
+            "step": round(self.stepping / max(1, lines.count("step")), 4),
+            "save": round(statistics.median(self.opened), 4) if self.opened else 0.0,
             "errors": self.errors,
         }
 
@@ -213,15 +234,34 @@ class Run:
         """Starts the training, disturbs it at the moment, and returns its exit code."""
         self.starts += 1
         self.contestant.start(self.folder, self.notes, self.ranks, self.output)
-        code = self.until_step(before + 1) if moment else None
+        code = self.until_step(before + 1 + (moment.steps if moment else 0))
+        begun = time.monotonic()
         if moment and code is None:
-            code = self.contestant.ended(moment.seconds)
+            code = self.contestant.ended(moment.part * self.usual.step)
             if code is None and moment.in_save:
                 code = self.until_save()
-                code = self.contestant.ended(moment.late) if code is None else code
+                code = self.contestant.ended(moment.late * 1.2 * self.usual.save) if code is None else code
             if code is None:
                 code = self.disturb(moment, kind)
-        return self.until_end() if code is None else code
+        if code is None:
+            code = self.until_end() if moment else self.watched()
+            self.stepping = time.monotonic() - begun
+        return code
+
+    def watched(self) -> int:
+        """Until the end, as `until_end`, and how long files of saves are open meanwhile."""
+        since, last, silence = 0.0, 0.0, time.monotonic()
+        while True:
+            code, now = self.contestant.ended(0.002), time.monotonic()
+            if code is None and saving(self.processes(), self.base):
+                since, last = since or now, now
+            elif since and (now - last > APART or code is not None):
+                self.opened.append(last - since)
+                since, silence = 0.0, now
+            if code is not None:
+                return code
+            if now - silence > SILENCE:
+                return self.silent()
 
     def until_step(self, number: int) -> int | None:
         """Returns None once that many steps have been begun, or the exit code."""
@@ -296,7 +336,7 @@ class Run:
     def fill_disk(self, moment: Moment) -> int:
         """Returns when the training has ended; there is room again then."""
         ballast = self.base / "ballast"
-        room = int(moment.late / 0.03 * SAVED_BYTES)
+        room = int(moment.late * SAVED_BYTES)
         try:
             with ballast.open("wb") as file:
                 free = os.statvfs(self.base)
@@ -329,7 +369,7 @@ def may_mount() -> bool:
 
 
 class Records:
-    """All runs that were ever made, a line each."""
+    """All runs, a line each."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -363,11 +403,12 @@ def take_turn(name: str, records: Records, options: argparse.Namespace, ranks: i
         for kind, run in lacking:
             usual = records.of(name, ranks, "undisturbed")
             chance = random.Random(f"{options.seed} {kind} {ranks} {run}")
-            planned = moments(kind, chance, min((each["seconds"] for each in usual), default=0.0), ranks)
             with folder_for(kind, options.folder) as base:
-                made = Run(contestant, base, ranks, usual[0]["steps"] if usual else 0).go(planned, kind)
+                made = Run(contestant, base, ranks, Usual.of(usual)).go(moments(kind, chance, ranks), kind)
             what = {"contestant": name, "ranks": ranks, "kind": kind, "run": run, "seed": options.seed}
-            records.add(what | {"date": time.strftime("%Y-%m-%d")} | made)
+            records.add(
+                what | {"date": time.strftime("%Y-%m-%d"), "on": f"{revision()}: {versions()}, {machine()}"} | made
+            )
             print(what | made, flush=True)
     finally:
         contestant.close()
@@ -388,16 +429,16 @@ def share(count: int, of: int) -> str:
 def row(name: str, records: Records, ranks: int, kind: str) -> str:
     runs, usual = records.of(name, ranks, kind), records.of(name, ranks, "undisturbed")
     weights = {each["weights"] for each in usual}
-    done = [each for run in runs for each in run["disturbed"]]
     ended = [run for run in runs if run["ended"]]
     same = sum(run["weights"] in weights for run in ended) if len(weights) == 1 and len(usual) > 1 else None
     again = [run["steps"] - usual[0]["steps"] for run in ended]
     slower = [run["seconds"] / statistics.median(each["seconds"] for each in usual) for run in ended]
     cells = [
         len(runs),
-        len(done),
-        sum("in a save" in each for each in done),
-        sum(run["went on"] for run in runs),
+        *(
+            f"{count('went on', runs, in_save=in_save)} of {count('disturbed', runs, in_save=in_save)}"
+            for in_save in (False, True)
+        ),
         len(ended),
         "" if same is None else same,
         f"{statistics.mean(again):.1f}" if again else "",
@@ -406,15 +447,21 @@ def row(name: str, records: Records, ranks: int, kind: str) -> str:
     return f"| {name} | {' | '.join(map(str, cells))} |"
 
 
+def count(what: str, runs: list[Record], *, in_save: bool) -> int:
+    """Of the disturbances in or between saves, all, or those after which the runs went on."""
+    return sum(("in a save" in each) == in_save for run in runs for each in run[what])
+
+
 def table(records: Records) -> str:
-    lines = ["# Trainings that are killed and started again", "", f"{versions()}, {machine()}", ""]
+    made_on = sorted({re.sub(r", load [^,]*", "", each["on"]) for each in records.all})
+    lines = ["# Trainings that are killed and started again", "", *made_on, ""]
     for ranks in sorted({each["ranks"] for each in records.all}):
         for kind in IN_ROUND:
             names = [name for name in NAMES if records.of(name, ranks, kind)]
             if names:
                 lines += [f"## {ranks} rank{'s' * (ranks > 1)}, {kind}", ""]
-                lines += ["| | runs | disturbed | in a save | went on | ended | same weights | steps again | time |"]
-                lines += ["| --- " * 9 + "|", *(row(name, records, ranks, kind) for name in names), ""]
+                lines += ["| | runs | went on between saves | in a save | ended | same weights | steps again | time |"]
+                lines += ["| --- " * 8 + "|", *(row(name, records, ranks, kind) for name in names), ""]
     return "\n".join(lines)
 
 

@@ -233,8 +233,9 @@ def accelerate_loop(*, with_generator: bool = False) -> Training:
 
 
 def lightning_trainer(*, with_generators: bool = False) -> Training:
-    """`ModelCheckpoint(save_last=True)` with `ckpt_path="last"`, and torchdata's StatefulDataLoader, whose state it
-    saves. `with_generators`: a callback of ours adds the state of torch's generator, which it does not save."""
+    """`ModelCheckpoint(save_last=True, save_on_exception=True)`, which saves at SIGTERM too, with `ckpt_path="last"`,
+    and torchdata's StatefulDataLoader, whose state it saves. `with_generators`: a callback of ours adds the state of
+    torch's generator, which it does not save."""
     import lightning
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -280,7 +281,9 @@ def lightning_trainer(*, with_generators: bool = False) -> Training:
             deterministic=True,
             default_root_dir=folder,
             callbacks=[
-                ModelCheckpoint(folder / "checkpoints", every_n_train_steps=EVERY, save_last=True),
+                ModelCheckpoint(
+                    folder / "checkpoints", every_n_train_steps=EVERY, save_last=True, save_on_exception=True
+                ),
                 *([Generators()] if with_generators else []),
             ],
             logger=False,

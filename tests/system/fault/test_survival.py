@@ -41,20 +41,22 @@ def test_killed_in_saves_and_stopped_by_a_signal_it_ends_with_the_same_weights(
             code: int | None = super().until_step(number + LATER)
             return code
 
-    in_save, between = survival.Moment(0.0, True, 0.0, None), survival.Moment(0.0, False, 0.0, None)
+    in_save, between = survival.Moment(0, 0.0, True, 0.5, None), survival.Moment(0, 0.0, False, 0.0, None)
     made = {}
     for kind, planned in (("undisturbed", []), ("kill", [in_save, in_save, between]), ("sigterm", [between])):
         with survival.folder_for(kind, None) as base:
-            steps = made["undisturbed"]["steps"] if made else 0
-            made[kind] = Run(contestant, base, 1, steps).go(planned, kind)
+            usual = survival.Usual.of([made["undisturbed"]] if made else [])
+            made[kind] = Run(contestant, base, 1, usual).go(planned, kind)
     whole = made.pop("undisturbed")
-    assert (whole["ended"], whole["steps"], whole["starts"]) == (True, 40, 1)
+    assert (whole["ended"], whole["steps"], whole["starts"]) == (True, survival.STEPS, 1)
+    assert 0 < whole["save"] < whole["seconds"]
+    assert 0 < whole["step"] < whole["seconds"] / survival.STEPS
     assert made["kill"]["disturbed"] == ["all in a save", "all in a save", "all"]
     assert made["sigterm"]["disturbed"] == ["sigterm"]
     for run in made.values():
-        assert run["went on"] == len(run["disturbed"])
+        assert run["went on"] == run["disturbed"]
         assert run["starts"] == len(run["disturbed"]) + 1
-        assert run["steps"] < 40 + LATER * len(run["disturbed"]), "it begins anew each time"
+        assert run["steps"] < survival.STEPS + LATER * len(run["disturbed"]), "it begins anew each time"
         assert (run["ended"], run["weights"], run["errors"]) == (True, whole["weights"], [])
 
 
@@ -69,14 +71,15 @@ def test_a_person_is_needed_where_an_incomplete_checkpoint_is_in_the_way(
     for name in ("in place", "renamed"):
         contestant = survival.Contestant(name)
         with survival.folder_for("kill", tmp_path) as base:
-            moments = [survival.Moment(0.0, True, 0.0, None)] * 2
-            counted[name] = survival.Run(contestant, base, 1, 3).go(moments, "kill")
+            moments = [survival.Moment(0, 0.0, True, 0.0, None)] * 2
+            counted[name] = survival.Run(contestant, base, 1, survival.Usual(3)).go(moments, "kill")
         contestant.close()
     broken, whole = counted["in place"], counted["renamed"]
-    assert (broken["ended"], broken["went on"], broken["starts"]) == (False, 0, 1 + survival.ATTEMPTS)
+    assert (broken["ended"], broken["went on"], broken["starts"]) == (False, [], 1 + survival.ATTEMPTS)
     assert broken["disturbed"] == ["all in a save"]
     assert broken["errors"] == ["ValueError: not a number"] * survival.ATTEMPTS
-    assert (whole["ended"], whole["went on"], whole["starts"], whole["errors"]) == (True, 2, 3, [])
+    assert (whole["ended"], whole["starts"], whole["errors"]) == (True, 3, [])
+    assert whole["went on"] == whole["disturbed"] == ["all in a save"] * 2
     assert (whole["weights"], whole["steps"]) == ("3", 5)
 
 
