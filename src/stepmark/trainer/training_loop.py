@@ -41,7 +41,7 @@ from stepmark.trainer.run_folder.memory_snapshots import MemorySnapshots
 from stepmark.trainer.run_folder.output_folder import check_start, set_aside_earlier_attempt, set_aside_finished_run
 from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.run_mirror import RunMirror
-from stepmark.trainer.run_folder.status import DONE, INTERRUPTED, RunStatus
+from stepmark.trainer.run_folder.status import INTERRUPTED, RunStatus
 from stepmark.trainer.run_folder.time_spent import KEPT, TimeSpent
 from stepmark.trainer.run_hooks import RunHooks
 from stepmark.trainer.telemetry.banner import banner
@@ -139,7 +139,7 @@ class TrainingLoop:
             "epoch_open": self._epoch_open,
             "cut_epochs": self._cut_epochs,
             "pending": [name for name in PENDING if getattr(self._callbacks.control, name)],
-            "ends": self._callbacks.control.should_training_stop and self._step < self._parts.total_steps,
+            "ends": self._callbacks.control.should_training_stop and self._parts.total_steps,
             "loader": self._parts.loader.state_dict(),
             "unfinished": self._unfinished,
             "means": self._losses.state_dict(),
@@ -163,7 +163,7 @@ class TrainingLoop:
         self._cut_epochs = state.get("cut_epochs", False)
         for name in state.get("pending", ()):
             setattr(self._callbacks.control, name, True)
-        self._ends = state.get("ends", False)
+        self._ends = state.get("ends", False) in (True, self._parts.total_steps)  # True: by an earlier version
         self._unfinished = state.get("unfinished")
         loader, rates = state["loader"], list(state["rates"])
         if loader.get("imported"):
@@ -210,8 +210,7 @@ class TrainingLoop:
         Raises CheckpointError, before anything is trained, where this run cannot continue from any.
         """
         restored = None
-        status = RunStatus.read(Path(self._args.output_dir)) if resume else RunStatus()
-        self._monitor.spent = TimeSpent(status.content)
+        self._monitor.spent = TimeSpent(RunStatus.read(Path(self._args.output_dir)).content if resume else {})
         if resume:
             named = Path(resume) if isinstance(resume, str) else None
             named = self._snapshots.newest(self._parts.identity) if named is None else named
@@ -219,8 +218,10 @@ class TrainingLoop:
             if named is None and self._mirror.fetch():  # what was the newest in the folder is corrupted
                 restored = self._restore(None)
         self._snapshots.goes_on(None if restored is None else restored.path)
-        if self._ends:  # else, or where it is resumed after its end, it is to go on
-            self._ends = self._parts.context.host.broadcast(status.state not in (None, DONE))
+        if self._ends and self._step < self._parts.total_steps:
+            logger.warning(
+                "a callback has ended the run after step %d; to go on, raise max_steps or num_train_epochs", self._step
+            )
         if restored is not None:
             for message in self._changes.values():
                 self._callbacks.run_log.event("accepted", self._step, message=message)

@@ -230,19 +230,25 @@ class Fails(TrainerCallback):
         raise OSError("gone")
 
 
-def test_a_run_that_was_stopped_by_a_callback_and_killed_before_its_end_has_ended(tmp_path: Path) -> None:
-    options = {**steps("eval", 2), **steps("save", 2), "load_best_model_at_end": True}
+def test_a_run_that_was_stopped_by_a_callback_has_ended_whenever_it_is_killed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It goes on where it is given more steps."""
+    options = {**steps("eval", 2), **steps("save", 2), "load_best_model_at_end": True, "max_steps": 12}
 
-    def resumed(*callbacks: TrainerCallback) -> Recorder:
-        made, recorder = trainer(tmp_path, *callbacks, EarlyStoppingCallback(2), **options)
+    def resumed(*callbacks: TrainerCallback, **more: int) -> Recorder:
+        made, recorder = trainer(tmp_path, *callbacks, EarlyStoppingCallback(2), **{**options, **more})
         made.train(resume_from_checkpoint=True)
         return recorder
 
     with pytest.raises(OSError, match="gone"):
         resumed(Losses([5.0, 4.0, 4.5, 4.6]), Fails())
-    assert resumed(Losses([])).evaluations == []
-    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 8
-    assert resumed(Losses([1.0, 1.0])).evaluations == [10, 12]  # one that has ended goes on where it is resumed
+    for _ in range(2):
+        caplog.clear()
+        assert resumed(Losses([])).evaluations == []
+        assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 8
+        assert "has ended the run after step 8; to go on, raise max_steps" in caplog.text
+    assert resumed(Losses([1.0, 1.0, 1.0]), max_steps=14).evaluations == [10, 12, 14]
 
 
 @pytest.mark.parametrize(("event", "trained"), [("on_train_begin", 0), ("on_epoch_begin", 5), ("on_epoch_end", 5)])
