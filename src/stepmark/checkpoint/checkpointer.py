@@ -24,7 +24,13 @@ from torch.utils.hooks import RemovableHandle
 from stepmark.checkpoint.coordination.leases import reading
 from stepmark.checkpoint.coordination.run_ownership import CLAIMING, RunOwnership
 from stepmark.checkpoint.downloads import checkpoint_copy
-from stepmark.checkpoint.format.checkpoint_folders import checkpoint_path, checkpoints, resolve_link, temporary_path
+from stepmark.checkpoint.format.checkpoint_folders import (
+    checkpoint_path,
+    checkpoints,
+    checkpoints_to_restore,
+    resolve_link,
+    temporary_path,
+)
 from stepmark.checkpoint.format.integrity import what_is_wrong
 from stepmark.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, save_of
 from stepmark.checkpoint.host_memory import StagingMemory, free_host_memory, shortage
@@ -121,6 +127,8 @@ class Checkpointer:
             raise UsageError(f"save_timeout: {save_timeout!r} is not a finite number of seconds above 0")
         self._address = address_of(folder)
         self.folder = Path(folder).absolute() if self._address is None else working_folder(self._address)
+        if (self.folder / MANIFEST).exists():
+            raise UsageError(f"folder: {folder} is a checkpoint; give the folder that it is in, and name it to `restore`")
         self._mirror: Mirror | None = None  # of an address, on rank 0
         longest = max(save_timeout, CLAIMING, APART) + MARGIN
         self._group = group or HostGroup.of_processes(timedelta(seconds=longest))
@@ -366,7 +374,7 @@ class Checkpointer:
                 )
                 if checkpoint is None:
                     found = self._timed_group.ask_first(
-                        partial(checkpoints, self.folder), "looking for checkpoints", board=board
+                        partial(checkpoints_to_restore, self.folder), "looking for checkpoints", board=board
                     )
                     return restorer.newest(found, state)
                 path = self._resolve(checkpoint)

@@ -163,7 +163,7 @@ def test_ranks_that_are_killed_stop_go_away_and_come_back_repeat_a_step(
     assert (found["losses"], found["evaluations"]) == (whole[0]["losses"], whole[0]["evaluations"])
     assert [each["weights"] for each in again] == [each["weights"] for each in whole]
     times = repeated(folder)
-    assert times
+    assert len(times) >= len(kills(folder)) >= wanted / 2  # it may end first
     assert max(times) <= 1, times
     for each in signals:
         record_property(f"ranks with {each.name}", sum(each.name in line for line in kills(folder)))
@@ -523,12 +523,12 @@ def kills(folder: Path) -> list[str]:
 
 
 def supervise_and_kill(
-    given: dict[str, Any], nproc: int, seed: float, sent: signal.Signals = signal.SIGKILL
+    given: dict[str, Any], nproc: int, seed: float, sent: int = signal.SIGKILL
 ) -> dict[str, Any]:
     """Trains, and sends a signal to one rank a few steps later, at any moment or while a snapshot is being written.
     Returns the exit code."""
     folder, chance = Path(given["output_dir"]), random.Random(seed)
-    return train_disturbed(given, nproc, lambda started: _kill(started, folder, nproc, chance, sent))
+    return train_disturbed(given, nproc, lambda started: _kill(started, folder, nproc, chance, signal.Signals(sent)))
 
 
 def _kill(started: list[ForkedRank], folder: Path, nproc: int, chance: random.Random, sent: signal.Signals) -> None:
@@ -540,7 +540,8 @@ def _kill(started: list[ForkedRank], folder: Path, nproc: int, chance: random.Ra
     if in_save:
         _wait_for_snapshot(folder)
         time.sleep(chance.uniform(0, 0.02))
-    folder.with_name("kills").open("a").write(f"{sent.name} rank {victim}{' in a snapshot' if in_save else ''}\n")
+    with folder.with_name("kills").open("a") as file:
+        file.write(f"{sent.name} rank {victim}{' in a snapshot' if in_save else ''}\n")
     os.kill(started[victim].pid, sent)
 
 

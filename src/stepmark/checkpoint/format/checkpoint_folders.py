@@ -65,6 +65,14 @@ def resolve_link(path: Path) -> Path:
     return path.resolve() if path.is_symlink() else path
 
 
+def checkpoints_to_restore(folder: Path) -> list[Path]:
+    """As `checkpoints`. Raises CheckpointNotFound where there are some by other names only."""
+    found = checkpoints(folder)
+    if not found and (inside := sorted(each.parent.name for each in folder.glob(f"*/{MANIFEST}"))):
+        raise CheckpointNotFound(f"{folder} is a folder of checkpoints; name one of them: {', '.join(inside)}")
+    return found
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """The folders with a checkpoint's name, newest step first."""
     if not folder.is_dir():
@@ -81,9 +89,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     found = [path] if (path / MANIFEST).exists() else checkpoints(path)
     if not found and path.is_dir() and step_of(path) is not None:
         return [path]
-    if not found and (inside := sorted(each.parent.name for each in path.glob(f"*/{MANIFEST}"))):
-        raise CheckpointNotFound(f"{path} is a folder of checkpoints; name one of them: {', '.join(inside)}")
-    if not found:
+    if not found and not checkpoints_to_restore(path):
         raise CheckpointNotFound(f"{path} is neither a checkpoint (it has no {MANIFEST}) nor a run with checkpoints")
     return found
 
