@@ -205,6 +205,7 @@ class BucketPlace:
         try:
             return self._bucket.read(_manifest_of(step))
         except FileNotFoundError:
+            self._bucket.objects(f"checkpoint-{step}")  # it fails where there is no such bucket
             raise CheckpointNotFound(f"there is no complete checkpoint {self.address}/checkpoint-{step}") from None
 
     def size(self, step: int) -> int:

@@ -44,5 +44,6 @@ def run(parsed: argparse.Namespace) -> int:
     with BytesProgress("consolidating") as listener:
         done = consolidate(parsed.source, parsed.out, parsed.format, size, listener, merge)
     files = f"{len(done.shards)} file{'s' if len(done.shards) > 1 else ''}"
-    print(f"{done.checkpoint} consolidated into {parsed.out}: {done.size / 1e6:,.1f} MB in {files}")
+    source = getattr(parsed, "fetched", {}).get(str(parsed.source), done.checkpoint)
+    print(f"{source} consolidated into {parsed.out}: {done.size / 1e6:,.1f} MB in {files}")
     return 0

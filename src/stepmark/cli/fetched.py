@@ -45,6 +45,7 @@ def fetched(parsed: argparse.Namespace, takes: Mapping[str, str]) -> Iterator[No
             setattr(
                 parsed, name, [local.get(p, p) for p in value] if isinstance(value, list) else local.get(value, value)
             )
+        parsed.fetched = {str(local[path]): address for (_, path), address in addresses.items()}
         paths = {str(path): str(place) for path, place in local.items()}
         parsed.arguments = [paths.get(str(Path(each)), each) for each in parsed.arguments]
         yield

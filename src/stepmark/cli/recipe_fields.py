@@ -23,10 +23,15 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, restarts: bool = False
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the path of a recipe, and its fields in groups with their descriptions."""
+    """Adds the path of a recipe, and its fields."""
     parser.add_argument("recipe", nargs="?", metavar="RECIPE.yaml", help="fields and their values; flags override it")
-    parser.set_defaults(explain_unknown=_explain_unknown)
     parser.usage = "%(prog)s [RECIPE.yaml] [--nproc N] [--FIELD VALUE ...]"
+    add_fields(parser)
+
+
+def add_fields(parser: argparse.ArgumentParser) -> None:
+    """Adds a recipe's fields, in groups with their descriptions."""
+    parser.set_defaults(explain_unknown=_explain_unknown)
     for title, fields in sections().items():
         group = parser.add_argument_group(f"recipe fields: {title}")
         for field in fields:

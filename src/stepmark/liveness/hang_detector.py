@@ -24,6 +24,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -245,7 +246,9 @@ class HangDetector:
         longest = max(late, key=silent.__getitem__)
         text = f"{listed([self._describe(rank) for rank in late])}: no heartbeat for {silent[longest]:.0f} s"
         ends = silent[longest] > self._deadline(longest)[0] and not beats[self._rank].outside
-        return LateRank(longest, self._latest.get(longest), text, silent=True, ends=ends)
+        beat = self._latest.get(longest)
+        beat = beat and replace(beat, seconds=silent[longest])
+        return LateRank(longest, beat, text, silent=True, ends=ends)
 
     def _deadline(self, rank: int) -> tuple[float, str]:
         """After how many seconds without a heartbeat of this rank the run ends, and the setting that says so: the limit

@@ -123,7 +123,8 @@ def _consolidate_one(
         tensor.check()
     model = weight_files(tensors, group, form, max_size if merge is None else UNLIMITED)
     # Config, generation config, tokenizer: no tensors, and not about the run or the old shards.
-    named = [entry for entry in manifest.files if entry.header is None and entry.name not in _OF_A_RUN]
+    left_out = _OF_A_RUN if merge is None else {*_OF_A_RUN, "README.md"}  # the adapter's
+    named = [entry for entry in manifest.files if entry.header is None and entry.name not in left_out]
     others = [entry for entry in named if not entry.name.endswith(".index.json")]
     config, reader = ("adapter_config.json", "peft") if group == ADAPTER else ("config.json", "transformers")
     if not any(entry.name == config for entry in others):

@@ -19,6 +19,7 @@ from torch import nn
 from transformers.trainer_callback import (
     CallbackHandler,
     DefaultFlowCallback,
+    EarlyStoppingCallback,
     ExportableState,
     TrainerCallback,
     TrainerControl,
@@ -265,6 +266,11 @@ class RunCallbacks:
 
     def _exportable(self) -> list[Any]:
         return [callback for callback in self.handler.callbacks if isinstance(callback, ExportableState)]
+
+    def out_of_patience(self) -> bool:
+        """Whether early stopping has ended the run, as far as its evaluations say."""
+        stopping = [each for each in self.handler.callbacks if isinstance(each, EarlyStoppingCallback)]
+        return any(each.early_stopping_patience_counter >= each.early_stopping_patience for each in stopping)
 
 
 def reporters(args: TrainingFields) -> list[type[TrainerCallback]]:

@@ -41,7 +41,7 @@ from stepmark.trainer.run_folder.memory_snapshots import MemorySnapshots
 from stepmark.trainer.run_folder.output_folder import check_start, set_aside_earlier_attempt, set_aside_finished_run
 from stepmark.trainer.run_folder.run_log import POSITION
 from stepmark.trainer.run_folder.run_mirror import RunMirror
-from stepmark.trainer.run_folder.status import INTERRUPTED, RunStatus
+from stepmark.trainer.run_folder.status import DONE, INTERRUPTED, RunStatus
 from stepmark.trainer.run_folder.time_spent import KEPT, TimeSpent
 from stepmark.trainer.run_hooks import RunHooks
 from stepmark.trainer.telemetry.banner import banner
@@ -210,7 +210,8 @@ class TrainingLoop:
         Raises CheckpointError, before anything is trained, where this run cannot continue from any.
         """
         restored = None
-        self._monitor.spent = TimeSpent(RunStatus.read(Path(self._args.output_dir)).content if resume else {})
+        status = RunStatus.read(Path(self._args.output_dir)) if resume else RunStatus()
+        self._monitor.spent = TimeSpent(status.content)
         if resume:
             named = Path(resume) if isinstance(resume, str) else None
             named = self._snapshots.newest(self._parts.identity) if named is None else named
@@ -218,10 +219,10 @@ class TrainingLoop:
             if named is None and self._mirror.fetch():  # what was the newest in the folder is corrupted
                 restored = self._restore(None)
         self._snapshots.goes_on(None if restored is None else restored.path)
-        if self._ends and self._step < self._parts.total_steps:
-            logger.warning(
-                "a callback has ended the run after step %d; to go on, raise max_steps or num_train_epochs", self._step
-            )
+        if self._ends and self._parts.context.host.broadcast(status.state in (None, DONE)):
+            self._ends = self._callbacks.out_of_patience()  # else it is to go on, as after a stop at a time limit
+        if self._ends:
+            logger.warning("a callback has ended the run at step %d; raise max_steps to go on", self._step)
         if restored is not None:
             for message in self._changes.values():
                 self._callbacks.run_log.event("accepted", self._step, message=message)

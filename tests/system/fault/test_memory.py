@@ -522,9 +522,7 @@ def kills(folder: Path) -> list[str]:
 # What ranks run
 
 
-def supervise_and_kill(
-    given: dict[str, Any], nproc: int, seed: float, sent: int = signal.SIGKILL
-) -> dict[str, Any]:
+def supervise_and_kill(given: dict[str, Any], nproc: int, seed: float, sent: int = signal.SIGKILL) -> dict[str, Any]:
     """Trains, and sends a signal to one rank a few steps later, at any moment or while a snapshot is being written.
     Returns the exit code."""
     folder, chance = Path(given["output_dir"]), random.Random(seed)

@@ -247,7 +247,7 @@ def test_a_run_that_was_stopped_by_a_callback_has_ended_whenever_it_is_killed(
         caplog.clear()
         assert resumed(Losses([])).evaluations == []
         assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 8
-        assert "has ended the run after step 8; to go on, raise max_steps" in caplog.text
+        assert "has ended the run at step 8; raise max_steps" in caplog.text
     assert resumed(Losses([1.0, 1.0, 1.0]), max_steps=14).evaluations == [10, 12, 14]
 
 

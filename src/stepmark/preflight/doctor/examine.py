@@ -33,9 +33,9 @@ RECIPE, GRAPHS = "recipe", "graphs"
 PROBLEM = "warning: "  # begins a line of `stepmark precompile`
 
 
-def examine(recipe: Recipe | None, path: str | None = None) -> list[Finding]:
-    """All findings, for a run of the recipe in the file `path`; without one, for a run in the current folder with
-    default fields."""
+def examine(recipe: Recipe | None, path: str | None = None, overrides: Sequence[str] = ()) -> list[Finding]:
+    """All findings, for a run of the recipe in the file `path`, overridden by these flags; without one, for a run in the current
+    folder with default fields."""
     wish = "auto" if recipe is None else recipe.training.device_name
     folder = Path.cwd() if recipe is None else Path(recipe.training.output_dir)
     workers = 0 if recipe is None else recipe.training.dataloader_num_workers
@@ -53,7 +53,7 @@ def examine(recipe: Recipe | None, path: str | None = None) -> list[Finding]:
         *look_at_folder(folder),
         *(() if recipe is None or recipe.training.mirror_to is None else look_at_place(recipe.training.mirror_to)),
         *fields,
-        *(look_at_graphs(path, recipe) if recipe is not None and path is not None and makes_graphs else ()),
+        *(look_at_graphs(path, recipe, overrides) if recipe is not None and path is not None and makes_graphs else ()),
     ]
 
 
@@ -94,7 +94,7 @@ def look_at_recipe(path: str, recipe: Recipe, device: str) -> Iterator[Finding]:
             os.environ.pop("USE_TORCH_XLA", None)
 
 
-def look_at_graphs(path: str, recipe: Recipe) -> Iterator[Finding]:
+def look_at_graphs(path: str, recipe: Recipe, overrides: Sequence[str] = ()) -> Iterator[Finding]:
     """Makes the graphs of the recipe at `path` as `stepmark precompile` does, in processes of their own, and compiles
     none of them on Neuron. There are as many ranks as the recipe's mesh has at least."""
     ranks = fewest_ranks(recipe)
@@ -104,7 +104,7 @@ def look_at_graphs(path: str, recipe: Recipe) -> Iterator[Finding]:
     flags = without_cache_folder(os.environ.get(NEURON_FLAGS, ""))
     environment = {**os.environ, NEURON_FLAGS: flags, "NEURON_EXTRACT_GRAPHS_ONLY": "1"}
     with tempfile.TemporaryDirectory(prefix="stepmark-doctor-") as folder:
-        command = ["precompile", path, "--nproc", str(ranks), "--compile_cache", folder]
+        command = ["precompile", path, *overrides, "--nproc", str(ranks), "--compile_cache", folder]
         done = subprocess.run(
             [sys.executable, "-P", "-m", "stepmark", *command], env=environment, capture_output=True, text=True
         )

@@ -148,13 +148,15 @@ def metric_lines(split: str, metrics: Mapping[str, Any]) -> list[str]:
 
 
 def evaluation_line(step: int, metrics: dict[str, float], prefix: str) -> str:
-    """The step, the metrics without their `prefix`, and the seconds that the evaluation took."""
+    """The step, the metrics without their `prefix`, which says which of several datasets it is, and the seconds that
+    the evaluation took."""
     shown = [
         f"{key.removeprefix(prefix + '_')} {decimals(value)}"
         for key, value in metrics.items()
         if isinstance(value, float) and key != "epoch" and not key.endswith(QUIET)
     ]
-    return f"evaluated step {step}: {', '.join(shown)} ({metrics[f'{prefix}_runtime']:.1f} s)"
+    which = "" if prefix == "eval" else f"{prefix.removeprefix('eval_')}, "
+    return f"evaluated {which}step {step}: {', '.join(shown)} ({metrics[f'{prefix}_runtime']:.1f} s)"
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
