@@ -56,10 +56,12 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     RANKS.clear()
 
 
-def watch(store: dist.Store, rank: int, size: int = 3, reported: list[str] | None = None) -> HangDetector:
+def watch(
+    store: dist.Store, rank: int, size: int = 3, reported: list[str] | None = None, timeout: float | str = progress.AUTO
+) -> HangDetector:
     hang_detector._watches = 0  # the ranks of this test are in one process
     received = reported if reported is not None else []
-    at = Progress()
+    at = Progress(timeout)
     at.at_step(7)
     one = RANKS[rank] = HangDetector(store, rank, size, LIMIT, at, ending=received.append, clock=CLOCK)
     one._threads.clear()
@@ -96,6 +98,28 @@ def test_a_stopped_rank_ends_all_others_which_name_it(ended: list[str]) -> None:
         assert "rank 1 on " in reason
         assert "last seen before the first step, in beat_all" in reason
         assert f"(save_timeout: {LIMIT:g})" in reason
+
+
+def test_a_rank_that_was_last_seen_in_a_save_has_the_time_of_the_step_that_others_have_reached(
+    ended: list[str],
+) -> None:
+    store = dist.HashStore()
+    watches = [watch(store, rank, timeout=2.0).__enter__() for rank in range(3)]
+    for one in watches:
+        one._at.enter(progress.SAVE)
+    beats(3)
+    stop_beating(watches[1])
+    beats(4)
+    assert not ended
+    for one in (watches[0], watches[2]):
+        one._at.at_step(8)
+        one._at.enter(progress.PASSES)
+    beats(3)
+    assert sorted(reason.partition(":")[0] for reason in ended) == ["rank 0", "rank 2"]
+    for reason in ended:
+        assert "rank 1 on " in reason
+        assert "last seen in step 7, saving or restoring" in reason
+        assert "(step_timeout: 2)" in reason
 
 
 def test_a_rank_that_stops_after_its_first_heartbeat_is_seen_where_training_was(ranks: Ranks) -> None:

@@ -128,9 +128,7 @@ class Checkpointer:
         self._address = address_of(folder)
         self.folder = Path(folder).absolute() if self._address is None else working_folder(self._address)
         if (self.folder / MANIFEST).exists():
-            raise UsageError(
-                f"folder: {folder} is a checkpoint; give the folder that it is in, and name it to `restore`"
-            )
+            raise UsageError(f"folder: {folder} is a checkpoint; give the folder around it, and name it to `restore`")
         self._mirror: Mirror | None = None  # of an address, on rank 0
         longest = max(save_timeout, CLAIMING, APART) + MARGIN
         self._group = group or HostGroup.of_processes(timedelta(seconds=longest))

@@ -252,10 +252,14 @@ class HangDetector:
 
     def _deadline(self, rank: int) -> tuple[float, str]:
         """After how many seconds without a heartbeat of this rank the run ends, and the setting that says so: the limit
-        of the rank's phase, if that is shorter than the one of silent ranks."""
+        of the rank's phase, or of a later one that another rank has reached, which this one may have entered since its
+        last heartbeat, if that is shorter than the one of silent ranks."""
         beat, timeout = self._latest.get(rank), self._at.timeout
-        if beat is not None and beat.limit is not None and beat.limit < self._limit:
-            return beat.limit, f"step_timeout: {f'{timeout:g}' if isinstance(timeout, float) else timeout}"
+        if beat is not None:
+            later = [each for each in self._latest.values() if (each.step, each.order) > (beat.step, beat.order)]
+            limit = min((each.limit for each in (beat, *later) if each.limit is not None), default=self._limit)
+            if limit < self._limit:
+                return limit, f"step_timeout: {f'{timeout:g}' if isinstance(timeout, float) else timeout}"
         return self._limit, f"save_timeout: {self._limit:g}"
 
     def _reason(self, rank: int, text: str, remedy: str) -> str:

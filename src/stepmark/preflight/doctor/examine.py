@@ -34,8 +34,8 @@ PROBLEM = "warning: "  # begins a line of `stepmark precompile`
 
 
 def examine(recipe: Recipe | None, path: str | None = None, overrides: Sequence[str] = ()) -> list[Finding]:
-    """All findings, for a run of the recipe in the file `path`, overridden by these flags; without one, for a run in the current
-    folder with default fields."""
+    """All findings, for a run of the recipe in the file `path`, overridden by flags; without one, for a run in the
+    current folder with default fields."""
     wish = "auto" if recipe is None else recipe.training.device_name
     folder = Path.cwd() if recipe is None else Path(recipe.training.output_dir)
     workers = 0 if recipe is None else recipe.training.dataloader_num_workers
