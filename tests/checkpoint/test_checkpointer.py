@@ -244,6 +244,14 @@ def test_metadata_and_which_is_latest(tmp_path: Path) -> None:
             checkpointer.restore({"nest": live}, 11)
         with pytest.raises(CheckpointNotFound, match="a run's folder; .* such as checkpoint-10"):
             checkpointer.restore({"nest": live}, tmp_path)
+    for path in tmp_path.glob("checkpoint-*"):  # as a loop may have named them with dcp.save
+        path.rename(tmp_path / path.name.replace("checkpoint", "step"))
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(CheckpointNotFound, match="is a folder of checkpoints; name one of them: .*step-10"):
+            checkpointer.restore({"nest": live})
+        assert checkpointer.restore({"nest": live}, tmp_path / "step-10") == 10
+    with pytest.raises(UsageError, match="step-10 is a checkpoint; give the folder around it"):
+        Checkpointer(tmp_path / "step-10")
 
 
 def test_a_difference_is_named_before_anything_changes(tmp_path: Path) -> None:

@@ -225,8 +225,9 @@ MISSING = "s3://no-such-bucket/run"
         lambda: dcp.load({"x": torch.ones(1)}, checkpoint_id=f"{MISSING}/step-1"),
         lambda: stepmark.save({"x": torch.ones(1)}, f"{MISSING}/x.pt"),
         lambda: download(MISSING, Path("unused")),
+        lambda: download(f"{MISSING}/checkpoint-1", Path("unused")),
     ],
-    ids=["save", "restore", "dcp.save", "dcp.load", "one object", "download"],
+    ids=["save", "restore", "dcp.save", "dcp.load", "one object", "download", "download a checkpoint"],
 )
 def test_a_bucket_that_does_not_exist_is_named(bucket: Bucket, ask: Callable[[], object]) -> None:
     with pytest.raises(StepmarkError, match="bucket does not exist") as caught:

@@ -38,8 +38,8 @@ def statuses(findings: list[Finding]) -> dict[str, Status]:
 
 
 def test_a_machine_without_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = write_recipe(tmp_path, output_dir=str(tmp_path / "runs" / "new"))
-    assert run(["doctor", "--recipe", str(recipe), "--json"]) == 0
+    recipe = write_recipe(tmp_path, output_dir=str(tmp_path / "runs" / "old"))
+    assert run(["doctor", "--recipe", str(recipe), "--output_dir", str(tmp_path / "runs" / "new"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["will_fail"] is False
     by_name = {finding["name"]: finding for finding in found["findings"]}
@@ -320,8 +320,8 @@ def test_what_is_said_of_a_recipes_graphs(
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setenv("NEURON_CC_FLAGS", "-O1 --cache_dir=/shared")
     recipe = write_recipe(tmp_path, device="xla", tensor_parallel_size=2, zero_1=True)
-    assert list(look_at_graphs(str(recipe), read_recipe(str(recipe), {}))) == expected
-    assert called["command"][4:8] == ["precompile", str(recipe), "--nproc", "4"]
+    assert list(look_at_graphs(str(recipe), read_recipe(str(recipe), {}), ["--seed", "1"])) == expected
+    assert called["command"][4:10] == ["precompile", str(recipe), "--seed", "1", "--nproc", "4"]
     assert called["env"]["NEURON_EXTRACT_GRAPHS_ONLY"] == "1"
     assert called["env"]["NEURON_CC_FLAGS"] == "-O1"  # what is not compiled is not put where compiled graphs are
 
