@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_callback import TrainerState
-
 from stepmark.checkpoint import Checkpointer, Retention
 from stepmark.checkpoint.downloads import checkpoint_copy
 from stepmark.checkpoint.format.checkpoint_folders import LEFT, best_step, checkpoints, quarantine, step_of
@@ -30,7 +28,6 @@ from stepmark.liveness.process_exit import end_process, say
 from stepmark.liveness.progress import SAVE, in_phase
 from stepmark.runtime.context import Context
 from stepmark.runtime.xla_environment import extracting_graphs
-from stepmark.trainer.run_folder.log_history import read_state
 from stepmark.trainer.run_folder.output_folder import on_rank_0
 from stepmark.trainer.run_folder.run_log import TRAINER_STATE, RunLog
 
@@ -170,10 +167,11 @@ class RunMirror:
 
 def _best_of(checkpoint: Path) -> set[int]:
     """The step of the best checkpoint, as far as a run that goes on from this one knows it, and where `best` points."""
-    state = TrainerState()
+    from stepmark.trainer.run_folder.log_history import read_state  # which imports transformers' callbacks
+
+    found = {best_step(checkpoint.parent)}
     with contextlib.suppress(OSError, ValueError, TypeError):
-        state = read_state(checkpoint / TRAINER_STATE)
-    found = {step_of(Path(str(state.best_model_checkpoint))), best_step(checkpoint.parent)}
+        found.add(step_of(Path(str(read_state(checkpoint / TRAINER_STATE).best_model_checkpoint))))
     return {step for step in found if step is not None}
 
 
