@@ -147,12 +147,21 @@ def test_a_rank_that_never_starts_is_named(ended: list[str]) -> None:
     assert "rank 1 (stage 1 of 2, has not started training)" in "".join(ended)
 
 
-def test_a_store_that_stops_answering_is_blamed_on_rank_0(ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 serves the store: if it is stopped, requests get no answer."""
-    for one in watch_all(dist.HashStore(), 2):
+@pytest.mark.parametrize(("seen", "timeout", "within"), [(progress.START, progress.AUTO, 11), (progress.SAVE, 2.0, 5)])
+def test_a_store_that_stops_answering_is_blamed_on_rank_0(
+    ended: list[str], monkeypatch: pytest.MonkeyPatch, seen: str, timeout: float | str, within: int
+) -> None:
+    """Rank 0 serves the store: if it is stopped, requests get no answer. What limits the time is where this rank is,
+    not where it was at its last heartbeat."""
+    store = dist.HashStore()
+    for one in [watch(store, rank, 2, timeout=timeout).__enter__() for rank in range(2)]:
+        one._at.enter(seen)
+    beats(3)
+    for one in RANKS.values():
         monkeypatch.setattr(one, "_exchange", lambda: None)
+        one._at.enter(progress.PASSES)
     RANKS[0]._closed.set()
-    beats(11)
+    beats(within)
     assert "rank 1: stuck: rank 0 on " in "".join(ended)
 
 

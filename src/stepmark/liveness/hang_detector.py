@@ -201,8 +201,11 @@ class HangDetector:
         if self._reachable is not None and self._reachable.check(["verdict"]):
             self._end(self._reachable.get("verdict").decode())
 
+    def _own_beat(self) -> Beat:
+        return Beat.of(self._count, socket.gethostname(), self._at)
+
     def _send_beat(self) -> Beat:
-        own = self._latest[self._rank] = Beat.of(self._count, socket.gethostname(), self._at)
+        own = self._latest[self._rank] = self._own_beat()
         if self._reachable is not None:
             self._reachable.set(f"beat/{self._rank}", own.to_json())
         self._count += 1
@@ -293,8 +296,10 @@ class HangDetector:
         self._standby(None, None, "")
 
     def _watch_store(self) -> None:
-        self._arm()
         seconds = self._silence.seconds({_STORE: self._count})[_STORE] - self._beat
+        if seconds > 0:  # the other thread waits for an answer, and training may have gone on since
+            self._latest[self._rank] = self._own_beat()
+        self._arm()
         text = f"{self._server()}: no answer for {seconds:.0f} s"
         if seconds > self._quiet and not self._told and (self._rank <= 1 or os.environ.get("LOCAL_RANK") == "0"):
             say(f"stepmark: stuck: {text}; {_CAUSES}")
