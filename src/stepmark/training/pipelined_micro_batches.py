@@ -116,7 +116,8 @@ class _Step:
                 continue  # it ran with its forward pass, in one graph
             if task.kind == FORWARD:
                 seed_generators(self._runtime, seed(task.micro_batch))
-                self._watch_generator()
+                if self._parts.seeks_draws:
+                    self._random_numbers = self._runtime.generator_state()
                 self._forward(task)
             elif self._parts.transfers.draws or self._checkpointing:
                 seed_generators(self._runtime, seed(task.micro_batch))
@@ -145,11 +146,6 @@ class _Step:
         if before_drawing is not None:
             self.drew |= self._runtime.drew_since(before_drawing)
 
-    def _watch_generator(self) -> None:
-        """Notes where the generator is, to see whether a forward pass draws from it."""
-        if self._parts.seeks_draws:
-            self._random_numbers = self._runtime.generator_state()
-
     def _computed_again(self, task: Task) -> bool:
         """Whether the backward pass computes everything again: with gradient checkpointing a stage keeps what it starts
         from, and not the inputs of its layers, unless the backward pass follows at once."""
@@ -172,7 +168,7 @@ class _Step:
         hidden = activation.arrived().requires_grad_()
         self._parts.transfers.resume_generator(activation)
         if self._random_numbers is not None:
-            self._watch_generator()
+            self._random_numbers = self._runtime.generator_state()
         return hidden.view_as(hidden)  # of a leaf, autocast would keep one copy, and add its gradients in bfloat16
 
     def _backward(self, task: Task) -> None:
