@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from stepmark.data.loader.batch import MicroBatch, StepBatch
 from stepmark.parallel.full_sharding import has_full_sharding
@@ -143,8 +144,8 @@ class _Step:
             self.loss = self.loss + output.detach()
         self._kept[task.stage, task.micro_batch] = _Forward(activation, None if again else output, Form.of(output))
         before_drawing, self._random_numbers = self._random_numbers, None
-        if before_drawing is not None:
-            self.drew |= self._runtime.drew_since(before_drawing)
+        if before_drawing is not None and not is_fake(before_drawing):  # which has no values
+            self.drew |= not torch.equal(before_drawing, self._runtime.generator_state())
 
     def _computed_again(self, task: Task) -> bool:
         """Whether the backward pass computes everything again: with gradient checkpointing a stage keeps what it starts
