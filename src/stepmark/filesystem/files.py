@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import os
 import secrets
 import stat
@@ -16,6 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
+
+import xxhash
 
 from stepmark.errors import FileRefused
 
@@ -147,6 +150,13 @@ def read_file(path: Path, *, follow: bool = False) -> bytes:
     """The content of a small file. Raises as `open_for_reading` does."""
     with open_for_reading(path, follow=follow) as file:
         return file.read()
+
+
+def file_checksum(path: Path) -> tuple[int, str]:
+    """Size in bytes and xxh3-128, in hexadecimal digits, of a file."""
+    with path.open("rb", buffering=0) as file:
+        digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+        return file.tell(), digest
 
 
 def files_in(folder: Path, pattern: str) -> list[Path]:
